@@ -1,7 +1,7 @@
 """bmforge: pretrain, fine-tune and run large models on little hardware.
 
-Start reading at `recipes/` (whole runs), then `train/trainer.py` and `models/gpt2.py`. The
-packages, and what each may import, are described in CONTRIBUTING.md.
+Start reading at `recipes/`, which has complete runs, then `train/trainer.py` and `models/gpt2.py`.
+CONTRIBUTING.md describes the packages and which other packages each may import.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""``python -m bmforge`` is the command line, also under torchrun."""
+"""Entry point of ``python -m bmforge``, the command line, also under torchrun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def leave(status: int) -> NoReturn:
     """Exit the program; a process of a distributed job skips the interpreter's shutdown.
 
     A gloo thread needs the interpreter to release the tensors of the last collective. If the
-    interpreter is already shutting down, the process aborts, and a successful run counts as failed.
+    interpreter is already shutting down, the process aborts, and a successful run is reported as
+    failed.
     """
     if "RANK" not in os.environ:
         sys.exit(status)

@@ -26,13 +26,13 @@ _SLOT = "sum_statistics"
 def balance_whole_step(
     model: nn.Module, run_all: Callable[[], Any], num_micro_batches: int
 ) -> Iterator[None]:
-    """Context manager: compute the load-balancing loss over all micro-batches and ranks.
+    """Context manager that computes the load-balancing loss over all micro-batches and ranks.
 
-    Does nothing for a model without a balancing loss. A single micro-batch also needs no extra
-    pass: its own forward sums the statistics over the processes.
+    It does nothing for models without such a loss. A single micro-batch needs no additional pass
+    either, because its own forward sums the statistics over the processes.
 
     Args:
-        model: model; if its `balances` is True, it has the slot `sum_statistics`.
+        model: model; its load is balanced if its attribute `balances` is True.
         run_all: function that runs the forward of all micro-batches.
         num_micro_batches: number of micro-batches; the same on every process.
 
@@ -57,7 +57,7 @@ def balance_whole_step(
 
 @contextmanager
 def leave_out_balance(model: nn.Module) -> Iterator[None]:
-    """Context manager: exclude the load-balancing loss from the model's loss."""
+    """Context manager that excludes the load-balancing loss from the model's loss."""
     if not getattr(model, "balances", False):
         yield
         return
@@ -67,7 +67,7 @@ def leave_out_balance(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _filled(model: nn.Module, value: Any) -> Iterator[Any]:
-    """Context manager: temporarily set the model's statistics slot; yield its old value."""
+    """Context manager that temporarily sets the model's attribute for statistics."""
     before = getattr(model, _SLOT)
     fill_slot_(model, _SLOT, value)
     try:

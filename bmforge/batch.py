@@ -1,4 +1,4 @@
-"""The batch type that data, models and training share."""
+"""The type of a batch, shared by data, models and training."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def count_labels(batch: Batch, model: Any = None) -> int:
 
     Args:
         batch: keyword arguments of the model.
-        model: model whose `count_items` counts, as all models of bmforge have; others are counted
-            as a causal language model that shifts its labels, or as a sequence classifier.
+        model: model whose method `count_items` is used, if it has one, as all models of bmforge
+            do. Otherwise labels are counted as for a causal language model that shifts them, or for
+            a sequence classifier.
 
     Shape:
-        labels: (B, T) token ids, not shifted: the first of a sequence is not predicted; or (B,),
-        one class per sequence
+        labels: (B, T) token ids, not shifted, so the first token of a sequence is not counted;
+            or (B,), one class per sequence
     """
     count = getattr(model, "count_items", None)
     if count is not None:

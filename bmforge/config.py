@@ -1,7 +1,7 @@
-"""Convert config dataclasses to TOML and back, strictly.
+"""Strict conversion of config dataclasses to TOML and back.
 
-An unknown field, a wrong type or a missing value raises `ConfigError` with the field's full path
-and the nearest known name. The command line sets the same fields (`cli/`), so a run has one format.
+An unknown field, a wrong type or a missing value raises `ConfigError` with the full path of the
+field and the most similar known name. The command line (`cli/`) sets the same fields.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NONE = "none"
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """Convert a dataclass to nested dicts.
+    """Convert a dataclass to nested dictionaries.
 
-    TOML has no null: a field that is None is omitted if None is its default, else written as
-    "none".
+    TOML has no null value: a field that is None is omitted if that is its default; otherwise it is
+    written as "none".
     """
     out: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -50,7 +50,7 @@ def config_to_dict(config: Any) -> dict[str, Any]:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value as TOML and JSON have it: dataclasses as dicts, tuples as lists."""
+    """Convert a value for TOML or JSON: dataclasses become dictionaries, tuples become lists."""
     if dataclasses.is_dataclass(value):
         return config_to_dict(value)
     if isinstance(value, (list, tuple)):
@@ -63,15 +63,15 @@ def plain_value(value: Any) -> Any:
 
 
 def config_from_dict(cls: type[C], values: dict[str, Any], path: str = "") -> C:
-    """Build a config dataclass from nested dicts.
+    """Create a config dataclass from nested dictionaries.
 
     Args:
         cls: the dataclass.
-        values: field name -> value; missing fields take their default.
-        path: path of this table in the whole config, for error messages.
+        values: dictionary from field name to value; missing fields get their default.
+        path: position of the dictionary in the whole config, for error messages.
 
     Raises:
-        ConfigError: unknown field (with the nearest name), wrong type, or missing value.
+        ConfigError: a field is unknown, has the wrong type, or is missing.
     """
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def config_from_dict(cls: type[C], values: dict[str, Any], path: str = "") -> C:
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
-    """Check `value` against a type hint and convert values that TOML represents differently."""
+    """Check `value` against a type hint and convert values that TOML stores as another type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value, path)

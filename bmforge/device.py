@@ -1,7 +1,7 @@
-"""The only module that distinguishes kinds of devices.
+"""The only module that distinguishes between kinds of devices.
 
-All others ask here which device to use, which collective backend it needs, how much memory it has
-allocated, and what its peak speed is. A machine without an accelerator uses the CPU.
+It answers which device to use, which collective backend the device needs, how much memory is
+allocated, and what its peak speed is. Without an accelerator it selects the CPU.
 """
 
 from __future__ import annotations
@@ -154,16 +154,16 @@ def has_fast_half(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def reads_are_free(tensor: torch.Tensor) -> bool:
-    """Return True if reading values needs no synchronization and breaks no compiled graph."""
+    """Return True if reading a tensor's values neither waits for a device nor breaks a graph."""
     is_plain = type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
     return is_plain and tensor.device.type == "cpu"
 
 
 @contextmanager
 def fork_random(number: int) -> Iterator[None]:
-    """Use another random state for every `number`, and restore the generators afterwards.
+    """Context manager that uses a random state per `number` and restores the generators on exit.
 
-    The seed is one sample of the global generator, so that the same state reproduces it.
+    The seed also depends on one sample of the global generator, so runs are reproducible.
     """
     seed = int(torch.randint(1 << 62, ()))
     with keep_random():
@@ -173,7 +173,7 @@ def fork_random(number: int) -> Iterator[None]:
 
 @contextmanager
 def keep_random() -> Iterator[None]:
-    """Restore the states of the random generators on exit."""
+    """Context manager that restores the random generators on exit."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     indices = [] if kind is None else [torch.accelerator.current_device_index()]
     with torch.random.fork_rng(indices, device_type="cpu" if kind is None else kind.type):
@@ -188,10 +188,10 @@ def device_memory_bytes(device: torch.device) -> int | None:
 
 
 def memory_room_bytes(device: torch.device) -> int:
-    """Return the memory left on `device` at peak use so far, less 3 % that cannot be used.
+    """Return the memory left on `device` at the peak so far, minus 3 % that cannot be used.
 
-    The limits of torch's per-process memory fraction, of ``ulimit -d`` and of a container apply.
-    Memory that other processes use on an accelerator now is not free.
+    Limits by torch's per-process memory fraction, by ``ulimit -d`` and by a container are taken
+    into account. On an accelerator, memory that other processes use now is not counted as free.
     """
     if device.type != "cpu":
         accelerator = torch.get_device_module(device)
@@ -209,7 +209,7 @@ def memory_room_bytes(device: torch.device) -> int:
 
 
 def device_size_bytes(device: torch.device) -> int:
-    """Return the total memory of `device`; for a CPU that of the host or container."""
+    """Return the total memory of `device`; for a CPU, that of the host or its container."""
     if device.type == "cpu":
         return host_memory_bytes()
     return int(torch.get_device_module(device).mem_get_info(device)[1])
@@ -229,12 +229,12 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def fast_products() -> Iterator[bool]:
-    """Multiply fp32 matrices through oneDNN where MKL is slower; yields True if it does.
+    """Context manager that multiplies fp32 matrices with oneDNN where MKL is slower.
 
-    MKL does not use AVX512 on CPUs of other vendors than Intel; oneDNN does, and is twice as fast
-    for all but the smallest products. Torch passes a product to oneDNN if bf16 is allowed in place
-    of fp32; on CPUs without bf16 instructions it stays fp32, which is verified first. Only the
-    order of summation differs.
+    It yields True if oneDNN is used. On CPUs of other vendors than Intel, MKL does not use AVX512;
+    oneDNN does, and is twice as fast for all but the smallest products. Torch uses oneDNN if bf16
+    is allowed in place of fp32. CPUs without bf16 instructions still compute in fp32, which is
+    verified first. Only the order of summation differs.
     """
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
@@ -251,14 +251,14 @@ def fast_products() -> Iterator[bool]:
 
 
 def _mkl_is_slow() -> bool:
-    """Return True on a CPU with AVX512 that MKL does not use."""
+    """Return True on a CPU that has AVX512 but on which MKL does not use it."""
     vendor = processor_field("vendor_id")
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return wide and torch.backends.mkl.is_available() and vendor not in ("", "GenuineIntel")
 
 
 def _keeps_fp32() -> bool:
-    """Return True if fp32 products are exact for digits that bf16 cannot represent."""
+    """Return True if fp32 products keep digits that bf16 cannot represent."""
     value, size = 1 + 2**-12, 256
     product = torch.full((size, size), value) @ torch.ones(size, size)
     return bool((product == size * value).all())

@@ -1,4 +1,4 @@
-"""Typed errors. A message says what is wrong, what is allowed, and how to fix it."""
+"""Error classes. Each message says what is wrong, what is allowed, and how to fix it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 
 
 class BmforgeError(Exception):
-    """Base class of all errors that bmforge raises for its user."""
+    """Base class of all errors that bmforge raises for the user to fix."""
 
 
 class ConfigError(BmforgeError, ValueError):
@@ -58,7 +58,7 @@ class MissingDependencyError(BmforgeError, ImportError):
 
 
 def suggest(name: str, candidates: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the known name most similar to `name`, or ``""``.
+    """Return ``" Did you mean 'x'?"`` for the candidate most similar to `name`, or ``""``.
 
     The name itself is never suggested.
     """

@@ -1,4 +1,4 @@
-"""Atomic file writes (a kill at any time leaves the old or the new file), and file reads."""
+"""Reads files, and writes them atomically: after a crash, the old or the new file exists."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = [
 
 
 def check_place(path: str | Path, name: str) -> None:
-    """Check, before any work, that a file or directory can be created at `path`.
+    """Check that a file or directory can be created at `path`, before any work is done.
 
     Args:
         path: file or directory; it and its parent directories need not exist.
-        name: name of the option with this path, for the error message.
+        name: name of the option that sets the path, for the error message.
 
     Raises:
         ConfigError: a parent is a file, or the directory is not writable.
@@ -78,12 +78,12 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def partial_name(name: str) -> str:
-    """Return the name of the temporary file that `replace_file` writes."""
+    """Return the name of the temporary file that `replace_file` writes before renaming it."""
     return f".{name}.partial"
 
 
 def sync_directory(path: Path) -> None:
-    """Make new names in directory `path` durable (fsync), where the system supports it."""
+    """Make new file names in a directory durable (fsync), where the system supports it."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except PermissionError:  # Windows cannot open directories; a rename is as durable as it gets
@@ -98,7 +98,7 @@ def read_bytes(path: Path, what: str) -> bytes:
     """Return the contents of `path`.
 
     Raises:
-        DataError: the file cannot be read; the message says that it should be `what`.
+        DataError: the file cannot be read; the message says that `what` was expected.
     """
     try:
         return path.read_bytes()
@@ -112,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`.
 
     Raises:
-        DataError: the file cannot be read, or contains something else.
+        DataError: the file cannot be read, or does not contain a JSON object.
     """
     try:
         content = json.loads(read_bytes(path, "a JSON file"))

@@ -1,7 +1,7 @@
-"""The header of a GGUF file: metadata, and positions of tensors.
+"""Reads the header of a GGUF file: the metadata, and the positions of the tensors.
 
-Files may be untrusted. Every count, length, offset and product is checked against the size of the
-file before memory is allocated for it.
+Files may be untrusted, so every count, length, offset and product is checked against the size of
+the file before memory is allocated.
 
 Source: the format's description, docs/gguf.md of ggml-org/ggml (version 3; 2 is supported too).
 """
@@ -77,14 +77,14 @@ _PART = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)")
 
 
 class GgufTensor(NamedTuple):
-    """Position of a tensor.
+    """Type, shape and position of a tensor in a GGUF file.
 
     Args:
-        kind: storage format of its values; a key of `BLOCKS`.
+        kind: storage format of the values; a key of `BLOCKS`.
         shape: shape in torch's order: values of the last dimension are contiguous.
-        start: offset of its first byte in the file.
+        start: offset of the first byte in the file.
         size: size in bytes.
-        path: another part of a split file that contains it; None is the file itself.
+        path: file that contains the tensor if it is another part of a split file; otherwise None.
     """
 
     kind: str
@@ -116,10 +116,11 @@ def is_gguf(path: str | Path) -> bool:
 def read_gguf_header(path: str | Path) -> GgufHeader:
     """Read the header of a GGUF file.
 
-    Memory use is a few times the header's size; headers above 1 GiB are an error.
+    Reading needs a few times the header's size in memory; headers above 1 GiB raise an error.
 
     Raises:
-        CheckpointError: no such file, not GGUF, truncated, or inconsistent.
+        CheckpointError: the file does not exist, is not a GGUF file, is truncated, or is
+            inconsistent.
     """
     path = Path(path)
     header = _read_file(path)
@@ -136,10 +137,11 @@ def _read_file(path: Path) -> GgufHeader:
 
 
 def _join_parts(first: GgufHeader, parts: Any) -> GgufHeader:
-    """Return the header of a split file: the first part's metadata and every part's tensors.
+    """Return the header of a split file: metadata of the first part, tensors of all parts.
 
     Raises:
-        CheckpointError: this is not the first part, or another one is missing or of another model.
+        CheckpointError: `first` is not the first part, or another part is missing or belongs to
+            another model.
     """
     path = first.path
     name = _PART.fullmatch(path.name)
@@ -216,7 +218,7 @@ def _alignments() -> Iterator[int]:
 
 
 def _read_tensor(cursor: _Cursor, alignment: int) -> tuple[str, GgufTensor]:
-    """Return a tensor's name and position, with `start` relative to the first tensor."""
+    """Read a tensor's name and position; `start` is relative to the first tensor."""
     name = cursor.text()
     dims = cursor.number("<I")
     if not 1 <= dims <= _MAX_DIMS:
@@ -239,7 +241,7 @@ def _read_tensor(cursor: _Cursor, alignment: int) -> tuple[str, GgufTensor]:
 
 
 def _check_places(cursor: _Cursor, tensors: dict[str, GgufTensor], size: int) -> None:
-    """Raise for tensors that exceed the file, or overlap."""
+    """Raise `CheckpointError` if tensors overlap or extend beyond the end of the file."""
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
         if tensor.start < end:
@@ -250,10 +252,10 @@ def _check_places(cursor: _Cursor, tensors: dict[str, GgufTensor], size: int) ->
 
 
 class _Cursor:
-    """Sequential reader of a header, with bounds checks.
+    """Reads a header sequentially and checks bounds.
 
     Args:
-        file: the file, at its beginning.
+        file: the open file, at its beginning.
         size: size of the file in bytes.
         path: path for error messages.
     """
@@ -281,7 +283,7 @@ class _Cursor:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def count(self, least_bytes: int, what: str) -> int:
-        """Return a count of items of at least `least_bytes` each."""
+        """Read a number of items; check that so many fit, at `least_bytes` or more per item."""
         count = self.number("<Q")
         if count > (self.end - self.at) // least_bytes:
             raise self.damaged(f"it declares {count} {what}, more than fit")

@@ -1,8 +1,8 @@
-"""One table of GPUs: memory, peak throughput and links, for the MFU of runs and for the planner.
+"""Table of GPUs with their memory, peak throughput and links, for the planner and the MFU.
 
-Peaks are dense ones (without sparsity) of the makers' data sheets. `efficiency` is the part of the
-peak that matrix products reach in training; it comes from one published row, which is named, or is
-taken over from a similar GPU, which is said.
+Peaks are the dense ones (without sparsity) in the vendors' data sheets. `efficiency` is the
+fraction of the peak that matrix products reach in training. It was measured on a few GPUs, and the
+others use the value of a similar GPU; `measured` states which.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _FULL = 0.743
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator.
+    """Memory, speed and links of one kind of accelerator.
 
     Args:
-        name: value of `--gpu`.
-        memory_gib: memory that a program finds free when it starts, of the nominal size.
+        name: name to select it with `--gpu`.
+        memory_gib: memory that is free when a program starts; a little less than the nominal size.
         half_tflops: peak of bf16 or fp16 products.
-        full_tflops: peak of fp32 products as torch does them by default.
-        memory_gb_s: bandwidth of its memory.
-        peer_gb_s: bandwidth to the others in its node, one direction.
-        host_gb_s: bandwidth to host memory, one direction.
-        has_bf16: else half precision is fp16.
-        efficiency: part of the peak that products reach in half precision.
+        full_tflops: peak of fp32 products with torch's default settings.
+        memory_gb_s: bandwidth of the device's memory.
+        peer_gb_s: bandwidth to other devices of the node, in one direction.
+        host_gb_s: bandwidth to host memory, in one direction.
+        has_bf16: whether half precision is bf16; otherwise it is fp16.
+        efficiency: fraction of the half-precision peak that matrix products reach in training.
         source: source of the figures.
         measured: source of the efficiency.
-        is_host: a processor: its collectives make buffers of their own, as gloo's do, and what is
-            offloaded goes to disk, but for gradients.
-        full_efficiency: part of the peak that fp32 products reach; they have no tensor cores to
-            feed, so it is higher.
+        is_host: whether the device is a CPU: gloo collectives then allocate buffers of their
+            own, and everything offloaded except gradients goes to disk.
+        full_efficiency: fraction of the fp32 peak that matrix products reach; it is higher
+            because fp32 does not use tensor cores.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Device:
     full_efficiency: float = _FULL
 
     def reached(self, precision: str) -> float:
-        """Return the part of the peak that products reach."""
+        """Return the fraction of the peak that matrix products reach."""
         return self.full_efficiency if precision == "fp32" else self.efficiency
 
     def peak_flops(self, precision: str) -> float:
@@ -64,7 +64,7 @@ class Device:
 
     @property
     def memory_bytes(self) -> float:
-        """What one process can use: the rest is the driver's context and fragmentation."""
+        """Memory that one process can use, without the driver's context and fragmentation."""
         return _GIB * (self.memory_gib - CONTEXT_GIB) * (1 - FRAGMENTED)
 
 
@@ -253,12 +253,13 @@ _MIG_SLICE = {"a100": 14 / 108, "a800": 14 / 108, "h100": 16 / 132, "h200": 16 /
 
 
 def find_devices_by_name(name: str) -> tuple[Device, ...]:
-    """Return the rows of the table for a name that a driver reports; () for an unknown GPU.
+    """Return the table entries for a device name from the driver; () for an unknown GPU.
 
-    Several rows differ in memory only. A MIG instance has the peaks of its compute slices.
+    If there are several entries, they differ only in memory. A MIG instance has the peak of its
+    compute slices.
 
     Args:
-        name: such as "NVIDIA H100 80GB HBM3 MIG 1g.10gb".
+        name: name of the device, such as "NVIDIA H100 80GB HBM3 MIG 1g.10gb".
     """
     lowered = name.lower()
     keys = next((keys for pattern, keys in _PATTERNS if re.search(pattern, lowered)), ())
@@ -280,6 +281,6 @@ def find_devices_by_name(name: str) -> tuple[Device, ...]:
 
 
 def peak_flops_by_name(name: str, precision: str = "bf16") -> float | None:
-    """Return the dense peak in FLOP/s of a GPU by the name that its driver reports, if known."""
+    """Return a GPU's dense peak in FLOP/s, given its name from the driver; None if unknown."""
     devices = find_devices_by_name(name)
     return devices[0].peak_flops(precision) if devices else None

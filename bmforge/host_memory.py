@@ -1,4 +1,4 @@
-"""Total, available and used memory of the host, its container and this process."""
+"""Total, available and used memory of the host, of its container, and of this process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def peak_resident_bytes() -> int:
 
 
 def data_room_bytes() -> int | None:
-    """Return the bytes left by a limit on this process's data (``ulimit -d``); None without one."""
+    """Return how many more bytes ``ulimit -d`` lets this process allocate; None without a limit."""
     limit = -1 if resource is None else resource.getrlimit(resource.RLIMIT_DATA)[0]
     if resource is None or limit == resource.RLIM_INFINITY:
         return None
@@ -90,10 +90,9 @@ def host_memory_bytes() -> int:
 
 
 def available_host_bytes() -> int | None:
-    """Return how many bytes the system can still give this process.
+    """Return how many bytes this process can still allocate; None if the system does not tell.
 
-    This is the minimum over the machine and each container around the process; None if the system
-    does not report it.
+    This is the minimum over the machine and all containers around the process.
     """
     meminfo = _PROC / "meminfo"
     if not meminfo.exists():
@@ -136,11 +135,11 @@ def _ask_windows() -> _Windows | None:
 
 
 def _container_limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use of every control group around this process that has a limit.
+    """Yield the limit and use of every control group around this process that has a limit.
 
-    Source: the kernel's cgroup-v2.rst and cgroup-v1/memory.rst. Use excludes inactive file cache,
-        as
-    in Kubernetes' working set.
+    The use excludes inactive file cache, as in Kubernetes' working set.
+
+    Source: the kernel's cgroup-v2.rst and cgroup-v1/memory.rst.
     """
     own = _PROC / "self/cgroup"
     if not own.exists():
@@ -161,7 +160,7 @@ def _container_limits() -> Iterator[tuple[int, int]]:
 
 
 def _read_group(folder: Path, names: tuple[str, str, str]) -> tuple[int, int] | None:
-    """Return limit and use of one control group; None without a limit."""
+    """Return the limit and use of one control group; None if it has no limit."""
     try:
         limit, used = ((folder / name).read_text().strip() for name in names[:2])
         stat = (folder / "memory.stat").read_text().splitlines()

@@ -1,7 +1,7 @@
 """Host settings for long computations: keep freed memory, and use faster matrix products.
 
-Neither changes results beyond the order of summation. The environment variable
-``BMFORGE_HOST_TUNING`` selects them: ``memory,products`` (default), one of them, or ``none``.
+They change results only by the order of summation. The environment variable ``BMFORGE_HOST_TUNING``
+selects them: ``memory,products`` (default), one of them, or ``none``.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _SETTLED_STEPS, _GROWTH = 3, 1.25
 
 
 def read_tuning() -> frozenset[str]:
-    """Return the host settings to apply: ``memory``, ``products``, both or none.
+    """Return the host settings to apply, from the environment variable.
 
     Raises:
-        ConfigError: the environment variable has another value.
+        ConfigError: the variable has an unknown value.
     """
     value = os.environ.get(_VARIABLE, ",".join(_WORDS))
     words = frozenset(word.strip() for word in value.split(",") if word.strip())
@@ -56,11 +56,12 @@ def read_tuning() -> frozenset[str]:
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for later allocations; returns True if it does.
+    """Make glibc keep freed memory for later allocations; return True if this worked.
 
-    By default glibc maps every large block anew and unmaps it when freed, so each training step
-    page-faults its activations in again. Blocks of 1 GiB or more are still returned; if glibc is
-    too old for that threshold, all are kept. Other allocators are not changed.
+    By default glibc maps each large block anew and unmaps it when it is freed, so that every
+    training step page-faults its activations in again. Blocks of 1 GiB or more are still returned
+    to the system; if glibc is too old for that threshold, all blocks are kept. Other allocators are
+    not affected.
     """
     library = _glibc()
     if library is None:
@@ -71,24 +72,24 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> bool:
-    """Make glibc return freed blocks of 256 KiB or more at once; returns True if it does.
+    """Make glibc return freed blocks of 256 KiB or more immediately; return True if this worked.
 
-    By default glibc raises this threshold with use, per thread, and long-lived blocks between freed
-    ones leave holes that no later block fills: the process outgrows its memory budget.
+    By default glibc raises this threshold over time, per thread. Long-lived blocks between freed
+    ones then leave holes that no later block fills, and the process exceeds its memory budget.
     """
     library = _glibc()
     return library is not None and bool(library.mallopt(_MMAP_THRESHOLD, _RETURNED_BLOCK))
 
 
 def give_back_memory() -> None:
-    """Return freed memory that this process keeps to the system."""
+    """Return memory that this process has freed but still holds to the system."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """Return the C library if it is glibc and its allocator is in use."""
+    """Return the C library, or None unless it is glibc and its allocator is in use."""
     if not sys.platform.startswith("linux"):
         return None
     process = ctypes.CDLL(None)
@@ -100,15 +101,15 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 class MemoryWatch:
-    """Limits the growth of the freed memory that the process keeps between steps."""
+    """Limits how much freed memory a process keeps between steps."""
 
     def __init__(self) -> None:
         self._steps, self._bound = 0, 0
 
     def note_step(self) -> None:
-        """Check the resident set after a step; return memory if it has grown by a quarter.
+        """Return freed memory to the system if the resident set has grown by a quarter.
 
-        The first steps define the normal size.
+        Call it after every step; the first steps define the normal size.
         """
         resident = resident_bytes()
         self._steps += 1
@@ -127,12 +128,12 @@ class MemoryWatch:
 
 @contextmanager
 def tuned_host(device: torch.device) -> Iterator[MemoryWatch | None]:
-    """Apply the host settings for a long computation on `device`, and log them.
+    """Context manager that applies and logs the host settings for a long computation.
 
-    Freed memory is kept from here on; the setting of matrix products is restored on exit.
+    The setting of matrix products is restored on exit; freed memory is still kept afterwards.
 
     Args:
-        device: device of the computation; nothing is changed unless it is the CPU.
+        device: device of the computation; for other devices than the CPU nothing is changed.
 
     Yields:
         a `MemoryWatch` to call after every step, if freed memory is kept.

@@ -1,4 +1,4 @@
-"""HTML pages of reports: self-contained, without network access, light or dark."""
+"""Writes HTML pages of reports: self-contained, without network access, light or dark."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def write_page(
 ) -> Path:
     """Write a report as an HTML page and return its path.
 
-    The page's content security policy allows no network access and no script but the given one, so
-    that a mistake in escaping the reported texts would run nothing.
+    The page's content security policy forbids network access and all scripts except the given one,
+    so that no script in a reported text can run, even if it is not escaped correctly.
 
     Args:
         path: file to write.
-        name: subject of the report.
+        name: name of the reported object.
         kind: kind of report, such as ``"training report"``.
         sections: HTML fragments in order; empty ones are omitted.
         style: additional CSS.

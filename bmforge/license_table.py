@@ -1,7 +1,7 @@
-"""The license table: terms of each license, with the clause of its text.
+"""Table of licenses and their terms, with the clause of each term.
 
-Source: the texts at each entry's `url`; ids are those of SPDX, https://spdx.org/licenses/, or, if
-SPDX does not list a license, those of Hugging Face's model cards.
+Source: the texts at each entry's `url`. Ids are those of SPDX, https://spdx.org/licenses/; licenses
+that SPDX does not list have the ids of Hugging Face's model cards.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _GPL_3 = ("GPL-3.0-only", "GPL-3.0-or-later", "AGPL-3.0-only", "AGPL-3.0-or-late
 
 @dataclass(frozen=True)
 class Licence:
-    """One license.
+    """A license and its terms.
 
     Attributes:
         id: SPDX id, or the name used on model hubs.
         url: URL of its text.
-        terms: key of `TERMS` -> clause of the text.
-        compatible: ids of licenses under which derived works may also be handed on.
+        terms: dictionary from a key of `TERMS` to the clause of the text.
+        compatible: ids of other licenses under which derived works may be distributed.
     """
 
     id: str

@@ -1,8 +1,8 @@
-"""Licences by SPDX id: what a source names, and which do not go together.
+"""Recognizes licenses by SPDX id, name or URL, and finds licenses that conflict.
 
-It compares what published texts say (`license_table.py`) and is no legal judgement: whether a
-model, or a corpus, is a work that a clause speaks of, is not decided here. What is not in the table
-is unknown, and is said to be.
+It only compares the published license texts (`license_table.py`) and gives no legal advice. It does
+not decide whether a model or a corpus is a work to which a clause applies. Licenses that are not in
+the table are reported as unknown.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two license clauses that a derived work can hardly fulfil together.
+    """Two license clauses that a derived work can hardly satisfy together.
 
     Attributes:
-        first, second: ids of licences.
-        terms: the word of `TERMS` for each one's clause.
-        clauses: section of each in its licence.
+        first, second: ids of the licenses.
+        terms: the key of `TERMS` for each license's clause.
+        clauses: section of each license that contains the clause.
     """
 
     first: str
@@ -48,7 +48,7 @@ class Conflict:
     clauses: tuple[str, str]
 
     def __str__(self) -> str:
-        """Say both clauses."""
+        """Return a sentence that names both clauses."""
         return (
             f"{self.first} ({self.terms[0]}, {self.clauses[0]}) and {self.second} "
             f"({self.terms[1]}, {self.clauses[1]})"
@@ -93,14 +93,14 @@ _MOST_ALTERNATIVES = 4096
 
 
 def find_licence(name: str) -> Licence | None:
-    """Return the licence that a source names, or None if it is unknown.
+    """Return the license for an SPDX expression, id, name or URL; None if it is unknown.
 
-    An expression such as ``CC-BY-4.0 AND CC-BY-NC-4.0`` gives a licence with the terms of both; of
-    ``MIT OR GPL-3.0-only`` the one that restricts less counts. A part that is unknown makes the
-    expression unknown, unless OR leaves a choice.
+    For ``CC-BY-4.0 AND CC-BY-NC-4.0`` the result has the terms of both licenses; for ``MIT OR
+    GPL-3.0-only`` it is the less restrictive one. The expression is unknown if a part is unknown,
+    unless it is an alternative of OR.
 
     Args:
-        name: an SPDX expression or id in any case, a common name, or the address of the text.
+        name: SPDX expression or id in any case, common name, or URL of the license text.
     """
     parts = _choose_parts(name)
     if parts is None or (len(parts) == 1 and not _is_expression(name)):
@@ -110,12 +110,12 @@ def find_licence(name: str) -> Licence | None:
 
 
 def _choose_parts(name: str) -> tuple[Licence, ...] | None:
-    """Return the licences of the least restrictive alternative of a licence expression."""
+    """Return the licenses of the least restrictive alternative in a license expression."""
     return min(_alternatives(name), key=_restriction, default=None)
 
 
 def _alternatives(name: str) -> list[tuple[Licence, ...]]:
-    """Return the known choices that a source leaves, each as licences that apply together."""
+    """Return the known alternatives in a license expression; each is a list of licenses."""
     licence = _find_one(name)
     if licence is not None:
         return [(licence,)]
@@ -132,7 +132,7 @@ def _is_expression(name: str) -> bool:
 
 
 def _normalize(expression: str) -> str:
-    """Write an expression with the ids of SPDX."""
+    """Replace the names in a license expression by SPDX ids."""
     parts = []
     for part in _OPERATOR.split(" ".join(expression.split())):
         licence = _find_one(part) if part else None
@@ -144,10 +144,12 @@ def _normalize(expression: str) -> str:
 
 
 def _parse_expression(expression: str) -> list[tuple[Licence, ...]]:
-    """Return the alternatives of an expression, each as the licences that apply together.
+    """Return the alternatives of an expression; each is a list of licenses that all apply.
 
-    Source: SPDX specification 2.3, annex D: WITH binds before AND, AND before OR. An alternative
-    with an unknown licence is left out; text that is no expression has no alternative.
+    Alternatives with an unknown license are omitted. A text that is not an expression has no
+    alternatives.
+
+    Source: SPDX specification 2.3, annex D: WITH binds before AND, AND before OR.
     """
     tokens = [token for token in _OPERATOR.split(" ".join(expression.split())) if token]
     tokens = [
@@ -199,7 +201,7 @@ def _parse_operand(tokens: list[str]) -> tuple[Alternatives, list[str]]:
 
 
 def _find_one(licence_text: str) -> Licence | None:
-    """Return the licence of one id, name or address."""
+    """Return the license with an id, name or URL."""
     text = " ".join(licence_text.strip().lower().split())
     if text in _BY_ID:
         return _BY_ID[text]
@@ -229,19 +231,20 @@ def _find_by_address(text: str) -> Licence | None:
 
 
 def licence_name(name: str) -> str:
-    """Return the id of the licence that a source names; what it says where that is not known."""
+    """Return the id of a license, or the given text if the license is unknown."""
     licence = find_licence(name)
     return licence.id if licence else " ".join(name.split()) or UNKNOWN
 
 
 def check_licence(value: str, name: str) -> str:
-    """Return the id of a licence that a setting names.
+    """Return the id of the license that an option names.
 
     Args:
-        name: name of the setting.
+        value: the option's value.
+        name: name of the option, for the error message.
 
     Raises:
-        ConfigError: it is not known; the nearest is named.
+        ConfigError: the license is unknown; the message suggests a similar one.
     """
     licence = find_licence(value)
     if licence is None:
@@ -253,9 +256,9 @@ def check_licence(value: str, name: str) -> str:
 
 
 def obeys(name: str, policy: str) -> bool:
-    """Return True if a policy of `POLICIES` allows the licence that a source names.
+    """Return True if a policy of `POLICIES` allows a license.
 
-    Of a choice between licences, one that is allowed is enough.
+    If a license expression has alternatives, one that is allowed is enough.
     """
     refused = POLICIES[policy]
     return any(
@@ -264,15 +267,15 @@ def obeys(name: str, policy: str) -> bool:
 
 
 def merge_licences(licences: Iterable[str], handed_on: str = "") -> list[Conflict]:
-    """Return the conflicts between the licences of the parts of one work.
+    """Return the conflicts between the licenses of a work's parts.
 
-    A licence that wants what is made of it under its own terms does not go with one that asks for
-    more, or for the like. Unknown ones are left out: of these nothing can be said.
+    A share-alike license conflicts with a license that has additional restrictions, and with a
+    different share-alike license. Unknown licenses are ignored.
 
     Args:
-        licences: licences of the parts, by the names that sources use.
-        handed_on: the licence under which what is made of all is to be handed on: it must ask for
-            what restricts the parts.
+        licences: licenses of the parts, as their sources state them.
+        handed_on: license under which the whole work is to be distributed; it must contain the
+            restrictions of all parts.
     """
     by_id = {part.id: part for reported in licences for part in _choose_parts(reported) or ()}
     conflicts = []
@@ -289,7 +292,7 @@ def merge_licences(licences: Iterable[str], handed_on: str = "") -> list[Conflic
 
 
 def _compare(first: Licence, second: Licence) -> Conflict | None:
-    """Return the reason why no license of a derived work satisfies both licenses."""
+    """Return the conflict between two licenses, or None if a derived work can satisfy both."""
     both = ((first, second), (second, first))
     for this, other in both:
         if (this.id, other.id) in PAIRS:
@@ -321,12 +324,12 @@ def _joinable(first: Licence, second: Licence) -> bool:
 
 
 def _added(other_terms: Mapping[str, str], own_terms: Mapping[str, str]) -> Sequence[str]:
-    """Return the terms that restrict, and would come in addition to ours."""
+    """Return the restrictive terms in `other_terms` that are not in `own_terms`."""
     return [term for term in RESTRICTS if term in other_terms and term not in own_terms]
 
 
 def _cover(part: Licence, target: Licence) -> Conflict | None:
-    """Return a term of a part that the licence of the whole does not ask for."""
+    """Return the conflict if the license of the whole lacks a restriction of a part, or None."""
     if target.id in (part.id, *part.compatible):
         return None
     for term in RESTRICTS:

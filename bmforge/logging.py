@@ -1,7 +1,7 @@
-"""Rank-aware logging and progress bars: rank 0 logs everything, the others only warnings.
+"""Rank-aware logging and progress bars: rank 0 logs everything, other ranks only warnings.
 
-Progress is one live line on a terminal; if standard error is no terminal, a plain line every ten
-seconds, so that log files stay readable and long work is not silent.
+On a terminal, progress is one live line. Otherwise a plain line is logged every ten seconds, so
+that log files stay readable and long work does not look stuck.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NARROW = 80  # terminal columns below which the bar is short
 
 
 def process_rank() -> int:
-    """Return this process's global rank as set by the launcher (0 without a launcher)."""
+    """Return this process's global rank from the launcher's environment; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -58,7 +58,7 @@ def get_logger() -> logging.Logger:
 
 
 def log_to_file(path: str | Path) -> logging.Handler:
-    """Append the log, plain and with timestamps, to `path`; return the handler."""
+    """Append the log to a file, as plain text with timestamps; return the log handler."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(_FORMAT))
     get_logger().addHandler(handler)
@@ -66,13 +66,13 @@ def log_to_file(path: str | Path) -> logging.Handler:
 
 
 class ProgressBar:
-    """One live progress line on rank 0; without a terminal a plain line every ten seconds.
+    """Progress on rank 0: a live line on a terminal, otherwise a log line every ten seconds.
 
     Use it as a context manager and call ``advance(n, text)``.
 
     Args:
         title: name of the work, such as ``"tokenize"``.
-        total: number of units; None if unknown.
+        total: number of units of work; None if unknown.
     """
 
     def __init__(self, title: str, total: int | None = None) -> None:
@@ -116,14 +116,14 @@ class ProgressBar:
         self._progress.update(self._task, advance=amount, text=text)
 
     def log(self, text: str) -> None:
-        """Write a line to the log file, and to standard error if there is no live line."""
+        """Write a line to the log file, and also to standard error unless a live line is shown."""
         self._has_spoken = True
         get_logger().info(text, extra={"file_only": self._live})
 
     def _report(self) -> None:
-        """Log the progress at intervals, unless something else was logged meanwhile.
+        """Log the progress at intervals, unless something else was logged in the meantime.
 
-        It runs in a thread of its own, because a single unit may take minutes.
+        This runs in its own thread, because a single unit of work may take minutes.
         """
         start = time.monotonic()
         while not self._ended.wait(LINE_EVERY_S):
@@ -136,14 +136,14 @@ class ProgressBar:
 
 
 class _Note(ProgressColumn):
-    """Text after the bar, cut at the end of the line."""
+    """Column with a text after the bar, truncated at the end of the line."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["text"], no_wrap=True, overflow="ellipsis")
 
 
 def track(items: Iterable[T], title: str, total: int | None = None) -> Iterator[T]:
-    """Yield from `items` and show their count in a progress bar."""
+    """Yield the elements of `items` and count them in a progress bar."""
     if total is None and isinstance(items, Sized):
         total = len(items)
     with ProgressBar(title, total) as bar:

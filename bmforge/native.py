@@ -1,9 +1,9 @@
-"""Native kernels: C++ with a C interface, compiled on first use into the user's cache directory.
+"""Native kernels: C++ with a C interface, compiled on first use into the user's cache.
 
-Nothing is compiled at installation. Libraries are cached by source, flags, compiler and processor,
-in a directory that must belong to the user and be writable by nobody else, because anyone who can
-write there can run code in this process. Without a compiler callers use torch's operations, with
-one warning.
+Nothing is compiled at installation. The cache key is the source, the flags, the compiler and the
+processor. The cache directory must belong to the user and be writable by nobody else, because
+anyone who can write there can run code in this process. Without a compiler, callers use torch's
+operations, and one warning is logged.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _COMPILE_LIMIT_S = 300
 
 
 class _RefusedError(Exception):
-    """The library is not loaded, for the stated reason."""
+    """A library is not loaded, for the reason in the message."""
 
 
 def load_kernels_of(
     title: str, folder: Path, parts: Sequence[str], flags: str
 ) -> ctypes.CDLL | None:
-    """Compile concatenated sources from a directory, like `load_native`.
+    """Concatenate source files and load the library compiled from them, as `load_native` does.
 
     Args:
         title: name of the library.
@@ -102,7 +102,7 @@ def processor_field(*names: str) -> str:
 
 @cache
 def say_once(message: str) -> None:
-    """Log a warning once per process."""
+    """Log a warning, but only once per process."""
     get_logger().warning("%s", message)
 
 
@@ -127,7 +127,7 @@ def _processor() -> str:
 
 
 def _identify(compiler: list[str]) -> str:
-    """Return a string that changes when the compiler is replaced: path, size, modification time."""
+    """Return a string that changes with the compiler: its path, size and modification time."""
     identity = [shlex.join(compiler)]
     for path in (shutil.which(word) for word in compiler):
         if path is not None:
@@ -159,10 +159,10 @@ def _compile(name: str, source: str, flags: str, compiler: list[str]) -> Path:
 
 
 def _own_folder() -> Path:
-    """Return the directory of compiled kernels, created if needed.
+    """Return the cache directory of compiled kernels; create it if needed.
 
     Raises:
-        _RefusedError: another user could write to it.
+        _RefusedError: another user could write to the directory.
     """
     home = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(home) if home else Path.home() / ".cache").absolute() / "bmforge" / "native"
@@ -179,7 +179,7 @@ def _own_folder() -> Path:
 
 
 def _check_owner(path: Path) -> None:
-    """Raise `_RefusedError` unless the path belongs to the user and only the user can write."""
+    """Raise `_RefusedError` unless a path belongs to the user and nobody else can write to it."""
     if not hasattr(os, "getuid"):  # a system without POSIX owners
         return
     status = path.lstat()
@@ -197,7 +197,7 @@ def _check_owner(path: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock against the user's other processes; a no-op where files cannot be locked."""
+    """Context manager that locks out the user's other processes, where files can be locked."""
     if fcntl is None:
         yield
         return

@@ -1,8 +1,8 @@
 """Provenance of a model: the models and data it was made from, and their licenses.
 
-It is stored as ``LICENCE.json`` with a model card. Whoever makes a model from another one, or from
-texts, passes the record on; see `licenses` for what licenses ask for. Nothing is guessed: a part
-without a stated license is unknown.
+The record is stored as ``LICENCE.json`` next to a model card. A model that is made from another
+model or from texts inherits their records. Nothing is guessed: a part without a stated license is
+unknown. `licenses` has the terms of each license.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class ProvenanceSource:
     """A model or data set that a model was made from.
 
     Attributes:
-        kind: ``base`` (a model), ``delta`` (an adapter), ``data``, or ``terms`` (further terms of a
-            data source; `licence` is then where they are stated).
+        kind: ``base`` (a model), ``delta`` (an adapter), ``data``, or ``terms`` (further terms
+            of a data source; `licence` then says where to find them).
         name: name of the model or corpus.
-        licence: license id, the source's own text if it is not recognized, or ``unknown``.
-        documents, text_bytes, tokens: size of the data.
-        sources: hosts and files of the data, those with most documents first, for attribution.
+        licence: id of the license, the stated text if it is not recognized, or ``unknown``.
+        documents, text_bytes, tokens: number of documents, bytes and tokens of the data.
+        sources: hosts and files of the data for attribution; those with most documents come first.
     """
 
     kind: str
@@ -74,10 +74,10 @@ class ProvenanceSource:
 
 @dataclass(frozen=True)
 class Provenance:
-    """A model's license, if stated, and the parts it was made from.
+    """The license of a model, and the models and data it was made from.
 
     Attributes:
-        licence: license under which the model is handed on; empty if not stated.
+        licence: license under which the model is distributed; empty if none is stated.
         parts: models and data it was made from.
     """
 
@@ -89,31 +89,31 @@ class Provenance:
         return bool(self.licence or self.parts)
 
     def as_parts(self, kind: str, name: str) -> tuple[ProvenanceSource, ...]:
-        """Return the model and its parts, as parts of a model made from it."""
+        """Return the model and its parts, as the parts of another model that is made from it."""
         return (ProvenanceSource(kind, name, self.licence or UNKNOWN), *self.parts)
 
     def joined(self, parts: Iterable[ProvenanceSource]) -> Provenance:
-        """Return a copy with more parts, without duplicates."""
+        """Return a copy to which new parts are added; duplicates are omitted."""
         return replace(self, parts=tuple(dict.fromkeys((*self.parts, *parts))))
 
     def conflicts(self) -> list[Conflict]:
-        """Return the conflicts between the licenses of the parts and of the whole."""
+        """Return the conflicts among the licenses of the parts and of the model."""
         named = [part.licence for part in self.parts if part.kind != "terms"]
         return merge_licences(named, self.licence)
 
     def licences(self) -> list[Licence]:
-        """Return the recognized licenses of the whole and its parts, sorted by id."""
+        """Return the recognized licenses of the model and its parts, sorted by id."""
         names = [self.licence, *(part.licence for part in self.parts if part.kind != "terms")]
         by_id = {licence.id: licence for licence in map(find_licence, names) if licence is not None}
         return [by_id[id] for id in sorted(by_id)]
 
     def unknown(self) -> list[ProvenanceSource]:
-        """Return the parts whose license is not in the table."""
+        """Return the parts whose license is not recognized."""
         return [p for p in self.parts if p.kind != "terms" and find_licence(p.licence) is None]
 
 
 def read_provenance(path: str | Path) -> Provenance:
-    """Read a model's provenance: ``LICENCE.json``, its model card, or a GGUF file's metadata.
+    """Read a model's provenance from ``LICENCE.json``, its model card, or GGUF metadata.
 
     Args:
         path: directory of a model, or a GGUF file.
@@ -155,7 +155,7 @@ def _from_record(record: Any, where: Path) -> Provenance:
 
 
 def to_metadata(provenance: Provenance) -> dict[str, str]:
-    """Return the metadata entries of a GGUF file; none if nothing is known."""
+    """Return the provenance as metadata entries of a GGUF file; empty if nothing is known."""
     if not provenance:
         return {}
     own = {_OWN_KEY: json.dumps(_to_record(provenance), ensure_ascii=False)}
@@ -163,7 +163,7 @@ def to_metadata(provenance: Provenance) -> dict[str, str]:
 
 
 def _licence_of_card(card: Path) -> str:
-    """Return the license in the front matter of a Hugging Face model card, "" if there is none."""
+    """Return the license in the front matter of a Hugging Face model card; "" without one."""
     try:
         text = card.read_text("utf-8") if card.is_file() else ""
     except (OSError, UnicodeDecodeError):
@@ -188,12 +188,12 @@ def _to_record(provenance: Provenance) -> dict[str, Any]:
 
 
 def write_provenance(directory: str | Path, provenance: Provenance, name: str = "") -> None:
-    """Write ``LICENCE.json`` and a model card; a card written by others is kept.
+    """Write ``LICENCE.json`` and a model card; a card that bmforge did not write is kept.
 
     Args:
         directory: directory of the model.
-        provenance: record to write; if nothing is known, an earlier record is removed.
-        name: name of the model in the card; empty is the directory's name.
+        provenance: record to write; an empty one removes an earlier record.
+        name: name of the model in the card; "" uses the directory's name.
     """
     folder = Path(directory)
     file, card = folder / LICENCE_FILE, folder / _CARD
@@ -209,7 +209,7 @@ def write_provenance(directory: str | Path, provenance: Provenance, name: str = 
 
 
 def warn_of_licences(where: object, provenance: Provenance) -> None:
-    """Log license conflicts, with both clauses, and the parts of unknown license."""
+    """Log a warning about conflicting clauses and about parts with unknown licenses."""
     for conflict in provenance.conflicts():
         get_logger().warning("%s: these licenses conflict: %s", where, conflict)
     if unknown := provenance.unknown():
@@ -220,7 +220,7 @@ def warn_of_licences(where: object, provenance: Provenance) -> None:
 
 
 def describe_provenance(provenance: Provenance) -> list[str]:
-    """Return lines of text: license, parts, conflicts."""
+    """Return lines of text about a model's license, its parts and their conflicts."""
     lines = [f"license: {provenance.licence or UNKNOWN}"]
     for part in provenance.parts:
         counts = f", {part.documents:,} documents, {part.tokens:,} tokens" if part.documents else ""
@@ -230,7 +230,7 @@ def describe_provenance(provenance: Provenance) -> list[str]:
 
 
 def model_card(provenance: Provenance, name: str) -> str:
-    """Return a model card in Markdown: data by license, what the licenses ask for, and duties."""
+    """Return a model card in Markdown: the data by license, and the duties that licenses impose."""
     bases = list(dict.fromkeys(part.name for part in provenance.parts if part.kind == "base"))
     lines = ["---", f"license: {_tag(provenance.licence)}"]
     lines += ["base_model:", *(f"- {base}" for base in bases)] if bases else []
@@ -290,7 +290,7 @@ def _by_licence(parts: Iterable[ProvenanceSource]) -> list[str]:
 
 
 def _use(provenance: Provenance) -> list[str]:
-    """Return the duties of those who use the model or hand it on, from the table."""
+    """Return the duties of people who use or distribute the model, from the license table."""
     by_term: dict[str, list[str]] = {}
     for licence in provenance.licences():
         for term in licence.terms:

@@ -1,7 +1,8 @@
-"""Records of a model's parallel layout and of a tensor's storage outside of its own memory.
+"""Records of a model's parallel layout, and of where a tensor's values are stored.
 
-Layouts, weight streaming and offloading register here what other packages ask for, so that nothing
-is set on modules and tensors from outside: `laid_out` is a model's record, `side_of` a tensor's.
+Parallel layouts, weight streaming and offloading write these records; other packages read them with
+`laid_out` (for a model) and `side_of` (for a tensor). Nothing else is set on modules and tensors
+from outside.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ __all__ = [
 
 
 class Span(NamedTuple):
-    """The blocks of a stack that run on this pipeline stage: `first` to before `last`, of `total`.
+    """The blocks of a stack on this pipeline stage: from `first` to before `last`, of `total`.
 
-    Earlier stages compute the input of the first, later stages continue after the last.
+    Earlier stages compute the input of block `first`; later stages continue with block `last`.
     """
 
     first: int
@@ -49,11 +50,11 @@ class Span(NamedTuple):
 
 
 class _Slots:
-    """Layout attributes of a container of blocks.
+    """Attributes of a container of blocks that parallel layouts set.
 
     Attributes:
-        span: blocks that run; None is all of them.
-        token_cut: shards the tokens over ranks; None is unsharded.
+        span: blocks that run on this stage; None means all blocks.
+        token_cut: object that shards the tokens over ranks; None means that they are not sharded.
     """
 
     span: Span | None = None
@@ -65,7 +66,7 @@ class Stack(_Slots, nn.ModuleDict):
 
 
 def as_stack_(container: nn.Module) -> Any:
-    """Add the layout attributes to a container of blocks if it is no `Stack`; return it."""
+    """Add the layout attributes to a container of blocks, unless it is a `Stack`; return it."""
     kind = type(container)
     if not isinstance(container, _Slots):
         container.__class__ = type(kind.__name__, (_Slots, kind), {})
@@ -73,7 +74,7 @@ def as_stack_(container: nn.Module) -> Any:
 
 
 def fill_slot_(module: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute that the module's class declares for layouts."""
+    """Set an attribute that a module's class declares for use by parallel layouts."""
     assert hasattr(module, name), f"{type(module).__name__} has no attribute {name!r}"
     setattr(module, name, value)
 
@@ -85,9 +86,9 @@ class Unit:
     Args:
         name: name of the module in the model.
         module: the module.
-        is_gathered: its parameters are all-gathered together if sharded.
-        is_block: it is a transformer block: recomputed, compiled, streamed, and its activations
-            offloaded.
+        is_gathered: whether its parameters, if sharded, are all-gathered together.
+        is_block: whether it is a transformer block, which can be recomputed, compiled,
+            streamed, or have its activations offloaded.
         stage: index of its pipeline stage; None without a pipeline.
     """
 
@@ -99,22 +100,22 @@ class Unit:
 
 
 class Cuts(Protocol):
-    """Globs of a model's units; `models.LayoutRules` implements it."""
+    """Name globs of a model's units; `models.LayoutRules` implements it."""
 
     @property
     def zero_units(self) -> tuple[str, ...]:
-        """Modules whose parameters are all-gathered together."""
+        """Globs of the modules whose parameters are all-gathered together."""
 
     @property
     def recompute_units(self) -> tuple[str, ...]:
-        """Modules whose activations can be recomputed."""
+        """Globs of the modules whose activations can be recomputed."""
 
 
 def find_units(model: nn.Module, rules: Cuts | None) -> tuple[Unit, ...]:
-    """Return a model's units in module order, from rules or else its repeated blocks.
+    """Return a model's units in module order, by its rules or else by its repeated blocks.
 
     Raises:
-        ConfigError: a rule matches nothing.
+        ConfigError: a rule matches no module.
     """
     if rules is None:
         blocks = find_repeated_blocks(model)
@@ -129,7 +130,7 @@ def find_units(model: nn.Module, rules: Cuts | None) -> tuple[Unit, ...]:
 
 
 def units_of(model: nn.Module) -> tuple[Unit, ...]:
-    """Return the units of a parallelized model, or those it would have."""
+    """Return the units of a model; if it is not parallelized, those that it would have."""
     record = laid_out(model)
     if record is not None and record.units is not None:
         return record.units
@@ -139,18 +140,18 @@ def units_of(model: nn.Module) -> tuple[Unit, ...]:
 
 @dataclass
 class LaidOut:
-    """Record of what `parallelize` and other functions did with a model.
+    """Record of how `parallelize` and other functions have changed a model.
 
     Args:
         mesh: device mesh with all axes.
         layout: the parallel layout.
         precision: dtype of the computation in blocks.
-        master_weights: trained parameters are stored in fp32.
-        prefetch: number of units whose parameters are gathered ahead.
+        master_weights: whether trained parameters are stored in fp32.
+        prefetch: number of units whose parameters are all-gathered in advance.
         pipeline: runner of the pipeline stages, if there are several.
-        whole: with a pipeline, the whole model on the meta device.
+        whole: the whole model on the meta device if there is a pipeline.
         streamers: weight streamers, one per device.
-        units: units in module order; with a pipeline those of this stage.
+        units: units in module order; with a pipeline only those of this stage.
     """
 
     mesh: DeviceMesh | None = None
@@ -164,7 +165,7 @@ class LaidOut:
     units: tuple[Unit, ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LaidOut:
-        """Copy the units and share the rest: a copied model runs in the same process groups."""
+        """Copy the units and share everything else: a copied model uses the same process groups."""
         copied = copy.copy(self)
         copied.units = copy.deepcopy(self.units, memo)
         return copied
@@ -174,7 +175,7 @@ _RECORD = "_laid_out"
 
 
 def laid_out(model: nn.Module) -> LaidOut | None:
-    """Return a model's record; None without one."""
+    """Return a model's record, or None if it has none."""
     record: LaidOut | None = model.__dict__.get(_RECORD)
     return record
 
@@ -186,11 +187,11 @@ def record_of(model: nn.Module) -> LaidOut:
 
 
 class Keeper(Protocol):
-    """Storage of a tensor's local values outside of the tensor's memory.
+    """Stores a tensor's local values somewhere else than in the tensor's memory.
 
     Attributes:
         dtype: dtype of the stored values.
-        is_on_disk: reading needs the disk, so it is deferred until the values are needed.
+        is_on_disk: whether reading needs the disk; it is then deferred until the values are needed.
     """
 
     dtype: torch.dtype
@@ -205,14 +206,14 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True)
 class Side:
-    """Record of one tensor.
+    """Record of where the values and the gradient of one tensor are stored.
 
-    It must not reference the tensor, which would keep both alive forever.
+    It must not reference the tensor, because both would then never be freed.
 
     Args:
-        master: storage of the trained values, possibly in a wider dtype than the tensor's.
+        master: storage of the values that are trained, possibly with more bits than the tensor.
         origin: storage from which the values are streamed when the block runs; the tensor's own
-            memory is then meaningless.
+            memory is then not valid.
         left_gradient: queue that takes the gradient as soon as it is computed.
     """
 
@@ -231,7 +232,7 @@ def side_of(tensor: Tensor) -> Side:
 
 
 def note_(tensor: Tensor, **facts: Any) -> None:
-    """Update fields of a tensor's `Side` record."""
+    """Set fields of a tensor's `Side` record."""
     side = replace(side_of(tensor), **facts)
     if side == _NOTHING:
         _SIDES.pop(tensor, None)
@@ -240,7 +241,7 @@ def note_(tensor: Tensor, **facts: Any) -> None:
 
 
 def swap_(old: Tensor, new: Tensor) -> None:
-    """Give `old` the memory and dtype of `new`; it stays the same object and keeps its record."""
+    """Give `old` the memory and dtype of `new`; the object and its record stay the same."""
     side = _SIDES.pop(old, None)
     torch.utils.swap_tensors(old, new)
     old.__dict__.update(new.__dict__)  # swap_tensors swapped the attributes too

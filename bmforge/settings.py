@@ -1,7 +1,7 @@
-"""Options of commands, in dataclasses that the command line shows in `--help`.
+"""Option dataclasses of commands, which `--help` shows.
 
-This module imports nothing heavy, so that `--help` is fast; each class is also importable from the
-package that uses it.
+This module imports nothing heavy, so that `--help` is fast. Each class can also be imported from
+the package that uses it.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class MemoryOptions:
     """Memory limits of a model.
 
     Args:
-        device_budget: device memory for weights, KV cache and the largest step, as a size such as
+        device_budget: device memory for weights, KV cache and activations, as a size such as
             2GiB; weights that do not fit are read from disk when needed (default: no limit).
-        max_tokens: with device_budget, longest sequence to plan for, new tokens included (default:
-            1024, or the model's maximum).
-        quantize: quantize weights while loading: int8, int8-dynamic, int4 or int4-128; keep loads
-            the integers of a GGUF, GPTQ or AWQ file.
-        devices: accelerators over which the blocks are divided, by index or name, such as 0,1; the
-            budget applies to each (default: one).
+        max_tokens: longest sequence, including new tokens, that device_budget must be enough
+            for (default: 1024, or the model's maximum).
+        quantize: quantize weights while loading: int8, int8-dynamic, int4 or int4-128; keep
+            loads the integers of a GGUF, GPTQ or AWQ file.
+        devices: accelerators that share the model's blocks, by index or name, such as 0,1; the
+            budget applies to each of them (default: one).
         backend: implementation of the architecture: native for the families of bmforge,
-            transformers for that library, auto for a native family where there is one.
+            transformers for that library, auto for a native family if there is one.
     """
 
     device_budget: str | None = None
@@ -74,7 +74,7 @@ class MemoryOptions:
     backend: Literal["auto", "native", "transformers"] = "auto"
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for an invalid size or an option without effect."""
+        """Raise `ConfigError` for an invalid size, or for an option that has no effect."""
         if self.device_budget is not None:
             parse_size(self.device_budget, "device_budget")
         elif self.max_tokens is not None and self.devices is None:
@@ -85,7 +85,7 @@ class MemoryOptions:
 
     @property
     def budget_bytes(self) -> int | None:
-        """Budget in bytes; None without one."""
+        """Memory budget in bytes; None for no limit."""
         return None if self.device_budget is None else parse_size(self.device_budget)
 
     @property
@@ -98,15 +98,15 @@ class MemoryOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BpeConfig:
-    """Options of the BPE tokenizer that a preparation trains.
+    """Options of a BPE tokenizer that is trained during a preparation.
 
     Args:
-        digits: how digits are divided before merges are learned: joined leaves numbers whole,
-            single makes each digit a token, triples makes groups of at most three.
-        han: single makes each Chinese character a unit that is not merged with others.
-        special_tokens: extra special tokens, such as <|im_start|>; they get the ids from 1 on.
-        min_frequency: a pair of tokens that occurs less often is not merged.
-        max_token_length: longest token in bytes; None sets no bound.
+        digits: how numbers are split before merges are learned: joined does not split them,
+            single makes each digit a token, triples makes groups of up to three digits.
+        han: single keeps each Chinese character separate, so that it is never merged with others.
+        special_tokens: additional special tokens, such as <|im_start|>; their ids start at 1.
+        min_frequency: minimum number of occurrences of a pair of tokens that is merged.
+        max_token_length: maximum length of a token in bytes; None for no limit.
     """
 
     digits: Literal["joined", "single", "triples"] = "joined"
@@ -118,67 +118,73 @@ class BpeConfig:
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """How to prepare a corpus.
+    """Options of the preparation of a corpus.
 
     Args:
-        vocab_size: token ids of the BPE tokenizer when one is trained, at least 257.
-        validation_fraction: share of the text's bytes to hold out, 0 <= fraction < 1; of few
-            documents, the end of one is taken.
-        seed: decides which documents are held out.
-        errors: handling of single characters that do not decode: replace puts U+FFFD and counts
-            them, strict refuses the entry.
-        skip_bad: count bad lines and files instead of stopping at them.
-        skip_unread: go on where more than half of the input's bytes are of kinds that are not read.
-        text_field: the field of a .jsonl line that holds the text.
-        tokenizer: directory of the tokenizer to use, of any kind that
-            `bmforge.tokenizers.AutoTokenizer` opens: a model's, or another corpus's, so that
-            several share one. Empty trains a new one.
+        vocab_size: number of token ids if a BPE tokenizer is trained, at least 257.
+        validation_fraction: fraction of the text's bytes that is held out for validation, from
+            0 to below 1; if there are few documents, the end of one is used.
+        seed: random seed that selects the documents held out.
+        errors: what to do with bytes that cannot be decoded: replace inserts U+FFFD and counts
+            them; strict rejects the file or entry.
+        skip_bad: skip and count invalid lines and files instead of stopping.
+        skip_unread: continue even if more than half of the input's bytes are in unsupported
+            file formats.
+        text_field: field of a .jsonl line that contains the text.
+        tokenizer: directory of an existing tokenizer that `bmforge.tokenizers.AutoTokenizer`
+            can open, such as that of a model or of another corpus. Empty trains a new one.
         bpe: options of the tokenizer that is trained.
-        html_reader: extractor of the main text of web pages; trafilatura is slower, and finds more.
-        tidy: repairs of the texts: repair (what was read in a wrong encoding), invisible
-            (marks without width), width (letters and digits of half width), simplified or
-            traditional (Chinese), boilerplate (lines of menus and notices), wrapped (lines that
-            were broken at a width).
-        languages: keep documents in these languages alone, as codes such as en and zh; any keeps
-            all, and notes the language of each. Empty does not ask.
-        by_paragraph: with languages, cut paragraphs in others out of what is left.
-        mask_private: write <EMAIL>, <PHONE> and so on in the place of private data.
-        phone_regions: countries, such as US and DE, whose national phone numbers count as private
-            data besides Chinese and international ones.
-        rules: which published rules drop documents: for English, for Chinese, or for each document
-            those of its language.
-        bad_words: a file with a word on each line; documents with more than one in two lines are
-            dropped.
-        bad_hosts: a file with a host on each line; documents from them, and from hosts below them,
+        html_reader: library that extracts the main text of web pages; trafilatura is slower but
+            finds more.
+        tidy: text repairs to apply: repair (text decoded with the wrong encoding), invisible
+            (zero-width characters), width (half-width letters and digits), simplified or
+            traditional (Chinese), boilerplate (lines of menus and notices), wrapped (lines broken
+            at a fixed width).
+        languages: keep only documents in these languages, given as codes such as en and zh; any
+            keeps all documents and records their language. Empty does not detect languages.
+        by_paragraph: also remove paragraphs in other languages from the documents that are
+            kept; needs languages.
+        mask_private: replace private data by <EMAIL>, <PHONE> and so on.
+        phone_regions: countries, such as US and DE, whose national phone numbers are treated as
+            private data, in addition to Chinese and international numbers.
+        rules: published filter rules to apply: those for English, for Chinese, or (mixed) those
+            for the language of each document.
+        bad_words: file with one word per line; documents with more than one such word per two
+            lines are dropped.
+        bad_hosts: file with one host per line; documents from these hosts and their subdomains
             are dropped.
-        scores: files of `bmforge data quality`: quality.npz notes the score, quality.npz>=0.5 drops
-            documents below, perplexity.npz=head,middle those of the worst third.
-        decontaminate: test sets whose examples drop a document that holds one: .jsonl files, or
-            TASK=FOLDER for all splits of a task that evaluate knows, such as BoolQ=superglue.
-        cut_examples: cut such examples out of the document instead.
-        licence: the licence of texts whose source says none: an id of SPDX for all, or PATH=ID for
-            those of a file or below a directory.
-        licence_policy: which licences documents may have: any; known ones; those that let
-            anything be sold (commercial); those that ask for no more than names and notices.
-        near_duplicates: drop all but one of documents whose sets of word 5-grams have this Jaccard
-            similarity or a higher one, 0.3 to 1; None drops exact copies alone.
-        repeated_paragraphs: cut paragraphs of so many characters or more, 50 for example, that
-            another document has too, or that a document repeats; the first one stays.
-        repeated_spans: cut stretches of so many words or Chinese characters, 50 or more, that occur
-            before, in the same document or in another one.
-        earlier: corpora that were prepared with keep_index; what they hold is dropped, also what is
-            nearly the same, where near_duplicates says so.
-        keep_index: keep an index of the texts, so that later corpora can be compared with them.
-        workers: processes that read, clean and encode; 0 does it all in this one. Only with workers
-            do the two limits below hold. What is written does not depend on it.
-        shard_bytes: a worker takes about so much input at a time, and a kill costs so much work.
-        document_seconds: a document that takes a worker longer is left out.
-        worker_memory_bytes: with a document that makes a worker hold more, so is it.
-        join_stores: copy the stores of all shards into one; else each stays one of its own, which
-            takes less disk, and all are read as one.
-        keep_dropped: keep all documents that are dropped in dropped.jsonl, not samples.
-        keep_stages: keep the work of the stages, so that the next preparation in the same place,
-            with other settings and overwrite, does only what they change.
+        scores: files written by `bmforge data quality`: quality.npz records the score,
+            quality.npz>=0.5 drops documents with a lower score, and perplexity.npz=head,middle
+            drops the third of the documents with the highest perplexity.
+        decontaminate: test sets; a document that contains one of their examples is dropped.
+            Give .jsonl files, or TASK=DIRECTORY for all splits of a task that `evaluate` supports,
+            such as BoolQ=superglue.
+        cut_examples: remove the test examples from a document instead of dropping the document.
+        licence: license of texts whose source states none: an SPDX id for all texts, or PATH=ID
+            for those of a file or directory.
+        licence_policy: allowed licenses of documents: any; known ones; commercial ones, which
+            allow commercial use; permissive ones, which only require attribution and notices.
+        near_duplicates: keep only one of several documents whose sets of word 5-grams have at
+            least this Jaccard similarity, from 0.3 to 1; none drops only exact duplicates.
+        repeated_paragraphs: remove paragraphs of at least this many characters, such as 50,
+            that occurred before in any document.
+        repeated_spans: remove passages of at least this many words or Chinese characters, 50 or
+            more, that occurred before in any document.
+        earlier: directories of corpora prepared with keep_index; their documents are dropped,
+            and with near_duplicates also similar ones.
+        keep_index: store an index of the texts, so that later corpora can be compared with them.
+        workers: number of processes that read, clean and encode; 0 uses only the main process.
+            The output does not depend on it.
+        shard_bytes: approximate input size that a worker processes at a time; if the
+            preparation is killed, at most that much work per worker is lost.
+        document_seconds: documents that take longer than this are dropped; needs workers.
+        worker_memory_bytes: documents for which a worker needs more memory are dropped; needs
+            workers.
+        join_stores: copy the token stores of all shards into one; otherwise they stay separate,
+            which needs less disk space, and are read as one.
+        keep_dropped: write all dropped documents to dropped.jsonl instead of a sample.
+        keep_stages: keep the results of all stages, so that another preparation in the same
+            directory, with other settings and overwrite, repeats only what has changed.
     """
 
     vocab_size: int = 8192
@@ -225,17 +231,18 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class CollectConfig:
-    """How to collect pages.
+    """Options of a crawl.
 
     Args:
-        hosts: hosts that may be asked besides those of the addresses, as HOST or HOST:PORT.
-        private_hosts: hosts whose addresses may be private, or of this machine.
-        most_pages: requests of a run.
-        most_bytes: maximum size of all answers in a run.
-        most_page_bytes: maximum size of one answer; a larger one is left out.
-        delay_s: seconds between two requests to a host, more where its robots.txt says so.
-        page_seconds: an answer that takes longer is left out.
-        again: ask for known addresses too, if they have changed.
+        hosts: other hosts that may be crawled besides those of the given addresses, as HOST or
+            HOST:PORT.
+        private_hosts: hosts that may have private addresses or be this machine.
+        most_pages: maximum number of requests in a run.
+        most_bytes: maximum total size of the responses in a run.
+        most_page_bytes: maximum size of a response; larger ones are skipped.
+        delay_s: seconds between two requests to a host, unless its robots.txt requires more.
+        page_seconds: maximum seconds of a response; slower ones are skipped.
+        again: also request pages that were collected before, if they have changed.
         agent: User-Agent header; include a contact address.
     """
 
@@ -252,21 +259,21 @@ class CollectConfig:
 
 @dataclass(kw_only=True)
 class QualityConfig:
-    """Training of a quality classifier and a perplexity model.
+    """Options of training a quality classifier and a perplexity model.
 
     Args:
         good: files or directories of good texts.
-        bad: files or directories of other texts, of which some may be good; none trains no
+        bad: files or directories of other texts, some of which may be good; none trains no
             classifier.
-        labeled: files with a text and its label in each record; they replace good and bad.
-        label_field: field of a record that holds the label.
-        good_labels: labels of good texts; all other labels are of the other class.
+        labeled: files with a text and its label in each record, instead of good and bad.
+        label_field: field of a record that contains the label.
+        good_labels: labels of good texts; all other labels mean the other class.
         good_from: smallest label of a good text if labels are numbers; none uses good_labels.
-        held_out_fraction: share of the texts that only measures the classifier.
+        held_out_fraction: fraction of the texts that is used only to evaluate the classifier.
         out: directory for quality.npz and perplexity.npz.
-        most_texts: largest number of texts of each class, chosen by a hash.
-        text_field: field of a record that holds the text.
-        seed: random seed of the choice of texts and of the training order.
+        most_texts: maximum number of texts per class; they are selected by a hash.
+        text_field: field of a record that contains the text.
+        seed: random seed for the selection of texts and the order of training.
     """
 
     good: tuple[str, ...] = ()
@@ -288,10 +295,10 @@ class QuickstartConfig:
 
     Args:
         input: text files or directories (default: the help texts that come with Python).
-        run_dir: directory of all outputs.
+        run_dir: directory for all outputs.
         steps: number of optimizer steps.
-        fresh: start over and remove the results of an earlier quickstart in run_dir.
-        prompt: text that the samples continue (default: start of a held-out document).
+        fresh: start over, and remove the results of a previous quickstart in run_dir.
+        prompt: text that the samples continue (default: the beginning of a held-out document).
         samples: number of samples to generate.
         prepare: options of the text preparation.
     """
@@ -309,7 +316,7 @@ class QuickstartConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TalkConfig:
-    """Options of a chat; None is the model's default (for EVA that of the original project).
+    """Options of a chat; None uses the model's default (for EVA, the original project's).
 
     Args:
         system: system message.
@@ -320,8 +327,8 @@ class TalkConfig:
         top_p: nucleus sampling probability (default: 0.9).
         repetition_penalty: penalty above 1 for tokens that already occurred.
         length_penalty: exponent of the length in beam search scores.
-        window: EVA: maximum number of history tokens that the model reads.
-        no_repeat_ngram: EVA: size of n-grams that may occur only once in an answer.
+        window: for EVA, the maximum number of tokens of the history that the model reads.
+        no_repeat_ngram: for EVA, the size of n-grams that may occur only once in an answer.
         seed: random seed of sampling (default: a different one each time).
     """
 
@@ -338,7 +345,7 @@ class TalkConfig:
     seed: int | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return the options that are set, except `system`."""
+        """Return the options that the user set, except `system`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {n: v for n, v in values.items() if v is not None and n != "system"}
 
@@ -348,22 +355,22 @@ class EvaluateConfig:
     """Options of an evaluation.
 
     Args:
-        weights: directory of the weights, if the model is given by a preset.
+        weights: directory of the weights if the model is a preset.
         text: text files or directories for perplexity and bits per byte.
-        prepared: directories of `bmforge prepare` (their validation split) or token stores, for the
-            same metrics.
+        prepared: output directories of `bmforge prepare` (the validation split is used) or
+            token stores, for the same metrics.
         tasks: published tasks by name (BoolQ, SQuAD, ...), or .jsonl files of a custom task.
         task_data: directory of the published tasks.
-        labels: labels of a custom task (default: those that the classifier was trained with).
-        fields: text fields of a custom task (default: those of its first line).
+        labels: labels of a custom task (default: those of the classifier's training).
+        fields: names of the text fields of a custom task (default: those in its first line).
         split: split of published tasks.
         examples: maximum number of examples per task.
-        seq_len: maximum sequence length in tokens (default: that of the training run, else the
-            model's, at most 2048).
+        seq_len: maximum sequence length in tokens (default: that of the training run, or else
+            the model's maximum up to 2048).
         micro_batch_size: sequences per forward pass and process.
         max_new_tokens: maximum length of generated answers.
         precision: dtype of the computation.
-        out: JSON file for the results, which must not exist yet.
+        out: JSON file to write the results to; it must not exist yet.
     """
 
     weights: str | None = None
@@ -382,7 +389,7 @@ class EvaluateConfig:
     out: Path | None = None
 
     def check(self) -> None:
-        """Raise `ConfigError` if there is nothing to evaluate, or a value is out of range."""
+        """Raise `ConfigError` if there is nothing to evaluate on, or a value is out of range."""
         problems = []
         if not (self.text or self.prepared or self.tasks):
             problems.append("nothing to evaluate on: give --text, --prepared or --tasks")

@@ -1,8 +1,8 @@
-"""The local shard of a global tensor; the only module that looks inside a DTensor.
+"""The local shard of a global tensor; the only module that reads a DTensor's internals.
 
-Initialization, loading and checkpointing ask the same questions: which box of the global tensor
-does this rank have, and where are its values? A box is one (offset, length) pair per tensor dim; a
-plain tensor's box is the whole tensor. Values are in the tensor's own memory or in another storage
+Initialization, loading and checkpointing all need to know which box of the global tensor a rank
+holds, and where its values are. A box is one (offset, length) pair per tensor dim; the box of a
+plain tensor is the whole tensor. Values are in the tensor's own memory or in another storage
 (`Source`).
 """
 
@@ -44,7 +44,7 @@ _SAMPLES = 64
 
 @dataclass(frozen=True)
 class Box:
-    """Rectangular part of a global tensor: `offsets` and `lengths` per dim."""
+    """A rectangular region of a global tensor, with one offset and one length per dim."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -56,7 +56,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The box as an index into the global tensor."""
+        """Slices that select the box from the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
@@ -73,7 +73,7 @@ class Box:
         return Box(tuple(starts), tuple(e - s for s, e in zip(starts, ends, strict=True)))
 
     def relative_to(self, origin: Box) -> Box:
-        """Return this box with `origin`'s corner as the zero point."""
+        """Return this box with its offsets relative to those of `origin`."""
         offsets = tuple(a - b for a, b in zip(self.offsets, origin.offsets, strict=True))
         return Box(offsets, self.lengths)
 
@@ -81,8 +81,8 @@ class Box:
 def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return True for a DTensor.
 
-    Does not import torch.distributed.tensor, which takes longer than torch itself: before something
-    else has imported it there is no DTensor.
+    It does not import torch.distributed.tensor, which takes longer than importing torch. As long as
+    nothing else has imported that module, no DTensor can exist.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -94,9 +94,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def laid_out_like(local: Tensor, pattern: Tensor) -> Tensor:
-    """Return the tensor with `pattern`'s sharding whose local shard is `local`.
+    """Return the tensor that is sharded like `pattern` and has the local shard `local`.
 
-    For a plain `pattern` that is `local` itself.
+    If `pattern` is a plain tensor, `local` itself is returned.
     """
     if not is_distributed(pattern):
         return local
@@ -113,13 +113,13 @@ def laid_out_like(local: Tensor, pattern: Tensor) -> Tensor:
 def is_streamed(tensor: Tensor) -> bool:
     """Return True if a parameter's values are streamed when its block runs.
 
-    Its own memory is then meaningless; `source_of` and `whole_tensor` read the values.
+    The parameter's own memory is then not valid; use `source_of` or `whole_tensor` to read it.
     """
     return side_of(tensor).origin is not None
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Return this rank's box of the global tensor (lengths may be 0)."""
+    """Return this rank's box of the global tensor; its lengths may be 0."""
     if not is_distributed(tensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
     chunks = tensor.__create_chunk_list__()
@@ -129,11 +129,11 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def is_first_replica(tensor: Tensor, leads: bool) -> bool:
-    """Return True on the one rank that writes a shard that several ranks hold.
+    """Return True on exactly one of the ranks that have a copy of the same shard.
 
     Args:
-        tensor: DTensor, or plain tensor that is replicated over several ranks.
-        leads: True on the first of the ranks that have a plain tensor.
+        tensor: a DTensor, or a plain tensor that is replicated over several ranks.
+        leads: True on the first of the ranks that have a copy of a plain tensor.
     """
     if not is_distributed(tensor):
         return leads
@@ -152,8 +152,8 @@ class Source:
     """The local values of a tensor, in its own memory or in another storage.
 
     Args:
-        pattern: tensor with the shape and sharding, and with the values if there is no keeper.
-        keeper: storage of the values; None is the tensor's memory.
+        pattern: tensor that defines shape and sharding, and has the values if there is no keeper.
+        keeper: storage of the values; None means the tensor's own memory.
     """
 
     pattern: Tensor
@@ -161,7 +161,7 @@ class Source:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the values, which may be wider than the tensor's."""
+        """Dtype of the values, which may have more bits than the tensor's."""
         return self.pattern.dtype if self.keeper is None else self.keeper.dtype
 
     @property
@@ -171,7 +171,7 @@ class Source:
 
     @property
     def is_late(self) -> bool:
-        """True if reading needs the disk and is deferred until the values are needed."""
+        """True if the values are on disk, so that reading is deferred until they are needed."""
         return self.keeper is not None and self.keeper.is_on_disk
 
     @property
@@ -188,9 +188,10 @@ class Source:
         return values
 
     def taken(self) -> Source:
-        """Return a snapshot that later changes of the tensor do not affect; late ones return self.
+        """Return a snapshot that later changes of the tensor do not affect.
 
-        The values of a late source must not change before they are read.
+        If the values are on disk, the source itself is returned: they must not change before they
+        are read.
         """
         if self.is_late:
             return self
@@ -201,14 +202,14 @@ class Source:
 
 
 def source_of(tensor: Tensor) -> Source:
-    """Return the source of a tensor's values; with several storages the one that is trained."""
+    """Return the source of a tensor's values; if there are several, the one that is trained."""
     side = side_of(tensor)
     return Source(tensor, side.master or side.origin)
 
 
 @torch.no_grad()
 def put_values_(tensor: Tensor, values: Tensor) -> None:
-    """Write this rank's values of a tensor, in its memory or its storages."""
+    """Write this rank's values of a tensor into its memory or its storages."""
     side = side_of(tensor)
     if side.origin is None:
         local_tensor(tensor).copy_(values)
@@ -217,9 +218,9 @@ def put_values_(tensor: Tensor, values: Tensor) -> None:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return the global tensor's values in its dtype.
+    """Return the values of the whole global tensor, in its dtype.
 
-    Comm: an all-gather if it is sharded.
+    Comm: an all-gather if the tensor is sharded.
     """
     origin = side_of(tensor).origin
     if origin is not None:
@@ -231,7 +232,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def sample_places(name: str, count: int) -> list[int]:
-    """Return pseudo-random indices into a tensor, seeded by its name, possibly with repetitions.
+    """Return pseudo-random element indices of a tensor, seeded by its name; some may repeat.
 
     Args:
         name: name of the tensor.
@@ -246,14 +247,14 @@ def sample_places(name: str, count: int) -> list[int]:
 
 @torch.no_grad()
 def sample_values(name: str, tensor: Tensor) -> dict[int, bytes]:
-    """Return the values at `sample_places` that this rank has, floats as bf16.
+    """Return this rank's values at the indices of `sample_places`; floats are read as bf16.
 
     Args:
         name: name of the tensor.
-        tensor: tensor in any layout; a streamed one is read whole.
+        tensor: tensor in any layout; a streamed one is read completely.
 
     Returns:
-        index -> bytes of the value.
+        dictionary from index to the bytes of the value.
     """
     source, box = source_of(tensor), local_box(tensor)
     if not box.numel or not tensor.numel():

@@ -1,7 +1,8 @@
 """Tools for module trees: find, replace, freeze and wrap modules by type or name glob.
 
 A glob matches the whole dotted name of a module or parameter: `*` matches any text without a dot,
-`**` any text (`layers.*`, `layers.*.attn.q_proj`, `**.bias`). A glob without a match is an error.
+and `**` any text (`layers.*`, `layers.*.attn.q_proj`, `**.bias`). A glob without a match raises an
+error.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ PLACES = (
 
 
 def match_glob(name: str, glob: str) -> bool:
-    """Return True if a dotted name matches a glob (`*` within one part, `**` across parts)."""
+    """Return True if a dotted name matches a glob; `*` stops at dots, `**` does not."""
     return _compile(glob).fullmatch(name) is not None
 
 
@@ -82,8 +83,8 @@ def match_names(names: Iterable[str], globs: Iterable[str], what: str = "module"
 
     Args:
         names: all names.
-        globs: name globs, each of which must match at least one name.
-        what: kind of the names, for the error message.
+        globs: globs, each of which must match at least one name.
+        what: what the names are names of, for the error message.
 
     Raises:
         ConfigError: a glob matches no name.
@@ -102,7 +103,7 @@ def match_names(names: Iterable[str], globs: Iterable[str], what: str = "module"
 def find_modules(
     root: nn.Module, *, globs: Iterable[str] | None = None, kind: type | None = None
 ) -> dict[str, nn.Module]:
-    """Return name -> module of all matching descendants, in module order.
+    """Return a dictionary from name to module of all matching descendants, in module order.
 
     Args:
         root: module to search.
@@ -118,7 +119,7 @@ def find_modules(
 
 
 def find_parameters(root: nn.Module, globs: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Return name -> parameter for the globs; tied parameters are listed once.
+    """Return a dictionary from name to parameter for the globs; tied ones appear once.
 
     Raises:
         ConfigError: a glob matches no parameter.
@@ -128,10 +129,10 @@ def find_parameters(root: nn.Module, globs: Iterable[str]) -> dict[str, nn.Param
 
 
 def persistent_tensors(root: nn.Module) -> dict[str, Tensor]:
-    """Return all tensors that a model's checkpoint contains: name -> tensor.
+    """Return a dictionary from name to tensor with everything that a checkpoint contains.
 
-    Parameters, then persistent buffers; a tied tensor is listed once, under its first name.
-    Initialization, loading, saving, checkpoints and the planner all use this list.
+    It has the parameters, then the persistent buffers. A tied tensor appears once, under its first
+    name. Initialization, loading, saving, checkpoints and the planner all use it.
     """
     tensors: dict[str, Tensor] = dict(root.named_parameters())
     seen = {id(tensor) for tensor in tensors.values()}
@@ -144,7 +145,7 @@ def persistent_tensors(root: nn.Module) -> dict[str, Tensor]:
 
 
 def shared_tensors(root: nn.Module) -> set[int]:
-    """Return the ids of parameters and buffers that occur more than once in a model."""
+    """Return the ids of parameters and buffers that several modules of a model share."""
     seen: set[int] = set()
     shared: set[int] = set()
     for module in root.modules():
@@ -154,7 +155,7 @@ def shared_tensors(root: nn.Module) -> set[int]:
 
 
 def copy_to_meta(root: nn.Module) -> Any:
-    """Return a copy of a module on the meta device, without memory."""
+    """Return a copy of a module on the meta device, which needs no memory."""
     memo: dict[int, Any] = {}
     for tensor in (*root.parameters(), *root.buffers()):
         meta: Tensor = tensor.detach().to("meta")
@@ -165,7 +166,7 @@ def copy_to_meta(root: nn.Module) -> Any:
 
 
 def replace_module_(root: nn.Module, name: str, new: nn.Module) -> nn.Module:
-    """Replace the descendant `name` by `new`; return the old module."""
+    """Replace the descendant called `name` by `new`; return the old module."""
     parent_name, _, child = name.rpartition(".")
     parent = root.get_submodule(parent_name)
     old = parent.get_submodule(child)
@@ -174,18 +175,19 @@ def replace_module_(root: nn.Module, name: str, new: nn.Module) -> nn.Module:
 
 
 def freeze_(root: nn.Module, globs: Iterable[str] = ("**",)) -> nn.Module:
-    """Disable gradients of the matching parameters; return `root`."""
+    """Set `requires_grad` of the matching parameters to False; return `root`."""
     for parameter in find_parameters(root, globs).values():
         parameter.requires_grad_(False)
     return root
 
 
 def find_repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks of any model, the units of ZeRO sharding and recomputation.
+    """Return the repeated blocks of any model, which are sharded or recomputed as units.
 
-    A container (ModuleList, ModuleDict, Sequential) with at least two children of one class, and
-    with parameters, holds blocks; some of them may have no parameters. In nested lists the inner
-    ones do, as only their children are called. Blocks inside of blocks are not listed.
+    Blocks are the children of a container (ModuleList, ModuleDict, Sequential) with at least two
+    children of one class and with parameters; some of them may have no parameters. In nested lists
+    they are the children of the innermost list, because only those are called. Blocks inside of
+    other blocks are not listed.
     """
     blocks: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
@@ -203,9 +205,9 @@ def find_repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def _are_alike(kinds: set[type[nn.Module]]) -> bool:
-    """Return True for one class, or classes with a common base that is not torch's own.
+    """Return True for a single class, or for classes with a common base that is not torch's.
 
-    Hybrid models have one list of blocks of several classes (recurrent ones, attention).
+    Hybrid models have blocks of several classes, such as recurrence and attention, in one list.
     """
     shared = set.intersection(*(set(kind.__mro__) for kind in kinds))
     return len(kinds) == 1 or any(
@@ -219,8 +221,8 @@ class _Wrapping:
 
     Args:
         own: instance attribute `forward` before wrapping, if any.
-        wrappers: place -> wrapper.
-        composed: the forward composed of them.
+        wrappers: dictionary from place to wrapper.
+        composed: the forward that calls all wrappers.
     """
 
     own: Callable[..., Any] | None
@@ -229,18 +231,18 @@ class _Wrapping:
 
 
 def wrap_forward_(module: nn.Module, wrapper: Wrapper, order_key: str) -> None:
-    """Wrap a module's forward; `order_key` defines the order among several wrappers.
+    """Wrap a module's forward; `order_key` determines the order of several wrappers.
 
-    Hooks, `module.compile()` and FSDP stay outside of all wrappers; copies of the module copy its
-    wrappers.
+    Hooks, `module.compile()` and FSDP are outside of all wrappers. Copies of the module have copies
+    of the wrappers.
 
     Args:
         module: module to wrap; its class and parameter names do not change.
         wrapper: module-level function, or a `partial` that binds the arguments before `inner`.
-        order_key: one of `PLACES`, each for at most one wrapper.
+        order_key: one of `PLACES`; each place has at most one wrapper.
 
     Raises:
-        ConfigError: there already is a wrapper at this place.
+        ConfigError: the place already has a wrapper.
     """
     if order_key in (wrapping := _wrapping_of(module)).wrappers:
         raise ConfigError(
@@ -252,10 +254,10 @@ def wrap_forward_(module: nn.Module, wrapper: Wrapper, order_key: str) -> None:
 
 
 def unwrap_forward_(module: nn.Module, order_key: str) -> Wrapper:
-    """Remove and return the wrapper at a place; without wrappers the forward is the original one.
+    """Remove and return the wrapper at a place; after the last one the original forward is back.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the place has no wrapper.
     """
     wrapping = _wrapping_of(module)
     if order_key not in wrapping.wrappers:
@@ -269,7 +271,7 @@ def unwrap_forward_(module: nn.Module, order_key: str) -> Wrapper:
 
 
 def wrappers_of(module: nn.Module) -> list[tuple[str, Wrapper]]:
-    """Return (place, wrapper) of all wrappers of a module's forward, the innermost first."""
+    """Return the place and wrapper of all wrappers of a module's forward, innermost first."""
     wrapping = module.__dict__.get(_WRAPPING)
     if wrapping is None:
         return []
@@ -294,7 +296,7 @@ def _wrapping_of(module: nn.Module) -> _Wrapping:
 
 
 def _compose_(module: nn.Module, wrapping: _Wrapping) -> None:
-    """Set the composed forward, of plain partials, which add nothing measurable to a call."""
+    """Compose the wrappers into one forward; plain partials add no measurable cost to a call."""
     module.__dict__.pop("forward", None)
     module.__dict__.pop(_WRAPPING, None)
     if wrapping.own is not None:
@@ -311,15 +313,15 @@ def _compose_(module: nn.Module, wrapping: _Wrapping) -> None:
 
 
 def view_parameters_(module: nn.Module, views: Mapping[str, View], order_key: str) -> None:
-    """Replace parameters by views during a module's forward.
+    """Replace parameters by values computed from them during a module's forward.
 
     Args:
-        module: module whose parameters stay what they are.
-        views: parameter name -> function that computes the view.
-        order_key: one of `PLACES`, the order among wrappers.
+        module: module; its parameters themselves do not change.
+        views: dictionary from parameter name to the function that computes the value.
+        order_key: one of `PLACES`; determines the order of several wrappers.
 
     Raises:
-        ConfigError: there already is a wrapper at this place.
+        ConfigError: the place already has a wrapper.
     """
     wrap_forward_(module, partial(_on_views, module, views), order_key)
 
@@ -344,7 +346,7 @@ def _on_views(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set eval mode within the block, and restore each module's mode on exit."""
+    """Context manager that sets eval mode and restores each module's mode on exit."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Names of the tasks of `bmforge train` and their descriptions; `recipes` implements them."""
+"""Names and descriptions of the tasks of `bmforge train`; `recipes` implements them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ PUBLISHED = (
 
 
 def check_task(name: str) -> None:
-    """Raise `ConfigError` for an unknown task name; published names are case-insensitive."""
+    """Raise `ConfigError` for an unknown task name.
+
+    The case of published tasks' names does not matter.
+    """
     published = [task.lower() for task in PUBLISHED]
     if name in TASK_NAMES or name in ALSO or name in OLD_NAMES or name.lower() in published:
         return

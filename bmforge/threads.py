@@ -1,7 +1,8 @@
 """Background threads that end before the interpreter does.
 
-A daemon thread inside a torch operation at interpreter exit is killed when the operation returns,
-with its C++ frames: the process aborts, and a successful program counts as failed.
+A daemon thread that is inside a torch operation at interpreter exit is killed when the operation
+returns, in the middle of C++ code. The process then aborts, and a successful program is reported as
+failed.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ def start_thread(
     Args:
         name: name of the thread.
         run: function to run.
-        arguments: positional arguments of `run`.
-        end: function that requests the thread to end soon; called at interpreter exit if the thread
-            still runs, and then waited for.
+        arguments: positional arguments for `run`.
+        end: function that asks the thread to end soon. If the thread still runs at interpreter
+            exit, `end` is called and the thread is joined.
     """
     thread = threading.Thread(target=_run_listed, args=(run, *arguments), name=name, daemon=True)
     _RUNNING[thread] = end
