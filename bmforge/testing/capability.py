@@ -1,4 +1,4 @@
-"""Capabilities that every family's tests cover: the tables of docs/reference/capabilities.md."""
+"""Marks the tests of capabilities, from which docs/reference/capabilities.md is generated."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _Test = TypeVar("_Test", bound=Callable[..., None])
 
 
 def capability(*names: str) -> Callable[[_Test], _Test]:
-    """Mark a test method as the test of capabilities; the page's cell names it."""
+    """Decorator: mark a test method as the test of some capabilities, by their names."""
     unknown = set(names) - set(CAPABILITIES)
     assert not unknown, f"{unknown} are not in CAPABILITIES"
 

@@ -1,4 +1,4 @@
-"""Changed models and equivalent plain models, for `changed_suite.py`."""
+"""Builds changed models and equivalent plain models, for `changed_suite.py`."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def resized(model: nn.Module) -> list[Change]:
 
 
 def is_block(module: nn.Module) -> bool:
-    """Return True if a module is a block."""
+    """Return True if a module is a transformer block."""
     return isinstance(module, Block)
 
 
 def low_rank_everywhere(model: nn.Module) -> Change:
-    """Return a change that adds low-rank parts to projections, experts and the LM head."""
+    """Return a change that adds low-rank parts to all projections, experts and the LM head."""
     names = [
         name
         for name, module in model.named_modules()
@@ -82,12 +82,12 @@ def stored_as_int8(model: nn.Module) -> Change:
 
 
 def widen(batch: Batch) -> dict[str, Tensor]:
-    """Return a batch in float64."""
+    """Return the batch with its floating-point tensors converted to float64."""
     return {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
 
 
 def change_everything(model: Any) -> tuple[Change, ...]:
-    """Return all changes at once, for an unchanged model."""
+    """Return all supported changes at once, for a model without changes."""
     narrowed = copy.deepcopy(model)
     for change in resized(model):
         narrowed.change_(change)
@@ -110,10 +110,11 @@ def spread_parts_(model: nn.Module, std: float = 0.1) -> None:
 
 
 def merge_parts_(model: nn.Module, target: nn.Module) -> dict[str, tuple[str, str, float]]:
-    """Add the products of low-rank parts to the plain weights of `target`; unties tied weights.
+    """Add the products of low-rank parts to the plain weights of `target`; untie tied weights.
 
     Returns:
-        dictionary from merged weight to the names of the part's two matrices and its scale.
+        dictionary from the name of each merged weight to the names of the part's two matrices, and
+        its scale.
     """
     merged: dict[str, tuple[str, str, float]] = {}
     for name, part in model.named_modules():
@@ -137,7 +138,7 @@ def value_of(model: nn.Module, name: str) -> Tensor:
 
 
 def list_stored(model: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
-    """Return name, rows and scales of every int8 weight."""
+    """Return the name, the rows and the scales of every int8 weight."""
     stored = []
     for name, module in model.named_modules():
         if isinstance(module, RowStore):
@@ -153,7 +154,7 @@ def list_stored(model: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
 
 @torch.no_grad()
 def silence_the_rest_(full_model: nn.Module, narrow: nn.Module) -> None:
-    """Zero the columns of the last projections that the narrower model does not have."""
+    """Zero the columns of the output projections that the narrower model does not have."""
     for name, block in narrow.named_modules():
         if not is_block(block):
             continue
@@ -172,19 +173,19 @@ def silence_the_rest_(full_model: nn.Module, narrow: nn.Module) -> None:
 
 
 def _silence_heads_(weight: Tensor, new: Any, old: Any) -> None:
-    """Keep the first queries of the first key-value heads; zero the others."""
+    """Keep the columns of the first queries of the first key-value heads; zero the others."""
     groups = weight.unflatten(1, (old.num_kv_heads, -1, old.head_dim))
     groups[:, new.num_kv_heads :] = 0
     groups[:, :, new.num_heads // new.num_kv_heads :] = 0
 
 
 def _rescale_(weight: Tensor, new: float, old: float) -> None:
-    """Apply the new model's scale, which depends on the width (Tensor Programs)."""
+    """Compensate for a scale that depends on the model's width (Tensor Programs)."""
     weight *= new / old
 
 
 def run_step_of(model: Any, batch: Batch, owner: Any = None) -> dict[str, Tensor]:
-    """Return the loss and all gradients."""
+    """Run forward and backward; return the loss and all gradients."""
     owner = model if owner is None else owner
     owner.zero_grad()
     loss = model(**batch).loss

@@ -57,7 +57,7 @@ class ChangedSuite:
 
     @pytest.fixture
     def changed(self, tiny: Model) -> ModelConfig:
-        """The tiny config with all changes at once."""
+        """Fixture: the tiny config with all changes at once."""
         return self.changed_config(tiny)
 
     def changed_config(self, tiny: Model) -> ModelConfig:
@@ -66,7 +66,7 @@ class ChangedSuite:
 
     @capability("low-rank")
     def test_low_rank_is_the_merged_model(self, tiny: Model) -> None:
-        """A low-rank part equals merged weights, and its gradients follow from theirs."""
+        """Low-rank parts give the same outputs as merged weights, and matching gradients."""
         model, batch = self._doubled(tiny)
         merged_model = copy.deepcopy(model)
         model.change_(low_rank_everywhere(model))
@@ -112,7 +112,7 @@ class ChangedSuite:
     def test_changed_saves_and_opens(
         self, tiny: Model, changed: ModelConfig, tmp_path: Path
     ) -> None:
-        """A changed model is saved and opened exactly; initialization on meta gives the same."""
+        """A changed model is saved and opened exactly; building on meta changes nothing."""
         model = self.model_class.from_config(changed).eval()
         meta = init_weights_(self.model_class.from_config(changed, device="meta"), 0)
         assert_equal_trees(meta.state_dict(), model.state_dict())
@@ -133,7 +133,7 @@ class ChangedSuite:
 
     @capability("changed: recompute", "changed: stream", "changed: offload")
     def test_changed_streams(self, changed: ModelConfig) -> None:
-        """Blocks with int8 weights and parts stream in; activations are offloaded to the host."""
+        """Blocks with int8 weights and low-rank parts stream, with activations offloaded."""
         model = self.model_class.from_config(changed)
         spread_parts_(model)
         freeze_base_(model)
@@ -176,7 +176,7 @@ class ChangedSuite:
 
     @capability("changed: generate")
     def test_changed_generates(self, tiny: Model) -> None:
-        """Int8 layers with parts generate what the plain model with the same weights generates."""
+        """A model with int8 layers and low-rank parts generates what its plain equivalent does."""
         model = copy.deepcopy(tiny).double()
         model.change_(stored_as_int8(model)).change_(low_rank_everywhere(model))
         spread_parts_(model, 1.0)
@@ -196,7 +196,10 @@ class ChangedSuite:
     @pytest.mark.long
     @capability("changed: checkpoint")
     def test_changed_goes_on_elsewhere(self, changed: ModelConfig, tmp_path: Path) -> None:
-        """Two steps on a pipeline, a checkpoint, a third step on one process: as three on one."""
+        """Training for two steps on a pipeline and, from a checkpoint, one on one process is exact.
+
+        The result equals three steps on one process.
+        """
         model = self.model_class.from_config(changed)
         inputs = self.make_inputs(model, batch=4)
         arguments = self.model_class, changed, inputs, make_labels(model, inputs)
@@ -209,25 +212,25 @@ class ChangedSuite:
     @pytest.mark.long
     @capability("changed: zero-3")
     def test_changed_zero_3(self, changed: ModelConfig) -> None:
-        """ZeRO-3 with the base frozen, and recompute."""
+        """ZeRO-3 with a frozen base and recompute equals one process."""
         self.check_changed(changed, "zero-3", frozen=True)
 
     @pytest.mark.long
     @capability("changed: zero-2")
     def test_changed_zero_2(self, changed: ModelConfig) -> None:
-        """ZeRO-2 with the base frozen."""
+        """ZeRO-2 with a frozen base equals one process."""
         self.check_changed(changed, "zero-2", frozen=True)
 
     @pytest.mark.long
     @capability("changed: tensor")
     def test_changed_tensor_parallel(self, changed: ModelConfig) -> None:
-        """Parts are sharded like their layer, int8 rows like plain ones."""
+        """Low-rank parts are sharded like their layer, and int8 rows like plain rows."""
         self.check_changed(changed, "tensor")
 
     @pytest.mark.long
     @capability("changed: sequence")
     def test_changed_sequence_parallel(self, changed: ModelConfig) -> None:
-        """The same with sequence parallelism."""
+        """Tensor parallelism with sequence parallelism equals one process."""
         self.check_changed(changed, "sequence")
 
     @pytest.mark.long
@@ -245,19 +248,19 @@ class ChangedSuite:
     @pytest.mark.long
     @capability("changed: combined")
     def test_changed_layouts_combine(self, changed: ModelConfig) -> None:
-        """Pipeline, tensor and sequence parallelism together, with recompute."""
+        """Pipeline, tensor and sequence parallelism with recompute, together, equal one process."""
         self.check_changed(changed, "combined")
 
     def check_changed_experts(self, changed: ModelConfig) -> None:
-        """Expert parallelism with parts and int8 rows; for suites of families with experts."""
+        """Check expert parallelism with parts and int8 rows; only for families with experts."""
         self.check_changed(changed, "expert")
 
     def check_changed(self, changed: ModelConfig, where: str, **more: Any) -> None:
-        """Compare three steps of the changed model on a layout with one process."""
+        """Compare three steps of the changed model on a layout with those on one process."""
         check_suite(self, changed, where, **more)
 
     def _doubled(self, tiny: Model) -> tuple[Any, Batch]:
-        """Return a float64 copy and a batch for it."""
+        """Return a float64 copy of the model and a batch for it."""
         model = copy.deepcopy(tiny).double()
         batch = widen(self.make_inputs(model))
         return model, batch | make_labels(model, batch)

@@ -1,4 +1,4 @@
-"""Character tokenizer with the special tokens of all families, for tiny models."""
+"""A character tokenizer with the special tokens of all families, for tiny models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _BLANKS = 4
 
 
 class LetterTokenizer(Tokenizer):
-    """Lower-case letters, one token each; others are unknown. It has 43 tokens."""
+    """Tokenizer with one token per lower-case letter, and 43 tokens in total.
+
+    Other characters are unknown.
+    """
 
     roles: ClassVar[Mapping[str, str]] = {
         "pad": "<pad>",
@@ -46,7 +49,7 @@ class LetterTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Return a tokenizer; it needs no files."""
+        """Return a tokenizer; the directory is not read."""
         return cls()
 
     def _files(self) -> dict[str, bytes]:
@@ -57,7 +60,7 @@ class LetterTokenizer(Tokenizer):
         return [self._ids.get(letter, self._ids["<unk>"]) for letter in text]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the characters; special tokens are shown by name."""
+        """Return the characters; special tokens appear as their names."""
         listed = list(ids)
         if any(not 0 <= id < len(self._tokens) for id in listed):
             raise DataError(f"{listed} has ids beyond the {len(self._tokens)} letters and marks.")
@@ -78,7 +81,7 @@ class LetterTokenizer(Tokenizer):
 
 
 def letters_for(model: Any) -> Tokenizer:
-    """Return a character tokenizer that works for a model's prompts."""
+    """Return a character tokenizer that fits a model's prompts."""
     if model.traits.objective != "documents":
         return LetterTokenizer()
     marks = "<pad> <unk> <mask> </n> </_> <s> </s> <root> <ans> <option> _ 0"

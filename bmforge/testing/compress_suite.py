@@ -1,4 +1,4 @@
-"""Tests of compression for every family: each method, all of them, with and without a teacher."""
+"""Tests of compression for every family: each method alone and all together."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CompressSuite:
     """Tests of compressed models; `FamilySuite` inherits this.
 
     Attributes:
-        smaller: sizes to which the tiny model's layers are reduced.
+        smaller: sizes of the layers after pruning, by name.
     """
 
     model_class: ClassVar[type[Model]]
@@ -62,7 +62,7 @@ class CompressSuite:
         raise TypeError(f"{type(self).__name__} defines no make_inputs")
 
     def fat(self) -> Any:
-        """Return a new model whose MLPs can be halved or split into experts."""
+        """Return a new model whose MLPs are wide enough to be halved or split into experts."""
         config = self.wide_config()
         field_names = {field.name for field in fields(config)}
         sizes = {
@@ -82,7 +82,7 @@ class CompressSuite:
     def make_small(
         self, config: CompressConfig, folder: Path, before: Any = None
     ) -> tuple[Any, Compression]:
-        """Compress, train, finish, save, open and stream; return model and job."""
+        """Compress, train, finish, save, open and stream a model; return it and its job."""
         model: Any = self.fat() if before is None else before
         batch = self.make_inputs(model)
         batch |= make_labels(model, batch)
@@ -110,7 +110,7 @@ class CompressSuite:
 
     @torch.no_grad()
     def check_opens(self, small: Any, folder: Path) -> None:
-        """Check that the saved model opens and streams with the same outputs."""
+        """Check that the saved model, opened or streamed, has the same outputs."""
         inputs = self.make_inputs(small)
         want = list_outputs(small(**inputs))
         small.save_pretrained(folder)
@@ -131,7 +131,7 @@ class CompressSuite:
     @pytest.mark.long
     @capability("distill")
     def test_distilled(self, tmp_path: Path) -> None:
-        """A student's loss decreases; training-only tensors are not saved."""
+        """A student's loss decreases, and tensors needed only for training are not saved."""
         small, _ = self.make_small(CompressConfig(distill=_DISTILL), tmp_path / "model")
         assert set(persistent_tensors(small)) == set(persistent_tensors(self.fat()))
 
@@ -155,7 +155,7 @@ class CompressSuite:
     @pytest.mark.long
     @capability("structured")
     def test_smaller_shapes(self, tmp_path: Path) -> None:
-        """The model has fewer parameters."""
+        """Structured pruning reduces the number of parameters."""
         config = CompressConfig(structure=StructureConfig(**self.smaller))
         small, _ = self.make_small(config, tmp_path / "model")
         before = sum(t.numel() for t in persistent_tensors(self.fat()).values())
@@ -164,7 +164,7 @@ class CompressSuite:
     @pytest.mark.long
     @capability("experts")
     def test_experts(self, tmp_path: Path) -> None:
-        """MLPs become experts; with all experts active they equal the dense model."""
+        """Split MLPs equal the dense model when all experts are active."""
         self.skip_experts()
         config = CompressConfig(moefy=_EXPERTS)
         small, _ = self.make_small(config, tmp_path / "model")
@@ -180,7 +180,7 @@ class CompressSuite:
     @pytest.mark.long
     @capability("cook")
     def test_all_at_once(self, tmp_path: Path) -> None:
-        """Structure, experts, sparsity and quantization together, with a teacher."""
+        """Pruning, experts, sparsity and quantization work together, with a teacher."""
         experts = None if self.has_experts() else replace(_EXPERTS, num_experts=2)
         config = CompressConfig(structure=StructureConfig(**self.smaller), moefy=experts)
         small, _ = self.make_small(config, tmp_path / "first")

@@ -22,11 +22,11 @@ class DecoderOwnSuite:
     """Tests of a decoder without a reference model; `tiny` is a small model."""
 
     def test_cached_decode(self, tiny: Model) -> None:
-        """Decoding in pieces with a cache gives the logits of one forward."""
+        """Decoding step by step with a cache gives the same logits as a single forward."""
         check_cached_decode(tiny)
 
     def test_packed_documents(self, tiny: Model) -> None:
-        """Documents packed into one row give the same logits as each alone."""
+        """Documents packed into one row give the same logits as each document alone."""
         check_packed_documents(tiny)
 
     @pytest.mark.long
@@ -57,13 +57,13 @@ class DecoderSuite(DecoderOwnSuite, ModelSuite):
         return {"input_ids": make_batch(model, batch, self.long_length, seed)}
 
     def test_last_logits(self, twin: Twin) -> None:
-        """`logits_to_keep` returns the last logits."""
+        """`logits_to_keep` returns only the last logits."""
         ids = make_batch(twin.ours)
         assert_close(twin.ours(ids, logits_to_keep=2).logits, twin.ours(ids).logits[:, -2:])
 
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_padding(self, twin: Twin, side: str) -> None:
-        """Logits of a padded batch equal transformers', without NaN at padding."""
+        """Logits of a padded batch equal those of transformers, and are not NaN at padding."""
         ids = make_batch(twin.ours)
         mask = torch.ones_like(ids)
         mask[0, :5] = 0
@@ -75,7 +75,7 @@ class DecoderSuite(DecoderOwnSuite, ModelSuite):
         assert_close(logits[mask.bool()], expected[mask.bool()])
 
     def test_loss_of_part_of_a_batch(self, twin: Twin) -> None:
-        """`num_items_in_batch` divides the summed loss."""
+        """With `num_items_in_batch`, the summed loss is divided by that number."""
         ids = make_batch(twin.ours)
         expected = twin.theirs(ids, labels=ids, num_items_in_batch=7).loss
         assert_close(twin.ours(ids, labels=ids, num_items_in_batch=7).loss, expected)
@@ -90,17 +90,17 @@ class DecoderSuite(DecoderOwnSuite, ModelSuite):
         assert all(p.grad.isfinite().all() for p in twin.ours.parameters())
 
     def test_cached_decode_of_every_case(self, twin: Twin) -> None:
-        """As `test_cached_decode`."""
+        """Decoding step by step equals a single forward, for every case."""
         check_cached_decode(twin.ours)
 
     def test_packed_documents_of_every_case(self, twin: Twin) -> None:
-        """As `test_packed_documents`."""
+        """Packed documents give the same logits as each document alone, for every case."""
         check_packed_documents(twin.ours)
 
     @capability("generate")
     @pytest.mark.parametrize("beams", [1, 3])
     def test_generates_the_same_ids(self, twin: Twin, beams: int) -> None:
-        """Greedy and beam search return transformers' ids, for padded prompts too."""
+        """Greedy and beam search return the same ids as transformers, also for padded prompts."""
         ids = make_batch(twin.ours, length=6, seed=4)
         mask = torch.ones_like(ids)
         mask[0, :2] = 0
@@ -110,7 +110,7 @@ class DecoderSuite(DecoderOwnSuite, ModelSuite):
 
 
 def check_cached_decode(model: Model) -> None:
-    """Compare decoding in pieces with one forward, with and without left padding."""
+    """Compare decoding step by step with a single forward, with and without left padding."""
     ids = make_batch(model)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -132,7 +132,7 @@ def check_cached_decode(model: Model) -> None:
 
 
 def check_packed_documents(model: Model) -> None:
-    """Compare documents packed into one row with each alone."""
+    """Compare documents packed into one row with each document alone."""
     ids = make_batch(model, batch=1)
     lengths = (3, 5, 4)
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]

@@ -1,4 +1,4 @@
-"""Tests that every family passes with adapters: each type, several at once, every layout."""
+"""Tests of adapters for every family: each type, several at once, and every layout."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def put_all_deltas_(model: Any) -> None:
 
 
 class DeltaSuite:
-    """Deltas on a family; `FamilySuite` inherits this.
+    """Tests of adapters; `FamilySuite` inherits this.
 
     Attributes:
-        takes_prompts: whether the model's arguments leave a place for a soft prompt's rows.
+        takes_prompts: whether the model's inputs allow a soft prompt.
     """
 
     model_class: ClassVar[type[Model]]
@@ -76,13 +76,13 @@ class DeltaSuite:
         raise TypeError(f"{type(self).__name__} defines no tiny_config")
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments besides labels."""
+        """Return the model's arguments other than labels."""
         raise TypeError(f"{type(self).__name__} defines no make_inputs")
 
     def check_delta(
         self, tiny: Model, folder: Path, build: Build, starts_alike: bool = True
     ) -> Model:
-        """Start, train, detach and save a delta of a type; return the model with it."""
+        """Attach, train, detach and save an adapter; return the model with the adapter."""
         model: Any = copy.deepcopy(tiny).double()
         batch = widen(self.make_inputs(model))
         batch |= make_labels(model, batch)
@@ -109,56 +109,56 @@ class DeltaSuite:
 
     @capability("lora")
     def test_lora(self, tiny: Model, tmp_path: Path) -> None:
-        """LoRA on queries, values, last projections and experts."""
+        """LoRA works on queries, values, output projections and experts."""
         targets = ["attn.q", "attn.v", "mlp.up", "mlp.down"]
         self.check_delta(tiny, tmp_path, lambda m: Lora(m, targets, rank=2))
 
     @capability("adapter")
     def test_adapter(self, tiny: Model, tmp_path: Path) -> None:
-        """Bottlenecks behind attention and MLP."""
+        """Bottleneck adapters work after attention and MLP."""
         self.check_delta(tiny, tmp_path, lambda m: Adapter(m, width=3))
 
     @pytest.mark.long
     @capability("low-rank-adapter")
     def test_low_rank_adapter(self, tiny: Model, tmp_path: Path) -> None:
-        """The same with thin factors."""
+        """Bottleneck adapters with low-rank matrices work."""
         build: Build = lambda m: LowRankAdapter(m, reduction=4, rank=2)  # noqa: E731
         self.check_delta(tiny, tmp_path, build)
 
     @pytest.mark.long
     @capability("compacter")
     def test_compacter(self, tiny: Model, tmp_path: Path) -> None:
-        """The same with sums of Kronecker products."""
+        """Bottleneck adapters whose matrices are sums of Kronecker products (Compacter) work."""
         build: Build = lambda m: Compacter(m, reduction=4, division=2)  # noqa: E731
         self.check_delta(tiny, tmp_path, build)
 
     @pytest.mark.long
     @capability("parallel-adapter")
     def test_parallel_adapter(self, tiny: Model, tmp_path: Path) -> None:
-        """Bottleneck adapters attached to attention and MLP."""
+        """Bottleneck adapters parallel to attention and MLP work."""
         self.check_delta(tiny, tmp_path, lambda m: ParallelAdapter(m, width=3))
 
     @pytest.mark.long
     @capability("bitfit")
     def test_bitfit(self, tiny: Model, tmp_path: Path) -> None:
-        """Added biases."""
+        """Trained biases (BitFit) work, also in layers that have no bias."""
         self.check_delta(tiny, tmp_path, BitFit)
 
     @pytest.mark.long
     @capability("ia3")
     def test_ia3(self, tiny: Model, tmp_path: Path) -> None:
-        """Factors on keys, values and the MLP's inside."""
+        """IA3 works: trained factors on keys, values and the MLP's hidden units."""
         self.check_delta(tiny, tmp_path, IA3)
 
     @capability("prefix")
     def test_prefix(self, tiny: Model, tmp_path: Path) -> None:
-        """Keys and values in front."""
+        """Prefix tuning works: trained keys and values before those of the text."""
         build: Build = lambda m: Prefix(m, length=3)  # noqa: E731
         self.check_delta(tiny, tmp_path, build, starts_alike=False)
 
     @capability("soft-prompt")
     def test_soft_prompt(self, tiny: Model, tmp_path: Path) -> None:
-        """Rows in front of the text."""
+        """Prompt tuning works: trained embeddings before the text."""
         if not self.takes_prompts:
             pytest.skip("its arguments say something of every token")
         build: Build = lambda m: SoftPrompt(m, length=2)  # noqa: E731
@@ -167,7 +167,7 @@ class DeltaSuite:
     @pytest.mark.long
     @capability("delta rows")
     def test_delta_rows(self, tiny: Model) -> None:
-        """Each row of a batch has the delta that it names."""
+        """Each row of a batch uses the adapter that is selected for it."""
         model: Any = copy.deepcopy(tiny).double()
         inputs = widen(self.make_inputs(model))
         for seed, name in enumerate("ab"):
@@ -189,37 +189,37 @@ class DeltaSuite:
         return model.config
 
     def check_deltas(self, tiny: Model, where: str) -> None:
-        """Compare three steps of all deltas on a layout with one process."""
+        """Compare three training steps of all adapters on a layout with those on one process."""
         check_suite(self, self.deltas_config(tiny), where, frozen=True)
 
     @pytest.mark.long
     @capability("deltas: zero-3")
     def test_deltas_zero_3(self, tiny: Model) -> None:
-        """Every delta under ZeRO-3, with recompute."""
+        """All adapters under ZeRO-3 with recompute equal one process."""
         self.check_deltas(tiny, "zero-3")
 
     @pytest.mark.long
     @capability("deltas: tensor")
     def test_deltas_tensor_parallel(self, tiny: Model) -> None:
-        """Every delta on a model that is cut, tokens divided, with recompute."""
+        """All adapters under tensor and sequence parallelism with recompute equal one process."""
         self.check_deltas(tiny, "sequence")
 
     @pytest.mark.long
     @capability("deltas: pipeline")
     def test_deltas_pipeline(self, tiny: Model) -> None:
-        """Every delta on two stages."""
+        """All adapters on two pipeline stages equal one process."""
         self.check_deltas(tiny, "pipeline")
 
     @pytest.mark.long
     @capability("deltas: context")
     def test_deltas_context_parallel(self, tiny: Model) -> None:
-        """Every delta on rows that are divided."""
+        """All adapters with sequences split over two processes equal one process."""
         self.check_deltas(tiny, "context")
 
     @pytest.mark.long
     @capability("deltas: stream")
     def test_deltas_stream(self, tiny: Model) -> None:
-        """Every adapter works on streamed blocks."""
+        """All adapters work on streamed blocks."""
         model: Any = copy.deepcopy(tiny)
         put_all_deltas_(model)
         batch = self.make_inputs(model)
@@ -238,7 +238,7 @@ class DeltaSuite:
 
 
 def _check_slope(model: Any, delta: Delta, batch: Batch, gradients: dict[str, Tensor]) -> None:
-    """Compare the gradient along a random direction with what the loss does there."""
+    """Compare the gradient in a random direction with a finite difference of the loss."""
     generator = torch.Generator().manual_seed(11)
     ways = {
         n: torch.randn(p.shape, generator=generator).double() for n, p in delta.named_parameters()
@@ -259,6 +259,6 @@ def _check_slope(model: Any, delta: Delta, batch: Batch, gradients: dict[str, Te
 
 
 def _first(out: Any) -> Tensor:
-    """Return the logits of a model's output, or what it has in their place."""
+    """Return the logits of a model's output, or its first tensor if it has no logits."""
     output = out.logits if getattr(out, "logits", None) is not None else out[0]
     return output.detach()

@@ -1,7 +1,7 @@
-"""Tests of decoders that assemble another family's block from data.
+"""Tests of decoders that are defined by data and share the block of another family.
 
-Their numbers and files are compared with transformers in every test run. What follows from the
-shared block (layouts, streaming, adapters, compression) is marked long.
+Every test run compares their numbers and files with transformers. Tests of code that the shared
+block already covers (layouts, streaming, adapters, compression) are marked long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Suite = TypeVar("_Suite", bound=type)
 
 
 def mark_long_except(*quick: str) -> Callable[[_Suite], _Suite]:
-    """Mark all tests of a class long, inherited ones too, except those named.
+    """Class decorator: mark all tests as long, inherited ones too, except the named ones.
 
     Args:
         quick: names of test methods.
@@ -38,7 +38,7 @@ def mark_long_except(*quick: str) -> Callable[[_Suite], _Suite]:
 
 
 def _copy(test: Callable[..., None]) -> Callable[..., None]:
-    """Return a copy of a function, so that a mark does not reach the parent class."""
+    """Return a copy of a function, so that a mark on it does not affect the parent class."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **options: Any) -> None:
@@ -58,4 +58,4 @@ def _copy(test: Callable[..., None]) -> Callable[..., None]:
     "test_init_has_the_promised_spread",
 )
 class DerivedDecoderSuite(DecoderSuite, FileSuite):
-    """All tests of a decoder; `make test` runs those of its own data."""
+    """All tests of a decoder; `make test` runs only those that check its own data."""

@@ -31,7 +31,7 @@ class EncoderSuite(ModelSuite):
         return {"input_ids": ids, "attention_mask": mask}
 
     def test_padding_changes_nothing(self, twin: Twin) -> None:
-        """Padding does not change the outputs of a row's tokens."""
+        """Padding does not change the outputs of the other tokens."""
         ids = make_batch(twin.ours)
         mask = torch.ones_like(ids)
         mask[0, 7:] = 0
@@ -41,7 +41,7 @@ class EncoderSuite(ModelSuite):
         assert_close(padded[:1, :7], alone)
 
     def test_packed_documents(self, twin: Twin) -> None:
-        """Documents packed into one row have the outputs of each alone."""
+        """Documents packed into one row have the same outputs as each document alone."""
         ids = make_batch(twin.ours, batch=1)
         lengths = (3, 5, 4)
         documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]

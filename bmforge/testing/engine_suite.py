@@ -1,4 +1,4 @@
-"""Tests of the low-memory engine for every family, with any budget."""
+"""Tests of inference within a memory budget, for every family."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class EngineSuite:
     """Comparison of models with and without a memory budget; `FamilySuite` inherits this.
 
     Attributes:
-        deep_options: fields of the config for a model of four blocks, some of which are moved
-            with the smallest budget.
+        deep_options: config fields of a model with four blocks, some of which are streamed with
+            the smallest budget.
     """
 
     deep_options: Mapping[str, Any] = {}
@@ -51,7 +51,7 @@ class EngineSuite:
 
     @pytest.fixture
     def deep(self, tiny: Model) -> Model:
-        """A tiny model with enough blocks that some are moved."""
+        """Fixture: a tiny model with enough blocks that some are streamed."""
         config = tiny.config.replace(num_layers=_LAYERS, **self.deep_options)
         return type(tiny).from_config(config, seed=2).eval()
 
@@ -88,7 +88,7 @@ class EngineSuite:
 
     @capability("devices")
     def test_no_operation_mixes_devices(self, deep: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-        """No operation of a split model has tensors of two devices."""
+        """No operation of a model that is split over devices has tensors on two devices."""
         places = {name: (FIRST, SECOND)[n % 3 % 2] for n, name in enumerate(_blocks_of(deep))}
         inputs, runs, fake = self.make_inputs(deep), largest_runs(deep), FakeDevices()
         inputs |= make_labels(deep, inputs)
@@ -110,7 +110,7 @@ class EngineSuite:
     @capability("budget")
     @pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.long), 1.0])
     def test_budget_is_kept(self, deep: Model, share: float) -> None:
-        """No more weights than planned are resident; loss and gradients are bit-identical."""
+        """At most the planned weights are resident; loss and gradients are bit-identical."""
         batch = self.make_inputs(deep)
         batch |= make_labels(deep, batch)
         want = run_step_of(copy.deepcopy(deep), batch)
@@ -138,7 +138,7 @@ def _blocks_of(model: Model) -> list[str]:
 
 
 def _smallest(source: Any, **options: Any) -> int:
-    """Return the smallest budget, as stated in the engine's error."""
+    """Return the smallest budget, which the engine's error states."""
     with pytest.raises(ConfigError, match=r"is the smallest that works|is enough") as caught:
         Engine(source, device_budget_bytes=1, config=_CONFIG, **options)
     return int(str(caught.value).split("too small: ")[1].split()[0])

@@ -1,4 +1,4 @@
-"""Simulation of several accelerators with fake tensors: mixing devices raises an error.
+"""Simulates several accelerators with fake tensors; mixing devices raises an error.
 
 The device type "lazy" is used because torch supports views on it without the hardware.
 """
@@ -19,7 +19,7 @@ FIRST, SECOND = torch.device("lazy", 0), torch.device("lazy", 1)
 
 
 class FakeDevices(FakeTensorMode):
-    """Context in which tensors have a device and a shape but no values.
+    """Context manager in which tensors have a device and a shape but no values.
 
     For every operation, torch's fake tensors check that all arguments are on one device.
     """
@@ -39,7 +39,7 @@ class FakeDevices(FakeTensorMode):
         self._give_(model, home)
 
     def move(self, values: Any, device: torch.device) -> Any:
-        """Return the values with their tensors replaced by fake ones on a device."""
+        """Return the values with every tensor replaced by a fake one on `device`."""
         return tree_map_only(Tensor, lambda tensor: self._describe(tensor, device), values)
 
     def _give_(self, module: nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Tests that every family must pass, independent of other libraries; see `model_suite.py`."""
+"""Tests that every family must pass and that need no other library; see `model_suite.py`."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ class FamilySuite(
     PromptSuite,
     CompressSuite,
 ):
-    """Building, copying, compiling and layouts. A subclass sets `model_class` and `tiny_config`.
+    """Tests of building, copying, compiling and layouts, and of all inherited suites.
+
+    A subclass sets `model_class` and defines `tiny_config`.
 
     Attributes:
         model_class: the family.
         not_applicable: dictionary from capability to the reason why it does not apply.
-        drawn_ones: globs of parameters other than norms that are not initialized randomly.
     """
 
     model_class: ClassVar[type[Model]]
@@ -62,12 +63,12 @@ class FamilySuite(
 
     @pytest.fixture
     def tiny(self) -> Model:
-        """A new tiny model."""
+        """Fixture: a new tiny model."""
         return self.model_class.from_config(self.tiny_config()).eval()
 
     @capability("meta init")
     def test_meta_then_init(self, tiny: Model) -> None:
-        """Building on meta and initializing later equals building directly; seeds matter."""
+        """Building on meta and initializing later equals building directly; the seed matters."""
         config = tiny.config
         meta = self.model_class.from_config(config, device="meta")
         assert all(p.is_meta for p in meta.parameters())
@@ -116,11 +117,11 @@ class FamilySuite(
 
     @pytest.mark.long
     def test_compiles_to_code(self, tiny: Model) -> None:
-        """The same with inductor."""
+        """Training compiled with inductor has the same results."""
         self.check_compiled(tiny, "inductor")
 
     def check_compiled(self, tiny: Model, backend: str) -> None:
-        """Compare a compiled step with an eager one."""
+        """Compare a compiled training step with an eager one."""
         torch.compiler.reset()
         batch = self.make_inputs(tiny)
         batch |= make_labels(tiny, batch)
@@ -168,7 +169,7 @@ class FamilySuite(
     @pytest.mark.long
     @capability("sequence")
     def test_sequence_parallel(self, tiny: Model) -> None:
-        """The same with sequence parallelism and recompute."""
+        """Tensor parallelism with sequence parallelism and recompute equals one process."""
         self.check_layout(
             tiny, world=2, layout=Layout(tp=2, sequence_parallel=True), recompute=True
         )
@@ -185,12 +186,12 @@ class FamilySuite(
         self.check_layout(tiny, world=2, layout=Layout(cp=2))
 
     def check_experts(self, tiny: Model) -> None:
-        """Expert parallelism on two processes equals one; for suites of families with experts."""
+        """Check expert parallelism on two processes; only for families with experts."""
         self.check_layout(tiny, world=2, layout=Layout(ep=2))
 
     @capability("combined")
     def test_layouts_combine(self, tiny: Model) -> None:
-        """Pipeline, tensor and sequence parallelism together, with recompute."""
+        """Pipeline, tensor and sequence parallelism with recompute, together, equal one process."""
         layout = Layout(pp=2, tp=2, sequence_parallel=True)
         self.check_layout(tiny, world=4, layout=layout, micro_batches=2, recompute=True)
 
@@ -217,19 +218,19 @@ class FamilySuite(
 
     @pytest.mark.long
     def test_three_axes(self, tiny: Model) -> None:
-        """ZeRO with two other axes, on eight processes."""
+        """ZeRO together with two other axes on eight processes equals one process."""
         self.check_layout(tiny, world=8, layout=Layout(tp=2, pp=2), micro_batches=2)
         self.check_layout(tiny, world=8, layout=Layout(tp=2, cp=2, zero=2))
 
     @pytest.mark.long
     def test_tensor_parallel_and_zero(self, tiny: Model) -> None:
-        """ZeRO together with tensor parallelism, on four processes."""
+        """ZeRO together with tensor parallelism on four processes equals one process."""
         for zero in (0, 2, 3):
             layout = Layout(zero=zero, tp=2, sequence_parallel=zero == 3)
             self.check_layout(tiny, world=4, layout=layout)
 
     def check_layout(self, tiny: Model, **options: Any) -> None:
-        """Compare one step on a layout with one process."""
+        """Compare one training step on a layout with one process."""
         inputs = self.make_inputs(tiny, batch=4)
         check_layout(self.model_class, tiny.config, inputs, make_labels(tiny, inputs), **options)
 

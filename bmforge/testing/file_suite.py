@@ -1,4 +1,4 @@
-"""Tests of a family's files: strict import, complete errors, several formats."""
+"""Tests of a family's files: strict loading, complete error messages, several formats."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["FileSuite"]
 
 
 class FileSuite:
-    """Tests with valid and invalid files; `tiny` is a small model."""
+    """Tests with valid and invalid model files; `tiny` is a small model."""
 
     model_class: ClassVar[type[Model]]
 
     @pytest.fixture
     def saved(self, tiny: Model, tmp_path: Path) -> Path:
-        """Directory with the saved `tiny` model."""
+        """Fixture: directory with the saved model `tiny`."""
         tiny.save_pretrained(tmp_path / "model")
         return tmp_path / "model"
 
@@ -46,13 +46,13 @@ class FileSuite:
         assert not model.training
 
     def test_unknown_model_type(self, saved: Path) -> None:
-        """The error for an unknown family says what would open it."""
+        """The error for an unknown model type says how to open the model."""
         self._edit_config(saved, model_type="mamba9")
         with pytest.raises(ConfigError, match=r"mamba9.*architecture of transformers"):
             AutoModel.from_pretrained(saved)
 
     def test_unknown_fields(self, saved: Path) -> None:
-        """Unknown fields raise an error that lists all of them; empty and allowed ones pass."""
+        """Unknown fields raise an error that lists all of them; empty or allowed ones do not."""
         self._edit_config(saved, frobnicate=3, second_field="x", off=False, none=None, empty=[])
         with pytest.raises(ConfigError, match=r"frobnicate.*second_field") as caught:
             self.model_class.from_pretrained(saved)
@@ -131,7 +131,7 @@ class FileSuite:
             self.model_class.from_pretrained(tmp_path)
 
     def test_overwriting_with_fewer_files(self, tiny: Model, tmp_path: Path) -> None:
-        """A single file saved over a sharded model is the one that is opened."""
+        """A single file saved over a sharded model replaces all of it."""
         tiny.save_pretrained(tmp_path, max_file_bytes=20_000)
         other = self.model_class.from_config(tiny.config, seed=5)
         other.save_pretrained(tmp_path, overwrite=True)
@@ -139,7 +139,7 @@ class FileSuite:
         assert_equal_trees(again.state_dict(), other.state_dict())
 
     def test_pickled_weights(self, tiny: Model, saved: Path) -> None:
-        """`pytorch_model.bin` opens, old unused buffers included; pickled code does not."""
+        """`pytorch_model.bin` can be opened, even with unused buffers, but not with code."""
         file, tensors = self._edit_weights(saved)
         first = next(name for name in tensors if ".0." in name)
         layer = first[: first.index(".0.") + 3]
@@ -154,7 +154,7 @@ class FileSuite:
         assert not file.exists()
 
     def test_names_without_prefix(self, tiny: Model, saved: Path) -> None:
-        """Checkpoints without the family's name prefix open as well."""
+        """Checkpoints whose names lack the family's prefix can be opened as well."""
         prefix = self.model_class.hf_prefix
         file, tensors = self._edit_weights(saved)
         bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -163,7 +163,7 @@ class FileSuite:
         assert_equal_trees(model.state_dict(), tiny.state_dict())
 
     def test_wrong_config_class(self) -> None:
-        """Another config class raises an error that names the expected one."""
+        """The config of another family raises an error that names the expected class."""
         with pytest.raises(ConfigError, match=f"{self.model_class.config_class.__name__}.*str"):
             self.model_class.from_config("gpt2-small")  # type: ignore[arg-type]
 

@@ -19,8 +19,10 @@ __all__ = ["Golden"]
 
 
 class Golden:
-    """One file of vectors, with arrays ``weight:NAME``, ``input:NAME``, ``output:NAME``,
-    ``grad:NAME`` and the original config as a JSON string.
+    """One file with reference vectors.
+
+    It has arrays named ``weight:NAME``, ``input:NAME``, ``output:NAME`` and ``grad:NAME``, and the
+    original config as a JSON string.
 
     Args:
         path: path of the .npz file.
@@ -45,12 +47,12 @@ class Golden:
         (directory / "config.json").write_text(json.dumps({**self.config, **fields}))
 
     def check(self, name: str, actual: Tensor, rows: Any = ...) -> None:
-        """Compare a computed tensor with an output, or with some rows of it."""
+        """Compare a computed tensor with a reference output, or with some of its rows."""
         want = self.outputs[name]
         assert_close({name: actual[rows]}, {name: want[rows]}, rtol=0.0, atol=self.atol)
 
     def check_gradients(self, model: Model) -> None:
-        """Compare a model's gradients with all of those in the file, by their original names."""
+        """Compare a model's gradients with all gradients in the file, by their original names."""
         got = rename_to_theirs(
             model,
             {

@@ -1,4 +1,4 @@
-"""Training steps on any layout, for comparison with one process."""
+"""Runs training steps on any parallel layout, for comparison with one process."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def train_on_layout(
     frozen: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
-    """Train three steps of SGD with clipped gradients on a layout; runs on every worker.
+    """Train three steps of SGD with clipped gradients on a layout; every worker runs this.
 
-    With `frozen`, only the added parts of a changed model are trained.
+    With `frozen`, only the modules that changes added are trained.
 
     Returns:
-        the first loss and its gradient norm, every gradient ("grad/NAME") and every final
-        parameter ("end/NAME") of this process, unsharded.
+        the loss and gradient norm of the first step, and this process's gradients ("grad/NAME") and
+        final parameters ("end/NAME"), as whole tensors.
     """
     init_distributed()
     model = model_class.from_config(config, device="meta", dtype=dtype)
@@ -96,16 +96,16 @@ def train_and_save(
     resume_from: str | None,
     save_to: str | None,
 ) -> dict[str, Tensor]:
-    """Train the parts of a changed model with AdamW; runs on every worker.
+    """Train the added modules of a changed model with AdamW; every worker runs this.
 
     Args:
         model_class, config, inputs, labels, layout: see `train_on_layout`.
-        steps: total number of steps, those of the checkpoint included.
+        steps: total number of steps, including those before the checkpoint.
         resume_from: checkpoint directory to resume from, or None.
         save_to: directory for the final checkpoint, or None.
 
     Returns:
-        every tensor of this process, unsharded.
+        all parameters of this process, as whole tensors.
     """
     init_distributed()
     model = model_class.from_config(config, device="meta", dtype=torch.float64)
@@ -178,9 +178,9 @@ def check_layout(
     micro_batches: int = 1,
     frozen: bool = False,
 ) -> None:
-    """Compare a layout with one process, at float64's tolerance.
+    """Compare training on a layout with training on one process, in float64.
 
-    Compares the loss, all gradients, their norm, and the parameters after three steps.
+    It compares the loss, all gradients, their norm, and the parameters after three steps.
     """
     arguments = (model_class, config, inputs, labels)
     want = _train_on_one(*arguments, micro_batches, frozen)
@@ -201,7 +201,7 @@ def check_layout(
 
 
 def _train_on_one(*arguments: Any) -> dict[str, Tensor]:
-    """Return the results of one process; cached for the next layout of the same model."""
+    """Return the results of training on one process; cached for other layouts of the same model."""
     key = pickle.dumps(arguments)
     if key not in _REMEMBERED:
         *setup, micro_batches, frozen = arguments

@@ -1,4 +1,4 @@
-"""Measurement of models with enforced memory budgets: a program and its cases.
+"""Measures models within enforced memory budgets, in a separate process.
 
     python -m bmforge.testing.limited_engine DIRECTORY SHARE TOKENS DTYPE
 
@@ -74,7 +74,7 @@ def _make_gpt2() -> Any:
 
 
 def _make_small() -> Any:
-    """Return a model of the quickstart's size."""
+    """Return a model of the same size as the quickstart's."""
     sizes: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 192, "num_layers": 4}
     return GPT2.from_config(GPT2Config(**sizes, num_heads=6, max_seq_len=128))
 
@@ -93,11 +93,11 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 class Case(NamedTuple):
-    """A model and a budget.
+    """A measurement: the model and its budget.
 
     Attributes:
         model: a name in `MODELS`.
-        share: fraction of the range from the smallest budget to all weights.
+        share: position of the budget between the smallest one (0) and all weights (1).
         tokens: maximum sequence length.
         dtype: dtype of the weights.
     """
@@ -131,10 +131,10 @@ CASES = (
 
 
 def run_limited(directory: Path, case: Case) -> dict[str, Any]:
-    """Run the program in a subprocess and return its output.
+    """Run a measurement in a subprocess and return the results.
 
     Raises:
-        RuntimeError: it failed, or the kernel killed it for using too much memory.
+        RuntimeError: the subprocess failed, or the kernel killed it for using too much memory.
     """
     load_step()  # compile here, where memory is not limited
     arguments = [str(directory), str(case.share), str(case.tokens), case.dtype]
@@ -152,7 +152,7 @@ def run_limited(directory: Path, case: Case) -> dict[str, Any]:
 
 
 def _main(directory: str, share: float, tokens: int, dtype: str) -> dict[str, object]:
-    """Run a model with a budget given by `share`, see the module."""
+    """Run the measurement that the module describes and print the results."""
     config = EngineConfig(max_tokens=tokens)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "config": config}
     least = _smallest(directory, options)
@@ -184,7 +184,7 @@ def _main(directory: str, share: float, tokens: int, dtype: str) -> dict[str, ob
 
 
 def _smallest(directory: str, options: dict[str, Any], for_all: bool = False) -> int:
-    """Return the smallest budget, or with `for_all` the smallest with which nothing is moved."""
+    """Return the smallest budget, or with `for_all` the smallest one that streams no weights."""
     try:
         Engine(directory, device_budget_bytes=1, **options)
     except ConfigError as error:

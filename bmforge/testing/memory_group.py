@@ -1,7 +1,8 @@
-"""Limit and measurement of a process's memory.
+"""Limits and measures the memory of a process.
 
-A control group counts a process's pages and its file cache. A process joins a group after its
-imports: pages allocated before stay in the old group, so the new group counts only what came after.
+A control group counts a process's pages and its file cache. A process joins a new group after its
+imports. Pages that it allocated before are still counted by the old group, so the new group counts
+only later ones.
 
 Source: the kernel's cgroup-v1/memory.rst and cgroup-v2.rst.
 """
@@ -25,13 +26,13 @@ _FILES = (
 
 
 class MemoryGroup:
-    """A control group with a limit, below this process's own.
+    """A control group with a memory limit, inside of this process's own group.
 
     Args:
         limit_bytes: limit above which the kernel kills the process.
 
     Raises:
-        OSError: no group can be created.
+        OSError: the system does not allow creating a group.
     """
 
     kind = "control group"
@@ -49,17 +50,17 @@ class MemoryGroup:
             raise
 
     def peak_bytes(self) -> int:
-        """Return the peak usage."""
+        """Return the peak memory usage of the group."""
         return int((self._folder / self._peak).read_text())
 
     def leave(self) -> None:
-        """Return to the original group, and remove this one."""
+        """Move the process back to its original group, and remove this one."""
         (self._own / "cgroup.procs").write_text(str(os.getpid()))
         self._folder.rmdir()
 
 
 class ResidentSet:
-    """Fallback without control groups: only measures, by the resident set size."""
+    """Measures the resident set size, without a limit, if there are no control groups."""
 
     kind = "resident set"
 
@@ -79,7 +80,7 @@ class ResidentSet:
 
 
 def limit_memory(limit_bytes: int) -> MemoryGroup | ResidentSet:
-    """Limit this process's additional memory from now on, where that is possible."""
+    """Limit the memory that this process uses from now on, or only measure it."""
     try:
         return MemoryGroup(limit_bytes)
     except OSError:
@@ -87,10 +88,10 @@ def limit_memory(limit_bytes: int) -> MemoryGroup | ResidentSet:
 
 
 def _own_group() -> tuple[Path, tuple[str, str]]:
-    """Return the folder of this process's group and its file names.
+    """Return the directory of this process's group and the names of its files.
 
     Raises:
-        OSError: the system has none.
+        OSError: the system has no control groups.
     """
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)

@@ -1,13 +1,13 @@
-"""Test suite for a family that transformers has; a new family needs one small class.
+"""Tests of a family that transformers also has; a new family needs one small class.
 
     class TestGPT2(DecoderSuite, FileSuite):
         model_class = GPT2
         hf_class = transformers.GPT2LMHeadModel
         cases = {"default": {"n_embd": 32, ...}, "untied": {...}}
 
-Each case is the fields of a tiny transformers config. Tests without a reference are in
-`FamilySuite`, tests of some kinds in `DecoderSuite`, `EncoderSuite` and `Seq2SeqSuite`, files in
-`FileSuite`.
+Each case consists of the fields of a tiny transformers config. `FamilySuite` has the tests that
+need no reference, `DecoderSuite`, `EncoderSuite` and `Seq2SeqSuite` those of one kind of model, and
+`FileSuite` those of files.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class ModelSuite(FamilySuite):
     """Comparison of a family with transformers, for every case and every head.
 
     Attributes:
-        hf_class: transformers' class with the family's first head.
+        hf_class: transformers' class for the family's first head.
         cases: dictionary from name to fields of a tiny config.
-        hf_heads: dictionary from head to transformers' class, for the other heads.
+        hf_heads: dictionary from each other head to transformers' class.
     """
 
     hf_class: ClassVar[Any]
@@ -64,7 +64,7 @@ class ModelSuite(FamilySuite):
     @pytest.fixture(scope="class")
     @classmethod
     def twin(cls, case: str, tmp_path_factory: pytest.TempPathFactory) -> Twin:
-        """Both models of a case."""
+        """Fixture: the transformers model and the bmforge model of a case."""
         directory = tmp_path_factory.mktemp(case)
         return make_twin(cls.model_class, cls.hf_class, cls.cases[case], directory)
 
@@ -76,12 +76,12 @@ class ModelSuite(FamilySuite):
 
     @capability("logits")
     def test_outputs_and_hidden_states(self, twin: Twin) -> None:
-        """All hidden states and outputs equal transformers'."""
+        """All hidden states and outputs equal those of transformers."""
         self.check_outputs(twin)
 
     @capability("gradients")
     def test_loss_and_gradients(self, twin: Twin) -> None:
-        """The loss and all gradients equal transformers', by their names."""
+        """The loss and all gradients equal those of transformers."""
         self.check_gradients(twin)
 
     @capability("conversion")
@@ -90,7 +90,7 @@ class ModelSuite(FamilySuite):
         self.check_conversion(twin, self.hf_class, tmp_path)
 
     def test_every_head(self, head: str, tmp_path: Path) -> None:
-        """Outputs, gradients and conversion of the other heads."""
+        """Outputs, gradients and conversion are correct for the other heads."""
         hf_class = self.hf_heads[head]
         fields = dict(next(iter(self.cases.values())))
         if head.endswith("classification"):
@@ -106,7 +106,7 @@ class ModelSuite(FamilySuite):
             self.check_gradients(twin)
 
     def test_a_new_head_is_asked_for(self, head: str, tmp_path: Path) -> None:
-        """A head that the checkpoint lacks needs `new_head`; other weights are bit-identical."""
+        """A head that is not in the checkpoint needs `new_head`; other weights are unchanged."""
         base = self.model_class.from_config(self.tiny_config())
         base.save_pretrained(tmp_path / "base")
         names = set(base.config.heads[head].names)
@@ -126,7 +126,7 @@ class ModelSuite(FamilySuite):
         assert_equal_trees(again.state_dict(), model.state_dict())
 
     def check_outputs(self, twin: Twin) -> None:
-        """Compare all outputs of both models."""
+        """Compare all outputs of the two models."""
         inputs = self.make_inputs(twin.ours)
         expected = self.run_theirs(twin.theirs, inputs, output_hidden_states=True)
         outputs = twin.ours(**inputs, output_hidden_states=True)
@@ -139,7 +139,7 @@ class ModelSuite(FamilySuite):
         assert torch.equal(outputs.last_hidden_state, outputs.hidden_states[-1])
 
     def check_gradients(self, twin: Twin) -> None:
-        """Compare the loss and all gradients."""
+        """Compare the loss and all gradients of the two models."""
         inputs = self.make_inputs(twin.ours)
         inputs |= make_labels(twin.ours, inputs)
         twin.theirs.zero_grad()
@@ -162,11 +162,11 @@ class ModelSuite(FamilySuite):
         assert again.config == twin.ours.config
 
     def run_theirs(self, model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
-        """Run transformers' model; overridden by families with other argument names."""
+        """Run transformers' model; families with other argument names override this."""
         return model(**inputs, **options)
 
     def our_gradients(self, model: Model) -> dict[str, Tensor]:
-        """Return bmforge's gradients by their published names, zeros where there is none."""
+        """Return bmforge's gradients by published name; zeros for parameters without a gradient."""
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in model.named_parameters()
@@ -174,7 +174,7 @@ class ModelSuite(FamilySuite):
         return rename_to_theirs(model, gradients)
 
     def their_gradients(self, model: Any) -> dict[str, Tensor]:
-        """Return transformers' gradients, zeros where there is none."""
+        """Return transformers' gradients by name; zeros for parameters without a gradient."""
         return {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in model.named_parameters()
@@ -182,7 +182,7 @@ class ModelSuite(FamilySuite):
 
 
 def _compare(outputs: Any, expected: Any) -> list[str]:
-    """Compare the outputs that both have; return their names."""
+    """Compare the outputs that both models return; return their names."""
     names = []
     for name in _COMPARED:
         value, other = getattr(outputs, name, None), expected.get(name)
@@ -193,7 +193,7 @@ def _compare(outputs: Any, expected: Any) -> list[str]:
 
 
 def _noise(reference: Tensor) -> float:
-    """Return the fp32 rounding error of sums as large as the largest element: 1e-6 of it."""
+    """Return the expected fp32 rounding error: 1e-6 of the largest element."""
     return 1e-6 * max(1.0, reference.abs().max().item())
 
 

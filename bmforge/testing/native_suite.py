@@ -1,4 +1,4 @@
-"""Tests of the native decoding step for every generating family, against torch."""
+"""Compares native decoding with torch, for every family that generates text."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["NativeSuite", "decode_both_ways"]
 
 
 class NativeSuite:
-    """Comparison of the native step with torch; `FamilySuite` inherits this."""
+    """Tests of native decoding; `FamilySuite` inherits this."""
 
     @capability("native step")
     @pytest.mark.parametrize("scheme", ["", "int8", "int4"])
     @torch.no_grad()
     def test_native_step(self, wide: Model, scheme: str) -> None:
-        """Logits of padded rows, with one token or several per step, equal torch's.
+        """Logits of padded rows equal those of torch, for one or several tokens per step.
 
-        With float activations they are equal to rounding; with 8-bit activations a difference in
+        With float activations they are equal up to rounding. With 8-bit activations a difference in
         the last bit can change a rounded value, so the tolerance is larger.
         """
         if not wide.traits.writes:
@@ -44,7 +44,7 @@ class NativeSuite:
             self.check_native_step(model, 0.05 if is_rounded else 1e-5)
 
     def check_native_step(self, model: Any, off: float) -> None:
-        """Compare both within `off` of the largest logit."""
+        """Compare native logits with torch's; they may differ by `off` times the largest logit."""
         native, plain, counts = decode_both_ways(model)
         stack: Any = model.decoder if hasattr(model, "decoder") else model
         assert counts == [(0, 0)] + [(len(stack.layers), 0)] * 4
@@ -54,10 +54,10 @@ class NativeSuite:
 def decode_both_ways(
     model: Any, masked: bool = True
 ) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
-    """Return logits of some steps, native and by torch, and how the blocks were run.
+    """Return the logits of some steps, native and by torch, and how the blocks were run.
 
     Shape:
-        returns (steps, B, V) twice; and the numbers of native and torch blocks of each step
+        returns (steps, B, V) twice, and the numbers of native and torch blocks in each step
     """
     ids = make_batch(model, 2, length=7, seed=3)
     mask = torch.ones_like(ids) if masked else None

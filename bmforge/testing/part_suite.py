@@ -1,4 +1,4 @@
-"""Check of the tensor notes that every part must give; see `nn.part`."""
+"""Checks the tensor notes that every `nn.part` module must have."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["check_part"]
 
 
 def check_part(part: nn.Module) -> None:
-    """Raise `AssertionError` for a part with missing or invalid tensor notes.
+    """Raise `AssertionError` if a module's tensor notes are missing or invalid.
 
     Args:
-        part: a part with memory, not sharded.
+        part: an unsharded `nn.part` module on a device with memory.
     """
     notes = tensor_notes(part)
     own: dict[str, Any] = dict(part.named_parameters(recurse=False))

@@ -1,10 +1,10 @@
-"""Pool of gloo workers for the whole test run.
+"""Pool of gloo worker processes for the whole test run.
 
-Starting four processes that import torch takes seconds, a job on a running pool about 0.1 s. Every
-job has a new default process group, so no state leaks between tests. A worker that dies (gloo
-aborts the process on some errors) or hangs is named in the error; the pool restarts with the next
-job. After a crash by a signal the job is run once more on new workers, as backends and hosts
-crash now and then; a crash that does not recur is a warning.
+Starting four processes that import torch takes seconds; a job on a running pool takes about 0.1 s.
+Every job has a new default process group, so no state leaks between tests. If a worker dies (gloo
+aborts the process on some errors) or hangs, the error names it, and the next job restarts the pool.
+After a crash by a signal the job is repeated once on new workers; if it then succeeds, only a
+warning is logged.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _serve(rank: int, connection: Connection, log_path: str) -> None:
 def _run_job(
     rank: int, world: int, port: int, job_number: int, path: list[str], payload: bytes
 ) -> tuple[bool, Any]:
-    """Run one function in a new process group; return (ok, result or traceback)."""
+    """Run a function in a new process group; return (ok, result or traceback)."""
     sys.path[:] = path
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
@@ -83,10 +83,10 @@ def _run_job(
 
 
 def _forget_meshes() -> None:
-    """Clear torch's caches and garbage that outlive a job's process groups.
+    """Clear torch's caches and garbage that would outlive a job's process groups.
 
-    The caches hold meshes with destroyed groups that compare equal to those of later jobs, and
-    each of these groups keeps three threads that wake up a hundred times a second.
+    The caches hold meshes with destroyed groups that compare equal to those of later jobs, and each
+    of these groups keeps three threads that wake up a hundred times per second.
     """
     _clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
@@ -97,14 +97,14 @@ def _forget_meshes() -> None:
 
 @dataclass
 class _Worker:
-    """A process, its connection, and the file with its crash log."""
+    """A worker process, its connection, and the file with its crash log."""
 
     process: Any
     connection: Connection
     last_words: Any
 
     def describe_end(self) -> str:
-        """Return the exit code and the crash log."""
+        """Return a text with the worker's exit code and crash log."""
         self.process.join(timeout=1)
         message = f"the process died with exit code {self.process.exitcode}"
         words = self.last_words.read().partition("\nExtension modules")[0]
@@ -113,7 +113,7 @@ class _Worker:
 
 @dataclass
 class WorkerPool:
-    """Worker processes; the pool grows to the largest world size used."""
+    """Pool of worker processes, which grows to the largest world size used."""
 
     _workers: list[_Worker] = field(default_factory=list)
     _jobs: int = 0
@@ -130,14 +130,15 @@ class WorkerPool:
         """Run ``function(*args, **kwargs)`` on `world` ranks and return the results by rank.
 
         Args:
-            function: a function of an importable module (it is pickled by name).
+            function: function in an importable module, which is pickled by name.
             world: number of processes.
             args: positional arguments, pickled.
-            timeout_s: time limit in seconds; ranks without a result are then named.
+            timeout_s: time limit in seconds; the error names the ranks without a result.
             kwargs: keyword arguments, pickled.
 
         Raises:
-            DistributedError: a rank raised, died or hung; with its number and traceback.
+            DistributedError: a rank raised an error, died or hung; the message has its number
+                and traceback.
         """
         payload = pickle.dumps((function, args, kwargs))
         try:

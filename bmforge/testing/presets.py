@@ -1,4 +1,4 @@
-"""Comparison of presets with transformers, by the sizes of models on meta."""
+"""Compares presets with transformers by the shapes of models on meta."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["check_preset_shapes", "count_preset"]
 
 
 def count_preset(model_class: type[Model], name: str) -> int:
-    """Return the number of parameters of a preset; tied ones count once."""
+    """Return the number of parameters of a preset; tied parameters count once."""
     model = model_class.from_config(model_class.config_class.preset(name), device="meta")
     return sum(p.numel() for p in model.parameters())
 
 
 def check_preset_shapes(model_class: type[Model], hf_class: Any, name: str) -> None:
-    """Compare a preset's shapes with those of transformers' model for the written config."""
+    """Compare a preset's shapes with those of transformers' model for the same config."""
     model = model_class.from_config(model_class.config_class.preset(name), device="meta")
     fields = {k: v for k, v in model.config.to_hf().items() if k != "model_type"}
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Tests of prompts for every family: zero shot, training of soft tokens, multi-token words."""
+"""Tests of prompts for every family: zero-shot, soft tokens, words of several tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HEADS = ("masked_lm", "language_model", "sequence_to_sequence")
 
 
 def prompted_config(config: Any) -> Any:
-    """Return a tiny config with an LM head, and GLM's special tokens as in the tokenizer."""
+    """Return a tiny config with an LM head; for GLM, with the tokenizer's special tokens."""
     config = config.replace(head=next(head for head in _HEADS if head in config.heads))
     if hasattr(config, "sop_token_id"):
         config = config.replace(sop_token_id=5, mask_token_id=4)
@@ -32,7 +32,7 @@ def prompted_config(config: Any) -> Any:
 
 
 def open_prompted(model_class: type[Model], config: Any, **options: Any) -> tuple[Any, Any]:
-    """Return a float64 model for prompts, and its tokenizer."""
+    """Return a float64 model for prompts and its tokenizer."""
     model = model_class.from_config(prompted_config(config), dtype=torch.float64, **options)
     return model.eval(), letters_for(model)
 
@@ -48,7 +48,10 @@ class PromptSuite:
 
     @capability("prompt")
     def test_prompt(self) -> None:
-        """Class logits follow from all logits, for single and multi-token words; training works."""
+        """Class logits equal those computed from all logits, for words of one or several tokens.
+
+        Training soft tokens lowers the loss.
+        """
         model, tokenizer = open_prompted(self.model_class, self.tiny_config())
         template = Template(PROMPT, tokenizer, model)
         words = ManualVerbalizer(_WORDS, tokenizer, join="mean", normalize=False)
@@ -58,7 +61,7 @@ class PromptSuite:
 
 
 def _all_logits(classifier: PromptClassifier, prompts: Any) -> tuple[Tensor, Tensor]:
-    """Return the logits of all positions, and the positions of the answers."""
+    """Return the logits at all positions, and the positions of the answers."""
     batch = classifier.collate(prompts)
     positions = batch.pop("mask_at")
     return classifier.model(**batch).logits, positions
@@ -80,7 +83,7 @@ def _check_first(classifier: PromptClassifier) -> None:
 
 
 def _check_whole(model: Any, template: Template, tokenizer: Any) -> None:
-    """Check multi-token words: each token after the previous ones, or each at its own mask."""
+    """Check words of several tokens, predicted one after the other or each at its own mask."""
     words = ManualVerbalizer(_WORDS, tokenizer, join="joint", normalize=False)
     classifier = PromptClassifier(model, template, words, frozen=True)
     scored = classifier.classify(PROMPTED)
@@ -98,7 +101,7 @@ def _check_whole(model: Any, template: Template, tokenizer: Any) -> None:
 
 
 def _check_learning(classifier: PromptClassifier) -> None:
-    """Check that three steps on the soft tokens alone lower the loss."""
+    """Check that three training steps of the soft tokens lower the loss."""
     (rows,) = classifier.template.soft_parameters
     batch = classifier.collate([classifier.ask(example) for example in PROMPTED], [0, 1])
     optimizer, losses = torch.optim.Adam([rows], lr=1e-3), []

@@ -1,4 +1,4 @@
-"""Tests of quantized weights for every family: against dequantized models, and in files."""
+"""Tests of quantized weights for every family, against dequantized models and in files."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class QuantizedSuite(ChangedSuite):
 
     @pytest.fixture
     def wide(self) -> Model:
-        """A new model of these sizes."""
+        """Fixture: a new model with the sizes of `wide_config`."""
         return self.model_class.from_config(self.wide_config()).eval()
 
     @pytest.mark.parametrize("scheme", ["int4", "int8"])
     @capability("int4")
     def test_packed_is_its_dequantised_twin(self, wide: Model, scheme: str) -> None:
-        """Loss and gradients equal the dequantized model's; approximately with int8 activations."""
+        """Loss and gradients equal the dequantized model's; with int8 activations approximately."""
         plain: Any = copy.deepcopy(wide).double()
         spec = replace(PRESETS[scheme], activations="float")
         model: Any = quantize_(copy.deepcopy(plain), spec)
@@ -82,8 +82,9 @@ class QuantizedSuite(ChangedSuite):
 
     @capability("int4")
     def test_packed_saves_and_opens(self, wide: Model, tmp_path: Path) -> None:
-        """All default targets are packed, saved and opened exactly; quantizing a plain directory
-        while opening it gives the same.
+        """All default target layers are quantized, and the model is saved and opened exactly.
+
+        Quantizing a plain model while it is opened gives the same result.
         """
         wide.save_pretrained(tmp_path / "plain")
         model = quantize_(copy.deepcopy(wide), "int4")

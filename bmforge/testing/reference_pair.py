@@ -1,4 +1,4 @@
-"""A transformers model and a bmforge model with the same weights, for comparison.
+"""Builds a transformers model and a bmforge model with the same weights, for comparison.
 
 Needs transformers (the `dev` extra). Nothing is downloaded: weights are random.
 """
@@ -22,7 +22,7 @@ __all__ = ["Twin", "build_reference", "make_twin", "rename_to_theirs"]
 
 @dataclass(frozen=True)
 class Twin:
-    """Two models with one set of weights.
+    """A transformers model and a bmforge model with the same weights.
 
     Args:
         theirs: the transformers model, in eval mode, with eager attention.
@@ -36,7 +36,7 @@ class Twin:
 
 
 def build_reference(hf_class: Any, fields: Mapping[str, Any], seed: int = 0) -> Any:
-    """Return a transformers model with random weights, norms and biases included.
+    """Return a transformers model with random weights, also in norms and biases.
 
     Args:
         hf_class: model class, such as ``transformers.GPT2LMHeadModel``.
@@ -54,7 +54,7 @@ def build_reference(hf_class: Any, fields: Mapping[str, Any], seed: int = 0) -> 
 def make_twin(
     model_class: type[Model], hf_class: Any, fields: Mapping[str, Any], directory: Path
 ) -> Twin:
-    """Build a transformers model, save it, and open it with bmforge; random, on the CPU."""
+    """Build a random transformers model on the CPU, save it, and open it with bmforge."""
     transformers_logging.disable_progress_bar()
     reference = build_reference(hf_class, fields)
     reference.save_pretrained(directory)
@@ -62,6 +62,6 @@ def make_twin(
 
 
 def rename_to_theirs(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors shaped like our parameters, such as gradients, by their published names."""
+    """Return tensors by published name; they have the names and shapes of bmforge's parameters."""
     groups = group_by_source(model.active_rules())
     return {name: assemble_source(rules, tensors.__getitem__) for name, rules in groups.items()}

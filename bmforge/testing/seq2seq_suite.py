@@ -22,7 +22,7 @@ class Seq2SeqSuite(ModelSuite):
     """Comparison of an encoder-decoder with transformers, for every case."""
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return sources, the first with padding on the right, and decoder inputs."""
+        """Return source ids, padded on the right in the first row, and decoder inputs."""
         ids = make_batch(model, batch, seed=seed)
         mask = torch.ones_like(ids)
         mask[0, -3:] = 0
@@ -32,7 +32,7 @@ class Seq2SeqSuite(ModelSuite):
         return inputs
 
     def test_cached_decode(self, twin: Twin) -> None:
-        """Decoding the target in pieces gives the logits of one forward."""
+        """Decoding the target step by step gives the same logits as a single forward."""
         inputs = self.make_inputs(twin.ours)
         targets = inputs.pop("decoder_input_ids")
         at_once = twin.ours(**inputs, decoder_input_ids=targets).logits
@@ -46,7 +46,7 @@ class Seq2SeqSuite(ModelSuite):
     @capability("generate")
     @pytest.mark.parametrize("beams", [1, 3])
     def test_generates_the_same_ids(self, twin: Twin, beams: int) -> None:
-        """Greedy and beam search return transformers' ids, for padded sources too."""
+        """Greedy and beam search return the same ids as transformers, also for padded sources."""
         inputs = self.make_inputs(twin.ours)
         del inputs["decoder_input_ids"]
         options: dict[str, Any] = {"num_beams": beams, "max_new_tokens": 6, "do_sample": False}

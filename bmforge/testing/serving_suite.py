@@ -24,7 +24,7 @@ _NEW = 4
 
 
 class ServingSuite:
-    """Concurrent requests have the same answers as alone; `FamilySuite` inherits this."""
+    """Tests that concurrent requests do not change answers; `FamilySuite` inherits this."""
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
         """Return the model's arguments other than labels."""
@@ -33,7 +33,7 @@ class ServingSuite:
     @capability("serve")
     @pytest.mark.long
     def test_serves_many(self, tiny: Model) -> None:
-        """Concurrent requests of any length have the same answers or embeddings as alone."""
+        """Concurrent requests of any length get the same answers or embeddings as single ones."""
         rows = EngineConfig(max_rows=4)
         with Engine(tiny, config=rows, tokenizer=self.serving_tokenizer()) as engine:
             if tiny.traits.writes:
@@ -44,7 +44,7 @@ class ServingSuite:
     @capability("adapters per request")
     @pytest.mark.long
     def test_adapters_per_request(self, tiny: Model) -> None:
-        """Each request is bit-identical to a model with its delta alone, whatever else runs."""
+        """A request with an adapter is bit-identical to a model that has only this adapter."""
         for name, built in (("a", Lora(tiny, name="a", rank=2)), ("b", Adapter(tiny, name="b"))):
             generator = torch.Generator().manual_seed(ord(name))
             with torch.no_grad():
@@ -62,7 +62,7 @@ class ServingSuite:
                 assert_equal_trees(got, want)
 
     def answer_with(self, engine: Engine, choices: Sequence[Any]) -> list[Any]:
-        """Return the answers to prompts with each choice of deltas, submitted at once."""
+        """Return the answers to the prompts for each choice of adapters, all submitted at once."""
         prompts = self.serving_prompts(engine.model)[1:4]
         config = GenerationConfig(max_new_tokens=_NEW, eos_token_id=())
         handles = [
@@ -75,12 +75,12 @@ class ServingSuite:
         ]
 
     def embed_with(self, engine: Engine, choices: Sequence[Any]) -> list[Any]:
-        """Return embeddings with each choice of deltas."""
+        """Return the embeddings for each choice of adapters."""
         row = next(iter(self.make_inputs(engine.model).values()))
         return [{"embedding": engine.embed(row, delta=names)} for names in choices]
 
     def serving_tokenizer(self) -> Any:
-        """Return the tokenizer of a family that does not read plain ids; None for the others."""
+        """Return the tokenizer of a family whose inputs are not plain ids; None for others."""
         return None
 
     def serving_prompts(self, model: Any) -> list[Any]:
@@ -88,7 +88,7 @@ class ServingSuite:
         return [make_batch(model, 1, length, length)[0].tolist() for length in (1, 2, 5, 7, 8)]
 
     def check_requests(self, engine: Engine) -> None:
-        """Compare each request alone with all at once, and greedy ones with `generate`."""
+        """Compare single requests with concurrent ones, and greedy answers with `generate`."""
         kinds: list[dict[str, Any]] = [{}, {"num_beams": 2}, {"do_sample": True, "seed": 3}]
         requests = [
             Request(prompt, GenerationConfig(max_new_tokens=_NEW, eos_token_id=(), **kind))
@@ -107,7 +107,7 @@ class ServingSuite:
                 assert list(single[0].ids) == want[-len(single[0].ids) :]
 
     def check_calls(self, engine: Engine) -> None:
-        """Compare calls from several threads at once with each call alone."""
+        """Compare concurrent calls from several threads with single calls."""
         inputs = [self.make_inputs(engine.model, 2, seed) for seed in range(5)]
         rows = [next(iter(entry.values())) for entry in inputs]
         want = [engine.embed(row) for row in rows]
@@ -126,5 +126,5 @@ class ServingSuite:
 
 
 def _as_tensor(answer: Completion) -> Tensor:
-    """Return an answer's ids as a tensor, or the code points of its text if it has no ids."""
+    """Return an answer's ids as a tensor; without ids, the code points of its text."""
     return torch.tensor(answer.ids or [ord(character) for character in answer.text])

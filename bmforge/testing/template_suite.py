@@ -1,6 +1,6 @@
-"""Tests for template classes: truncation, and equal outputs alone and in a batch.
+"""Tests for template classes: truncation, and the same outputs alone and in a batch.
 
-A test class for your own template inherits `TemplateSuite` and defines how one is created; see
+To test your own template, inherit `TemplateSuite` and define how a template is created; see
 docs/guides/prompts.md.
 """
 
@@ -45,7 +45,7 @@ _EXAMPLES: tuple[dict[str, Any], ...] = (
 
 
 def open_tiny(kind: str, seed: int = 0) -> Any:
-    """Return a tiny float64 model of one of the kinds of `TINY_MODELS`."""
+    """Return a tiny float64 model of a kind in `TINY_MODELS`."""
     model_class, config = TINY_MODELS[kind]
     model = model_class.from_config(config, dtype=torch.float64)
     init_weights_(model, seed)
@@ -53,11 +53,11 @@ def open_tiny(kind: str, seed: int = 0) -> Any:
 
 
 class TemplateSuite:
-    """Tests of a template; a test class inherits it and defines `template_class`, or `make`.
+    """Tests of a template; a subclass sets `template_class` or defines `make`.
 
     Attributes:
         template_class: `Template`, or a subclass.
-        text: template text; its masks are last, so that every kind of model can read it.
+        text: template text; its masks come last, so that it works with every kind of model.
         kinds: kinds of models that the template supports.
         examples: at least two valid examples.
     """
@@ -72,13 +72,13 @@ class TemplateSuite:
         return self.template_class(self.text, tokenizer, model)
 
     def opened(self) -> Iterator[tuple[Any, Template]]:
-        """Yield a new model and template of every kind."""
+        """Yield a new model and template for every kind of model."""
         for kind in self.kinds:
             model = open_tiny(kind)
             yield model, self.make(_LETTERS, model)
 
     def test_pieces_are_of_the_example(self) -> None:
-        """Wrapping gives the template's masks and does not change the example."""
+        """Wrapping an example returns the template's masks and does not change the example."""
         for _, template in self.opened():
             for example in self.examples:
                 before = repr(example)
@@ -89,7 +89,7 @@ class TemplateSuite:
                 assert repr(example) == before
 
     def test_ids_are_known_to_the_model(self) -> None:
-        """Ids are valid, and there is one answer position per mask, inside the prompt."""
+        """All ids are valid, and every mask has one answer position inside the prompt."""
         for model, template in self.opened():
             for example in self.examples:
                 prompt = template.encode(example)
@@ -118,7 +118,7 @@ class TemplateSuite:
                     template.encode(example, minimum - 1, cut, "row 7")
 
     def test_a_missing_field_is_named(self) -> None:
-        """A missing field raises an error."""
+        """A missing field raises an error that names the field."""
         for _, template in self.opened():
             with pytest.raises(ConfigError, match="asks for"):
                 template.wrap({})
@@ -131,7 +131,7 @@ class TemplateSuite:
                 assert_close(together[row], _ask(model, [template.encode(example)])[0])
 
     def test_what_is_trained(self) -> None:
-        """Trained parameters are in the model, have gradients, and lower the loss; may be none."""
+        """Trained parameters, if any, are in the model, have gradients and lower the loss."""
         for model, template in self.opened():
             trained = template.soft_parameters
             own_ids = {id(parameter) for parameter in model.parameters()}
@@ -151,7 +151,7 @@ class TemplateSuite:
             assert losses[-1] < losses[0]
 
     def test_saved_with_the_model(self, tmp_path: Path) -> None:
-        """Soft tokens are saved with the model and read by a new template."""
+        """Soft tokens are saved with the model and loaded by a new template."""
         for model, template in self.opened():
             rows = getattr(model.embed, "prompt", None)
             if not isinstance(rows, ExtraEmbeddings):
@@ -167,7 +167,7 @@ class TemplateSuite:
 
 
 def _shortest(template: Template, example: Any, cut: Any) -> int:
-    """Return the smallest length that the prompt fits into."""
+    """Return the smallest maximum length to which the prompt can be truncated."""
     for length in range(1, len(template.encode(example)) + 1):
         try:
             template.encode(example, length, cut)
@@ -184,7 +184,7 @@ def _is_inside(some: Sequence[int], ids: Sequence[int]) -> bool:
 
 
 def _ask(model: Any, prompts: Sequence[Encoded]) -> Tensor:
-    """Return the logits (B, M, V) at the masks of prompts."""
+    """Return the logits (B, M, V) at the masks of the prompts."""
     columns = lay_questions(
         [Question([prompt], [], []) for prompt in prompts], _LETTERS.pad_id or 0
     )

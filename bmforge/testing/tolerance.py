@@ -1,4 +1,4 @@
-"""Tolerances by dtype, and comparisons that name the tensors that differ."""
+"""Tolerances by dtype, and comparisons that report which tensors differ."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def assert_close(
     Args:
         actual: computed tensors.
         expected: reference tensors.
-        rtol: relative tolerance; None is the dtype's.
-        atol: absolute tolerance; None is the dtype's.
+        rtol: relative tolerance; None uses that of the dtype.
+        atol: absolute tolerance; None uses that of the dtype.
 
     Raises:
-        AssertionError: some differ; lists all of them with their largest difference.
+        AssertionError: some tensors differ; the message lists them with their largest differences.
     """
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
         actual, expected = {"tensor": actual}, {"tensor": expected}

@@ -1,4 +1,4 @@
-"""Measurement of a process's communication: every collective and message, with its bytes.
+"""Measures a process's communication: every collective and message, with its size.
 
 All of them, including those of FSDP2, DTensor and functional collectives, end in an operator of the
 namespaces `c10d` or `_c10d_functional`, and a `TorchDispatchMode` sees every operator. It also sees
@@ -47,7 +47,7 @@ class Communication(NamedTuple):
 
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, ...
-        num_bytes: size of the input on this process; for recv of the received tensor.
+        num_bytes: size of the input on this process; for recv, size of the received tensor.
     """
 
     kind: str
@@ -55,20 +55,20 @@ class Communication(NamedTuple):
 
 
 class Volume(NamedTuple):
-    """Number of calls and total bytes of one type of collective."""
+    """Number of calls and total bytes of one kind of communication."""
 
     number: int
     num_bytes: int
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the collectives and messages that this process issues inside of ``with Traffic()``.
+    """Counts the collectives and messages that this process issues in ``with Traffic()``.
 
     Attributes:
-        calls: number of times each call was issued; calls of groups of one count too.
+        calls: number of times that each call was issued, including calls in groups of one process.
 
     Raises:
-        DistributedError: an unknown communication operator.
+        DistributedError: the communication operator is unknown.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Traffic(TorchDispatchMode):
 
     @property
     def volumes(self) -> dict[str, Volume]:
-        """Number and bytes of every kind."""
+        """Number of calls and bytes of every kind of communication."""
         return add_up(self.calls.elements())
 
 
@@ -115,7 +115,7 @@ def _read_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Com
 
 
 def add_up(calls: Iterable[Communication]) -> dict[str, Volume]:
-    """Return number and bytes of the calls of every kind."""
+    """Return the number of calls and the bytes of every kind of communication."""
     volumes: dict[str, Volume] = {}
     for kind, num_bytes in calls:
         number, total = volumes.get(kind, Volume(0, 0))

@@ -1,6 +1,6 @@
-"""Tests for verbalizer classes: independent rows, gradients, calibration, state.
+"""Tests for verbalizer classes: independent rows, gradients, calibration, saved state.
 
-A test class for your own verbalizer inherits `VerbalizerSuite` and defines how one is created; see
+To test your own verbalizer, inherit `VerbalizerSuite` and define how one is created; see
 docs/guides/prompts.md.
 """
 
@@ -31,7 +31,7 @@ _TAKES = ("logits", "words", "hidden", "both")
 
 
 class VerbalizerSuite:
-    """Tests of a verbalizer; a test class inherits it and defines `make`.
+    """Tests of a verbalizer; a subclass defines `make`.
 
     Attributes:
         kind: kind of the tiny model: masked, causal or spans.
@@ -44,7 +44,7 @@ class VerbalizerSuite:
     template: ClassVar[str] = '{"placeholder":"text_a"} is {"mask"}'
 
     def make(self, tokenizer: Tokenizer, model: Any) -> Any:
-        """Return a verbalizer of two classes or more for a model."""
+        """Return a verbalizer with at least two classes, for a model."""
         raise TypeError(f"{type(self).__name__} defines no make")
 
     def opened(self) -> PromptClassifier:
@@ -55,7 +55,7 @@ class VerbalizerSuite:
         return PromptClassifier(model, template, verbalizer).eval()
 
     def test_what_it_says_of_itself(self) -> None:
-        """The verbalizer defines its input, the numbers of masks and classes, and normalization."""
+        """The verbalizer declares its input, numbers of masks and classes, and normalization."""
         verbalizer = self.opened().verbalizer
         assert verbalizer.takes in _TAKES
         assert verbalizer.num_classes >= 2
@@ -63,7 +63,7 @@ class VerbalizerSuite:
         assert isinstance(verbalizer.normalize, bool)
 
     def test_a_score_for_every_class(self) -> None:
-        """Scores are finite, (B, C), and differ between examples."""
+        """Scores are finite, have the shape (B, C), and differ between examples."""
         classifier = self.opened()
         scores = classifier.classify(self.examples)
         assert scores.shape == (len(self.examples), classifier.verbalizer.num_classes)
@@ -71,7 +71,7 @@ class VerbalizerSuite:
         assert not torch.equal(scores[0], scores[1])
 
     def test_rows_by_themselves(self) -> None:
-        """An example's scores do not depend on the rest of its batch or its order."""
+        """An example's scores depend neither on the rest of its batch nor on its order."""
         classifier = self.opened()
         together = classifier.classify(self.examples)
         for row, example in enumerate(self.examples):
@@ -107,7 +107,7 @@ class VerbalizerSuite:
             PromptClassifier(classifier.model, template, classifier.verbalizer)
 
     def test_state_comes_back(self) -> None:
-        """A verbalizer's state can be loaded into another, with the same scores."""
+        """A verbalizer's state can be loaded into another one, with the same scores."""
         first, other = self.opened(), self.opened()
         with torch.no_grad():
             for parameter in first.verbalizer.parameters():
@@ -116,7 +116,7 @@ class VerbalizerSuite:
         assert_close(other.classify(self.examples), first.classify(self.examples))
 
     def test_calibration(self) -> None:
-        """Calibration with uniform logits changes nothing; with no examples it raises an error."""
+        """Calibration with uniform logits changes nothing; without examples it raises an error."""
         classifier = self.opened()
         verbalizer = classifier.verbalizer
         calibrate = getattr(verbalizer, "calibrate_", None)
@@ -135,7 +135,7 @@ class VerbalizerSuite:
         assert torch.isfinite(classifier.classify(self.examples)).all()
 
     def _vocab_logits(self, classifier: PromptClassifier) -> Tensor:
-        """Return the verbalizer's input logits for the examples."""
+        """Return the logits that the verbalizer reads, for the examples."""
         with torch.no_grad():
             questions = [classifier.ask(example) for example in self.examples]
             return classifier(**classifier.collate(questions)).vocab_logits
