@@ -147,5 +147,5 @@ def tuned_host(device: torch.device) -> Iterator[MemoryWatch | None]:
         if "products" in words and stack.enter_context(fast_products()):
             messages.append("fp32 products go through oneDNN, which is faster on this CPU")
         if messages:
-            get_logger().info("%s (%s=none: neither)", "; ".join(messages), _VARIABLE)
+            get_logger().info("%s (%s=none turns this off)", "; ".join(messages), _VARIABLE)
         yield watch

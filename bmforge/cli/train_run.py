@@ -23,6 +23,8 @@ __all__ = ["run_task"]
 
 # Traced by --profile.
 _PROFILED_STEPS = 3
+# Length of a run on conversations; the default of TRL, transformers and LLaMA-Factory.
+_EPOCHS = 3.0
 
 
 def run_task(task: str, arguments: Sequence[str]) -> None:
@@ -44,6 +46,7 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
     # Derived fields (heads from widths) are recomputed from the changed ones.
     default.model = default.model.with_implied()
     _set_adapter_rate(default, remaining, file)
+    _set_epochs(recipe.task, default, remaining, file)
     config = _parse_run(recipe, remaining, command, default)
     config = record_given(config, file, parse.spell_switches(recipe.config, remaining))
     if changes is not None:
@@ -93,6 +96,27 @@ def _set_adapter_rate(default: Any, arguments: Sequence[str], file: str | None) 
     rate = default_rate(kind, int(rank) if str(rank).isdecimal() else None)
     optim = dataclasses.replace(default.train.optim, lr=rate)
     default.train = dataclasses.replace(default.train, optim=optim)
+
+
+def _set_epochs(task: str, default: Any, arguments: Sequence[str], file: str | None) -> None:
+    """Set the length of a run on conversations to three epochs, unless steps or epochs are given.
+
+    Raises:
+        ConfigError: both are given.
+    """
+    has_steps = "steps" in read_config_values(file).get("train", {})
+    spellings = ("--steps", "--train.steps")
+    steps = [v for name in spellings if (v := _see_option(arguments, name)) is not None]
+    epochs = _see_option(arguments, "--epochs")
+    if steps and epochs is not None:
+        raise ConfigError(
+            f"--epochs {epochs} and --steps {steps[0]} both set the length of the run: leave one "
+            "out."
+        )
+    if steps:
+        default.epochs = None
+    elif task == "conversations" and default.epochs is None and not has_steps:
+        default.epochs = _EPOCHS
 
 
 def _with_groups(train: Any, groups: tuple[Any, ...]) -> Any:

@@ -30,11 +30,21 @@ from bmforge.tokenizers import AutoTokenizer, Tokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate, Message, find_template
 from bmforge.tokenizers.sentinels import decode_answer, encode_answers, fill_prompt
 
-__all__ = ["TextModel", "open_lm"]
+__all__ = ["ChatPrompt", "TextModel", "open_lm"]
 
 _LONGEST, _MAX_NEW_TOKENS = 2048, 256
 _SCORES = ("left", "apart")
 _DRAWN = ("temperature", "top_k", "top_p")
+
+
+class ChatPrompt(str):
+    """A context that a chat template rendered.
+
+    The template writes the begin token where the model expects one, so that the tokenizer must not
+    add a second one, as transformers' ``apply_chat_template`` does not.
+    """
+
+    __slots__ = ()
 
 
 class TextModel:
@@ -106,8 +116,18 @@ class TextModel:
         """
         return [self._write(context, options) for context, options in requests]
 
+    def render_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> ChatPrompt:
+        """Render a conversation as a context of `loglikelihood` and `generate_until`."""
+        return ChatPrompt(self.template.render(messages, add_generation_prompt))
+
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
+
+    def _prefix(self, context: str) -> list[int]:
+        """Return the tokens that the tokenizer puts before a text; none before a chat prompt."""
+        return [] if isinstance(context, ChatPrompt) else list(self.tokenizer.prompt_prefix)
 
     def _begin(self) -> list[int]:
         """Return the token that starts a text: the begin token or, without one, the end token."""
@@ -119,6 +139,7 @@ class TextModel:
 
     def _encode_pair(self, context: str, continuation: str) -> Pair:
         """Tokenize context and continuation; spaces between them belong to the continuation."""
+        prefix = self._prefix(context)
         spaces = len(context) - len(context.rstrip())
         if spaces:
             continuation = context[-spaces:] + continuation
@@ -131,7 +152,6 @@ class TextModel:
             )
         if not context:
             return Pair(self._begin(), self._encode(continuation))
-        prefix = self.tokenizer.prompt_prefix
         before = self._encode(context)
         answer = self._encode(context + continuation)[len(before) :]
         return Pair([*prefix, *before], answer)
@@ -165,7 +185,7 @@ class TextModel:
         most = int(settings.pop("max_gen_toks", _MAX_NEW_TOKENS))
         if not settings.get("do_sample"):
             settings = {name: value for name, value in settings.items() if name not in _DRAWN}
-        ids = [*self.tokenizer.prompt_prefix, *self._encode(context)] or self._begin()
+        ids = [*self._prefix(context), *self._encode(context)] or self._begin()
         traits = self.model.traits
         if self._is_apart:
             ids = fill_prompt(context, "", self.tokenizer, self.max_length, traits.sentinel)
@@ -246,7 +266,7 @@ def open_lm(name: str | Path | TextModel, **options: Any) -> Any:
         def apply_chat_template(
             self, chat_history: list[Message], add_generation_prompt: bool = True
         ) -> str:
-            return self.inner.template.render(chat_history, add_generation_prompt)
+            return self.inner.render_chat(chat_history, add_generation_prompt)
 
         def chat_template(self, chat_template: bool | str = False) -> str:
             return self.inner.template.source if chat_template else ""

@@ -119,7 +119,7 @@ def merge_adapter(
         merge_(model, [load_delta(model, directory, allow_other_base=base is not None)])
         model.save_pretrained(partial, dtype=dtype or read_dtypes(source))
         _copy_companions(source, directory, partial)
-    get_logger().info("merged %s into %s: %s", directory, source, target)
+    get_logger().info("merged the adapter %s into a copy of %s", directory, source)
     return target
 
 

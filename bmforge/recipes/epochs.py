@@ -11,6 +11,9 @@ from bmforge.logging import get_logger
 
 __all__ = ["settle_epochs"]
 
+# With the default rates, fewer steps barely move an adapter; published recipes take 50 or more.
+_FEW_STEPS = 20
+
 
 def settle_epochs(config: Any, epoch_rows: int | None) -> Any:
     """Return a run's config with ``train.steps`` computed from ``epochs``, if that is set.
@@ -36,4 +39,10 @@ def settle_epochs(config: Any, epoch_rows: int | None) -> Any:
     get_logger().info(
         "%g epochs of %d rows, %d rows a step: %d steps", config.epochs, epoch_rows, batch, steps
     )
+    if steps < _FEW_STEPS:
+        get_logger().info(
+            "%d steps teach a model little: raise --epochs, or lower --batch-size, to learn a "
+            "small file of new answers",
+            steps,
+        )
     return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))

@@ -88,7 +88,7 @@ _FREE_FIELDS = """
     train.log_every_steps train.profile_steps train.early_stopping_patience
     train.early_stopping_threshold train.num_epochs data.micro_batch_size data.prefetch_steps
     data.validation_batches data.paths data.validation model_changes new_head family
-    adapter.merge export_dtype push_to_hub search licence timeout_s
+    epochs adapter.merge export_dtype push_to_hub search licence timeout_s
 """
 _FREE = frozenset(_FREE_FIELDS.split())
 
@@ -110,7 +110,8 @@ class RunConfig:
         adapter: train an adapter instead of the model; see `adapters.AdapterConfig`.
         base_dtype: storage of the weights that an adapter's run freezes: fp32, bf16, fp16, or int8
             and int4 (QLoRA); None selects the precision of the computation.
-        epochs: passes over the training data; sets train.steps.
+        epochs: passes over the training data, which set train.steps. None trains train.steps; on
+            the command line `conversations` takes 3 without either.
         freeze_base: train only modules attached by changes, and with `new_head` the head.
         seed: random seed of the weight initialization.
         train: training loop.

@@ -6,7 +6,8 @@ several are packed into one row; for an encoder-decoder every answer is a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,9 @@ from bmforge.logging import get_logger
 from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import World
 from bmforge.recipes.inputs.conversation_rows import (
+    EncodedRow,
     PackedConversations,
+    choose_width,
     encode_turns,
     open_answers,
     render_conversation,
@@ -33,7 +36,7 @@ from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import check_length, traits_of
 from bmforge.tokenizers.chat_named import NAMED_TEMPLATES
 from bmforge.tokenizers.chat_template import TEMPLATE_FILE, ChatTemplate, find_template
-from bmforge.tokenizers.chat_turns import AnswerChoice
+from bmforge.tokenizers.chat_turns import AnswerChoice, AnswerText
 from bmforge.train import OptimConfig, TrainConfig
 
 __all__ = [
@@ -50,6 +53,8 @@ class ConversationData(ExampleConfig):
     """Conversations to train on; other fields are `ExampleConfig`'s.
 
     Args:
+        seq_len: maximum tokens of a row (default: 2048). Rows are shorter where the data would fill
+            fewer than ten steps per epoch, but hold the longest conversation.
         answers: train on all answers of a conversation, or on the last one alone.
         ignore: fields of the records to ignore; any other field that the chat template does not
             read is an error.
@@ -58,6 +63,8 @@ class ConversationData(ExampleConfig):
     """
 
     seq_len: int = 2048
+    global_batch_size: int = 8
+    micro_batch_size: int = 2
     answers: AnswerChoice = "all"
     ignore: tuple[str, ...] = ("id",)
     validation_fraction: float = 0.0
@@ -134,10 +141,17 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     held_out = _read_all(data.validation)
     if data.validation_fraction:
         conversations, held_out = _hold_out(conversations, data.validation_fraction, data.seed)
-    open_part = partial(_open_part, config, tokenizer, template)
+    parts = [conversations, held_out] if held_out else [conversations]
+    sources: list[ExampleSource]
+    if traits_of(config.model).reads == "apart":
+        sources = [_open_answers(config, tokenizer, template, part) for part in parts]
+    else:
+        encoded = [_encode(data, tokenizer, template, part) for part in parts]
+        data = dataclasses.replace(data, seq_len=choose_width(encoded, data))
+        sources = [PackedConversations(part, data.seq_len, data.seed) for part in encoded]
     return open_examples(
-        open_part(conversations),
-        open_part(held_out) if held_out else None,
+        sources[0],
+        sources[1] if held_out else None,
         data,
         rows,
         save_tokenizer=save,
@@ -211,15 +225,27 @@ def _hold_out(
     return training, held_out
 
 
-def _open_part(
+def _open_answers(
     config: Any, tokenizer: Any, template: ChatTemplate, conversations: Sequence[ChatExample]
 ) -> ExampleSource:
-    """Encode conversations as examples for the model's family."""
-    data, traits = config.data, traits_of(config.model)
-    render = partial(
-        render_conversation, template=template, answers=data.answers, ignore=data.ignore
-    )
-    if traits.reads == "apart":
-        return open_answers(conversations, render, template.end_mark(), tokenizer, traits, config)
-    rows = [row for c in conversations for row in encode_turns(render(c), tokenizer)]
-    return PackedConversations(rows, data.seq_len, data.seed)
+    """Encode conversations for an encoder-decoder, one row per answer."""
+    render = _renderer(config.data, template)
+    traits = traits_of(config.model)
+    return open_answers(conversations, render, template.end_mark(), tokenizer, traits, config)
+
+
+def _encode(
+    data: ConversationData,
+    tokenizer: Any,
+    template: ChatTemplate,
+    conversations: Sequence[ChatExample],
+) -> list[EncodedRow]:
+    """Encode conversations for a decoder, before they are packed into rows."""
+    render = _renderer(data, template)
+    return [row for c in conversations for row in encode_turns(render(c), tokenizer)]
+
+
+def _renderer(
+    data: ConversationData, template: ChatTemplate
+) -> Callable[[ChatExample], list[AnswerText]]:
+    return partial(render_conversation, template=template, answers=data.answers, ignore=data.ignore)

@@ -370,7 +370,7 @@ def _join_licences_(delta: AttachedDelta) -> None:
         own = []  # `said` lists the base already
     more = source.as_parts("delta", delta.name) if source.licence else source.parts
     model.provenance = Provenance("", (*own, *base.parts)).joined(more)
-    warn_of_licences(f"{type(model).__name__} with {delta.name}", model.provenance)
+    warn_of_licences(f"{type(model).__name__} with its adapter merged", model.provenance)
 
 
 def _take_out_(delta: AttachedDelta) -> None:
