@@ -1,6 +1,6 @@
 """A step of Lora against PEFT's on transformers, and against our own full tuning.
 
-    python benchmarks/lora_step.py [--targets qv all] [--base-dtype int8] [--rounds 20]
+    python benchmarks/lora_step.py [--targets qv all] [--base-dtype int8|int4] [--rounds 20]
 
 A Llama's shape, drawn at random and shared: both sides open the same weights. Each contender lives
 in a process of its own; they step in turns, AdamW included. The memory is the largest resident set
@@ -42,7 +42,7 @@ def build_ours(
 ) -> Callable[[], float]:
     """Return a step of bmforge; kind "full" tunes all weights.
 
-    `base` "int8" quantizes the linear layers of the blocks, as ``--base-dtype int8`` does.
+    `base` "int8" or "int4" quantizes the linear layers of the blocks, as ``--base-dtype`` does.
     """
     from bmforge.models import AutoModel
     from bmforge.models.pack import quantize_
@@ -51,7 +51,7 @@ def build_ours(
     from bmforge.tune.delta import Lora
 
     model: Any = AutoModel.from_pretrained(folder)
-    if base == "int8":
+    if base != "fp32":
         spec, names = find_base_layers(model, base)
         model = quantize_(model, spec, where=names)
     model.train()
@@ -73,7 +73,7 @@ def build_ours(
 def build_theirs(
     folder: str, kind: str, rank: int, tokens: int, rows: int, base_dtype: str = "fp32"
 ) -> Callable[[], float]:
-    """Return a step of PEFT on transformers; "int8" stores the blocks by torchao."""
+    """Return a step of PEFT on transformers; torchao stores the blocks in int8 or NF4 ("int4")."""
     import peft
     import transformers
 
@@ -82,6 +82,8 @@ def build_theirs(
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
         quantize_(base.model.layers, Int8WeightOnlyConfig())
+    elif base_dtype == "int4":
+        store_nf4_(base.model.layers)
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=THEIRS[kind])
     model = peft.get_peft_model(base, config).train()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -96,6 +98,16 @@ def build_theirs(
         return float(loss.detach())
 
     return step
+
+
+def store_nf4_(blocks: torch.nn.Module) -> None:
+    """Store the linear layers in NF4; torchao's int4 weights have no backward pass on a CPU."""
+    from torchao.quantization import to_nf4
+
+    for module in blocks.modules():
+        if isinstance(module, torch.nn.Linear):
+            weight = to_nf4(module.weight.detach(), block_size=64, scaler_block_size=256)
+            module.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
 def write_base(folder: str, options: argparse.Namespace) -> None:
@@ -129,7 +141,7 @@ def main() -> None:
     """Print seconds, ratios and memory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", nargs="+", choices=list(OURS), default=list(OURS))
-    parser.add_argument("--base-dtype", choices=("fp32", "int8"), default="fp32")
+    parser.add_argument("--base-dtype", choices=("fp32", "int8", "int4"), default="fp32")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024, help="of a step")
     parser.add_argument("--rows", type=int, default=4)
@@ -160,8 +172,8 @@ def compare(folder: str, kind: str, options: argparse.Namespace, threads: int) -
         "ours, full": Contender(build_ours, threads, folder, "full", *full, tuned=True),
     }
     losses = {name: one.step().loss for name, one in contenders.items()}
-    # Both round to 8 bits, in groups of different sizes.
-    near = 1e-4 if options.base_dtype == "fp32" else 0.05
+    # Both round to 8 or 4 bits, in groups of different sizes and with other steps.
+    near = {"fp32": 1e-4, "int8": 0.05, "int4": 0.2}[options.base_dtype]
     assert abs(losses["ours"] - losses["PEFT"]) < near, losses
     peaks = {name: one.step(measure_memory=True).peak_bytes for name, one in contenders.items()}
     for one in contenders.values():

@@ -6,6 +6,7 @@ imported when the command runs.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,20 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
     command = COMMANDS[name]
     parsed: Any = arguments
     if command.options is not None:
-        parsed = parse.parse_options(command.options, arguments, name)
+        parsed = parse.parse_options(command.options, _place_target(command, arguments), name)
     module, _, function = command.run.partition(":")
     getattr(importlib.import_module(f"bmforge.cli.{module}"), function)(parsed)
+
+
+def _place_target(command: Command, arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with ``--out DIR`` moved to the place of the positional target.
+
+    `bmforge merge` writes to ``--out``; commands with source and target accept the same spelling.
+    """
+    remaining = list(arguments)
+    names = [field.name for field in dataclasses.fields(command.options or Command)]
+    target = parse.take_option(remaining, "--out") if "target" in names else None
+    if target is not None:
+        begins_with_source = remaining and not remaining[0].startswith("-")
+        remaining.insert(1 if begins_with_source else len(remaining), target)
+    return remaining

@@ -181,7 +181,7 @@ class ConvertCommand:
         source: directory, hub id or short name: a Hugging Face model, or ModelCenter's
             pytorch_model.pt with its config.json, or Megatron's shards (CPM-1, CPM-2, EVA); or a
             GGUF file.
-        target: directory to write, or a file that ends in .gguf.
+        target: directory to write, or a file that ends in .gguf; also as --out.
         type: tensor type of the matrices in a GGUF file (default: q8_0).
         dtype: dtype of the written weights; none keeps the dtype in the file.
         max_file_gb: maximum size of a weight file in GB (1e9 bytes).
@@ -208,7 +208,7 @@ class QuantizeCommand:
 
     Args:
         source: directory or hub id of a Hugging Face model, or a GGUF file.
-        target: directory to write.
+        target: directory to write; also as --out.
         scheme: int8 and int4 have one scale per 32 columns, int4-128 one per 128 columns, and
             int8-dynamic one per row; keep uses the integers of a GGUF, GPTQ or AWQ file.
         float_activations: keep activations in floating point instead of rounding them to int8.

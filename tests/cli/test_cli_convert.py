@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from bmforge.cli import main
 from bmforge.models import GPT2, AutoModel, GPT2Config
 from bmforge.testing.tolerance import assert_equal_trees
 
@@ -88,3 +90,32 @@ def test_refusals(small: Path, tmp_path: Path) -> None:
     save_old(tmp_path / "old")
     assert_refused(bmforge("convert", tmp_path / "old", new, "--family", "Lama"), "Lama", "Llama")
     assert not new.exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["quantize", "src", "dir"],
+        ["quantize", "src", "--out", "dir"],
+        ["quantize", "src", "--scheme", "int8", "--out=dir"],
+        ["quantize", "--scheme", "int8", "src", "--out", "dir"],
+        ["convert", "src", "--out", "dir"],
+        ["convert", "--type", "q8_0", "src", "--out", "dir.gguf"],
+    ],
+)
+def test_the_target_is_also_given_as_out(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, str]] = []
+
+    def keep(command: Any) -> None:
+        calls.append((command.source, command.target.name.removesuffix(".gguf")))
+
+    monkeypatch.setattr("bmforge.cli.quantize.run_quantize", keep)
+    monkeypatch.setattr("bmforge.cli.convert.run_convert", keep)
+    assert main(words) == 0
+    assert calls == [("src", "dir")]
+
+
+def test_a_target_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["quantize", "src", "dir", "--out", "other"])
+    assert "dir" in capsys.readouterr().err
