@@ -20,8 +20,8 @@ from bmforge.cli.chat import talk
 from bmforge.cli.options import ServeCommand
 from bmforge.cli.serve import _open_engine
 from bmforge.data.sources.conversations import ChatExample
+from bmforge.infer.conversation import TalkConfig, converse
 from bmforge.infer.harness import TextModel
-from bmforge.infer.talk import TalkConfig, converse
 from bmforge.models import AutoModel
 from bmforge.models.base import Model
 from bmforge.recipes.adapter_dirs import find_source

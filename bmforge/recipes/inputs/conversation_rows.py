@@ -133,8 +133,8 @@ def choose_width(parts: Sequence[Sequence[EncodedRow]], data: Any) -> int:
     """
     longest = max((len(row.ids) for part in parts for row in part), default=0)
     tokens = sum(len(row.ids) for row in parts[0])
-    wanted = max(longest, -(-tokens // (_STEPS_PER_EPOCH * data.global_batch_size)), 1)
-    return min(data.seq_len, -(-wanted // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE)
+    least_width = max(longest, -(-tokens // (_STEPS_PER_EPOCH * data.global_batch_size)), 1)
+    return min(data.seq_len, -(-least_width // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE)
 
 
 def pack_rows(lengths: Sequence[int], width: int, seed: int) -> list[list[int]]:
@@ -168,11 +168,11 @@ def pack_rows(lengths: Sequence[int], width: int, seed: int) -> list[list[int]]:
             space, row = width, []
             rows.append(row)
         row.append(number)
-        rest = space - lengths[number]
-        if rest not in open_rows:
-            open_rows[rest] = []
-            insort(spaces, rest)
-        open_rows[rest].append(row)
+        space_left = space - lengths[number]
+        if space_left not in open_rows:
+            open_rows[space_left] = []
+            insort(spaces, space_left)
+        open_rows[space_left].append(row)
     return rows
 
 
