@@ -31,6 +31,7 @@ from bmforge.models.save import write_model
 from bmforge.models.stack import check_ids, find_heads, given_inputs
 from bmforge.models.tensor_matching import settle_tie
 from bmforge.models.traits import Traits
+from bmforge.models.vocabulary import resize_vocabulary_
 from bmforge.models.weight_names import WeightNames
 from bmforge.nn.packing import QuantSpec
 from bmforge.nn.prompt import count_ids, look_up
@@ -127,6 +128,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         num_labels: int | None = None,
         allow_unknown: tuple[str, ...] = (),
         quantize: str | QuantSpec | None = None,
+        tie_word_embeddings: bool | None = None,
     ) -> Self:
         """Load a Hugging Face checkpoint from a directory, the cache or the hub.
 
@@ -141,6 +143,8 @@ class Model(WeightNames, ModelHooks, nn.Module):
             quantize: quantization scheme (`nn.packing.PRESETS`); weights are quantized while
                 loading, so that the plain model is never in memory. "keep" loads the integers of a
                 GGUF file, GPTQ or AWQ unchanged.
+            tie_word_embeddings: False opens a tied model with a head of its own, which starts as a
+                copy of the embedding; None follows the checkpoint.
 
         Raises:
             ConfigError: the model is unknown, or its config or the quantization is not supported.
@@ -148,7 +152,12 @@ class Model(WeightNames, ModelHooks, nn.Module):
                 all are listed.
         """
         model, files = cls.describe_pretrained(
-            name, dtype=dtype, head=head, num_labels=num_labels, allow_unknown=allow_unknown
+            name,
+            dtype=dtype,
+            head=head,
+            num_labels=num_labels,
+            allow_unknown=allow_unknown,
+            tie_word_embeddings=tie_word_embeddings,
         )
         if quantize is not None:
             provenance = model.provenance
@@ -168,13 +177,15 @@ class Model(WeightNames, ModelHooks, nn.Module):
         num_labels: int | None = None,
         allow_unknown: tuple[str, ...] = (),
         reads: FileReads | None = None,
+        tie_word_embeddings: bool | None = None,
     ) -> tuple[Self, WeightFiles]:
         """Build a checkpoint's model on the meta device; return it with the weight files.
 
         `load_weights_` takes both.
 
         Args:
-            name, dtype, head, num_labels, allow_unknown: see `from_pretrained`.
+            name, dtype, head, num_labels, allow_unknown, tie_word_embeddings: see
+                `from_pretrained`.
             reads: reader of the files; None uses the default reader.
         """
         directory = resolve_model(name, cls.config_class.hub_ids)
@@ -184,7 +195,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         files = WeightFiles(directory, reads)
         config = cls.settle_config(config, files.shapes)
         model = cls.from_config(config, device="meta", dtype=dtype)
-        settled = settle_tie(model, files)
+        settled = settle_tie(model, files, tie_word_embeddings)
         if settled != config:
             model = cls.from_config(settled, device="meta", dtype=dtype)
         model.provenance = read_provenance(directory)
@@ -220,6 +231,33 @@ class Model(WeightNames, ModelHooks, nn.Module):
         apply_change_(self, change, seed)
         self.config = self.config.replace(changes=(*self.config.changes, change))
         return self
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Module:
+        """Resize the vocabulary in place, before `parallelize` and before the optimizer is made.
+
+        The token embedding, a language model's output layer and its bias are resized; rows that
+        both sizes have keep their values, and tied weights stay tied.
+
+        Args:
+            new_num_tokens: number of tokens; None keeps the current number.
+            pad_to_multiple_of: round the number up to a multiple of this.
+            mean_resizing: initialize new rows to the mean of the old ones; False initializes them
+                at random, with seed 0.
+
+        Returns:
+            the token embedding.
+
+        Raises:
+            ConfigError: the model is parallelized, streamed or quantized, has an adapter on a
+                resized layer, or has no vocabulary. It is unchanged then.
+        """
+        resize_vocabulary_(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        return self.embed  # type: ignore[return-value]
 
     def remember_part_(
         self,

@@ -298,6 +298,10 @@ class ModelConfig:
         """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
+    def with_vocab_size(self, size: int) -> Self:
+        """Return a copy with another vocabulary size."""
+        return self.replace(vocab_size=size)
+
     def with_implied(self) -> Self:
         """Return a copy whose derived fields are reset to 0, so that they are derived again.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bmforge.errors import CheckpointError
+from bmforge.errors import CheckpointError, ConfigError
 from bmforge.logging import get_logger
 from bmforge.models.config import ModelConfig
 from bmforge.models.formats.hf_format import WeightFiles
@@ -47,7 +47,7 @@ def match_sources(
     head = model.config.heads[model.config.head]
     pairs, missing, misshaped, new_names, adapter_names, replaced = [], [], [], [], [], set()
     for rule in files.rules_for(model, shapes):
-        source = _find_name(model, rule, shapes)
+        source = _find_name(model, rule, shapes) or _find_tied(model, rule, shapes)
         if source is None:
             if _is_of_delta(model, rule.ours):
                 adapter_names.append(rule.ours)
@@ -93,13 +93,23 @@ def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]
     return names_missing
 
 
-def settle_tie(model: Any, files: WeightFiles) -> ModelConfig:
+def settle_tie(model: Any, files: WeightFiles, wanted: bool | None = None) -> ModelConfig:
     """Return the model's config with `tie_word_embeddings` set according to the weights.
 
     Old configs lack the field or have a wrong value. A stored head that differs from the embedding
     is kept; a missing head means a tied one, unless the config says otherwise.
+
+    Args:
+        model: model of the config, on the meta device.
+        files: the checkpoint.
+        wanted: value that the caller asks for; None follows the weights.
+
+    Raises:
+        ConfigError: `wanted` ties two weights that differ, or the model has no head.
     """
     config = model.config
+    if wanted is not None:
+        return _tie_as_wanted(model, files, wanted)
     head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
     is_changed = any(OWN_PREFIX + own_name in files.shapes for own_name in model.tied_head)
     stems = [name.removesuffix("weight") for name in (head, embed) if name is not None]
@@ -118,6 +128,38 @@ def settle_tie(model: Any, files: WeightFiles) -> ModelConfig:
     elif head not in files.shapes and "tie_word_embeddings" not in config.raw:
         return config.replace(tie_word_embeddings=True)
     return config
+
+
+def _tie_as_wanted(model: Any, files: WeightFiles, wanted: bool) -> ModelConfig:
+    """Return the config with `tie_word_embeddings` as the caller wants it; see `settle_tie`."""
+    head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
+    if head is None or embed is None:
+        raise ConfigError(
+            f"tie_word_embeddings={wanted} has no effect on {type(model).__name__} with "
+            f"head={model.config.head!r}, which has no output layer over the vocabulary. Leave it "
+            "out."
+        )
+    bare = embed.removeprefix(model.hf_prefix)
+    source = next((n for n in (embed, bare) if n in files.shapes), None)
+    is_stored = source is not None and head in files.shapes
+    if wanted and is_stored and not _are_equal(files, head, source):  # type: ignore[arg-type]
+        raise ConfigError(
+            f"tie_word_embeddings=True would drop {head}, which differs from {embed}. Leave it out."
+        )
+    config: ModelConfig = model.config.replace(tie_word_embeddings=wanted)
+    return config
+
+
+def _find_tied(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
+    """Return the embedding's name for the head of a tied checkpoint that is opened untied."""
+    config = model.config
+    if rule.ours != model.tied_head[0] or config.tie_word_embeddings:
+        return None
+    if config.raw.get("tie_word_embeddings") is False:
+        return None
+    embed = _their_name(model, model.tied_head[1])
+    names = () if embed is None else (embed, embed.removeprefix(model.hf_prefix))
+    return next((name for name in names if name in shapes), None)
 
 
 def _is_of_delta(model: Any, name: str) -> bool:

@@ -182,6 +182,17 @@ class TransformersConfig(ModelConfig):
         packed = quantization_to_json(self.changes)
         return out if packed is None else {**out, QUANTIZATION_KEY: packed}
 
+    def with_vocab_size(self, size: int) -> TransformersConfig:
+        """Return a copy with another vocabulary size, of the text model if there are several."""
+        raw = json.loads(self.source)
+        hf = config_from_json(raw)
+        text = own_config(hf)
+        nested = [n for n, v in vars(hf).items() if v is text and isinstance(raw.get(n), dict)]
+        (raw[nested[0]] if nested else raw)["vocab_size"] = size
+        if _read_sizes(config_from_json(raw))["vocab_size"] != size:
+            raise ConfigError(f"model_type={self.model_type!r} has no vocab_size to change.")
+        return self.replace(vocab_size=size, source=json.dumps(raw))
+
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
         """Return the KV cache bytes per token; recurrent layers need none."""
         hf = own_config(self.build_config())

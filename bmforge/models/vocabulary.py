@@ -1,0 +1,180 @@
+"""Resizing of the vocabulary: token embedding, output layer and every other tensor of that size.
+
+The tensors are found by building the model twice on the meta device, with the old and with the new
+`vocab_size`: those whose shapes differ are the ones to resize. So no family needs code of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bmforge.errors import ConfigError
+from bmforge.models.init import NoDrawing, init_tensor_
+from bmforge.nn.part import beside_parts
+from bmforge.records import laid_out
+from bmforge.shards import is_streamed
+from bmforge.surgery import persistent_tensors
+
+__all__ = ["resize_vocabulary_"]
+
+_SIZES = ("num_embeddings", "out_features", "vocab_size")
+
+
+def resize_vocabulary_(
+    model: Any, new_num_tokens: int | None, pad_to_multiple_of: int | None, mean_resizing: bool
+) -> None:
+    """Resize a model's vocabulary in place; see `Model.resize_token_embeddings`.
+
+    Raises:
+        ConfigError: the model cannot be resized; it is unchanged then.
+    """
+    config, kind = model.config, type(model).__name__
+    old_size = config.vocab_size
+    new_size = _padded(new_num_tokens, old_size, pad_to_multiple_of)
+    if new_size == old_size:
+        return
+    _check_table(model, new_size)
+    new_config = config.with_vocab_size(new_size)
+    dtype = model.embed.weight.dtype
+    with torch.device("meta"), NoDrawing():
+        old, new = (type(model).describe(c, dtype) for c in (config, new_config))
+    axes = _resized_axes(old, new)
+    tensors = persistent_tensors(model)
+    for name, axis in axes.items():
+        _check_tensor(model, name, tensors.get(name), axis, old_size, kind)
+    resized = {
+        id(tensors[name]): _resize(model, name, tensors[name], axis, new_size, mean_resizing)
+        for name, axis in axes.items()
+    }
+    for module in list(model.modules()):
+        for store in (module._parameters, module._buffers):
+            for key, tensor in list(store.items()):
+                if tensor is not None and id(tensor) in resized:
+                    store[key] = resized[id(tensor)]
+    _copy_sizes_(model, new)
+    model.config = new_config
+
+
+def _padded(size: int | None, old_size: int, multiple: int | None) -> int:
+    """Return the number of rows: `size`, rounded up to a multiple."""
+    size = old_size if size is None else size
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError(f"new_num_tokens={size!r} must be a positive integer.")
+    if multiple is None:
+        return size
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise ConfigError(f"pad_to_multiple_of={multiple!r} must be a positive integer.")
+    return -(-size // multiple) * multiple
+
+
+def _check_table(model: Any, new_size: int) -> None:
+    """Raise `ConfigError` for a model whose token embedding cannot have another number of rows."""
+    table, kind = getattr(model, "embed", None), type(model).__name__
+    record = laid_out(model)
+    if record is not None and (record.layout is not None or record.streamers):
+        raise ConfigError(
+            f"{kind} is parallelized already, or streams its blocks. Call resize_token_embeddings "
+            "before that."
+        )
+    if not model.config.vocab_size or getattr(table, "weight", None) is None:
+        raise ConfigError(f"{kind} has no plain token embedding to resize.")
+    rows = table.num_embeddings
+    if rows != model.config.vocab_size:
+        raise ConfigError(
+            f"{kind} has {rows} embeddings for vocab_size={model.config.vocab_size}: the others "
+            "have ids behind the vocabulary, which resizing would move. Train a soft prompt "
+            "instead of new tokens."
+        )
+    if getattr(table, "prompt", None) is not None:
+        raise ConfigError(
+            "the token embedding has a soft prompt, whose ids follow the vocabulary. Remove it, "
+            "resize, then attach it again."
+        )
+    padding = getattr(table, "padding_idx", None)
+    if padding is not None and padding >= new_size:
+        raise ConfigError(
+            f"new_num_tokens={new_size} would remove the padding token {padding}. Keep at least "
+            f"{padding + 1} tokens."
+        )
+
+
+def _resized_axes(old: nn.Module, new: nn.Module) -> dict[str, int]:
+    """Return the names of the tensors whose shapes differ -> the axis of the vocabulary."""
+    sizes = {name: tensor.shape for name, tensor in persistent_tensors(new).items()}
+    axes = {}
+    for name, tensor in persistent_tensors(old).items():
+        pairs = list(zip(tensor.shape, sizes[name], strict=True))
+        differing = [axis for axis, (before, after) in enumerate(pairs) if before != after]
+        if len(differing) > 1:
+            raise ConfigError(f"{name} depends on vocab_size in {len(differing)} dims.")
+        axes |= {name: differing[0]} if differing else {}
+    return axes
+
+
+def _check_tensor(
+    model: Any, name: str, tensor: Tensor | None, axis: int, old_size: int, kind: str
+) -> None:
+    """Raise `ConfigError` if a tensor of the vocabulary is not a plain one of its original size."""
+    owner = name.rpartition(".")[0]
+    if tensor is None:
+        raise ConfigError(
+            f"{owner} of this {kind} is quantized or replaced. Call resize_token_embeddings before "
+            "other changes."
+        )
+    if isinstance(tensor, DTensor) or is_streamed(tensor):
+        raise ConfigError(
+            f"{name} is sharded or streamed. Call resize_token_embeddings before `parallelize`."
+        )
+    if tensor.shape[axis] != old_size:
+        raise ConfigError(
+            f"{name} has {tensor.shape[axis]} rows, not vocab_size={old_size}, so new rows would "
+            "get other ids than new tokens."
+        )
+    parts = [slot for slot, _ in beside_parts(model.get_submodule(owner))]
+    merged = [n for n in model.__dict__.get("_base_weights", {}) if n.startswith(f"{owner}.")]
+    if parts or merged:
+        raise ConfigError(
+            f"{owner} has an adapter ({', '.join(parts) or 'merged'}) of the old vocabulary size. "
+            "Call resize_token_embeddings before attaching it."
+        )
+
+
+@torch.no_grad()
+def _resize(model: Any, name: str, tensor: Tensor, axis: int, size: int, mean: bool) -> Tensor:
+    """Return a tensor with `size` entries along an axis; the first ones are kept."""
+    shape = (*tensor.shape[:axis], size, *tensor.shape[axis + 1 :])
+    data = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    count = min(size, tensor.shape[axis])
+    if not data.is_meta:
+        if not mean:
+            init_tensor_(model, data, name, 0)
+        elif tensor.is_floating_point():
+            average = tensor.double() if tensor.device.type != "mps" else tensor.float()
+            data.copy_(average.mean(axis, keepdim=True).to(tensor.dtype).expand(shape))
+        else:
+            data.zero_()
+        data.narrow(axis, 0, count).copy_(tensor.narrow(axis, 0, count))
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(data, requires_grad=tensor.requires_grad)
+    return data
+
+
+def _copy_sizes_(model: Any, new: nn.Module) -> None:
+    """Set the sizes that modules keep as attributes to those of the new model."""
+    for name, module in new.named_modules():
+        target = model if not name else model.get_submodule(name)
+        for key in _SIZES:
+            if isinstance(size := getattr(module, key, None), int) and hasattr(target, key):
+                setattr(target, key, size)
+    foreign = getattr(model, "foreign", None)
+    if foreign is None:
+        return
+    for part in {id(c): c for c in (foreign.config, foreign.config.get_text_config())}.values():
+        if hasattr(part, "vocab_size"):
+            part.vocab_size = new.embed.num_embeddings  # type: ignore[union-attr]
+    if hasattr(foreign, "vocab_size"):
+        foreign.vocab_size = new.embed.num_embeddings  # type: ignore[union-attr]
