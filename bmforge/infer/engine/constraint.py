@@ -104,8 +104,6 @@ class ConstraintCompiler:
         # Without end tokens, an id outside of the vocabulary serves as one.
         ends = list(self._ends) or [self._vocab_size]
         size = max(self._vocab_size, len(tokenizer), max(ends) + 1)
-        if isinstance(tokenizer, FastTokenizer) and max(ends) < len(tokenizer):
-            return guide.LLTokenizer(tokenizer.definition, n_vocab=size, eos_token=ends)
         if isinstance(tokenizer, CPM2Tokenizer) and tokenizer.implies_spaces:
             raise ConfigError(
                 "this tokenizer leaves out spaces that its tokens imply, so that no rule can be "
@@ -155,7 +153,11 @@ class Matcher:
 
 
 class _Spelled:
-    """Adapts a tokenizer of another library than ``tokenizers`` to llguidance's interface."""
+    """Adapts a tokenizer to llguidance's interface.
+
+    llguidance can read the definition of a FastTokenizer itself, but then encodes the names of
+    special tokens in a constraint's texts as these tokens, which no text may contain.
+    """
 
     def __init__(self, tokenizer: Any, size: int, ends: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -163,6 +165,9 @@ class _Spelled:
         special = {*ends, *tokenizer.special_ids.values()} - {
             tokenizer.role_id(role) for role in ("space", "newline")
         }
+        if isinstance(tokenizer, FastTokenizer):
+            added = json.loads(tokenizer.definition).get("added_tokens") or ()
+            special |= {token["id"] for token in added if token.get("special")}
         named = {id: token for token, id in tokenizer.get_vocab().items()}
         self.special_token_ids = sorted(id for id in special if id is not None)
         self.tokens = [
@@ -178,6 +183,8 @@ class _Spelled:
     def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):
             text = text.decode("utf-8", "ignore")
+        if isinstance(self._tokenizer, FastTokenizer):
+            return self._tokenizer.encode_plain([text])[0]
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 

@@ -112,6 +112,45 @@ def test_nothing_ends_a_text_but_the_rule(name: str) -> None:
         assert set(ask(engine, Constraint.choices(choices), eos_token_id=())) <= set(choices)
 
 
+def make_pieces() -> FastTokenizer:
+    """Byte-level pairs with several added tokens, of which one is part of the vocabulary."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<s", "<s>", "</", "</s", "</s>", "ab"]
+    merges = [("<", "s"), ("<s", ">"), ("<", "/"), ("</", "s"), ("</s", ">"), ("a", "b")]
+    vocabulary = {letter: id for id, letter in enumerate([*alphabet, *words])}
+    made = Tokenizer(models.BPE(vocabulary, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>", "<|im_end|>"])
+    return FastTokenizer(made.to_str().encode(), {"eos": "</s>", "bos": "<s>"})
+
+
+NAMES = {"bytes": (BYTES, ["<end>"]), "pieces": (make_pieces(), ["<s>", "</s>", "<|im_end|>"])}
+
+
+@pytest.mark.parametrize("form", ["choices", "regex", "json", "lark"])
+@pytest.mark.parametrize("kind", NAMES)
+def test_names_of_special_tokens_are_written_as_characters(kind: str, form: str) -> None:
+    """A constraint's text may contain them: the answer is that text, and no special token."""
+    tokenizer, names = NAMES[kind]
+    special = set(tokenizer.special_ids.values())
+    with opened(tokenizer) as engine:
+        for name in names:
+            for text in (name, f"a{name}", f"{name}b", f"old {name}price{name} <b"):
+                rule = {
+                    "choices": lambda t: Constraint.choices([t]),
+                    "regex": lambda t: Constraint.regex(re.escape(t).replace("\\ ", " ")),
+                    "json": lambda t: Constraint.json_schema({"const": t}),
+                    "lark": lambda t: Constraint.lark(f"start: {json.dumps(t)}"),
+                }[form](text)
+                handle = engine.submit(
+                    Request("the", GenerationConfig(max_new_tokens=90), constraint=rule)
+                )
+                (answer,) = handle.wait(60)
+                assert answer.text == (json.dumps(text) if form == "json" else text)
+                assert not special & set(answer.ids[:-1])
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
