@@ -14,6 +14,7 @@ from bmforge.models.causal_lm import CausalLM
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.stack import span_of
 from bmforge.nn.adapter_selection import Selection
+from bmforge.nn.position import outdates_keys
 from bmforge.records import Stack, laid_out
 from bmforge.tune.delta import select_adapters
 from bmforge.tune.delta.selection import per_sample_selection
@@ -58,7 +59,7 @@ class Decoder:
         adapter_names: Sequence[str | None] | None = None,
     ) -> None:
         self.model, self.adapter_names = model, adapter_names
-        self.cache = make_cache(model.layers, max_length)
+        self.cache, self._max_length = make_cache(model.layers, max_length), max_length
         self._mask: Tensor | None = None
         if mask is not None:
             self._mask = mask.new_ones(mask.shape[0], max_length)
@@ -72,10 +73,13 @@ class Decoder:
         """
         mask, positions = None, None
         start, end = self.cache.length, self.cache.length + tokens.shape[1]
+        self._tokens = tokens if self._tokens is None else torch.cat((self._tokens, tokens), 1)
+        if self._is_outdated(start, end):
+            self.cache = make_cache(self.model.layers, self._max_length)  # type: ignore[union-attr]
+            start, tokens = 0, self._tokens
         if self._mask is not None:
             mask = self._mask[:, :end]
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:]
-        self._tokens = tokens if self._tokens is None else torch.cat((self._tokens, tokens), 1)
         own_positions = self.model.row_positions(self._tokens, mask)  # type: ignore[union-attr]
         positions = positions if own_positions is None else own_positions[..., start:]
         out = self.model(
@@ -87,6 +91,19 @@ class Decoder:
             **self._chosen(),
         )
         return out.logits[:, -1].float()
+
+    def _is_outdated(self, start: int, end: int) -> bool:
+        """Return True if some row's cached keys have the rotation of a shorter sequence."""
+        rope = getattr(self.model.spec, "rope", None)
+        if rope is None or rope.kind not in ("dynamic", "longrope") or not start:
+            return False
+        lengths = [(start, end)]
+        if self._mask is not None:
+            before, after = (self._mask[:, :n].sum(1).tolist() for n in (start, end))
+            lengths = list(zip(before, after, strict=True))
+        zero = torch.zeros(1, 1, dtype=torch.long)
+        shift = int(self.model.positions_behind_prefix(zero)[0, 0])  # type: ignore[union-attr]
+        return any(outdates_keys(rope, n + shift, m + shift) for n, m in lengths)
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return a context manager during which the model must not be changed between runs."""

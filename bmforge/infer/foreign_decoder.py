@@ -39,6 +39,8 @@ class ForeignDecoder(Decoder):
         behavior = model.behavior
         self._padding = behavior.padding
         self._caches = behavior.caches and (mask is None or self._padding in ("mask", "prompt"))
+        # Cached keys keep the rotation of the shorter sequence that they were computed in.
+        self._caches = self._caches and not _rotates_anew(model, max_length)
         self._mask: Tensor | None = None
         if mask is not None:
             self._mask = mask.new_ones(mask.shape[0], max_length)
@@ -85,6 +87,22 @@ class ForeignDecoder(Decoder):
         twin = copy.copy(self)
         twin.cache = copy.deepcopy(self.cache)
         return twin
+
+
+def _rotates_anew(model: TransformersModel, length: int) -> bool:
+    """Return True if rotary frequencies change before a sequence has this length.
+
+    They do so with dynamic and longrope scaling, at the length of pretraining.
+    """
+    text = model.foreign.config.get_text_config(decoder=True)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    groups = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    for group in groups:
+        if group.get("rope_type") in ("dynamic", "longrope"):
+            limit = group.get("original_max_position_embeddings")
+            limit = limit or getattr(text, "original_max_position_embeddings", None)
+            return length > (limit or getattr(text, "max_position_embeddings", 0))
+    return False
 
 
 class SeparateDecoder(Decoder):

@@ -24,6 +24,7 @@ __all__ = [
     "RopeSpec",
     "apply_rope",
     "narrow_rope",
+    "outdates_keys",
     "rope_frequencies",
     "rope_table",
 ]
@@ -186,6 +187,26 @@ def _longrope(spec: RopeSpec, plain: Tensor, positions: Tensor) -> tuple[Tensor,
     elif spec.factor > 1:
         factor = math.sqrt(1 + math.log(spec.factor) / math.log(spec.original_seq_len))
     return plain / torch.where(beyond, long, short), factor
+
+
+def outdates_keys(spec: RopeSpec | None, before: int, after: int) -> bool:
+    """Return True if keys that were rotated in a shorter sequence must be rotated anew.
+
+    The frequencies of dynamic and longrope scaling depend on the length of the sequence.
+
+    Args:
+        spec: parameters of the embedding; None without rotary positions.
+        before: length in tokens when the keys were computed; 0 if there are none.
+        after: length in tokens now.
+    """
+    if spec is None or not before or before == after:
+        return False
+    if spec.kind == "dynamic":
+        return after > spec.max_seq_len
+    if spec.kind == "longrope":
+        assert spec.original_seq_len is not None
+        return before <= spec.original_seq_len < after
+    return False
 
 
 def rope_table(spec: RopeSpec, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

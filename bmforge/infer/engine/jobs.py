@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from bmforge.infer.engine.prefix import PrefixKeys
 from bmforge.infer.engine.prompts import Ready
 from bmforge.infer.engine.request import FinishReason, Handle, RequestsConfig
 from bmforge.infer.engine.rows import UnbatchedRunner
-from bmforge.infer.engine.scheduler import ChunkRules, Scheduler, Sequence, SequenceChunk
+from bmforge.infer.engine.scheduler import Scheduler, Sequence, SequenceChunk
 from bmforge.infer.engine.speculate import DraftSpeculator, NgramSpeculator
 from bmforge.memory.packed import packed_bytes
 from bmforge.tune.delta.selection import DeltaNames, tell_choice
@@ -215,7 +216,7 @@ class PackedJobs:
                 self._draft = Draft(self._small, self.pages.count)
         cut = self._step.cut()
         shares = cut.shares and self._config.enable_prefix_caching
-        self._scheduler.cut = ChunkRules(cut.unit, shares)
+        self._scheduler.cut = replace(cut, shares=shares)
         parts = self._scheduler.plan()
         for source, target in self._scheduler.copies:
             self._step.cache.copy_page(source, target)

@@ -9,6 +9,7 @@ so if torch runs the blocks, each sequence is computed alone, in chunks of fixed
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from bmforge.infer.engine.paged_cache import PagedCache, StepRow
 from bmforge.infer.engine.pages import PAGE_TOKENS
 from bmforge.infer.engine.scheduler import ChunkRules
 from bmforge.models.stack import run_layers
-from bmforge.nn import LMHead, rope_table
+from bmforge.nn import LMHead, RopeSpec, rope_table
 from bmforge.nn.part import beside_parts
+from bmforge.nn.position import outdates_keys
 from bmforge.nn.product_kernels import PLAIN_KINDS
 from bmforge.nn.products import load_kernels
 from bmforge.nn.quantized import QuantizedHead
@@ -92,8 +94,13 @@ class PackedStep:
         can_share = self._native.knows(self.model.layers) or self._shares_passes
         self._is_together = can_share and not by_longest
         if by_longest:
-            return ChunkRules(_WHOLE, shares=False)
+            return ChunkRules(_WHOLE, shares=False, outdates=partial(self._outdates, rope))
         return ChunkRules() if self._is_together else ChunkRules(_STRETCH)
+
+    def _outdates(self, rope: RopeSpec, before: int, after: int) -> bool:
+        """Return True if keys of a shorter sequence must be recomputed; see `outdates_keys`."""
+        shift = int(self.model.positions_behind_prefix(torch.zeros(1, dtype=torch.long))[0])
+        return bool(before) and outdates_keys(rope, before + shift, after + shift)
 
     @torch.no_grad()
     def run(

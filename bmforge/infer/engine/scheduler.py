@@ -8,6 +8,7 @@ later. The oldest sequence is never delayed by others, so every sequence complet
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bmforge.errors import ConfigError
@@ -26,15 +27,18 @@ class ChunkRules:
         unit: chunk size of prompts in tokens; generated tokens are then computed one by one.
             None allows any division.
         shares: whether sequences share prefixes, in whole units.
+        outdates: function (length before, length now) -> True if keys of the shorter sequence must
+            be recomputed; sequences are then never divided. None keeps all keys.
     """
 
     unit: int | None = None
     shares: bool = True
+    outdates: Callable[[int, int], bool] | None = None
 
     def most(self, sequence: Sequence) -> int:
         """Return the maximum number of tokens of a sequence in the next step."""
         left = len(sequence.tokens) - sequence.stored
-        if self.unit is None:
+        if self.unit is None or self.outdates is not None:
             return left
         if sequence.stored >= sequence.prompt_length:
             return 1
@@ -208,6 +212,10 @@ class Scheduler:
         answers.
         """
         self._copies = {}
+        if self.cut.outdates is not None:
+            for sequence in list(self.running):
+                if self.cut.outdates(sequence.stored, len(sequence.tokens)):
+                    self._preempt(sequence)
         parts: list[SequenceChunk] = []
         room = self.max_num_batched_tokens
         for is_prompt in (False, True):
