@@ -39,10 +39,12 @@ class Seq2Seq(Model):
 
     Attributes:
         encoder_heads: names of heads on the encoder; such models have no decoder.
+        biases_prefix: a prefix may have positions, and so relative position biases.
     """
 
     family_traits = Traits("apart", "spans", "relative")
     encoder_heads: ClassVar[tuple[str, ...]] = ("token_classification", "encoder")
+    biases_prefix: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, spec: Seq2SeqSpec) -> None:
         super().__init__(config)

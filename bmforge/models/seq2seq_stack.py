@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from bmforge.models.stack import build_layers, run_layers, span_of
 from bmforge.nn import BlockSpec, build_mask, build_norm
+from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.relative import RelativeBias
 
@@ -108,7 +110,9 @@ class Seq2SeqStack(nn.Module):
         if self.widens_half and x.dtype == torch.float16:
             x = x.float()
         past, shape = 0 if cache is None else cache.length, (x.shape[0], x.shape[1])
-        bias = self.rel_bias(shape[1], past + shape[1], past)
+        # A prefix with positions adds columns in front; all other distances stay the same.
+        front = self._prefix_length()
+        bias = self.rel_bias(shape[1], front + past + shape[1], front + past)
         mask = None
         if attention_mask is not None:
             mask = build_mask(
@@ -116,7 +120,8 @@ class Seq2SeqStack(nn.Module):
             )
         if mask is not None and not torch.is_grad_enabled():
             # The fused kernel takes one of them; joining here does it once for all layers.
-            bias, mask = bias.masked_fill(~mask, -torch.inf), None
+            shown = F.pad(mask, (front, 0), value=True)
+            bias, mask = bias.masked_fill(~shown, -torch.inf), None
         x, states = run_layers(
             self.layers,
             x if span.first else self._drop(x),
@@ -130,6 +135,17 @@ class Seq2SeqStack(nn.Module):
         if span.last == span.total:
             x = self._drop(self.norm(x))
         return x, (*states[:-1], x) if keep_states else None
+
+    def _prefix_length(self) -> int:
+        """Return the length of the layers' prefixes if they count as positions; else 0."""
+        attentions: Any = (layer.attn for layer in self.layers.values())
+        prefixes: Any = (attn.prefix for attn in attentions if attn is not None)
+        lengths = {
+            prefix.length
+            for prefix in prefixes
+            if prefix is not None and prefix.shift_positions and weight_of(prefix)
+        }
+        return int(max(lengths, default=0))
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x

@@ -362,6 +362,8 @@ class Attention(nn.Module):
         # prefixes.
         prefix = self.prefix
         if prefix is None or weight_of(prefix) == 0:
+            if bias is not None and bias.shape[-1] > key.shape[2]:  # of other layers' prefixes
+                arguments = (*arguments[:4], bias[..., -key.shape[2] :], *arguments[5:])
             return self.mix(*arguments)
         return self.mix(*arguments, prefix())
 

@@ -19,6 +19,7 @@ from bmforge.nn.low_rank import LowRank
 from bmforge.nn.part import beside_parts
 from bmforge.nn.products import multiply_dense
 from bmforge.nn.shard_hooks import HeadRows, JoinTokens, PickTokens, VocabCut
+from bmforge.nn.token_rows import TokenRows
 
 __all__ = ["LMHead", "Measure"]
 
@@ -166,10 +167,15 @@ class LMHead(nn.Linear):
             weight = weight_of(part)
             if isinstance(part, Shift) or weight == 0:
                 continue
+            if isinstance(part, TokenRows):
+                low, up = part.factors(x, self.matrix(x.dtype))
+                factors.append((low if weight == 1 else low * weight, up))
+                continue
             if not isinstance(part, LowRank):
                 raise ConfigError(
                     f"adapter {name!r} of a language model's head is a {type(part).__name__}, but "
-                    "its fused loss supports low-rank and bias adapters only. Target other layers."
+                    "its fused loss supports low-rank, bias and token-row adapters only. Target "
+                    "other layers."
                 )
             low, up = part.factors(x)
             low = low if weight == 1 else low * weight

@@ -47,6 +47,8 @@ class LowRankOptions:
         bias: train a bias of `up` (`lora_bias` in PEFT); linear layers only, not with `magnitude`.
         ranks: ranks of modules by name glob; overrides `rank`.
         alphas: alphas of modules by name glob; overrides `alpha`.
+        trainable_token_indices: name of an embedding or head -> ids of tokens whose rows are
+            trained as well; see `nn.token_rows`.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class LowRankOptions:
     bias: bool = False
     ranks: dict[str, int] = field(default_factory=dict)
     alphas: dict[str, float] = field(default_factory=dict)
+    trainable_token_indices: dict[str, list[int]] = field(default_factory=dict)
 
     def of(self, name: str) -> LowRankOptions:
         """Return the options of one module, with its own rank and alpha."""

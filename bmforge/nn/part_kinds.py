@@ -30,6 +30,7 @@ from bmforge.nn.low_rank import LowRankOptions, build_low_rank
 from bmforge.nn.part import BesidePart, attach_part_, detach_part_, find_like
 from bmforge.nn.prefix import KeyValuePrefix
 from bmforge.nn.prompt import ExtraEmbeddings
+from bmforge.nn.token_rows import TOKENS_SLOT, attach_token_rows_
 
 __all__ = ["PART_KINDS", "Kind", "NoOptions", "add_parts_", "refuse_name"]
 
@@ -151,6 +152,20 @@ def _add_beside_(
     add_parts_(model, names, name or usual, lambda n, module: build(n, module, options))
 
 
+def add_low_ranks_(
+    model: nn.Module, names: Sequence[str], options: LowRankOptions, name: str
+) -> None:
+    """Attach low-rank parts to modules, and before them the trained rows of single tokens."""
+    name = name or "low_rank"
+    owners = attach_token_rows_(model, name, options.trainable_token_indices)
+    try:
+        add_parts_(model, names, name, lambda n, module: build_low_rank(n, module, options))
+    except ConfigError:
+        for owner in owners:
+            detach_part_(model.get_submodule(owner), f"{name}{TOKENS_SLOT}")
+        raise
+
+
 def add_bottlenecks_(
     model: nn.Module, names: Sequence[str], options: BottleneckOptions, name: str
 ) -> None:
@@ -240,7 +255,7 @@ def _fill_slots_(
 PART_KINDS: Mapping[str, Kind] = {
     "low_rank": Kind(
         LowRankOptions,
-        partial(_add_beside_, build_low_rank, "low_rank"),
+        add_low_ranks_,
         "a low-rank part beside linear layers, embeddings and experts",
     ),
     "bottleneck": Kind(

@@ -121,7 +121,7 @@ def put_before(
         value: values of the tokens.
         mask: True where a query may attend; None for no mask.
         causal: use a causal mask if there is no mask, no bias and more than one query.
-        bias: bias of the attention scores; 0 for the prefix.
+        bias: bias of the attention scores; 0 for the prefix, unless it has its columns.
 
     Shape:
         prefix: (K, P, H); others as in `nn.attention.mix_values`, with P + S keys instead of S
@@ -135,7 +135,9 @@ def put_before(
         for part, own in zip(prefix, (key, value), strict=True)
     )
     mask = None if mask is None else F.pad(mask, (length, 0), value=True)
-    return key, value, mask, None if bias is None else F.pad(bias, (length, 0))
+    if bias is not None and bias.shape[-1] != key.shape[2]:
+        bias = F.pad(bias, (length, 0))
+    return key, value, mask, bias
 
 
 def takes_one(query: Tensor, dropout: float) -> bool:

@@ -21,6 +21,7 @@ from bmforge.nn.low_rank import settle_magnitude_
 from bmforge.nn.part import BesidePart, attach_part_, detach_part_, tensor_notes
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.nn.random_init import draw_tensor_
+from bmforge.nn.token_rows import TOKENS_SLOT, settle_rows_
 from bmforge.provenance import Provenance
 from bmforge.tune.delta.address import find_called, find_wholes
 from bmforge.tune.delta.attached import (
@@ -189,7 +190,9 @@ class AttachedDelta:
             return
         model: Any = self.model
         name = "" if self.kind in ("prefix", "prompt") else self.name
-        where = [part.owner for part in self.held if not part.slot.endswith("_reader")]
+        where = [
+            part.owner for part in self.held if not part.slot.endswith(("_reader", TOKENS_SLOT))
+        ]
         if is_there:
             model.remember_part_(self.kind, where, dict(self.options), name, float(self.weight))
             order_changes_(model, self.name)
@@ -225,7 +228,7 @@ class AttachedDelta:
 
     def places(self) -> list[str]:
         """Return the names of the modules to which the adapter is attached."""
-        return [part.owner for part in self.held]
+        return [part.owner for part in self.held if not part.slot.endswith(TOKENS_SLOT)]
 
     def init_(self, seed: int = 0) -> Self:
         """Initialize the adapter at random, by tensor names, so identically on every layout.
@@ -238,6 +241,7 @@ class AttachedDelta:
                 if not tensor.is_meta:
                     draw_tensor_(tensor, f"{owner}.{slot}.{key}", note, 0.0, seed)
             settle_magnitude_(self.model.get_submodule(owner), part)
+            settle_rows_(self.model.get_submodule(owner), part)
         return self
 
     def freeze_(self, base: bool = True) -> Self:
@@ -329,7 +333,7 @@ class AttachedDelta:
         """Move the adapters attached later behind this one, since their order matters."""
         names = list(deltas_of(self.model))
         for name in names[names.index(self.name) + 1 :]:
-            for slot in (f"{name}_reader", name):
+            for slot in (f"{name}_reader", f"{name}{TOKENS_SLOT}", name):
                 if isinstance(module._modules.get(slot), BesidePart):
                     module._modules[slot] = module._modules.pop(slot)
 

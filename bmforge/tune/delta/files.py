@@ -17,16 +17,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.logging import get_logger
 from bmforge.nn.part_kinds import PART_KINDS
+from bmforge.nn.token_rows import TOKENS_SLOT
 from bmforge.provenance import read_provenance
 from bmforge.shards import local_box, local_tensor, whole_tensor
 from bmforge.tune.delta import peft_format, peft_write
+from bmforge.tune.delta.adapter_file import MARK, copies_apart, read_pickle, read_weights
 from bmforge.tune.delta.attached import is_laid_out, whole_model
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.card import write_card
@@ -50,7 +52,7 @@ __all__ = [
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 OLD_WEIGHTS_NAME, CARD_NAME = "adapter_model.bin", "README.md"
-_OURS, _VERSION = "bmforge", 1
+_OURS, _VERSION = MARK, 1
 
 
 def is_delta_dir(directory: str | Path) -> bool:
@@ -90,8 +92,7 @@ def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) 
         return
     directory.mkdir(parents=True, exist_ok=True)
     more = {_OURS: json.dumps(mark)} if mark else {}
-    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    on_host.update(delta.extra)
+    on_host = copies_apart({**tensors, **delta.extra})
     save_file(on_host, directory / WEIGHTS_NAME, metadata={"format": "pt", **more})
     text = json.dumps(config, indent=2, sort_keys=True)
     (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
@@ -153,7 +154,7 @@ def _describe(delta: AttachedDelta) -> dict[str, Any]:
     description = delta.describe()
     if delta.kind == "prefix":
         description["options"]["inner"] = 0
-    places = [h.owner for h in delta.held if not h.slot.endswith("_reader")]
+    places = [h.owner for h in delta.held if not h.slot.endswith(("_reader", TOKENS_SLOT))]
     description |= {"version": _VERSION, "places": places, "weight": float(delta.weight)}
     return {**description, "train_also": sorted(delta.wholes())}
 
@@ -320,26 +321,12 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
         )
     try:
         config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
-        tensors, mark = _read_weights(weights) if weights.exists() else (_read_pickle(old), {})
+        tensors, mark = read_weights(weights) if weights.exists() else (read_pickle(old), {})
     except (ValueError, SafetensorError, OSError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(f"the delta in {str(directory)!r} is damaged: {error}.") from error
     if not isinstance(config, dict) or not isinstance(mark, dict):
         raise CheckpointError(f"{CONFIG_NAME} in {str(directory)!r} is not a JSON object.")
     return config, tensors, mark
-
-
-def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return tensors, json.loads((file.metadata() or {}).get(_OURS, "{}"))
-
-
-def _read_pickle(path: Path) -> dict[str, Tensor]:
-    """Read PEFT's older pickle format without executing code from the file."""
-    tensors = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise ValueError(f"{path.name} is not a table of tensors")
-    return tensors
 
 
 def _check_base(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
+from bmforge.tune.delta.address import find_places
 from bmforge.tune.delta.delta import Delta
+from bmforge.tune.delta.records import embedding_name
 
 __all__ = ["LoRA", "Lora"]
 
@@ -15,6 +19,8 @@ class Lora(Delta):
     Options: those of `nn.low_rank.LowRankOptions`; `use_rslora` (`root_scale`) scales by
     ``alpha / sqrt(rank)``, `use_dora` (`magnitude`) trains the magnitudes of weight rows, `bias`
     adds a bias to B; `ranks` and `alphas` override the rank and alpha of modules by glob.
+    `trainable_token_indices` also trains the rows of these tokens: a list of ids for the token
+    embedding, or a dict from embeddings or heads to lists; tied layers share the rows.
 
     Source: Hu et al., "LoRA: Low-rank adaptation of large language models" (2021).
     """
@@ -24,6 +30,23 @@ class Lora(Delta):
     defaults = MappingProxyType({"rank": 8, "alpha": 16.0})
     peft_options = MappingProxyType({"use_rslora": "root_scale", "use_dora": "magnitude"})
     peft_type = "LORA"
+
+    def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options, with full names of the layers in `trainable_token_indices`."""
+        settled = super()._settle_options(options)
+        indices = settled.get("trainable_token_indices")
+        if not indices:
+            return {k: v for k, v in settled.items() if k != "trainable_token_indices"}
+        if not isinstance(indices, Mapping):
+            indices = {embedding_name(self.model): indices}
+        names = {n: rows for key, rows in indices.items() for n in find_places(self.model, [key])}
+        return {
+            **settled,
+            "trainable_token_indices": {
+                n: list(rows) if isinstance(rows, (list, tuple)) else rows
+                for n, rows in names.items()
+            },
+        }
 
 
 LoRA = Lora

@@ -18,6 +18,7 @@ from bmforge.nn.bottleneck import Bottleneck
 from bmforge.nn.channel import Gain, Shift
 from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank
 from bmforge.nn.part import beside_parts, detach_part_
+from bmforge.nn.token_rows import TokenRows
 from bmforge.provenance import Provenance, ProvenanceSource, warn_of_licences
 from bmforge.shards import is_streamed, whole_tensor
 from bmforge.surgery import shared_tensors
@@ -99,12 +100,14 @@ def merge_(model: nn.Module, deltas: Sequence[AttachedDelta], dequantize: bool =
         module: Any = model.get_submodule(target)
         base[f"{target}.weight"] = module.weight
         module.weight = nn.Parameter(weight, requires_grad=False)
+    # All originals are copied before the first write: targets may share a weight.
+    for target, values in new.items() if not laid_out else ():
+        for key in values:
+            original = get_parameter(model, target, key).detach().clone()
+            base.setdefault(f"{target}.{key}", original)
     for target, values in new.items():
         for key, value in values.items():
-            tensor = get_parameter(model, target, key)
-            if not laid_out:
-                base.setdefault(f"{target}.{key}", tensor.detach().clone())
-            write_local_(tensor, value)
+            write_local_(get_parameter(model, target, key), value)
     for delta in deltas:
         _take_out_(delta)
         _join_licences_(delta)
@@ -169,7 +172,7 @@ def _targets(model: nn.Module, deltas: Iterable[AttachedDelta]) -> dict[str, lis
 
 def _target(model: nn.Module, attached: Held) -> str | None:
     """Return the name of the base module into whose weights an adapter module can be merged."""
-    if isinstance(attached.part, (LowRank, ExpertsLowRank, Gain)):
+    if isinstance(attached.part, (LowRank, ExpertsLowRank, Gain, TokenRows)):
         return attached.owner
     if isinstance(attached.part, Shift):
         last = last_projection(model.get_submodule(attached.owner))
@@ -303,6 +306,10 @@ def _merged_values(
                 values[key] = values[key] + part.scale * weight * (up @ down)
         elif isinstance(part, LowRank):
             _apply_low_rank(part, weight, values, before, model.get_submodule(target))
+        elif isinstance(part, TokenRows):
+            rows = values["weight"][list(part.indices)]
+            rows = rows + weight * (full_precision(part.weight) - rows)
+            values["weight"] = values["weight"].index_copy(0, torch.tensor(part.indices), rows)
         elif isinstance(part, Shift):
             values["bias"] = values["bias"] + weight * whole_tensor(part.bias)
         else:
@@ -349,7 +356,9 @@ def _check_weights(
     for target, chain in targets.items():
         for key in _keys(model, target, chain):
             tensor = get_parameter(model, target, key)
-            if id(tensor) in shared:
+            # Rows of tokens are attached to every layer that shares the weight.
+            is_whole = all(isinstance(link.part, TokenRows) for link in chain)
+            if id(tensor) in shared and not is_whole:
                 raise ConfigError(
                     f"{target}.{key} is tied to another weight, which merging would change as "
                     "well. Open the model with tie_word_embeddings=False before attaching "

@@ -75,7 +75,7 @@ FIELDS: Mapping[str, Mapping[str, str | Required]] = {
         "runtime_config": NO_EFFECT,  # where PEFT computes
         "qalora_group_size": NO_EFFECT,  # used with use_qalora only
         "megatron_config": (None,),
-        "trainable_token_indices": (None,),
+        "trainable_token_indices": READ,
         "velora_config": (None,),
         "alora_invocation_tokens": (None,),
         "use_qalora": (False, None),
@@ -94,7 +94,7 @@ FIELDS: Mapping[str, Mapping[str, str | Required]] = {
     "LN_TUNING": _TARGETED,
     "PREFIX_TUNING": {
         **_PROMPT,
-        "num_transformer_submodules": (1, None),
+        "num_transformer_submodules": READ,
         "encoder_hidden_size": NO_EFFECT,  # PEFT folds the encoder when it saves
         "prefix_projection": NO_EFFECT,  # likewise
         "init_weights": NO_EFFECT,
@@ -144,6 +144,4 @@ _MERGE = "Merge the adapter in PEFT and open the merged model."
 _ADVICE = {
     "init_lora_weights": "It changes the base's weights when PEFT opens it. Save it again in PEFT "
     "with save_pretrained(..., path_initial_model_for_weight_conversion=...).",
-    "num_transformer_submodules": "Prefixes of encoder-decoders have positions that depend on the "
-    "text. Train a Prefix of bmforge.",
 }

@@ -19,12 +19,20 @@ from torch import Tensor, nn
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.nn.low_rank import LowRank, linear_sizes
 from bmforge.shards import Box
-from bmforge.surgery import persistent_tensors, shared_tensors
+from bmforge.surgery import match_glob, persistent_tensors, shared_tensors
 from bmforge.tune.delta.address import fits, published_names
 from bmforge.tune.delta.attached import Held
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.peft_experts import expert_owner, read_experts
 from bmforge.tune.delta.peft_fields import check_fields
+from bmforge.tune.delta.peft_fused import split_fused
+from bmforge.tune.delta.peft_tokens import (
+    is_token_key,
+    layer_parts,
+    read_token_rows,
+    token_indices_of,
+    token_owner,
+)
 
 __all__ = ["PREFIX", "Names", "options_of", "read_tensors", "rows_of", "tie_factors_"]
 
@@ -139,7 +147,7 @@ def options_of(
     options: dict[str, Any] = {"train_also": tuple(trained_whole)}
     if kind in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
         options["length"] = int(config["num_virtual_tokens"])
-        return options | ({"shift_positions": True} if kind == "PREFIX_TUNING" else {})
+        return options | (_prefix_options(model, config) if kind == "PREFIX_TUNING" else {})
     if kind == "LN_TUNING":
         norms = {n for key in tensors for n in _norm_owners(names, key)}
         return {**options, "targets": sorted(norms)}
@@ -157,7 +165,24 @@ def options_of(
         feedforward = config.get("feedforward_modules") or []
         into = [name for name in modules if _named(name, feedforward)]
         return {**options, "into": [n for name in into for n in names.ours[name]]}
+    owners = [token_owner(key, PREFIX) for key in tensors if is_token_key(key)]
+    indices = token_indices_of(names, config.get("trainable_token_indices"), owners, _named)
+    options |= {"trainable_token_indices": indices}
     return options | _low_rank_options(names, config, modules)
+
+
+def _prefix_options(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a prefix; PEFT gives an encoder-decoder's decoder one only."""
+    is_apart = config.get("num_transformer_submodules") == 2
+    if is_apart != (getattr(getattr(model, "traits", None), "reads", "") == "apart"):
+        raise ConfigError(
+            f"num_transformer_submodules={config.get('num_transformer_submodules')} does not fit a "
+            f"{type(model).__name__} (2 for an encoder-decoder, else 1). Open the adapter's base."
+        )
+    if not is_apart:
+        return {"shift_positions": True}
+    names = [n for n, _ in model.named_modules() if match_glob(n, "decoder.layers.*.attn")]
+    return {"shift_positions": True, "targets": names}
 
 
 def _low_rank_options(
@@ -211,7 +236,9 @@ def _named(name: str, patterns: Any) -> bool:
 
 def _whole_key(key: str) -> str | None:
     """Return the published name of a parameter that is saved in full; None for adapter tensors."""
-    if _module_of(key) is not None or key == "prompt_embeddings" or ".ln_tuning_layers." in key:
+    if key == "prompt_embeddings" or ".ln_tuning_layers." in key or is_token_key(key):
+        return None
+    if _module_of(key) is not None:
         return None
     bare = key.removeprefix(PREFIX) if key.startswith(PREFIX) else key.removeprefix("base_model.")
     owner, _, leaf = bare.rpartition(".")
@@ -279,7 +306,7 @@ def read_tensors(
         blocks: ranks of the bmforge layers in each fused layer, if bmforge wrote them block by
             block.
     """
-    names, attached = Names(delta.model), {part.owner: part for part in delta.held}
+    names, attached = Names(delta.model), {part.owner: part for part in layer_parts(delta)}
     stacks: dict[str, dict[str, dict[str, Tensor]]] = {}
     renamed: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
@@ -296,7 +323,7 @@ def read_tensors(
                 rows = [rows_of(delta.model, n) for n in owners] if len(owners) > 1 else []
                 parts = [attached.get(n) for n in owners]
                 leaf = leaf.removesuffix(".weight")
-                renamed |= _split(parts, rows, leaf, tensor, blocks.get(published_name))
+                renamed |= split_fused(parts, rows, leaf, tensor, blocks.get(published_name))
                 break
         else:
             renamed |= _read_other(delta, names, key, tensor)
@@ -311,6 +338,8 @@ def _read_other(delta: AttachedDelta, names: Names, key: str, tensor: Tensor) ->
     """Convert a tensor that belongs to no adapted module; return it by bmforge's name."""
     if key == "prompt_embeddings":
         return _read_prompt(delta, tensor)
+    if is_token_key(key):
+        return read_token_rows(delta, names.ours.get(token_owner(key, PREFIX), []), tensor)
     if ".ln_tuning_layers." in key:
         (owner,) = _norm_owners(names, key)
         return {f"{owner}.{key.rpartition('.')[2]}": tensor}
@@ -323,6 +352,8 @@ def _read_prompt(delta: AttachedDelta, rows: Tensor) -> dict[str, Tensor]:
         owner, slot, part = delta.held[0]
         return {f"{owner}.{slot}.weight": rows[: part.weight.shape[0]]}
     heads, length, width = delta.held[0].part.key.shape
+    if delta.model.traits.reads == "apart":  # type: ignore[union-attr]
+        rows = _repeated_layers(rows, len(delta.held))
     if tuple(rows.shape) != (length, 2 * len(delta.held) * heads * width):
         raise CheckpointError(
             f"prompt_embeddings has the shape {tuple(rows.shape)}, not "
@@ -341,46 +372,15 @@ def _read_prompt(delta: AttachedDelta, rows: Tensor) -> dict[str, Tensor]:
     return prefixes
 
 
-_LEAVES = {
-    "A": "down",
-    "B": "up",
-    "embedding_A": "down",
-    "embedding_B": "up",
-    "B.bias": "bias",
-    "magnitude_vector": "magnitude",
-    "": "weight",
-}
+def _repeated_layers(rows: Tensor, layers: int) -> Tensor:
+    """Return the keys and values that PEFT gives to each decoder layer of an encoder-decoder.
 
-
-def _split(
-    parts: list[Held | None], rows: list[int], leaf: str, tensor: Tensor, ranks: list[int] | None
-) -> dict[str, Tensor]:
-    """Split the adapter tensor of a fused layer into those of the bmforge layers.
-
-    Args:
-        parts: adapter modules of the fused layer, in order; None for layers without one.
-        rows: output features of each layer; [] if the layer is not fused.
-        leaf: PEFT's name of the tensor.
-        tensor: tensor of the whole fused layer.
-        ranks: rank of each adapter module, if they were written block by block.
+    PEFT repeats the rows of all layers, and then takes those of four for every layer, of which the
+    last two, for cross-attention, are dropped. So the second half of the layers repeats the first.
     """
-    if leaf not in _LEAVES:
-        raise CheckpointError(f"lora_{leaf} is no tensor of PEFT's that is known.")
-    key = _LEAVES[leaf]
-    tensor = tensor.flatten() if key == "weight" else tensor
-    pieces = [tensor] * len(parts)
-    if key == "down" and ranks is not None:
-        pieces = list(tensor.split(ranks))
-    elif key != "down" and rows and sum(rows) == tensor.shape[0]:
-        pieces = list(tensor.split(rows))
-        if key == "up" and ranks is not None:
-            ends = [sum(ranks[: number + 1]) for number in range(len(ranks))]
-            pieces = [p[:, e - r : e] for p, e, r in zip(pieces, ends, ranks, strict=True)]
-    return {
-        f"{attached.owner}.{attached.slot}.{key}": piece
-        for attached, piece in zip(parts, pieces, strict=True)
-        if attached is not None
-    }
+    each = rows.chunk(2 * layers, 1)
+    chosen = [each[(4 * i + j) % (2 * layers)] for i in range(layers) for j in (0, 1)]
+    return torch.cat(chosen, 1)
 
 
 def tie_factors_(delta: AttachedDelta, blocks: Mapping[str, Any]) -> None:
@@ -390,7 +390,8 @@ def tie_factors_(delta: AttachedDelta, blocks: Mapping[str, Any]) -> None:
         delta: adapter loaded from PEFT's files.
         blocks: fused layers whose bmforge layers have separate `down` factors.
     """
-    names, attached = Names(delta.model), {part.owner: part.part for part in delta.held}
+    names = Names(delta.model)
+    attached = {part.owner: part.part for part in layer_parts(delta)}
     for published_name, owners in names.ours.items():
         parts = [attached[n] for n in owners if n in attached]
         if len(parts) > 1 and published_name not in blocks and isinstance(parts[0], LowRank):

@@ -15,6 +15,7 @@ from bmforge.surgery import shared_tensors
 from bmforge.tune.delta.attached import Held, whole_model
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.peft_format import PREFIX, Names, rows_of
+from bmforge.tune.delta.peft_tokens import can_write_tokens, layer_parts, write_token_rows
 
 __all__ = ["can_write", "written_whole", "fold_weight_", "write_config", "write_tensors"]
 
@@ -34,9 +35,13 @@ def can_write(delta: AttachedDelta) -> bool:
     if delta.peft_type in _PROMPTS:
         is_prefix = delta.peft_type == "PREFIX_TUNING"
         return hasattr(model, "traits") and (
-            not is_prefix or bool(delta.options.get("shift_positions"))
+            not is_prefix
+            or (bool(delta.options.get("shift_positions")) and model.traits.reads != "apart")  # type: ignore[union-attr]
         )
-    if any(part.owner not in names.theirs or hasattr(part.part, "keys") for part in delta.held):
+    parts = layer_parts(delta)
+    if any(part.owner not in names.theirs or hasattr(part.part, "keys") for part in parts):
+        return False
+    if not can_write_tokens(delta, names):
         return False
     return delta.kind != "low_rank" or all(
         _is_one_layer(names.ours[name], parts) for name, parts in _by_layer(names, delta).items()
@@ -46,6 +51,7 @@ def can_write(delta: AttachedDelta) -> bool:
 def _can_fold(delta: AttachedDelta) -> bool:
     """Return True if PEFT can represent the adapter's weight, by scaling alpha or trivially."""
     is_sum = delta.kind == "low_rank" and not delta.options.get("magnitude")
+    is_sum = is_sum and not delta.options.get("trainable_token_indices")
     return delta.weight in (0, 1) or is_sum
 
 
@@ -68,7 +74,7 @@ def fold_weight_(config: dict[str, Any], delta: AttachedDelta) -> dict[str, Any]
 def _by_layer(names: Names, delta: AttachedDelta) -> dict[str, list[Held]]:
     """Map each published module name to the adapter modules on the bmforge layers in it."""
     groups: dict[str, list[Held]] = {}
-    for attached in delta.held:
+    for attached in layer_parts(delta):
         groups.setdefault(names.of(attached.owner), []).append(attached)
     return groups
 
@@ -179,6 +185,7 @@ def write_tensors(
         part = parts[0].part
         rank = next(t for n, t in factors.items() if n.endswith(("lora_A.weight", "embedding_A")))
         ranks[published_name] = (rank.shape[0], _alpha(part.scale, rank.shape[0], delta))
+    written |= write_token_rows(delta, names, PREFIX)
     return written | _write_wholes(delta, names, wholes), blocks, _patterns(ranks)
 
 
@@ -324,7 +331,7 @@ def write_config(
     config["target_modules"] = sorted({names.of(module_name) for module_name in delta.places()})
     if norms:
         return config
-    first: Any = delta.held[0]
+    first: Any = layer_parts(delta)[0]
     model: Any = whole_model(delta.model)
     rules = model.active_rules() if hasattr(model, "active_rules") else ()
     turned = any(rule.transpose for rule in rules if rule.ours == f"{first.owner}.weight")
@@ -335,8 +342,10 @@ def write_config(
         config["feedforward_modules"] = sorted({names.of(n) for n in into})
         return config
     options = delta.describe()["options"]
+    indices = options["trainable_token_indices"]
     return {
         **config,
+        "trainable_token_indices": {names.of(n): rows for n, rows in indices.items()} or None,
         **patterns,
         "lora_dropout": options["dropout"],
         "use_rslora": options["root_scale"],

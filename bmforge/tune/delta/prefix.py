@@ -28,8 +28,9 @@ class Prefix(Delta):
 
     def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
         options = super()._settle_options(options)
-        can_shift = hasattr(self.model, "positions_behind_prefix")
-        if options.setdefault("shift_positions", can_shift) and not can_shift:
+        counts = hasattr(self.model, "positions_behind_prefix")
+        can_shift = counts or bool(getattr(self.model, "biases_prefix", False))
+        if options.setdefault("shift_positions", counts) and not can_shift:
             raise ConfigError(
                 f"shift_positions=True is not possible for a {type(self.model).__name__} (False). "
                 "Its positions do not come from one count of tokens."

@@ -10,7 +10,7 @@ from bmforge.surgery import match_glob
 from bmforge.tune.delta.address import excludes_of, known_names
 from bmforge.tune.delta.attached import deltas_of
 
-__all__ = ["check_patterns", "order_changes_", "rename_options"]
+__all__ = ["check_patterns", "embedding_name", "order_changes_", "rename_options"]
 
 
 def check_patterns(delta: Any, names: Sequence[str]) -> None:
@@ -66,3 +66,21 @@ def rename_options(options: Mapping[str, Any], names: Mapping[str, str]) -> dict
             raise ConfigError(f"{ours} and {theirs} are two names of one option. Give one of them.")
         renamed[ours] = (value or ()) if ours == "train_also" else value
     return renamed
+
+
+def embedding_name(model: Any) -> str:
+    """Return the name of a model's token embedding.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    table = getattr(model, "embed", None)
+    if table is None and hasattr(model, "get_input_embeddings"):
+        table = model.get_input_embeddings()
+    names = [name for name, module in model.named_modules() if module is table]
+    if table is None or not names:
+        raise ConfigError(
+            f"trainable_token_indices: {type(model).__name__} has no token embedding. Give a dict "
+            "from the names of layers to ids."
+        )
+    return names[0]

@@ -78,6 +78,7 @@ _QV: dict[str, list[str]] = {
     "gpt2": ["c_attn"],
     "t5": ["q", "v"],
 }
+_TOKEN_BASES = ("llama", "tied", "gpt2", "opt", "qwen2", "bert-cls", "t5", "mixtral")
 _TASKS = {
     **dict.fromkeys(("bert-cls", "roberta-cls", "llama-cls"), "SEQ_CLS"),
     **dict.fromkeys(("llama", "tied", "qwen2", "gpt2", "gptj", "opt", "mixtral"), "CAUSAL_LM"),
@@ -104,7 +105,9 @@ class PeftCase:
 
     @property
     def name(self) -> str:
-        said = " ".join(f"{k}={v}" for k, v in self.options.items() if k != "target_modules")
+        usual = _QV.get(self.base)
+        options = {k: v for k, v in self.options.items() if k != "target_modules" or v != usual}
+        said = " ".join(f"{k}={v}" for k, v in options.items())
         return f"{self.base} {self.kind.removesuffix('Config')} {said}"
 
 
@@ -148,10 +151,18 @@ def _cases() -> list[PeftCase]:
     ]
     found += [
         _lora("llama", "layer_replication", layer_replication=[[0, 2], [1, 2]]),
-        _lora("llama", "trainable_token_indices", trainable_token_indices=[3, 5]),
+        *(_lora(base, trainable_token_indices=[8, 5, 12]) for base in _TOKEN_BASES),
+        _lora("llama", trainable_token_indices={"embed_tokens": [9, 6]}, use_dora=True),
+        _lora("llama", trainable_token_indices={"embed_tokens": [9, 6], "lm_head": [7]}),
+        _lora("tied", trainable_token_indices={"embed_tokens": [9, 6], "lm_head": [9, 6]}),
+        _lora("llama", trainable_token_indices=[8, 7], modules_to_save=["lm_head"]),
         _lora(
             "llama", "alora_invocation_tokens", alora_invocation_tokens=[3], task_type="CAUSAL_LM"
         ),
+        _lora("bert-mlm", "trainable_token_indices", trainable_token_indices=[8, 5]),
+        _lora("tied", target_modules=["lm_head", "q_proj"]),
+        _lora("tied", target_modules=["embed_tokens", "q_proj"]),
+        _lora("tied", target_modules=["embed_tokens"], ensure_weight_tying=True),
         _lora("tied", "ensure_weight_tying", modules_to_save=["embed_tokens"]),
         _lora("tied", modules_to_save=["embed_tokens"], ensure_weight_tying=True),
         _lora("gpt2", modules_to_save=["ln_f"]),
@@ -205,7 +216,8 @@ def _cases() -> list[PeftCase]:
     more = {"prefix_projection": True, "encoder_hidden_size": 16}
     found.append(PeftCase("gpt2", "PrefixTuningConfig", {**told, **more}))
     t5 = {"num_virtual_tokens": 3, "task_type": "SEQ_2_SEQ_LM"}
-    found.append(PeftCase("t5", "PrefixTuningConfig", t5, "num_transformer_submodules"))
+    found.append(PeftCase("t5", "PrefixTuningConfig", t5))
+    found.append(PeftCase("t5", "PrefixTuningConfig", {**t5, **more}))
     return found
 
 
@@ -250,3 +262,4 @@ def inputs_of(base: str) -> dict[str, torch.Tensor]:
 
 
 CASES = {case.name: case for case in _cases()}
+assert len(CASES) == len(_cases()), "two cases have one name"

@@ -1,0 +1,158 @@
+"""Trained rows of single tokens, which replace the rows of an embedding and of a head tied to it.
+
+Only the rows of the chosen tokens are trained and saved; all others stay those of the base. It is
+what PEFT calls `trainable_token_indices`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+from bmforge.nn.part import BesidePart, TensorNote, attach_part_, find_like
+from bmforge.nn.random_init import copy_part_
+from bmforge.shards import is_streamed, local_tensor, whole_tensor
+
+__all__ = ["TOKENS_SLOT", "TokenRows", "attach_token_rows_", "settle_rows_"]
+
+# Ending of the slot's name; its beginning is the adapter's name.
+TOKENS_SLOT = "_tokens"
+
+
+class TokenRows(BesidePart):
+    """Rows that replace those of some tokens in an embedding or a linear layer over the vocabulary.
+
+    Args:
+        indices: token ids, in the order of the rows.
+        width: features of a row.
+        like: tensor with the dtype and device to use.
+
+    Shape:
+        as an embedding: ids (...) -> (..., D); as a head: x (..., D) -> (..., V)
+    """
+
+    cut_styles: ClassVar[frozenset[str]] = frozenset({"", "embedding"})
+
+    def __init__(self, indices: tuple[int, ...], width: int, like: Tensor) -> None:
+        super().__init__()
+        self.indices = indices
+        empty = torch.empty(len(indices), width, dtype=like.dtype, device=like.device)
+        self.weight = nn.Parameter(empty)
+
+    def tensor_notes(self) -> Mapping[str, TensorNote]:
+        """Return the notes: replicated, and set to the base's rows by `settle_rows_`."""
+        return {"weight": TensorNote("zeros")}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the trained rows in the dtype of x.
+
+        It is a module call, so that parallel layouts can expose the local shards of the tensors.
+        """
+        return self.weight.to(x.dtype)
+
+    def factors(self, x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (..., n) and (V, n), whose product is the change of a head's logits.
+
+        Args:
+            x: hidden states.
+            matrix: weight of the head, (V, D).
+        """
+        numbers = torch.tensor(self.indices, device=x.device)
+        low = F.linear(x, self(x) - matrix.detach()[numbers].to(x.dtype))
+        return low, F.one_hot(numbers, matrix.shape[0]).t().to(x.dtype)
+
+    def _joined(
+        self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor, weight: float
+    ) -> Tensor:
+        numbers, rows = torch.tensor(self.indices, device=out.device), self(out)
+        if not isinstance(module, nn.Embedding):
+            bias = getattr(module, "bias", None)
+            logits = F.linear(inputs[0], rows, None if bias is None else bias[numbers])
+            changed = out.index_copy(-1, numbers, logits.to(out.dtype))
+        else:
+            order = numbers.argsort()
+            ascending = numbers[order]
+            at = torch.searchsorted(ascending, inputs[0]).clamp(max=len(self.indices) - 1)
+            # Some embeddings (Gemma's) scale the rows that they look up.
+            scale = getattr(module, "embed_scale", 1.0)
+            trained = rows[order[at]] * scale
+            changed = torch.where((ascending[at] == inputs[0])[..., None], trained, out)
+        return changed if weight == 1 else out + weight * (changed - out)
+
+    def extra_repr(self) -> str:
+        """Show the number of tokens."""
+        return f"{len(self.indices)} tokens"
+
+
+def attach_token_rows_(model: nn.Module, name: str, indices: Mapping[str, Any]) -> list[str]:
+    """Attach trained rows to embeddings and to the layers that share their weights.
+
+    Args:
+        model: any model.
+        name: name of the adapter.
+        indices: name of an embedding or head -> token ids.
+
+    Returns:
+        the names of the modules with rows.
+
+    Raises:
+        ConfigError: ids that repeat or are not in the table, or another module; the model is
+            unchanged then.
+    """
+    parts: dict[str, TokenRows] = {}
+    tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    for owner, numbers in indices.items():
+        module: Any = model.get_submodule(owner)
+        table = getattr(module, "weight", None)
+        is_plain = isinstance(module, (nn.Embedding, nn.Linear)) and isinstance(table, Tensor)
+        if not is_plain or table.shape[0] not in tables or is_streamed(table):
+            raise ConfigError(
+                f"trainable_token_indices needs a plain embedding or head, and {owner} is a "
+                f"{type(module).__name__}. Name the token embedding."
+            )
+        _check_indices(numbers, table.shape[0])
+        rows = TokenRows(tuple(numbers), table.shape[1], find_like(module))
+        for other, tied in model.named_modules():
+            if getattr(tied, "weight", None) is table and hasattr(tied, "forward"):
+                part = parts.setdefault(other, TokenRows(rows.indices, table.shape[1], table))
+                if part.indices != rows.indices:
+                    raise ConfigError(
+                        f"trainable_token_indices of {owner} and of {other}, which share one "
+                        "weight, differ. Give both the same ids."
+                    )
+                part.weight = rows.weight
+    slot = f"{name}{TOKENS_SLOT}"
+    if taken := [owner for owner in parts if hasattr(model.get_submodule(owner), slot)]:
+        raise ConfigError(f"{taken[0]} already has {slot!r}. Give the adapter another name.")
+    for owner, part in parts.items():
+        attach_part_(model.get_submodule(owner), slot, part)
+    return list(parts)
+
+
+def _check_indices(numbers: Any, rows: int) -> None:
+    """Raise `ConfigError` unless these are different ids of a table."""
+    is_list = isinstance(numbers, (list, tuple)) and len(numbers) > 0
+    if not is_list or not all(type(n) is int and 0 <= n < rows for n in numbers):
+        raise ConfigError(
+            f"trainable_token_indices={numbers!r} must be a list of token ids from 0 to {rows - 1}."
+        )
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(f"trainable_token_indices={numbers!r} has an id twice. Name it once.")
+
+
+@torch.no_grad()
+def settle_rows_(module: nn.Module, part: nn.Module) -> None:
+    """Initialize trained rows to the base's, so that the part starts as a no-op.
+
+    It does nothing for other parts, or if layer or part are on meta.
+    """
+    if not isinstance(part, TokenRows) or part.weight.is_meta:
+        return
+    table: Any = module.weight
+    if not local_tensor(table).is_meta:
+        copy_part_(part.weight, whole_tensor(table)[list(part.indices)].to(part.weight))

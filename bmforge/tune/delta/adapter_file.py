@@ -1,0 +1,44 @@
+"""Reads and writes the tensor files of adapter directories."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+__all__ = ["MARK", "copies_apart", "read_pickle", "read_weights"]
+
+# Key of bmforge's own metadata in the tensor file and in adapter_config.json.
+MARK = "bmforge"
+
+
+def copies_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors on the CPU, those that share memory copied: safetensors refuses them."""
+    separate: dict[str, Tensor] = {}
+    starts: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        plain = plain.clone() if plain.data_ptr() in starts else plain
+        starts.add(plain.data_ptr())
+        separate[name] = plain
+    return separate
+
+
+def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a safetensors file and bmforge's metadata in it."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return tensors, json.loads((file.metadata() or {}).get(MARK, "{}"))
+
+
+def read_pickle(path: Path) -> dict[str, Tensor]:
+    """Read PEFT's older pickle file without executing code from it."""
+    tensors = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise ValueError(f"{path.name} is not a table of tensors")
+    return tensors

@@ -1,0 +1,51 @@
+"""Splits PEFT's tensors of a fused layer (`c_attn`) into those of our separate layers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bmforge.errors import CheckpointError
+from bmforge.tune.delta.held import Held
+
+__all__ = ["split_fused"]
+
+_LEAVES = {
+    "A": "down",
+    "B": "up",
+    "embedding_A": "down",
+    "embedding_B": "up",
+    "B.bias": "bias",
+    "magnitude_vector": "magnitude",
+    "": "weight",
+}
+
+
+def split_fused(
+    parts: list[Held | None], rows: list[int], leaf: str, tensor: Tensor, ranks: list[int] | None
+) -> dict[str, Tensor]:
+    """Split the adapter tensor of a fused layer into those of the bmforge layers.
+
+    Args:
+        parts: adapter modules of the fused layer, in order; None for layers without one.
+        rows: output features of each layer; [] if the layer is not fused.
+        leaf: PEFT's name of the tensor.
+        tensor: tensor of the whole fused layer.
+        ranks: rank of each adapter module, if they were written block by block.
+    """
+    if leaf not in _LEAVES:
+        raise CheckpointError(f"lora_{leaf} is no tensor of PEFT's that is known.")
+    key = _LEAVES[leaf]
+    tensor = tensor.flatten() if key == "weight" else tensor
+    pieces = [tensor] * len(parts)
+    if key == "down" and ranks is not None:
+        pieces = list(tensor.split(ranks))
+    elif key != "down" and rows and sum(rows) == tensor.shape[0]:
+        pieces = list(tensor.split(rows))
+        if key == "up" and ranks is not None:
+            ends = [sum(ranks[: number + 1]) for number in range(len(ranks))]
+            pieces = [p[:, e - r : e] for p, e, r in zip(pieces, ends, ranks, strict=True)]
+    return {
+        f"{attached.owner}.{attached.slot}.{key}": piece
+        for attached, piece in zip(parts, pieces, strict=True)
+        if attached is not None
+    }

@@ -1,0 +1,124 @@
+"""Reads and writes the trained rows of single tokens (`trainable_token_indices`) in PEFT's form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.nn.token_rows import TokenRows
+from bmforge.tune.delta.base import AttachedDelta
+from bmforge.tune.delta.held import Held
+from bmforge.tune.delta.records import embedding_name
+
+__all__ = [
+    "can_write_tokens",
+    "is_token_key",
+    "layer_parts",
+    "read_token_rows",
+    "token_indices_of",
+    "token_owner",
+    "write_token_rows",
+]
+
+_ENDING = ".token_adapter.trainable_tokens_delta"
+
+
+def is_token_key(key: str) -> bool:
+    """Return True for the name of a tensor of trained rows."""
+    return key.endswith(_ENDING)
+
+
+def token_owner(key: str, prefix: str) -> str:
+    """Return the published name of the layer that trained rows belong to."""
+    return key.removeprefix(prefix).removesuffix(_ENDING)
+
+
+def layer_parts(delta: AttachedDelta) -> list[Held]:
+    """Return the parts of an adapter without the trained rows of single tokens."""
+    return [part for part in delta.held if not isinstance(part.part, TokenRows)]
+
+
+def token_indices_of(
+    names: Any, indices: Any, owners: list[str], fits: Callable[[str, Any], bool]
+) -> dict[str, list[int]]:
+    """Return our names of the layers with trained rows -> their token ids.
+
+    Args:
+        names: the map of published module names (`peft_format.Names`).
+        indices: value of `trainable_token_indices` in the config.
+        owners: published names of the layers that the file has rows of.
+        fits: function (published name, patterns) -> True if PEFT targets the layer.
+
+    Raises:
+        CheckpointError: rows of layers that the model does not have.
+    """
+    kind = type(names.model).__name__
+    if unknown := [name for name in owners if name not in names.ours]:
+        raise CheckpointError(f"{unknown[0]} is of no module of this {kind}. Open its base model.")
+    if indices is None:
+        return {}
+    if isinstance(indices, Mapping):
+        own_indices = {
+            own: list(rows)
+            for owner in owners
+            for pattern, rows in indices.items()
+            if fits(owner, [pattern])
+            for own in names.ours[owner]
+        }
+    else:
+        own_indices = {embedding_name(names.model): list(indices)}
+    if biased := _biased_heads(names.model, own_indices):
+        raise ConfigError(
+            f"trainable_token_indices={indices!r} changes {biased[0]}, whose bias PEFT then leaves "
+            "out. Train these tokens with bmforge."
+        )
+    return own_indices
+
+
+def _biased_heads(model: Any, indices: Mapping[str, Any]) -> list[str]:
+    """Return the layers with a bias that have, or share, trained rows: PEFT drops their bias."""
+    tables = [model.get_submodule(owner).weight for owner in indices]
+    return [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "bias", None) is not None
+        and any(getattr(module, "weight", None) is table for table in tables)
+    ]
+
+
+def can_write_tokens(delta: AttachedDelta, names: Any) -> bool:
+    """Return True if PEFT computes the same from the adapter's trained rows."""
+    indices = delta.options.get("trainable_token_indices") or {}
+    is_known = all(owner in names.theirs for owner in indices)
+    return is_known and not _biased_heads(names.model, indices)
+
+
+def read_token_rows(delta: AttachedDelta, owners: list[str], tensor: Tensor) -> dict[str, Tensor]:
+    """Return trained rows by our names.
+
+    Args:
+        delta: adapter with parts for them.
+        owners: our names of the layer.
+        tensor: the rows.
+    """
+    parts = [h for h in delta.held if isinstance(h.part, TokenRows) and h.owner in owners]
+    return {f"{part.owner}.{part.slot}.weight": tensor for part in parts}
+
+
+def write_token_rows(delta: AttachedDelta, names: Any, prefix: str) -> dict[str, Tensor]:
+    """Return the trained rows by PEFT's names; those of tied layers once, as PEFT does.
+
+    Args:
+        delta: adapter with all its modules, unsharded.
+        names: the map of published module names (`peft_format.Names`).
+        prefix: prefix of every name.
+    """
+    indices = delta.options.get("trainable_token_indices") or {}
+    parts: dict[int, tuple[str, Tensor]] = {}
+    for owner, _, part in delta.held:
+        if owner in indices and isinstance(part, TokenRows):
+            parts.setdefault(id(part.weight), (owner, part.weight.detach()))
+    return {f"{prefix}{names.of(owner)}{_ENDING}": rows for owner, rows in parts.values()}
