@@ -215,6 +215,11 @@ def put_prompts_(model: nn.Module, names: Sequence[str], options: LengthOptions,
     """Attach trained rows (a soft prompt) to the token embedding, after the vocabulary's rows."""
 
     tokens: Any = getattr(model, "embed", None)
+    if getattr(model, "foreign", None) is not None:  # transformers' forward knows no prompt's ids
+        raise ConfigError(
+            f"a {type(model).__name__} takes no soft prompt: architectures of transformers have no "
+            "place for its rows. Use a family of bmforge, or trainable_token_indices of a LoRA."
+        )
 
     def build(table: Any) -> ExtraEmbeddings:
         if table is not tokens:

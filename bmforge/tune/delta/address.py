@@ -118,7 +118,7 @@ WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("attn.c_proj",),
         ("attn.out_proj",),
         ("attention.out_lin",),
-        ("attention.dense", "self_attention.dense"),
+        ("attention.dense", "self_attention.dense", "self_attn.dense", "attention.o_proj"),
     ),
     "cross_attn": (("cross_attn",), ("EncDecAttention",), ("encoder_attn",), ("crossattention",)),
     "mlp": (("mlp",), ("DenseReluDense",), ("ffn",), ("block_sparse_moe",)),
@@ -133,7 +133,7 @@ WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("mlp.c_fc",),
         ("fc1",),
         ("ffn.lin1",),
-        ("mlp.dense_h_to_4h", "mlp.fc_in"),
+        ("mlp.dense_h_to_4h", "mlp.fc_in", "mlp.gate_up_proj"),
     ),
     "mlp.down": (
         ("mlp.down_proj", "mlp.experts", "shared_expert.down_proj"),
@@ -144,7 +144,7 @@ WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("ffn.lin2",),
         ("mlp.dense_4h_to_h", "mlp.fc_out"),
     ),
-    "norm": (("[r][^.]*[nN]orm(_before|_after)?", "[r]ln_\\w+"),),
+    "norm": (("[r][^.]*[nN]orm(_\\w+)?", "[r]ln_\\w+"),),
     "embed": (
         ("embed",),
         ("embed_tokens", "shared"),

@@ -29,6 +29,9 @@ class BitFit(Delta):
         "cross_attn.k_proj",
         "cross_attn.v_proj",
         "cross_attn.o_proj",
+        # Cross-attention in transformers.
+        "[r](encoder_attn|EncDecAttention|crossattention)\\.(\\w+\\.)?"
+        "([qkvo](_proj)?|out_proj|query|key|value|dense|[cq]_attn|c_proj)",
         "mlp.gate",
         "mlp.up",
         "mlp.down",
