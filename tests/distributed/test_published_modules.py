@@ -31,6 +31,7 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "max_position_embeddings": 64,
 }
+_GROUPED = {**_SIZES, "num_key_value_heads": 2}
 _OLD = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 _T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 _BART: dict[str, Any] = {
@@ -74,8 +75,8 @@ MODULES: dict[str, tuple[str, str, str | None, dict[str, Any], str]] = {
     name: ("transformers", name, config, options, inputs)
     for name, config, options, inputs in [
         ("LlamaForCausalLM", "LlamaConfig", _SIZES, "ids"),
-        ("MistralForCausalLM", "MistralConfig", {**_SIZES, "num_key_value_heads": 2}, "ids"),
-        ("Qwen2ForCausalLM", "Qwen2Config", {**_SIZES, "tie_word_embeddings": True}, "ids"),
+        ("MistralForCausalLM", "MistralConfig", _GROUPED, "ids"),
+        ("Qwen2ForCausalLM", "Qwen2Config", {**_GROUPED, "tie_word_embeddings": True}, "ids"),
         ("Gemma2ForCausalLM", "Gemma2Config", {**_SIZES, "head_dim": 8}, "ids"),
         ("Olmo2ForCausalLM", "Olmo2Config", _SIZES, "ids"),
         ("PhiForCausalLM", "PhiConfig", _SIZES, "ids"),
@@ -91,7 +92,12 @@ MODULES: dict[str, tuple[str, str, str | None, dict[str, Any], str]] = {
         ("BartForConditionalGeneration", "BartConfig", _BART, "pair"),
         ("ViTModel", "ViTConfig", _IMAGE, "image"),
         ("DeiTModel", "DeiTConfig", _IMAGE, "image"),
-        ("MixtralForCausalLM", "MixtralConfig", {**_SIZES, "num_local_experts": 4}, "ids"),
+        ("MixtralForCausalLM", "MixtralConfig", {**_GROUPED, "num_local_experts": 4}, "ids"),
+        ("OPTModel", "OPTConfig", {**_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}, "ids"),
+        ("BloomModel", "BloomConfig", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2}, "ids"),
+        ("MambaModel", "MambaConfig", {**_SIZES, "state_size": 4}, "ids"),
+        ("ConvNextModel", "ConvNextConfig", {"depths": [1, 2], "hidden_sizes": [8, 16],
+         "num_stages": 2}, "large"),
         ("AlbertModel", "AlbertConfig", {**_SIZES, "embedding_size": 16}, "ids"),
     ]
 } | {
@@ -118,18 +124,18 @@ MODULES: dict[str, tuple[str, str, str | None, dict[str, Any], str]] = {
     }, "labeled"),
     "vit-timm": ("timm", "vit_tiny_patch16_224", None, {
         "img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 4,
-    }, "large"),
+    }, "x"),
     "mixer-timm": ("timm", "mixer_s16_224", None, {
         "img_size": 32, "embed_dim": 32, "num_blocks": 2,
-    }, "large"),
+    }, "x"),
     "convnext-timm": ("timm", "convnext_atto", None, {
         "depths": (1, 1, 2, 1), "dims": (8, 16, 16, 32),
-    }, "large"),
-    "resnet-timm": ("timm", "resnet18", None, {}, "large"),
+    }, "x"),
+    "resnet-timm": ("timm", "resnet18", None, {}, "x"),
     "swin-timm": ("timm", "swin_tiny_patch4_window7_224", None, {
         "img_size": 32, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2), "window_size": 4,
-    }, "large"),
-    "efficientnet-timm": ("timm", "efficientnet_b0", None, {}, "large"),
+    }, "x"),
+    "efficientnet-timm": ("timm", "efficientnet_b0", None, {}, "x"),
 }  # fmt: skip
 TRANSFORMERS = [name for name, entry in MODULES.items() if entry[0] == "transformers"]
 FEW = random.Random(7).sample(TRANSFORMERS, 3)
@@ -162,7 +168,8 @@ def inputs_of(name: str) -> dict[str, Tensor]:
         "ids": lambda: {"input_ids": ids},
         "pair": lambda: {"input_ids": ids, "decoder_input_ids": ids.flip(1)[:, :6].contiguous()},
         "image": lambda: {"pixel_values": noise(4, 3, 16, 16)},
-        "large": lambda: {"x": noise(4, 3, 32, 32)},
+        "large": lambda: {"pixel_values": noise(4, 3, 32, 32)},
+        "x": lambda: {"x": noise(4, 3, 32, 32)},
         "picture": lambda: {"sample": noise(4, 3, 16, 16)},
         "timed": lambda: {"sample": noise(4, 4, 8, 8), "timestep": torch.arange(4)},
         "conditioned": lambda: {
@@ -204,11 +211,11 @@ def compute(name: str, options: dict[str, Any] | None) -> dict[str, Tensor] | st
         inputs = {key: tensor[rows] for key, tensor in inputs.items()}
         try:
             parallelize(model, Layout(zero=3), **options)
-            loss = loss_of(model(**inputs) if "x" not in inputs else model(inputs["x"]))
+            loss = loss_of(model(**inputs))
         except ConfigError as error:
             return str(error)
     else:
-        loss = loss_of(model(**inputs) if "x" not in inputs else model(inputs["x"]))
+        loss = loss_of(model(**inputs))
     (loss * scale).backward()
     return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 
