@@ -33,6 +33,7 @@ __all__ = [
     "match_glob",
     "match_names",
     "persistent_tensors",
+    "repeated_names",
     "replace_module_",
     "shared_tensors",
     "unwrap_forward_",
@@ -142,6 +143,12 @@ def persistent_tensors(root: nn.Module) -> dict[str, Tensor]:
                 seen.add(id(buffer))
                 tensors[f"{prefix}.{key}" if prefix else key] = buffer
     return tensors
+
+
+def repeated_names(model: nn.Module) -> set[str]:
+    """Return the names under which parameters appear again, such as a tied head's weight."""
+    first = {name for name, _ in model.named_parameters()}
+    return {n for n, _ in model.named_parameters(remove_duplicate=False)} - first
 
 
 def shared_tensors(root: nn.Module) -> set[int]:

@@ -18,7 +18,7 @@ from torch import nn
 from bmforge.errors import ConfigError, suggest
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.uncalled_modules import keep_called
-from bmforge.surgery import find_repeated_blocks, match_glob
+from bmforge.surgery import find_repeated_blocks, match_glob, repeated_names
 
 __all__ = [
     "ALL_LINEAR",
@@ -201,15 +201,9 @@ def published_names(model: Any) -> dict[str, list[str]]:
         if published and own_name and own_name not in names.setdefault(published, []):
             names[published].append(own_name)
     for rule in getattr(model, "all_rules", list)():
-        if rule.ours in _tied_names(model):  # the head of a tied model, which files lack
+        if rule.ours in repeated_names(model):  # the head of a tied model, which files lack
             names.setdefault(rule.theirs.rpartition(".")[0], [rule.ours.rpartition(".")[0]])
     return names
-
-
-def _tied_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters that repeat another one."""
-    first = {name for name, _ in model.named_parameters()}
-    return {n for n, _ in model.named_parameters(remove_duplicate=False)} - first
 
 
 def all_names(model: Any) -> dict[str, list[str]]:
