@@ -200,8 +200,9 @@ def published_names(model: Any) -> dict[str, list[str]]:
         published, own_name = rule.theirs.rpartition(".")[0], rule.ours.rpartition(".")[0]
         if published and own_name and own_name not in names.setdefault(published, []):
             names[published].append(own_name)
-    for rule in getattr(model, "all_rules", list)():
-        if rule.ours in repeated_names(model):  # the head of a tied model, which files lack
+    repeated = repeated_names(model) if names else set()
+    for rule in model.all_rules() if repeated else ():  # the head of a tied model
+        if rule.ours in repeated:
             names.setdefault(rule.theirs.rpartition(".")[0], [rule.ours.rpartition(".")[0]])
     return names
 
