@@ -19,8 +19,10 @@ import transformers as tf
 from peft_cases import inputs_of, make_base, open_base
 
 from bmforge.errors import BmforgeError, ConfigError
-from bmforge.models import AutoModel, init_weights_
-from bmforge.tune.delta import Lora, load_delta, merge_deltas, unmerge_deltas
+from bmforge.models import AutoModel, init_weights_, load_weights_
+from bmforge.parallel import Layout, parallelize
+from bmforge.testing import run_distributed
+from bmforge.tune.delta import Lora, init_deltas_, load_delta, merge_deltas, unmerge_deltas
 
 BASES = ("tied", "llama", "gpt2", "opt", "bert-mlm")
 HEADS = {"bert-mlm": "mlm_head.decoder"}
@@ -212,3 +214,41 @@ def test_adapters_of_a_resized_base(base: str, folder: Path, tmp_path: Path) -> 
 def test_tie_is_transformers_word() -> None:
     """The option's name is the field of transformers' config."""
     assert hasattr(tf.LlamaConfig(), "tie_word_embeddings")
+
+
+def gradients(directory: Path, layout: Layout | None) -> dict[str, torch.Tensor] | str:
+    """Return the gradients of an adapter with rows of tokens, or the text of a refusal."""
+    model: Any
+    model, files = AutoModel.describe_pretrained(directory)
+    Lora(model, rank=3, trainable_token_indices=[12, 7, 9])
+    if layout is not None:
+        try:
+            parallelize(model, layout)
+        except ConfigError as error:
+            return str(error)
+    load_weights_(model, files)
+    init_deltas_(model, seed=0)
+    inputs = inputs_of("tied")
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    return {
+        name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+@pytest.mark.parametrize("base", ["llama", "tied"])
+@pytest.mark.parametrize("layout", [Layout(zero=3), Layout(tp=2)], ids=["zero", "tp"])
+def test_rows_of_tokens_on_layouts(base: str, layout: Layout, folder: Path) -> None:
+    directory = make_base(base, folder)
+    want = gradients(directory, None)
+    assert isinstance(want, dict)
+    assert want["embed.default_tokens.weight"].abs().max() > 0
+    for got in run_distributed(gradients, 2, directory, layout):
+        if isinstance(got, str):  # the rows of a head that is sharded over the vocabulary
+            assert (base, layout.tp) == ("tied", 2)
+            assert "lm_head" in got
+            continue
+        assert got.keys() == want.keys()
+        for name, gradient in want.items():
+            torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=1e-6, msg=name)
