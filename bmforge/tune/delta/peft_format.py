@@ -21,7 +21,6 @@ from bmforge.nn.low_rank import LowRank, linear_sizes
 from bmforge.shards import Box
 from bmforge.surgery import match_glob, persistent_tensors, shared_tensors
 from bmforge.tune.delta.address import fits, published_names
-from bmforge.tune.delta.attached import Held
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.peft_experts import expert_owner, read_experts
 from bmforge.tune.delta.peft_fields import check_fields

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from bmforge.errors import CheckpointError
-from bmforge.tune.delta.held import Held
+from bmforge.tune.delta.attached import Held
 
 __all__ = ["split_fused"]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.nn.token_rows import TokenRows
+from bmforge.tune.delta.attached import Held
 from bmforge.tune.delta.base import AttachedDelta
-from bmforge.tune.delta.held import Held
 from bmforge.tune.delta.records import embedding_name
 
 __all__ = [
