@@ -31,7 +31,7 @@ class BitFit(Delta):
         "cross_attn.o_proj",
         # Cross-attention in transformers.
         "[r](encoder_attn|EncDecAttention|crossattention)\\.(\\w+\\.)?"
-        "([qkvo](_proj)?|out_proj|query|key|value|dense|[cq]_attn|c_proj)",
+        "([qkvo](_proj)?|out_proj|query|key|value|dense|[cq]_attn|c_proj)$",
         "mlp.gate",
         "mlp.up",
         "mlp.down",

@@ -67,7 +67,6 @@ _T5 = {
     "attn": r".*\.SelfAttention",
     "mlp": r".*\.DenseReluDense",
     "up": r".*\.DenseReluDense\.(wi|wi_1)",
-    "gate": r".*\.DenseReluDense\.wi_0",
     "down": r".*\.DenseReluDense\.wo",
     "head": "lm_head",
 }
@@ -163,7 +162,7 @@ CLASSES: dict[str, tuple[Any, dict[str, str]]] = {
     ),
     "MT5ForConditionalGeneration": (
         tf.MT5Config(vocab_size=64, d_model=64, d_kv=8, d_ff=128, num_layers=2, num_heads=4),
-        _T5,
+        {**_T5, "gate": r".*\.DenseReluDense\.wi_0"},
     ),
     **{
         name: (config(**_SIZES), _LLAMA)
