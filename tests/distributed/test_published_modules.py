@@ -125,9 +125,7 @@ MODULES: dict[str, tuple[str, str, str | None, dict[str, Any], str]] = {
     "vit-timm": ("timm", "vit_tiny_patch16_224", None, {
         "img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 4,
     }, "x"),
-    "mixer-timm": ("timm", "mixer_s16_224", None, {
-        "img_size": 32, "embed_dim": 32, "num_blocks": 2,
-    }, "x"),
+    "regnet-timm": ("timm", "regnety_002", None, {}, "x"),
     "convnext-timm": ("timm", "convnext_atto", None, {
         "depths": (1, 1, 2, 1), "dims": (8, 16, 16, 32),
     }, "x"),
