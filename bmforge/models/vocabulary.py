@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from bmforge.errors import ConfigError
 from bmforge.models.init import NoDrawing, init_tensor_
 from bmforge.nn.part import beside_parts
 from bmforge.records import laid_out
-from bmforge.shards import is_streamed
+from bmforge.shards import is_distributed, is_streamed
 from bmforge.surgery import persistent_tensors
 
 __all__ = ["resize_vocabulary_"]
@@ -125,7 +124,7 @@ def _check_tensor(
             f"{owner} of this {kind} is quantized or replaced. Call resize_token_embeddings before "
             "other changes."
         )
-    if isinstance(tensor, DTensor) or is_streamed(tensor):
+    if is_distributed(tensor) or is_streamed(tensor):
         raise ConfigError(
             f"{name} is sharded or streamed. Call resize_token_embeddings before `parallelize`."
         )
@@ -153,8 +152,8 @@ def _resize(model: Any, name: str, tensor: Tensor, axis: int, size: int, mean: b
         if not mean:
             init_tensor_(model, data, name, 0)
         elif tensor.is_floating_point():
-            average = tensor.double() if tensor.device.type != "mps" else tensor.float()
-            data.copy_(average.mean(axis, keepdim=True).to(tensor.dtype).expand(shape))
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            data.copy_(tensor.to(wide).mean(axis, keepdim=True).expand(shape))
         else:
             data.zero_()
         data.narrow(axis, 0, count).copy_(tensor.narrow(axis, 0, count))
