@@ -149,7 +149,7 @@ def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
 
 
 def sizes_that_apply(spec: Any, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return those of the sizes that apply to a layer of this spec."""
+    """Return the sizes that apply to a layer of this spec."""
     heads = spec.attn is not None or spec.cross_attn is not None
     has = {"num_heads": heads, "num_kv_heads": heads, "head_dim": heads}
     has["intermediate_size"] = spec.mlp is not None
