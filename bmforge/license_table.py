@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["LICENCES", "PAIRS", "POLICIES", "RESTRICTS", "TERMS", "Licence"]
+__all__ = ["LICENSES", "PAIRS", "POLICIES", "RESTRICTS", "TERMS", "License"]
 
 # Terms that a license may set for those who use a work or hand it on.
 TERMS = {
     "attribution": "name the authors and the source",
-    "notice": "keep notices and the licence's text",
+    "notice": "keep notices and the license's text",
     "changes": "say what was changed",
     "source": "hand on the source too",
     "share-alike": "derived works must be under the same terms",
@@ -41,7 +41,7 @@ _GPL_3 = ("GPL-3.0-only", "GPL-3.0-or-later", "AGPL-3.0-only", "AGPL-3.0-or-late
 
 
 @dataclass(frozen=True)
-class Licence:
+class License:
     """A license and its terms.
 
     Attributes:
@@ -57,9 +57,9 @@ class Licence:
     compatible: tuple[str, ...] = ()
 
 
-def _creative_commons() -> list[Licence]:
+def _creative_commons() -> list[License]:
     """Return the Creative Commons licenses, versions 2.0 to 4.0."""
-    licences = []
+    licenses = []
     # In versions 2.0 to 3.0 the conditions are the paragraphs of section 4 after (a), in this
     # order.
     for kind in ("BY", "BY-SA", "BY-NC", "BY-NC-SA", "BY-ND", "BY-NC-ND"):
@@ -81,18 +81,18 @@ def _creative_commons() -> list[Licence]:
                 terms |= {"no-derivatives": "section 3"} if "ND" in parts else {}
             newer = [v for v in ("2.5", "3.0", "4.0") if v > version] if "SA" in parts else []
             more = [_GPL_3[0]] if (kind, version) == ("BY-SA", "4.0") else []
-            licences.append(
-                Licence(
+            licenses.append(
+                License(
                     f"CC-{kind}-{version}",
                     f"https://creativecommons.org/licenses/{kind.lower()}/{version}/legalcode",
                     terms,
                     (*(f"CC-{kind}-{v}" for v in newer), *more),
                 )
             )
-    return licences
+    return licenses
 
 
-def _gnu() -> list[Licence]:
+def _gnu() -> list[License]:
     """Return the licenses of the GNU project, "only" and "or later"."""
     clauses = {
         "GPL-2.0": ("section 1", "section 2(a)", "section 3", "sections 2(b) and 6"),
@@ -110,43 +110,43 @@ def _gnu() -> list[Licence]:
     for ending in ("only", "or-later"):
         into[f"LGPL-2.1-{ending}"] = ("LGPL-2.1-only", *_GPL_2, *_GPL_3)
         into[f"LGPL-3.0-{ending}"] = ("LGPL-3.0-only", *_GPL_3)
-    licences = []
+    licenses = []
     for name, (notice, changes, source, alike) in clauses.items():
         for ending in ("only", "or-later"):
             id = f"{name}-{ending}"
             terms = {"notice": notice, "changes": changes, "source": source, "share-alike": alike}
             folder = "licenses" if name.endswith("3.0") else "licenses/old-licenses"
             url = f"https://www.gnu.org/{folder}/{name.lower()}.html"
-            licences.append(Licence(id, url, terms, tuple(n for n in into.get(id, ()) if n != id)))
-    return licences
+            licenses.append(License(id, url, terms, tuple(n for n in into.get(id, ()) if n != id)))
+    return licenses
 
 
-def _of_code() -> list[Licence]:
+def _of_code() -> list[License]:
     """Return public-domain dedications and licenses for software."""
     both = {"notice": "the condition on notices"}
     return [
-        Licence("CC0-1.0", "https://creativecommons.org/publicdomain/zero/1.0/legalcode"),
-        Licence("CC-PDDC", "https://creativecommons.org/licenses/publicdomain/"),
-        Licence("PDDL-1.0", "https://opendatacommons.org/licenses/pddl/1-0/"),
-        Licence("Unlicense", "https://unlicense.org/"),
-        Licence("0BSD", "https://opensource.org/license/0bsd"),
-        Licence("MIT", "https://opensource.org/license/mit", both),
-        Licence("MIT-0", "https://opensource.org/license/mit-0"),
-        Licence("ISC", "https://opensource.org/license/isc-license-txt", both),
-        Licence("Zlib", "https://opensource.org/license/zlib", {"notice": "3", "changes": "2"}),
-        Licence("BSD-2-Clause", "https://opensource.org/license/bsd-2-clause", {"notice": "1, 2"}),
-        Licence("BSD-3-Clause", "https://opensource.org/license/bsd-3-clause", {"notice": "1, 2"}),
-        Licence(
+        License("CC0-1.0", "https://creativecommons.org/publicdomain/zero/1.0/legalcode"),
+        License("CC-PDDC", "https://creativecommons.org/licenses/publicdomain/"),
+        License("PDDL-1.0", "https://opendatacommons.org/licenses/pddl/1-0/"),
+        License("Unlicense", "https://unlicense.org/"),
+        License("0BSD", "https://opensource.org/license/0bsd"),
+        License("MIT", "https://opensource.org/license/mit", both),
+        License("MIT-0", "https://opensource.org/license/mit-0"),
+        License("ISC", "https://opensource.org/license/isc-license-txt", both),
+        License("Zlib", "https://opensource.org/license/zlib", {"notice": "3", "changes": "2"}),
+        License("BSD-2-Clause", "https://opensource.org/license/bsd-2-clause", {"notice": "1, 2"}),
+        License("BSD-3-Clause", "https://opensource.org/license/bsd-3-clause", {"notice": "1, 2"}),
+        License(
             "Apache-2.0",
             "https://www.apache.org/licenses/LICENSE-2.0",
             {"notice": "section 4(a), (c), (d)", "changes": "section 4(b)"},
         ),
-        Licence(
+        License(
             "PSF-2.0",
             "https://docs.python.org/3/license.html",
             {"notice": "section 2", "changes": "section 3"},
         ),
-        Licence(
+        License(
             "MPL-2.0",
             "https://www.mozilla.org/MPL/2.0/",
             {"source": "section 3.2", "share-alike": "section 3.1", "notice": "section 3.4"},
@@ -155,10 +155,10 @@ def _of_code() -> list[Licence]:
     ]
 
 
-def _of_data() -> list[Licence]:
+def _of_data() -> list[License]:
     """Return licenses for databases and data sets."""
     return [
-        Licence(
+        License(
             "ODbL-1.0",
             "https://opendatacommons.org/licenses/odbl/1-0/",
             {
@@ -168,18 +168,18 @@ def _of_data() -> list[Licence]:
                 "source": "section 4.6",
             },
         ),
-        Licence(
+        License(
             "ODC-By-1.0",
             "https://opendatacommons.org/licenses/by/1-0/",
             {"attribution": "section 4.3", "notice": "section 4.2"},
         ),
-        Licence(
+        License(
             "CDLA-Permissive-2.0", "https://cdla.dev/permissive-2-0/", {"notice": "section 2.1"}
         ),
     ]
 
 
-def _of_models() -> list[Licence]:
+def _of_models() -> list[License]:
     """Return licenses for models."""
     hub = "https://huggingface.co/spaces"
     rail = {
@@ -195,30 +195,30 @@ def _of_models() -> list[Licence]:
     }
     llama_2 = {name: clause for name, clause in llama.items() if name != "naming"}
     return [
-        Licence("openrail", f"{hub}/bigscience/license", rail),
-        Licence("bigscience-openrail-m", f"{hub}/bigscience/bigscience-openrail-m", rail),
-        Licence("bigscience-bloom-rail-1.0", f"{hub}/bigscience/license", rail),
-        Licence("creativeml-openrail-m", f"{hub}/CompVis/stable-diffusion-license", rail),
-        Licence(
+        License("openrail", f"{hub}/bigscience/license", rail),
+        License("bigscience-openrail-m", f"{hub}/bigscience/bigscience-openrail-m", rail),
+        License("bigscience-bloom-rail-1.0", f"{hub}/bigscience/license", rail),
+        License("creativeml-openrail-m", f"{hub}/CompVis/stable-diffusion-license", rail),
+        License(
             "llama2",
             "https://ai.meta.com/llama/license/",
             {**llama_2, "no-other-models": "section 1(b)(v)"},
         ),
-        Licence(
+        License(
             "llama3",
             "https://www.llama.com/llama3/license/",
             {**llama, "no-other-models": "section 1(b)(v)"},
         ),
         *(
-            Licence(name, f"https://www.llama.com/{name.replace('.', '_')}/license/", llama)
+            License(name, f"https://www.llama.com/{name.replace('.', '_')}/license/", llama)
             for name in ("llama3.1", "llama3.2", "llama3.3")
         ),
-        Licence(
+        License(
             "gemma",
             "https://ai.google.dev/gemma/terms",
             {"notice": "section 3.1", "changes": "section 3.1", "use-policy": "section 3.2"},
         ),
-        Licence(
+        License(
             "MiniCPM-1.0",
             "https://github.com/OpenBMB/MiniCPM/blob/main/MiniCPM%20Model%20License.md",
             {
@@ -232,9 +232,9 @@ def _of_models() -> list[Licence]:
     ]
 
 
-LICENCES: Mapping[str, Licence] = {
-    licence.id: licence
-    for licence in (*_creative_commons(), *_gnu(), *_of_code(), *_of_data(), *_of_models())
+LICENSES: Mapping[str, License] = {
+    license.id: license
+    for license in (*_creative_commons(), *_gnu(), *_of_code(), *_of_data(), *_of_models())
 }
 
 # Conflicting pairs that the terms above do not explain.

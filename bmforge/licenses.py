@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.license_table import LICENCES, PAIRS, POLICIES, RESTRICTS, TERMS, Licence
+from bmforge.license_table import LICENSES, PAIRS, POLICIES, RESTRICTS, TERMS, License
 
 __all__ = [
-    "LICENCES",
+    "LICENSES",
     "POLICIES",
     "TERMS",
     "UNKNOWN",
     "Conflict",
-    "Licence",
-    "check_licence",
-    "find_licence",
-    "licence_name",
-    "merge_licences",
+    "License",
+    "check_license",
+    "find_license",
+    "license_name",
+    "merge_licenses",
     "obeys",
 ]
 
@@ -55,7 +55,7 @@ class Conflict:
         )
 
 
-_BY_ID = {id.lower(): licence for id, licence in LICENCES.items()}
+_BY_ID = {id.lower(): license for id, license in LICENSES.items()}
 _ALIASES = {
     "public domain": "CC-PDDC",
     "publicdomain": "CC-PDDC",
@@ -92,7 +92,7 @@ _EXCEPTION = re.compile(r"[a-z0-9.-]*exception[a-z0-9.-]*", re.I)
 _MOST_ALTERNATIVES = 4096
 
 
-def find_licence(name: str) -> Licence | None:
+def find_license(name: str) -> License | None:
     """Return the license for an SPDX expression, id, name or URL; None if it is unknown.
 
     For ``CC-BY-4.0 AND CC-BY-NC-4.0`` the result has the terms of both licenses; for ``MIT OR
@@ -106,23 +106,23 @@ def find_licence(name: str) -> Licence | None:
     if parts is None or (len(parts) == 1 and not _is_expression(name)):
         return parts[0] if parts else None
     terms = {term: clause for part in parts for term, clause in part.terms.items()}
-    return Licence(_normalize(name), parts[0].url, terms)
+    return License(_normalize(name), parts[0].url, terms)
 
 
-def _choose_parts(name: str) -> tuple[Licence, ...] | None:
+def _choose_parts(name: str) -> tuple[License, ...] | None:
     """Return the licenses of the least restrictive alternative in a license expression."""
     return min(_alternatives(name), key=_restriction, default=None)
 
 
-def _alternatives(name: str) -> list[tuple[Licence, ...]]:
+def _alternatives(name: str) -> list[tuple[License, ...]]:
     """Return the known alternatives in a license expression; each is a list of licenses."""
-    licence = _find_one(name)
-    if licence is not None:
-        return [(licence,)]
+    license = _find_one(name)
+    if license is not None:
+        return [(license,)]
     return _parse_expression(name) if _is_expression(name) else []
 
 
-def _restriction(parts: tuple[Licence, ...]) -> tuple[int, int]:
+def _restriction(parts: tuple[License, ...]) -> tuple[int, int]:
     terms = {term for part in parts for term in part.terms}
     return len(terms & set(RESTRICTS)), len(terms)
 
@@ -135,15 +135,15 @@ def _normalize(expression: str) -> str:
     """Replace the names in a license expression by SPDX ids."""
     parts = []
     for part in _OPERATOR.split(" ".join(expression.split())):
-        licence = _find_one(part) if part else None
+        license = _find_one(part) if part else None
         parts.append(
-            licence.id if licence else part.upper() if _OPERATOR.fullmatch(f" {part} ") else part
+            license.id if license else part.upper() if _OPERATOR.fullmatch(f" {part} ") else part
         )
     joined = " ".join(part for part in parts if part)
     return joined.replace("( ", "(").replace(" )", ")")
 
 
-def _parse_expression(expression: str) -> list[tuple[Licence, ...]]:
+def _parse_expression(expression: str) -> list[tuple[License, ...]]:
     """Return the alternatives of an expression; each is a list of licenses that all apply.
 
     Alternatives with an unknown license are omitted. A text that is not an expression has no
@@ -162,7 +162,7 @@ def _parse_expression(expression: str) -> list[tuple[Licence, ...]]:
     return alternatives if not unparsed else []
 
 
-Alternatives = list[tuple[Licence, ...]]
+Alternatives = list[tuple[License, ...]]
 
 
 def _parse_or(tokens: list[str]) -> tuple[Alternatives, list[str]]:
@@ -177,7 +177,7 @@ def _parse_and(tokens: list[str]) -> tuple[Alternatives, list[str]]:
     alternatives, tokens = _parse_operand(tokens)
     while tokens and tokens[0] == "AND":
         more, tokens = _parse_operand(tokens[1:])
-        alternatives = [(*licences, *other) for licences in alternatives for other in more]
+        alternatives = [(*licenses, *other) for licenses in alternatives for other in more]
         if len(alternatives) > _MOST_ALTERNATIVES:
             raise ValueError("too many alternatives")
     return alternatives, tokens
@@ -192,51 +192,51 @@ def _parse_operand(tokens: list[str]) -> tuple[Alternatives, list[str]]:
         return alternatives, tokens[1:]
     if first in (")", "AND", "OR", "WITH"):
         raise ValueError("an operand is missing")
-    licence = _find_one(first)
+    license = _find_one(first)
     if tokens and tokens[0] == "WITH":  # an exception gives rights, it takes none
         if not _EXCEPTION.fullmatch(tokens[1]):
             raise ValueError("no exception follows WITH")
         tokens = tokens[2:]
-    return [(licence,)] if licence else [], tokens
+    return [(license,)] if license else [], tokens
 
 
-def _find_one(licence_text: str) -> Licence | None:
+def _find_one(license_text: str) -> License | None:
     """Return the license with an id, name or URL."""
-    text = " ".join(licence_text.strip().lower().split())
+    text = " ".join(license_text.strip().lower().split())
     if text in _BY_ID:
         return _BY_ID[text]
     if text in _ALIASES:
-        return LICENCES[_ALIASES[text]]
+        return LICENSES[_ALIASES[text]]
     if address := _COMMONS.fullmatch(text):
         if address[3]:
-            return LICENCES["CC0-1.0" if address[3] == "zero" else "CC-PDDC"]
-        return LICENCES.get(f"CC-{address[1].upper()}-{address[2]}")
+            return LICENSES["CC0-1.0" if address[3] == "zero" else "CC-PDDC"]
+        return LICENSES.get(f"CC-{address[1].upper()}-{address[2]}")
     if name := _NAMED_COMMONS.fullmatch(text):
-        return LICENCES.get(f"CC-{name[1].replace(' ', '-').upper()}-{name[2]}")
+        return LICENSES.get(f"CC-{name[1].replace(' ', '-').upper()}-{name[2]}")
     if gnu := _GNU.fullmatch(text.replace(" ", "-")):
         version = gnu[2] if "." in gnu[2] else f"{gnu[2]}.0"
         ending = "or-later" if gnu[3] in ("+", "-or-later") else "only"
-        return LICENCES.get(f"{(gnu[1] or '').upper()}GPL-{version}-{ending}")
+        return LICENSES.get(f"{(gnu[1] or '').upper()}GPL-{version}-{ending}")
     return _find_by_address(text)
 
 
-def _find_by_address(text: str) -> Licence | None:
+def _find_by_address(text: str) -> License | None:
     def bare(url: str) -> str:
         return re.sub(r"^https?://(www\.)?|(/legalcode)?/?$|\.(html|txt)$", "", url.lower())
 
     if "/" not in text:
         return None
     address = bare(text).replace("opensource.org/licenses/", "opensource.org/license/")
-    return next((licence for licence in LICENCES.values() if bare(licence.url) == address), None)
+    return next((license for license in LICENSES.values() if bare(license.url) == address), None)
 
 
-def licence_name(name: str) -> str:
+def license_name(name: str) -> str:
     """Return the id of a license, or the given text if the license is unknown."""
-    licence = find_licence(name)
-    return licence.id if licence else " ".join(name.split()) or UNKNOWN
+    license = find_license(name)
+    return license.id if license else " ".join(name.split()) or UNKNOWN
 
 
-def check_licence(value: str, name: str) -> str:
+def check_license(value: str, name: str) -> str:
     """Return the id of the license that an option names.
 
     Args:
@@ -246,13 +246,13 @@ def check_licence(value: str, name: str) -> str:
     Raises:
         ConfigError: the license is unknown; the message suggests a similar one.
     """
-    licence = find_licence(value)
-    if licence is None:
+    license = find_license(value)
+    if license is None:
         raise ConfigError(
-            f"{name}={value!r} is no licence that is known.{suggest(value, LICENCES)} Needed is an "
-            "id of SPDX, such as CC-BY-4.0; docs/reference/licences.md lists those that are known."
+            f"{name}={value!r} is no license that is known.{suggest(value, LICENSES)} Needed is an "
+            "id of SPDX, such as CC-BY-4.0; docs/reference/licenses.md lists those that are known."
         )
-    return licence.id
+    return license.id
 
 
 def obeys(name: str, policy: str) -> bool:
@@ -266,24 +266,24 @@ def obeys(name: str, policy: str) -> bool:
     )
 
 
-def merge_licences(licences: Iterable[str], handed_on: str = "") -> list[Conflict]:
+def merge_licenses(licenses: Iterable[str], handed_on: str = "") -> list[Conflict]:
     """Return the conflicts between the licenses of a work's parts.
 
     A share-alike license conflicts with a license that has additional restrictions, and with a
     different share-alike license. Unknown licenses are ignored.
 
     Args:
-        licences: licenses of the parts, as their sources state them.
+        licenses: licenses of the parts, as their sources state them.
         handed_on: license under which the whole work is to be distributed; it must contain the
             restrictions of all parts.
     """
-    by_id = {part.id: part for reported in licences for part in _choose_parts(reported) or ()}
+    by_id = {part.id: part for reported in licenses for part in _choose_parts(reported) or ()}
     conflicts = []
     for first, second in combinations(sorted(by_id), 2):
         conflict = _compare(by_id[first], by_id[second])
         if conflict is not None:
             conflicts.append(conflict)
-    target = find_licence(handed_on) if handed_on else None
+    target = find_license(handed_on) if handed_on else None
     if target is None:
         return conflicts
     reported = [{part.first, part.second} for part in conflicts]
@@ -291,7 +291,7 @@ def merge_licences(licences: Iterable[str], handed_on: str = "") -> list[Conflic
     return [*conflicts, *(part for part in covers if part is not None)]
 
 
-def _compare(first: Licence, second: Licence) -> Conflict | None:
+def _compare(first: License, second: License) -> Conflict | None:
     """Return the conflict between two licenses, or None if a derived work can satisfy both."""
     both = ((first, second), (second, first))
     for this, other in both:
@@ -312,8 +312,8 @@ def _compare(first: Licence, second: Licence) -> Conflict | None:
     return None
 
 
-def _joinable(first: Licence, second: Licence) -> bool:
-    """Return True if a licence exists under which a work made from both may be distributed."""
+def _joinable(first: License, second: License) -> bool:
+    """Return True if a license exists under which a work made from both may be distributed."""
     ways = [{this.id, *this.compatible} for this in (first, second) if "share-alike" in this.terms]
     if len(ways) == 2:
         return bool(ways[0] & ways[1])
@@ -328,7 +328,7 @@ def _added(other_terms: Mapping[str, str], own_terms: Mapping[str, str]) -> Sequ
     return [term for term in RESTRICTS if term in other_terms and term not in own_terms]
 
 
-def _cover(part: Licence, target: Licence) -> Conflict | None:
+def _cover(part: License, target: License) -> Conflict | None:
     """Return the conflict if the license of the whole lacks a restriction of a part, or None."""
     if target.id in (part.id, *part.compatible):
         return None

@@ -1,6 +1,6 @@
 """Provenance of a model: the models and data it was made from, and their licenses.
 
-The record is stored as ``LICENCE.json`` next to a model card. A model that is made from another
+The record is stored as ``LICENSE.json`` next to a model card. A model that is made from another
 model or from texts inherits their records. Nothing is guessed: a part without a stated license is
 unknown. `licenses` has the terms of each license.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,30 +21,33 @@ from bmforge.licenses import (
     TERMS,
     UNKNOWN,
     Conflict,
-    Licence,
-    find_licence,
-    licence_name,
-    merge_licences,
+    License,
+    find_license,
+    license_name,
+    merge_licenses,
 )
 from bmforge.logging import get_logger
 
 __all__ = [
-    "LICENCE_FILE",
+    "LICENSE_FILE",
     "ProvenanceSource",
     "Provenance",
     "describe_provenance",
     "model_card",
     "read_provenance",
     "to_metadata",
-    "warn_of_licences",
+    "warn_of_licenses",
     "write_provenance",
 ]
 
-LICENCE_FILE, _CARD = "LICENCE.json", "README.md"
+LICENSE_FILE, _CARD = "LICENSE.json", "README.md"
 _FORMAT = 1
-_MARK = "<!-- written by bmforge from LICENCE.json -->"
+_MARK = "<!-- written by bmforge from LICENSE.json -->"
+# Earlier versions spelled the file, the key in it and the key of a GGUF file in British English.
+_OLD_FILE, _OLD_KEY, _OLD_MARK = "LICENCE.json", "licence", _MARK.replace("LICENSE", "LICENCE")
+_OLD_METADATA_KEY = "bmforge.licence"
 _MOST_SOURCES, _FEW = 20, 5
-_HUB_KEY, _OWN_KEY = "general.license", "bmforge.licence"  # keys in a GGUF file
+_HUB_KEY, _OWN_KEY = "general.license", "bmforge.license"  # keys in a GGUF file
 _FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*\n", re.DOTALL)
 _SAID = re.compile(r"^license(_name)?\s*:\s*[\"']?([^\"'#\n]+)", re.MULTILINE)
 _NOTHING = ("", "other", UNKNOWN)  # values in model cards that name no license
@@ -56,16 +59,16 @@ class ProvenanceSource:
 
     Attributes:
         kind: ``base`` (a model), ``delta`` (an adapter), ``data``, or ``terms`` (further terms
-            of a data source; `licence` then says where to find them).
+            of a data source; `license` then says where to find them).
         name: name of the model or corpus.
-        licence: id of the license, the stated text if it is not recognized, or ``unknown``.
+        license: id of the license, the stated text if it is not recognized, or ``unknown``.
         documents, text_bytes, tokens: number of documents, bytes and tokens of the data.
         sources: hosts and files of the data for attribution; those with most documents come first.
     """
 
     kind: str
     name: str
-    licence: str = UNKNOWN
+    license: str = UNKNOWN
     documents: int = 0
     text_bytes: int = 0
     tokens: int = 0
@@ -77,20 +80,20 @@ class Provenance:
     """The license of a model, and the models and data it was made from.
 
     Attributes:
-        licence: license under which the model is distributed; empty if none is stated.
+        license: license under which the model is distributed; empty if none is stated.
         parts: models and data it was made from.
     """
 
-    licence: str = ""
+    license: str = ""
     parts: tuple[ProvenanceSource, ...] = ()
 
     def __bool__(self) -> bool:
         """Return True if anything is known."""
-        return bool(self.licence or self.parts)
+        return bool(self.license or self.parts)
 
     def as_parts(self, kind: str, name: str) -> tuple[ProvenanceSource, ...]:
         """Return the model and its parts, as the parts of another model that is made from it."""
-        return (ProvenanceSource(kind, name, self.licence or UNKNOWN), *self.parts)
+        return (ProvenanceSource(kind, name, self.license or UNKNOWN), *self.parts)
 
     def joined(self, parts: Iterable[ProvenanceSource]) -> Provenance:
         """Return a copy to which new parts are added; duplicates are omitted."""
@@ -98,22 +101,22 @@ class Provenance:
 
     def conflicts(self) -> list[Conflict]:
         """Return the conflicts among the licenses of the parts and of the model."""
-        named = [part.licence for part in self.parts if part.kind != "terms"]
-        return merge_licences(named, self.licence)
+        named = [part.license for part in self.parts if part.kind != "terms"]
+        return merge_licenses(named, self.license)
 
-    def licences(self) -> list[Licence]:
+    def licenses(self) -> list[License]:
         """Return the recognized licenses of the model and its parts, sorted by id."""
-        names = [self.licence, *(part.licence for part in self.parts if part.kind != "terms")]
-        by_id = {licence.id: licence for licence in map(find_licence, names) if licence is not None}
+        names = [self.license, *(part.license for part in self.parts if part.kind != "terms")]
+        by_id = {license.id: license for license in map(find_license, names) if license is not None}
         return [by_id[id] for id in sorted(by_id)]
 
     def unknown(self) -> list[ProvenanceSource]:
         """Return the parts whose license is not recognized."""
-        return [p for p in self.parts if p.kind != "terms" and find_licence(p.licence) is None]
+        return [p for p in self.parts if p.kind != "terms" and find_license(p.license) is None]
 
 
 def read_provenance(path: str | Path) -> Provenance:
-    """Read a model's provenance from ``LICENCE.json``, its model card, or GGUF metadata.
+    """Read a model's provenance from ``LICENSE.json``, its model card, or GGUF metadata.
 
     Args:
         path: directory of a model, or a GGUF file.
@@ -124,13 +127,14 @@ def read_provenance(path: str | Path) -> Provenance:
     path = Path(path)
     if is_gguf(path):
         metadata = read_gguf_header(path).metadata
-        if _OWN_KEY in metadata:
-            return _from_record(_parse(str(metadata[_OWN_KEY]), path), path)
+        for key in (_OWN_KEY, _OLD_METADATA_KEY):
+            if key in metadata:
+                return _from_record(_parse(str(metadata[key]), path), path)
         return Provenance(_named(str(metadata.get(_HUB_KEY, ""))))
-    file = path / LICENCE_FILE
-    if file.is_file():
-        return _from_record(read_json(file), file)
-    return Provenance(_licence_of_card(path / _CARD))
+    for file in (path / LICENSE_FILE, path / _OLD_FILE):
+        if file.is_file():
+            return _from_record(read_json(file), file)
+    return Provenance(_license_of_card(path / _CARD))
 
 
 def _parse(text: str, where: Path) -> Any:
@@ -145,13 +149,19 @@ def _from_record(record: Any, where: Path) -> Provenance:
         if record["format"] != _FORMAT:
             raise ValueError(f"format {record['format']}, supported: {_FORMAT}")
         parts = tuple(
-            ProvenanceSource(**{**p, "sources": tuple(p["sources"])}) for p in record["made_of"]
+            ProvenanceSource(**{**_rename_old_key(p), "sources": tuple(p["sources"])})
+            for p in record["made_of"]
         )
-        return Provenance(str(record["licence"] or ""), parts)
+        return Provenance(str(_rename_old_key(record)["license"] or ""), parts)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"{str(where)!r} is not a license record ({error}). Get the file again."
         ) from error
+
+
+def _rename_old_key(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with the license under its current key."""
+    return {"license" if key == _OLD_KEY else key: value for key, value in record.items()}
 
 
 def to_metadata(provenance: Provenance) -> dict[str, str]:
@@ -159,10 +169,10 @@ def to_metadata(provenance: Provenance) -> dict[str, str]:
     if not provenance:
         return {}
     own = {_OWN_KEY: json.dumps(_to_record(provenance), ensure_ascii=False)}
-    return {_HUB_KEY: _tag(provenance.licence), **own} if provenance.licence else own
+    return {_HUB_KEY: _tag(provenance.license), **own} if provenance.license else own
 
 
-def _licence_of_card(card: Path) -> str:
+def _license_of_card(card: Path) -> str:
     """Return the license in the front matter of a Hugging Face model card; "" without one."""
     try:
         text = card.read_text("utf-8") if card.is_file() else ""
@@ -174,21 +184,21 @@ def _licence_of_card(card: Path) -> str:
 
 
 def _named(text: str) -> str:
-    return "" if text.strip().lower() in _NOTHING else licence_name(text)
+    return "" if text.strip().lower() in _NOTHING else license_name(text)
 
 
 def _to_record(provenance: Provenance) -> dict[str, Any]:
     return {
         "format": _FORMAT,
-        "licence": provenance.licence or None,
+        "license": provenance.license or None,
         "made_of": [asdict(part) for part in provenance.parts],
-        "terms": {licence.id: dict(licence.terms) for licence in provenance.licences()},
+        "terms": {license.id: dict(license.terms) for license in provenance.licenses()},
         "do_not_go_together": [asdict(conflict) for conflict in provenance.conflicts()],
     }
 
 
 def write_provenance(directory: str | Path, provenance: Provenance, name: str = "") -> None:
-    """Write ``LICENCE.json`` and a model card; a card that bmforge did not write is kept.
+    """Write ``LICENSE.json`` and a model card; a card that bmforge did not write is kept.
 
     Args:
         directory: directory of the model.
@@ -196,8 +206,10 @@ def write_provenance(directory: str | Path, provenance: Provenance, name: str = 
         name: name of the model in the card; "" uses the directory's name.
     """
     folder = Path(directory)
-    file, card = folder / LICENCE_FILE, folder / _CARD
-    is_ours = not card.exists() or _MARK in card.read_text("utf-8", errors="replace")
+    file, card = folder / LICENSE_FILE, folder / _CARD
+    text = card.read_text("utf-8", errors="replace") if card.exists() else _MARK
+    is_ours = _MARK in text or _OLD_MARK in text
+    (folder / _OLD_FILE).unlink(missing_ok=True)  # replaced by, or removed with, the new file
     if not provenance:  # remove the record of an earlier model in this directory
         file.unlink(missing_ok=True)
         if is_ours:
@@ -208,7 +220,7 @@ def write_provenance(directory: str | Path, provenance: Provenance, name: str = 
         replace_file(card, model_card(provenance, name or folder.resolve().name))
 
 
-def warn_of_licences(where: object, provenance: Provenance) -> None:
+def warn_of_licenses(where: object, provenance: Provenance) -> None:
     """Log a warning about conflicting clauses and about parts with unknown licenses."""
     for conflict in provenance.conflicts():
         get_logger().warning("%s: these licenses conflict: %s", where, conflict)
@@ -221,10 +233,10 @@ def warn_of_licences(where: object, provenance: Provenance) -> None:
 
 def describe_provenance(provenance: Provenance) -> list[str]:
     """Return lines of text about a model's license, its parts and their conflicts."""
-    lines = [f"license: {provenance.licence or UNKNOWN}"]
+    lines = [f"license: {provenance.license or UNKNOWN}"]
     for part in provenance.parts:
         counts = f", {part.documents:,} documents, {part.tokens:,} tokens" if part.documents else ""
-        lines.append(f"made of {part.kind} {part.name}: {part.licence}{counts}")
+        lines.append(f"made of {part.kind} {part.name}: {part.license}{counts}")
     lines += [f"conflict: {conflict}" for conflict in provenance.conflicts()]
     return lines
 
@@ -232,16 +244,16 @@ def describe_provenance(provenance: Provenance) -> list[str]:
 def model_card(provenance: Provenance, name: str) -> str:
     """Return a model card in Markdown: the data by license, and the duties that licenses impose."""
     bases = list(dict.fromkeys(part.name for part in provenance.parts if part.kind == "base"))
-    lines = ["---", f"license: {_tag(provenance.licence)}"]
+    lines = ["---", f"license: {_tag(provenance.license)}"]
     lines += ["base_model:", *(f"- {base}" for base in bases)] if bases else []
     lines += ["library_name: bmforge", "---", "", _MARK, "", f"# {name}", ""]
-    lines += [f"License: {provenance.licence or UNKNOWN}.", "", "## Made of", ""]
+    lines += [f"License: {provenance.license or UNKNOWN}.", "", "## Made of", ""]
     lines += _parts(provenance.parts)
-    lines += ["", "## Data by license", "", *_by_licence(provenance.parts)]
+    lines += ["", "## Data by license", "", *_by_license(provenance.parts)]
     requirements = [
-        (licence.id, f"{term}: {TERMS[term]}", clause)
-        for licence in provenance.licences()
-        for term, clause in licence.terms.items()
+        (license.id, f"{term}: {TERMS[term]}", clause)
+        for license in provenance.licenses()
+        for term, clause in license.terms.items()
     ]
     if requirements:
         heads = ("license", "what it asks for", "where")
@@ -251,9 +263,9 @@ def model_card(provenance: Provenance, name: str) -> str:
     return "\n".join([*lines, "", "## Use", "", *_use(provenance), ""])
 
 
-def _tag(licence: str) -> str:
-    known_licence = find_licence(licence) if licence else None
-    return known_licence.id.lower() if known_licence else "other" if licence else UNKNOWN
+def _tag(license: str) -> str:
+    known_license = find_license(license) if license else None
+    return known_license.id.lower() if known_license else "other" if license else UNKNOWN
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -268,22 +280,22 @@ def _parts(parts: Iterable[ProvenanceSource]) -> list[str]:
         sources = ", ".join(part.sources[:_MOST_SOURCES])
         if len(part.sources) > _MOST_SOURCES:
             sources += f" and {len(part.sources) - _MOST_SOURCES} more"
-        rows.append((part.kind, part.name, part.licence, *counts, sources))
+        rows.append((part.kind, part.name, part.license, *counts, sources))
     heads = ("", "name", "license", "documents", "bytes", "tokens", "sources")
     return _table(heads, rows) if rows else ["Nothing is stated."]
 
 
-def _by_licence(parts: Iterable[ProvenanceSource]) -> list[str]:
+def _by_license(parts: Iterable[ProvenanceSource]) -> list[str]:
     sums: dict[str, list[int]] = {}
     for part in parts:
         if part.kind == "data":
-            counts = sums.setdefault(part.licence, [0, 0, 0])
+            counts = sums.setdefault(part.license, [0, 0, 0])
             for column, count in enumerate((part.documents, part.text_bytes, part.tokens)):
                 counts[column] += count
     total = max(sum(counts[2] for counts in sums.values()), 1)
     rows = [
-        (licence, *(f"{count:,}" for count in counts), f"{100 * counts[2] / total:.1f}")
-        for licence, counts in sorted(sums.items(), key=lambda item: (-item[1][2], item[0]))
+        (license, *(f"{count:,}" for count in counts), f"{100 * counts[2] / total:.1f}")
+        for license, counts in sorted(sums.items(), key=lambda item: (-item[1][2], item[0]))
     ]
     heads = ("license", "documents", "bytes", "tokens", "% of the tokens")
     return _table(heads, rows) if rows else ["No data is recorded."]
@@ -292,13 +304,13 @@ def _by_licence(parts: Iterable[ProvenanceSource]) -> list[str]:
 def _use(provenance: Provenance) -> list[str]:
     """Return the duties of people who use or distribute the model, from the license table."""
     by_term: dict[str, list[str]] = {}
-    for licence in provenance.licences():
-        for term in licence.terms:
-            by_term.setdefault(term, []).append(licence.id)
+    for license in provenance.licenses():
+        for term in license.terms:
+            by_term.setdefault(term, []).append(license.id)
     lines = [f"- {TERMS[term]} ({', '.join(by_term[term])})" for term in TERMS if term in by_term]
-    lines += [f"- text of {licence.id}: {licence.url}" for licence in provenance.licences()]
-    own_terms = [part.licence for part in provenance.parts if part.kind == "terms"]
-    lines += [f"- a source's own terms: {licence}" for licence in dict.fromkeys(own_terms)]
+    lines += [f"- text of {license.id}: {license.url}" for license in provenance.licenses()]
+    own_terms = [part.license for part in provenance.parts if part.kind == "terms"]
+    lines += [f"- a source's own terms: {license}" for license in dict.fromkeys(own_terms)]
     if provenance.unknown():
         lines.append("- the license of some parts is unknown: ask before you hand the model on")
     return [

@@ -160,9 +160,9 @@ class PrepareConfig:
             Give .jsonl files, or TASK=DIRECTORY for all splits of a task that `evaluate` supports,
             such as BoolQ=superglue.
         cut_examples: remove the test examples from a document instead of dropping the document.
-        licence: license of texts whose source states none: an SPDX id for all texts, or PATH=ID
+        license: license of texts whose source states none: an SPDX id for all texts, or PATH=ID
             for those of a file or directory.
-        licence_policy: allowed licenses of documents: any; known ones; commercial ones, which
+        license_policy: allowed licenses of documents: any; known ones; commercial ones, which
             allow commercial use; permissive ones, which only require attribution and notices.
         near_duplicates: keep only one of several documents whose sets of word 5-grams have at
             least this Jaccard similarity, from 0.3 to 1; none drops only exact duplicates.
@@ -213,8 +213,8 @@ class PrepareConfig:
     scores: tuple[str, ...] = ()
     decontaminate: tuple[str, ...] = ()
     cut_examples: bool = False
-    licence: tuple[str, ...] = ()
-    licence_policy: Literal["any", "known", "commercial", "permissive"] = "any"
+    license: tuple[str, ...] = ()
+    license_policy: Literal["any", "known", "commercial", "permissive"] = "any"
     near_duplicates: float | None = None
     repeated_paragraphs: int | None = None
     repeated_spans: int | None = None

@@ -12,12 +12,12 @@ import pytest
 from bmforge.errors import DataError
 from bmforge.logging import get_logger
 from bmforge.provenance import (
-    LICENCE_FILE,
+    LICENSE_FILE,
     Provenance,
     ProvenanceSource,
     describe_provenance,
     read_provenance,
-    warn_of_licences,
+    warn_of_licenses,
     write_provenance,
 )
 
@@ -36,9 +36,21 @@ KNOWN = Provenance(
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_provenance(tmp_path, KNOWN)
     assert read_provenance(tmp_path) == KNOWN
-    record = json.loads((tmp_path / LICENCE_FILE).read_text("utf-8"))
+    record = json.loads((tmp_path / LICENSE_FILE).read_text("utf-8"))
     assert record["terms"]["CC-BY-SA-4.0"]["share-alike"] == "section 3(b)"
     assert record["do_not_go_together"] == []
+
+
+def test_records_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Earlier versions wrote LICENCE.json with the key "licence"."""
+    write_provenance(tmp_path, KNOWN)
+    text = (tmp_path / LICENSE_FILE).read_text("utf-8").replace('"license":', '"licence":')
+    (tmp_path / LICENSE_FILE).unlink()
+    (tmp_path / "LICENCE.json").write_text(text, "utf-8")
+    assert read_provenance(tmp_path) == KNOWN
+    write_provenance(tmp_path, Provenance("MIT"))
+    assert read_provenance(tmp_path) == Provenance("MIT")
+    assert not (tmp_path / "LICENCE.json").exists()
 
 
 def test_the_card_has_the_sums_and_the_use(tmp_path: Path) -> None:
@@ -76,7 +88,7 @@ def test_what_is_no_longer_known_does_not_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "licence"),
+    ("head", "license"),
     [
         ("license: apache-2.0", "Apache-2.0"),
         ("language: en\nlicense: 'cc-by-sa-3.0'\ntags:\n- x", "CC-BY-SA-3.0"),
@@ -85,17 +97,17 @@ def test_what_is_no_longer_known_does_not_stay(tmp_path: Path) -> None:
         ("tags: []", ""),
     ],
 )
-def test_the_head_of_a_card_says_the_licence(tmp_path: Path, head: str, licence: str) -> None:
+def test_the_head_of_a_card_says_the_license(tmp_path: Path, head: str, license: str) -> None:
     (tmp_path / "README.md").write_text(f"---\n{head}\n---\nlicense: mit\n")
-    assert read_provenance(tmp_path) == Provenance(licence)
+    assert read_provenance(tmp_path) == Provenance(license)
 
 
 def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
     write_provenance(tmp_path, KNOWN)
-    record = json.loads((tmp_path / LICENCE_FILE).read_text("utf-8"))
+    record = json.loads((tmp_path / LICENSE_FILE).read_text("utf-8"))
     for damaged in ({**record, "format": 9}, {"format": 1}, {**record, "made_of": [{"x": 1}]}):
-        (tmp_path / LICENCE_FILE).write_text(json.dumps(damaged))
-        with pytest.raises(DataError, match=r"LICENCE\.json"):
+        (tmp_path / LICENSE_FILE).write_text(json.dumps(damaged))
+        with pytest.raises(DataError, match=r"LICENSE\.json"):
             read_provenance(tmp_path)
     assert read_provenance(tmp_path / "nowhere") == Provenance()
 
@@ -112,7 +124,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
 def test_what_does_not_fit_is_said_with_both_clauses(said: pytest.LogCaptureFixture) -> None:
     known = KNOWN.joined([ProvenanceSource("data", "papers", "CC-BY-NC-4.0"), KNOWN.parts[0]])
     assert len(known.parts) == len(KNOWN.parts) + 1
-    warn_of_licences("here", known)
+    warn_of_licenses("here", known)
     assert len(said.messages) == 2
     assert any("section 3(b)" in line and "section 2(a)(1)" in line for line in said.messages)
     assert any("the license is unknown of data crawl" in line for line in said.messages)

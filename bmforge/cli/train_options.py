@@ -18,7 +18,7 @@ data.validation-fraction data.weights data.where desirable-weight distill-temper
 export export-dtype family freeze-base init-from join jsd-beta label-smoothing layout.cp
 layout.cp-method layout.dp-replicate layout.ep layout.pp layout.pp-balance layout.pp-cut
 layout.pp-schedule layout.pp-stages-per-rank layout.sequence-parallel layout.tp layout.zero
-licence long-ratio loss-scale.fixed loss-scale.growth-interval-steps loss-scale.hysteresis
+license long-ratio loss-scale.fixed loss-scale.growth-interval-steps loss-scale.hysteresis
 loss-scale.init-scale loss-scale.min-scale mask-ratio max-new-tokens mean-span-length method
 mlm-ratio model-changes model.activation model.add-pooling-layer model.attn-bias
 model.attn-dropout model.attn-scale model.balance-experts model.base-hidden-size model.bias

@@ -143,9 +143,9 @@ def read_dtypes(directory: Path) -> Callable[[str], torch.dtype] | None:
 def _save_adapter(adapter: Delta, model: Any, config: Any, target: Path) -> None:
     """Save an adapter with its card, provenance and the name of its base model."""
     provenance = model.provenance
-    data = dict.fromkeys(f"{p.name} ({p.licence})" for p in provenance.parts if p.kind == "data")
+    data = dict.fromkeys(f"{p.name} ({p.license})" for p in provenance.parts if p.kind == "data")
     card = {"base": config.init_from, "command": f"run.toml of {config.run_dir.name}"}
-    card |= {"data": ", ".join(data), "license": provenance.licence}
+    card |= {"data": ", ".join(data), "license": provenance.license}
     adapter.save(target, **{key: value for key, value in card.items() if value})
 
     def complete() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["RENAMED", "rename_fields"]
 
 # Dotted name of a field or table in old files -> its current name.
-RENAMED: Mapping[str, str] = {}
+RENAMED: Mapping[str, str] = {"licence": "license"}
 
 
 def rename_fields(

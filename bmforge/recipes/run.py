@@ -34,7 +34,7 @@ from bmforge.parallel import (
     run_everywhere,
     run_on_first,
 )
-from bmforge.provenance import warn_of_licences
+from bmforge.provenance import warn_of_licenses
 from bmforge.recipes.adapters import AdapterConfig, log_trained, set_rates
 from bmforge.recipes.base_weights import BaseDtype
 from bmforge.recipes.build import build_model
@@ -88,7 +88,7 @@ _FREE_FIELDS = """
     train.log_every_steps train.profile_steps train.early_stopping_patience
     train.early_stopping_threshold train.num_epochs data.micro_batch_size data.prefetch_steps
     data.validation_batches data.paths data.validation model_changes new_head family
-    epochs adapter.merge export_dtype push_to_hub search licence timeout_s
+    epochs adapter.merge export_dtype push_to_hub search license timeout_s
 """
 _FREE = frozenset(_FREE_FIELDS.split())
 
@@ -126,7 +126,7 @@ class RunConfig:
             fp32 without it.
         push_to_hub: repository OWNER/NAME of the Hugging Face hub that gets the export (default:
             none). A new repository is private.
-        licence: SPDX id of the export's license (default: none).
+        license: SPDX id of the export's license (default: none).
         wandb_project: Weights & Biases project to log to (default: none).
         timeout_s: seconds that a process may wait for another one that does not answer; then all
             end with an error that names it (default: 600).
@@ -155,7 +155,7 @@ class RunConfig:
     export: bool = True
     export_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     push_to_hub: str | None = None
-    licence: str = ""
+    license: str = ""
     wandb_project: str | None = None
     timeout_s: float = 600.0
     override: tuple[str, ...] = ()
@@ -283,7 +283,7 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
         config.run_dir,
     )
     claim_run_dir(config.run_dir, config)
-    run_on_first(lambda: warn_of_licences(config.run_dir, provenance))
+    run_on_first(lambda: warn_of_licenses(config.run_dir, provenance))
     try:
         trainer.fit()
         evaluation = None

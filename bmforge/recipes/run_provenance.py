@@ -13,7 +13,7 @@ from bmforge.data import Condition, open_store, parse_conditions
 from bmforge.data.prepare.record import RECORD_NAME, PrepareReport, read_record
 from bmforge.data.store.columns import read_columns
 from bmforge.data.store.conditions import select_documents
-from bmforge.licenses import UNKNOWN, check_licence
+from bmforge.licenses import UNKNOWN, check_license
 from bmforge.models.hub import find_model
 from bmforge.provenance import Provenance, ProvenanceSource, read_provenance
 from bmforge.recipes.inputs.selection import split_path
@@ -28,10 +28,10 @@ def find_provenance(config: Any) -> Provenance:
         config: the run's config; licenses of data are known for directories of `prepare`.
 
     Raises:
-        ConfigError: `licence` is not known.
+        ConfigError: `license` is not known.
         DataError: a record of licenses is damaged.
     """
-    licence = check_licence(config.licence, "licence") if config.licence else ""
+    license = check_license(config.license, "license") if config.license else ""
     parts: list[ProvenanceSource] = []
     if config.init_from is not None:
         base = read_provenance(find_model(config.init_from))
@@ -40,7 +40,7 @@ def find_provenance(config: Any) -> Provenance:
     for path in getattr(config.data, "paths", ()):
         bare_path, own = split_path(path)
         parts += parts_of_corpus(bare_path, (*where, *own))
-    return Provenance(licence).joined(parts)
+    return Provenance(license).joined(parts)
 
 
 def parts_of_corpus(path: str, where: Sequence[Condition] = ()) -> Iterator[ProvenanceSource]:
@@ -56,7 +56,7 @@ def parts_of_corpus(path: str, where: Sequence[Condition] = ()) -> Iterator[Prov
         return
     report, _ = read_record(folder)
     summary = report.summary
-    if summary is None or not summary.licences:
+    if summary is None or not summary.licenses:
         yield ProvenanceSource("data", folder.name, UNKNOWN, *_counts(report))
         return
     if where:
@@ -65,12 +65,12 @@ def parts_of_corpus(path: str, where: Sequence[Condition] = ()) -> Iterator[Prov
             if terms != UNKNOWN:  # the number among the selected documents is not recorded
                 yield ProvenanceSource("terms", folder.name, terms)
         return
-    for licence, (documents, text_bytes, tokens) in summary.licences.items():
+    for license, (documents, text_bytes, tokens) in summary.licenses.items():
         by_count = sorted(
-            summary.origins.get(licence, {}).items(), key=lambda item: (-item[1][0], item[0])
+            summary.origins.get(license, {}).items(), key=lambda item: (-item[1][0], item[0])
         )
         sources = tuple(name for name, _ in by_count)
-        yield ProvenanceSource("data", folder.name, licence, documents, text_bytes, tokens, sources)
+        yield ProvenanceSource("data", folder.name, license, documents, text_bytes, tokens, sources)
     for terms, counts in summary.terms.items():
         if terms != UNKNOWN:
             documents, text_bytes, tokens = counts
@@ -90,17 +90,17 @@ def _chosen_parts(folder: Path, where: Sequence[Condition]) -> Iterator[Provenan
         mask = select_documents(columns, where)
         rows = columns.rows[mask]
         sizes = np.fromiter((end - start for start, end in store.documents()), np.int64)[mask]
-        for number in np.unique(rows["licence"]):
-            licence, of = columns.names["licence"][number] or UNKNOWN, rows["licence"] == number
-            tokens[licence] += int(sizes[of].sum())
+        for number in np.unique(rows["license"]):
+            license, of = columns.names["license"][number] or UNKNOWN, rows["license"] == number
+            tokens[license] += int(sizes[of].sum())
             for source, count in zip(
                 *np.unique(rows["source"][of], return_counts=True), strict=True
             ):
-                counts[licence][columns.names["source"][source]] += int(count)
-    for licence, of_sources in counts.items():
+                counts[license][columns.names["source"][source]] += int(count)
+    for license, of_sources in counts.items():
         names = tuple(name for name, _ in of_sources.most_common() if name)
         documents = of_sources.total()
-        yield ProvenanceSource("data", folder.name, licence, documents, 0, tokens[licence], names)
+        yield ProvenanceSource("data", folder.name, license, documents, 0, tokens[license], names)
 
 
 def _counts(report: PrepareReport) -> tuple[int, int, int]:

@@ -21,7 +21,7 @@ def _describe(served: Served, began: int) -> dict[str, object]:
         "owned_by": "bmforge",
         "abilities": served.abilities,
         "max_model_len": served.engine.config.tokens_of(served.engine.model),
-        **served.licences,
+        **served.licenses,
     }
 
 

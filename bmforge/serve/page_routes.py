@@ -53,7 +53,7 @@ async def state(request: Request) -> Response:
             "model": serving.name,
             "models": [m.name for m in serving.models if m.abilities == serving.main.abilities],
             "abilities": serving.main.abilities,
-            "licence": serving.main.licences["licence"],
+            "license": serving.main.licenses["license"],
             "max_tokens": serving.engine.config.tokens_of(serving.engine.model),
             "budget_bytes": plan.budget_bytes,
             "parts": parts,

@@ -47,11 +47,11 @@ class Served:
     delta: str | None = None
 
     @property
-    def licences(self) -> dict[str, Any]:
+    def licenses(self) -> dict[str, Any]:
         """License of the model ("unknown" if not stated), and those of its base and data."""
         provenance = getattr(self.engine.model, "provenance", Provenance())
-        made_of = [{"kind": p.kind, "name": p.name, "licence": p.licence} for p in provenance.parts]
-        return {"licence": provenance.licence or UNKNOWN, "made_of": made_of}
+        made_of = [{"kind": p.kind, "name": p.name, "license": p.license} for p in provenance.parts]
+        return {"license": provenance.license or UNKNOWN, "made_of": made_of}
 
     @classmethod
     def of(cls, name: str, engine: Any) -> Served:

@@ -112,7 +112,7 @@ def test_nested_fields(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     (found,) = entries(tmp_path / "a.jsonl", text_field="a.b.0.c")
     assert isinstance(found, Document)
-    assert (found.text, found.date, found.licence) == ("deep", "2024-05-01", "MIT")
+    assert (found.text, found.date, found.license) == ("deep", "2024-05-01", "MIT")
     assert texts(tmp_path / "a.jsonl", text_field="a.x") == ["flat"]
     assert "no field 'a.b.1.c'" in str(entries(tmp_path / "a.jsonl", text_field="a.b.1.c"))
 
@@ -159,7 +159,7 @@ def test_pages(tmp_path: Path, charset: str) -> None:
     assert "春晓" in found.text
     assert not any(word in found.text for word in ("登录", "Copyright", "首页"))
     assert (found.language, found.date) == ("zh", "2024-05-01")
-    assert found.licence == "https://creativecommons.org/licenses/by/4.0/"
+    assert found.license == "https://creativecommons.org/licenses/by/4.0/"
     assert 0 < found.scores["link_ratio"] < 0.3
 
 

@@ -130,7 +130,7 @@ def test_a_list_that_does_not_fit_is_refused(
 
 
 def write_texts(folder: Path) -> list[dict[str, str]]:
-    """Two files of documents with languages, dates and licences, some without."""
+    """Two files of documents with languages, dates and licenses, some without."""
     folder.mkdir()
     rows = [
         {
@@ -214,7 +214,7 @@ CONDITIONS = [
     (["date<2020-05"], lambda row: "" < row["date"] < "2020-05"),
     (["date>2020"], lambda row: row["date"] >= "2021"),
     (["date<=2019-12-31"], lambda row: row["date"] == "2019-12-31"),
-    (["licence=CC-BY-*"], lambda row: row["license"] == "cc-by-4.0"),
+    (["license=CC-BY-*"], lambda row: row["license"] == "cc-by-4.0"),
     (
         ["source=b.example", "language=zh"],
         lambda row: "//b." in row["url"] and "zh" in row.values(),
@@ -293,4 +293,4 @@ def test_what_cannot_be_chosen_is_said(prepared: Path, tmp_path: Path) -> None:
     columns_path(tmp_path / "bare").write_bytes(known)
     with pytest.raises(DataError, match="speaks of"):
         read_columns(open_store(tmp_path / "bare"))
-    assert set(NAMED) == {"source", "language", "licence"}
+    assert set(NAMED) == {"source", "language", "license"}

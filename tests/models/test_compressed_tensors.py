@@ -141,7 +141,7 @@ def test_read_back(scheme: QuantSpec, tmp_path: Path) -> None:
         save_compressed(model, tmp_path)
 
 
-def test_licences_travel(tmp_path: Path) -> None:
+def test_licenses_travel(tmp_path: Path) -> None:
     """What is known of a model's parts is written beside it, as in every form."""
     model = quantize_(llama(), "int4", where=WHERE)
     model.provenance = Provenance(

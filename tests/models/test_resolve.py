@@ -65,7 +65,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     ],
 )
 def test_what_is_fetched(weights: list[str], fetched: list[str], hub: Hub) -> None:
-    """All of config and tokenizer, the card, which has the licence, and the weights once."""
+    """All of config and tokenizer, the card, which has the license, and the weights once."""
     there = [*COMMON, "README.md", *weights, "train.py", "onnx/config.json"]
     assert hub(there) == [*COMMON, "README.md", *fetched]
 

@@ -114,7 +114,7 @@ def test_exports_open_everywhere(base: Path, tmp_path: Path) -> None:
         got = raw.float()(IDS).logits
         assert_close(got, want, rtol=1e-4 if exact else 0.1, atol=1e-5 if exact else 0.05)
         assert_close(AutoModel.from_pretrained(merged)(IDS).logits, got, rtol=1e-4, atol=1e-5)
-    has = {file.name for file in base.iterdir()} | {"LICENCE.json", "README.md"}
+    has = {file.name for file in base.iterdir()} | {"LICENSE.json", "README.md"}
     assert {file.name for file in merged.iterdir()} == has
 
 

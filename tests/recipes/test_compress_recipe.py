@@ -106,7 +106,7 @@ def test_files_for_others(start: Path, tmp_path: Path, capsys: pytest.CaptureFix
     with torch.no_grad():
         got = theirs.eval()(input_ids=ids).logits
     assert (got - want).norm() < 0.02 * want.norm()
-    assert read_provenance(out).licence == "apache-2.0"
+    assert read_provenance(out).license == "apache-2.0"
     report = CompressReport.load(out)
     for speed in (report.speed, *(phase.speed for phase in report.phases)):
         assert set(speed) == {"prefill, tokens/s", "decode, tokens/s"}

@@ -43,8 +43,8 @@ def test_a_second_model_embeds(start: Any, engine: Engine, tmp_path: Path) -> No
         create_app(engine, ServeConfig(embedding_name="small"))
 
 
-def test_a_model_says_its_licence(start: Any, engine: Engine, tmp_path: Path) -> None:
-    """And what it was made of; one that says nothing is of unknown licence."""
+def test_a_model_says_its_license(start: Any, engine: Engine, tmp_path: Path) -> None:
+    """And what it was made of; one that says nothing is of unknown license."""
     place = write_model(tmp_path / "second", num_layers=1)
     known = Provenance("Apache-2.0", (ProvenanceSource("data", "poems", "CC-BY-SA-4.0"),))
     write_provenance(place, known)
@@ -52,9 +52,9 @@ def test_a_model_says_its_licence(start: Any, engine: Engine, tmp_path: Path) ->
         with start(embedder=second, embedding_name="small") as server:
             mine, other = httpx.get(f"{server.url}/v1/models").json()["data"]
             page = httpx.get(f"{server.url}/page/state").json()
-    assert (mine["licence"], mine["made_of"], page["licence"]) == ("unknown", [], "unknown")
-    assert other["licence"] == "Apache-2.0"
-    assert other["made_of"] == [{"kind": "data", "name": "poems", "licence": "CC-BY-SA-4.0"}]
+    assert (mine["license"], mine["made_of"], page["license"]) == ("unknown", [], "unknown")
+    assert other["license"] == "Apache-2.0"
+    assert other["made_of"] == [{"kind": "data", "name": "poems", "license": "CC-BY-SA-4.0"}]
 
 
 def test_an_idle_engine_sleeps_and_wakes(start: Any, model_directory: Path) -> None:

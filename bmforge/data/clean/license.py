@@ -9,14 +9,14 @@ from pathlib import Path
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, suggest
-from bmforge.licenses import POLICIES, check_licence, licence_name, obeys
+from bmforge.licenses import POLICIES, check_license, license_name, obeys
 
-__all__ = ["ANY_LICENCE", "KeepLicences", "SayLicence", "read_licences"]
+__all__ = ["ANY_LICENSE", "KeepLicenses", "SayLicense", "read_licenses"]
 
-ANY_LICENCE = "any"
+ANY_LICENSE = "any"
 
 
-def read_licences(options: Sequence[str]) -> tuple[tuple[str, str], ...]:
+def read_licenses(options: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Parse license options into pairs (path, license id); the path of a plain ``ID`` is "".
 
     Args:
@@ -25,23 +25,23 @@ def read_licences(options: Sequence[str]) -> tuple[tuple[str, str], ...]:
     Raises:
         ConfigError: a license is unknown, or a path is named twice.
     """
-    licences: dict[str, str] = {}
+    licenses: dict[str, str] = {}
     for option in options:
         path, mark, id = option.rpartition("=")
         where = str(Path(path).absolute()) if mark else ""
-        if where in licences:
-            raise ConfigError(f"licence: {path or 'all'} is given two licences. Name one.")
-        licences[where] = check_licence(id, "licence")
+        if where in licenses:
+            raise ConfigError(f"license: {path or 'all'} is given two licenses. Name one.")
+        licenses[where] = check_license(id, "license")
     # Longest paths first, so that the most specific one matches.
-    return tuple(sorted(licences.items(), key=lambda item: -len(item[0])))
+    return tuple(sorted(licenses.items(), key=lambda item: -len(item[0])))
 
 
 @dataclass(frozen=True)
-class SayLicence:
+class SayLicense:
     """A step that sets the license of documents whose source states none.
 
     Attributes:
-        places: pairs (path, license id) from `read_licences`; the id applies to files below the
+        places: pairs (path, license id) from `read_licenses`; the id applies to files below the
             path.
     """
 
@@ -50,22 +50,22 @@ class SayLicence:
     @property
     def version(self) -> str:
         """Version string, which changes whenever a document may get another license."""
-        return f"licence=1 {self.places!r}"
+        return f"license=1 {self.places!r}"
 
     def __call__(self, document: Document) -> Document:
         """Return the document, with the license of its path if its source states none."""
-        if document.licence:
+        if document.license:
             return document
         source = Path(document.source).absolute()
         for root, id in self.places:
             if not root or source == Path(root) or Path(root) in source.parents:
-                return replace(document, licence=id)
+                return replace(document, license=id)
         return document
 
 
 @dataclass(frozen=True)
-class KeepLicences:
-    """A step that drops documents whose license a policy does not allow (`licences.POLICIES`).
+class KeepLicenses:
+    """A step that drops documents whose license a policy does not allow (`licenses.POLICIES`).
 
     Raises:
         ConfigError: the policy is unknown.
@@ -76,9 +76,9 @@ class KeepLicences:
     def __post_init__(self) -> None:
         """Raise `ConfigError` if the policy is unknown."""
         if self.policy not in POLICIES:
-            policies = (ANY_LICENCE, *POLICIES)
+            policies = (ANY_LICENSE, *POLICIES)
             raise ConfigError(
-                f"licence_policy={self.policy!r} is unknown.{suggest(self.policy, policies)} "
+                f"license_policy={self.policy!r} is unknown.{suggest(self.policy, policies)} "
                 "Known: "
                 f"{', '.join(policies)}."
             )
@@ -90,7 +90,7 @@ class KeepLicences:
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the document, or a `Drop` if its license is not allowed."""
-        if obeys(document.licence, self.policy):
+        if obeys(document.license, self.policy):
             return document
-        name = licence_name(document.licence)
-        return Drop("licence", name, self.policy, cut_excerpt(document.text))
+        name = license_name(document.license)
+        return Drop("license", name, self.policy, cut_excerpt(document.text))

@@ -24,7 +24,7 @@ from bmforge.data.sources.document import Document
 from bmforge.data.store.columns import ColumnsBuilder
 from bmforge.data.store.token_store import TokenStore
 from bmforge.files import sync_directory
-from bmforge.licenses import UNKNOWN, licence_name
+from bmforge.licenses import UNKNOWN, license_name
 from bmforge.tokenizers import Tokenizer
 
 __all__ = ["DUPLICATE", "SIDES", "Chosen", "EncodeTask", "encode_shard", "training_texts"]
@@ -173,7 +173,7 @@ def _sum_up(task: EncodeTask, prefixes: Sequence[Path | None]) -> tuple[Dropped,
         for side, text in enumerate(texts):
             if text:
                 num_tokens += next(tokens[side])
-                columns[side].add(document, origin_of(document), _licence(document))
+                columns[side].add(document, origin_of(document), _license(document))
         is_cut = first + entry in spans
         text_bytes = len(document.text.encode()) if is_cut else int(sizes["text_bytes"][entry])
         summary.add_kept(document, text_bytes, num_tokens)
@@ -183,8 +183,8 @@ def _sum_up(task: EncodeTask, prefixes: Sequence[Path | None]) -> tuple[Dropped,
     return dropped, summary
 
 
-def _licence(document: Document) -> str:
-    name = licence_name(document.licence)
+def _license(document: Document) -> str:
+    name = license_name(document.license)
     return "" if name == UNKNOWN else name
 
 

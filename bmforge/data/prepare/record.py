@@ -140,7 +140,7 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
     """
     path = out_dir / RECORD_NAME
     try:
-        record: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
+        record = _rename_old_keys(tomllib.loads(path.read_text("utf-8")))
         if record["format"] not in _FORMATS:
             raise ValueError(f"format {record['format']}, known are {_FORMATS}")
         report = PrepareReport(
@@ -161,6 +161,16 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
             f"{str(path)!r} cannot be read as the record of a preparation ({error}). Prepare again "
             "with overwrite=True (--overwrite), or into another directory."
         ) from error
+
+
+def _rename_old_keys(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record with the current spelling of keys that earlier versions spelled "licence"."""
+    return {
+        key.replace("licence", "license"): _rename_old_keys(value)
+        if key in ("settings", "summary")
+        else value
+        for key, value in record.items()
+    }
 
 
 def _read_settings(settings: dict[str, Any]) -> PrepareConfig:

@@ -362,11 +362,11 @@ def _encode(chosen: Chosen, work: _Work, by: str) -> list[Any]:
 def _once(journal: Journal, stage: str, keys: StageKeys, work: Callable[[], Any]) -> Any:
     """Return the result of a whole-corpus stage, from the journal or by calling `work`."""
     (key,) = keys.of(stage)
-    licences = journal.find(stage, 0, key)
-    if licences is None:
-        licences = work()
-        journal.add(stage, 0, key, licences.pop("files"), licences)
-    return licences
+    licenses = journal.find(stage, 0, key)
+    if licenses is None:
+        licenses = work()
+        journal.add(stage, 0, key, licenses.pop("files"), licenses)
+    return licenses
 
 
 def _each(work: _Work, stage: str, run: Work, tasks: Sequence[Any], title: str) -> list[Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from bmforge.data.clean.drop import Drop
 from bmforge.data.clean.filter_step import JudgeByRules
 from bmforge.data.clean.languages import CutParagraphs, DetectLanguage
-from bmforge.data.clean.license import ANY_LICENCE, KeepLicences, SayLicence, read_licences
+from bmforge.data.clean.license import ANY_LICENSE, KeepLicenses, SayLicense, read_licenses
 from bmforge.data.clean.lists import ListedHosts, ListedWords, read_list
 from bmforge.data.clean.normalize import normalise
 from bmforge.data.clean.private import MaskPrivate
@@ -43,12 +43,12 @@ def choose_steps(
     """
     tidy, judge = _choose_tidy(config.tidy), JudgeByRules(config.rules)
     steps = []
-    if config.licence:
-        say = SayLicence(read_licences(config.licence))
-        steps.append(DocumentStage("licence", say, _short(say.version)))
-    if config.licence_policy != ANY_LICENCE:
-        keep = KeepLicences(config.licence_policy)
-        steps.append(DocumentStage("licence_policy", keep, _short(keep.version)))
+    if config.license:
+        say = SayLicense(read_licenses(config.license))
+        steps.append(DocumentStage("license", say, _short(say.version)))
+    if config.license_policy != ANY_LICENSE:
+        keep = KeepLicenses(config.license_policy)
+        steps.append(DocumentStage("license_policy", keep, _short(keep.version)))
     if config.bad_hosts:
         hosts = ListedHosts(read_list(config.bad_hosts, "bad_hosts"))
         steps.append(DocumentStage("bad_hosts", hosts, _short(hosts.version)))

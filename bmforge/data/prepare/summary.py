@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from bmforge.data.prepare.shards import TOPICS, InputFile
 from bmforge.data.sources.document import Document
-from bmforge.licenses import licence_name
+from bmforge.licenses import license_name
 
 __all__ = ["KEPT", "OTHERS", "UNKNOWN", "Summary", "choose_grouping", "group_of", "origin_of"]
 
@@ -18,11 +18,11 @@ KEPT = "kept"  # outcome next to the rules' names
 UNKNOWN = "unknown"
 OTHERS = "others"
 _MOST_GROUPS = 40
-_MOST_VALUES = 50  # of licences and the like in a record
+_MOST_VALUES = 50  # of licenses and the like in a record
 _LONGEST_VALUE = 100  # characters
 _YEAR = 4
 _NESTED = ("sources", "origins")
-_SHORTENED = ("languages", "scripts", "licences", "terms", "years")
+_SHORTENED = ("languages", "scripts", "licenses", "terms", "years")
 Counts = dict[str, list[int]]
 
 
@@ -54,7 +54,7 @@ class Summary:
     Attributes:
         sources: per source group and outcome (name of the rule that dropped the document, or
             ``kept``): number of documents, and their raw bytes.
-        languages, scripts, licences, terms, years: per value of the metadata, kept documents:
+        languages, scripts, licenses, terms, years: per value of the metadata, kept documents:
             number, bytes of text, tokens.
         origins: per license and host (or file): number of kept documents, bytes.
         lengths: per k, kept documents of 2^(k-1) to 2^k - 1 tokens: number, bytes, tokens.
@@ -64,7 +64,7 @@ class Summary:
     sources: dict[str, Counts] = field(default_factory=dict)
     languages: Counts = field(default_factory=dict)
     scripts: Counts = field(default_factory=dict)
-    licences: Counts = field(default_factory=dict)
+    licenses: Counts = field(default_factory=dict)
     terms: Counts = field(default_factory=dict)
     years: Counts = field(default_factory=dict)
     origins: dict[str, Counts] = field(default_factory=dict)
@@ -77,16 +77,16 @@ class Summary:
 
     def add_kept(self, document: Document, text_bytes: int, tokens: int) -> None:
         """Count one kept document under each value of its metadata."""
-        counts, licence = (1, text_bytes, tokens), _cut(licence_name(document.licence))
+        counts, license = (1, text_bytes, tokens), _cut(license_name(document.license))
         for table, value in (
             (self.languages, document.language),
             (self.scripts, document.script),
-            (self.licences, licence),
+            (self.licenses, license),
             (self.terms, document.terms),
             (self.years, document.date[:_YEAR]),
         ):
             _add(table, _cut(value), counts)
-        _add(self.origins.setdefault(licence, {}), _cut(origin_of(document)), counts[:2])
+        _add(self.origins.setdefault(license, {}), _cut(origin_of(document)), counts[:2])
         _add(self.lengths, str(tokens.bit_length()), counts)
 
     def merge(self, other: Summary) -> None:
@@ -116,8 +116,8 @@ class Summary:
         short = Summary.from_record(self.to_record())
         for name in _SHORTENED:
             _shorten_(getattr(short, name))
-        for licence in [value for value in short.origins if value not in short.licences]:
-            for origin, counts in short.origins.pop(licence).items():
+        for license in [value for value in short.origins if value not in short.licenses]:
+            for origin, counts in short.origins.pop(license).items():
                 _add(short.origins.setdefault(OTHERS, {}), origin, counts)
         for table in short.origins.values():
             _shorten_(table)

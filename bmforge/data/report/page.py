@@ -54,7 +54,7 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
             for title, table in (
                 ("Languages · 语言", report.summary.languages),
                 ("Scripts · 文字", report.summary.scripts),
-                ("Licences · 许可", report.summary.licences),
+                ("Licenses · 许可", report.summary.licenses),
                 ("Terms of sources · 来源条款", _known(report.summary.terms)),
             )
         ),

@@ -20,7 +20,7 @@ class Document:
         source: path of the input file.
         place: location in the file: a line, the name of a member, a page; ``"1"`` for a whole file.
         id: hash of source, place and original text, unchanged by every step.
-        url, licence: URL and license of the page or the data set, as stated by the source.
+        url, license: URL and license of the page or the data set, as stated by the source.
         terms: other conditions of the source, or the URL of them.
         date: ISO 8601, as far as known: ``"2024"``, ``"2024-05-01"``.
         language, script: ISO 639-1 (or -3) and ISO 15924, such as ``"zh"`` and ``"Hans"``; a source
@@ -33,7 +33,7 @@ class Document:
     place: str = "1"
     id: str = ""
     url: str = ""
-    licence: str = ""
+    license: str = ""
     date: str = ""
     language: str = ""
     script: str = ""

@@ -38,7 +38,7 @@ _DATES = (
     ('meta[itemprop="datePublished"]', "content"),
     ("time[datetime]", "datetime"),
 )
-_LICENCES = ('link[rel~="license"]', 'a[rel~="license"]')
+_LICENSES = ('link[rel~="license"]', 'a[rel~="license"]')
 _TERMS = (
     ('meta[name="tdm-policy"]', "content"),
     ('link[rel~="terms-of-service"]', "href"),
@@ -83,7 +83,7 @@ def parse_page(
         return Drop("no_main_text", 0, 1, cut_excerpt(_SPACE.sub(" ", tree.title or str(where))))
     metadata = {
         "url": url or _find(tree, (('link[rel="canonical"]', "href"),)),
-        "licence": _find(tree, tuple((selector, "href") for selector in _LICENCES)),
+        "license": _find(tree, tuple((selector, "href") for selector in _LICENSES)),
         "terms": _find(tree, _TERMS),
         "date": _date(_find(tree, _DATES)),
         "language": primary_subtag(_find(tree, (("html", "lang"),))),

@@ -39,7 +39,7 @@ _CUE_MARKUP = re.compile(r"</?[a-zA-Z][^>]{0,60}>|\{\\[^}]{0,60}\}|<\d[\d:.]{4,1
 # Field names that data sets use for the metadata of a text.
 _KNOWN = {
     "url": ("url",),
-    "licence": ("licence", "license"),
+    "license": ("license", "licence"),
     "terms": ("terms", "terms_of_use"),
     "date": ("date", "timestamp"),
     "language": ("language", "lang"),

@@ -33,17 +33,18 @@ __all__ = [
     "read_columns",
 ]
 
-NAMED = ("source", "language", "licence")  # columns of numbers that stand for names
+NAMED = ("source", "language", "license")  # columns of numbers that stand for names
 _ROW = np.dtype(
     [
         ("source", "<u4"),
         ("language", "<u2"),
-        ("licence", "<u2"),
+        ("license", "<u2"),
         ("date", "<i4"),
         ("quality", "<f4"),
     ]
 )
 _FORMAT = 1
+_OLD = "licence"  # key of the license names in files of earlier versions
 _MOST = {name: np.iinfo(_ROW[name]).max for name in NAMED}
 _DATE = re.compile(r"(\d{4})(?:-(\d\d))?(?:-(\d\d))?")
 QUALITY = "quality"  # the score that is kept
@@ -86,9 +87,9 @@ class ColumnsBuilder:
         self._numbers: dict[str, dict[str, int]] = {name: {"": 0} for name in NAMED}
         self._rows: list[tuple[float, ...]] = []
 
-    def add(self, document: Document, source: str, licence: str) -> None:
+    def add(self, document: Document, source: str, license: str) -> None:
         """Append the metadata of a document, with its source and short license name."""
-        values = {"source": source, "language": document.language, "licence": licence}
+        values = {"source": source, "language": document.language, "license": license}
         numbers = [_number(self._numbers[name], values[name], _MOST[name]) for name in NAMED]
         quality = document.scores.get(QUALITY, math.nan)
         self._rows.append((*numbers, number_of_date(document.date), quality))
@@ -155,7 +156,8 @@ def _read(path: Path) -> Columns:
         with path.open("rb") as file:
             line = file.readline()
             head = json.loads(line)
-        names = {name: [str(value) for value in head["names"][name]] for name in NAMED}
+        tables = {"license" if key == _OLD else key: table for key, table in head["names"].items()}
+        names = {name: [str(value) for value in tables[name]] for name in NAMED}
         if head["format"] != _FORMAT:
             raise ValueError(f"format {head['format']}, known is {_FORMAT}")
         if path.stat().st_size != len(line) + head["documents"] * _ROW.itemsize:

@@ -37,7 +37,7 @@ class Condition:
     """One condition on the metadata of a document.
 
     Attributes:
-        column: source, language, licence, date or quality.
+        column: source, language, license, date or quality.
         sign: ``=``, ``!=``; for dates and qualities also ``<``, ``<=``, ``>``, ``>=``.
         value: name, with ``*`` and ``?`` as wildcards, or several names separated by commas; a full
             or partial date; a number.

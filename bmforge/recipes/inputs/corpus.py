@@ -51,7 +51,7 @@ class CorpusConfig:
             are mixed. Conditions after the path, as in `corpus?language=zh&date>=2020`, select
             documents.
         where: conditions on the documents of all paths, including held-out ones: source, language,
-            licence (with * and commas), date, quality; such as language=zh or quality>=0.5.
+            license (with * and commas), date, quality; such as language=zh or quality>=0.5.
         weights: relative share of each path (default: equal shares).
         seq_len: tokens per row.
         global_batch_size: rows per optimizer step over all processes.

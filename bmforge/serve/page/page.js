@@ -217,7 +217,7 @@ async function refresh() {
     server = await (await ask("/page/state")).json();
     at("model").textContent = server.model;
     if (at("set-model").options.length !== server.models.length) showSettings();
-    at("licence").textContent = say("licence", server.licence);
+    at("license").textContent = say("license", server.license);
     if (!at("tabs").children.length) showTabs();
     showMemory();
   } catch (error) {

@@ -19,7 +19,7 @@ from bmforge.nn.channel import Gain, Shift
 from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank
 from bmforge.nn.part import beside_parts, detach_part_
 from bmforge.nn.token_rows import TokenRows
-from bmforge.provenance import Provenance, ProvenanceSource, warn_of_licences
+from bmforge.provenance import Provenance, ProvenanceSource, warn_of_licenses
 from bmforge.shards import is_streamed, whole_tensor
 from bmforge.surgery import shared_tensors
 from bmforge.tune.delta.attached import (
@@ -110,7 +110,7 @@ def merge_(model: nn.Module, deltas: Sequence[AttachedDelta], dequantize: bool =
             write_local_(get_parameter(model, target, key), value)
     for delta in deltas:
         _take_out_(delta)
-        _join_licences_(delta)
+        _join_licenses_(delta)
         delta.merged = True
 
 
@@ -368,18 +368,18 @@ def _check_weights(
                 raise ConfigError(f"{target}.{key} is streamed. Merge before its blocks stream.")
 
 
-def _join_licences_(delta: AttachedDelta) -> None:
+def _join_licenses_(delta: AttachedDelta) -> None:
     """Add the provenance and licenses of a merged adapter to the model's."""
     model: Any = delta.model
     base, source = getattr(model, "provenance", None), delta.provenance
     if base is None or not source:
         return
-    own = [ProvenanceSource("base", type(model).__name__, base.licence)] if base.licence else []
-    if any(part.kind == "base" and part.licence == base.licence for part in source.parts):
+    own = [ProvenanceSource("base", type(model).__name__, base.license)] if base.license else []
+    if any(part.kind == "base" and part.license == base.license for part in source.parts):
         own = []  # `said` lists the base already
-    more = source.as_parts("delta", delta.name) if source.licence else source.parts
+    more = source.as_parts("delta", delta.name) if source.license else source.parts
     model.provenance = Provenance("", (*own, *base.parts)).joined(more)
-    warn_of_licences(f"{type(model).__name__} with its adapter merged", model.provenance)
+    warn_of_licenses(f"{type(model).__name__} with its adapter merged", model.provenance)
 
 
 def _take_out_(delta: AttachedDelta) -> None:

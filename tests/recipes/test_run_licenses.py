@@ -1,4 +1,4 @@
-"""Licences through the house: from prepared text to exports, deltas, quantised and GGUF files."""
+"""Licenses through the house: from prepared text to exports, deltas, quantised and GGUF files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bmforge.cli import main
 from bmforge.data import PrepareConfig, parse_conditions, prepare
 from bmforge.models import AutoModel
 from bmforge.provenance import (
-    LICENCE_FILE,
+    LICENSE_FILE,
     Provenance,
     ProvenanceSource,
     read_provenance,
@@ -30,15 +30,15 @@ MODEL += ["--model.max-seq-len", "32", "--model.vocab-size", "300"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus of two licences and one unknown, and a run on it."""
-    root = tmp_path_factory.mktemp("licences")
+    """A corpus of two licenses and one unknown, and a run on it."""
+    root = tmp_path_factory.mktemp("licenses")
     rows: list[dict[str, Any]] = [
         {"text": f"{TEXT} {n}", "license": ("cc-by-sa-4.0", "cc-by-nc-4.0", "")[n % 3]}
         for n in range(24)
     ]
     write_jsonl(root / "texts.jsonl", rows)
     prepare(root / "texts.jsonl", root / "corpus", PrepareConfig(vocab_size=300))
-    assert main(command(root, "first", "--model", "gpt2", *MODEL, "--licence", "mit")) == 0
+    assert main(command(root, "first", "--model", "gpt2", *MODEL, "--license", "mit")) == 0
     return root
 
 
@@ -50,16 +50,16 @@ def command(root: Path, name: str, *more: str) -> list[str]:
     ]
 
 
-def licences(known: Provenance) -> dict[str, int]:
-    return {part.licence: part.documents for part in known.parts if part.kind == "data"}
+def licenses(known: Provenance) -> dict[str, int]:
+    return {part.license: part.documents for part in known.parts if part.kind == "data"}
 
 
 def test_an_export_says_what_it_was_made_of(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = read_provenance(place / "first" / "export")
-    assert known.licence == "MIT"
-    assert licences(known) == {"CC-BY-SA-4.0": 8, "CC-BY-NC-4.0": 8, "unknown": 8}
+    assert known.license == "MIT"
+    assert licenses(known) == {"CC-BY-SA-4.0": 8, "CC-BY-NC-4.0": 8, "unknown": 8}
     log = (place / "first" / "log.txt").read_text("utf-8")
     for clause in ("section 3(b)", "section 2(a)(1)", "MIT (non-commercial, which does not ask"):
         assert clause in log
@@ -99,9 +99,9 @@ def test_who_goes_on_from_it_has_it_as_a_base(place: Path) -> None:
     model = str(place / "first" / "export")
     assert main(command(place, "second", "--model", model)) == 0
     known = read_provenance(place / "second" / "export")
-    assert known.licence == ""
+    assert known.license == ""
     assert known.parts[0] == ProvenanceSource("base", "export", "MIT")
-    assert licences(known) == {"CC-BY-SA-4.0": 8, "CC-BY-NC-4.0": 8, "unknown": 8}
+    assert licenses(known) == {"CC-BY-SA-4.0": 8, "CC-BY-NC-4.0": 8, "unknown": 8}
 
 
 def test_a_delta_takes_it_along_and_a_merge_joins_it(place: Path, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_delta_takes_it_along_and_a_merge_joins_it(place: Path, tmp_path: Path
     load_delta(model, delta_dir).merge()
     model.save_pretrained(tmp_path / "merged")
     merged = read_provenance(tmp_path / "merged")
-    assert merged.licence == ""  # nobody has said one for this
+    assert merged.license == ""  # nobody has said one for this
     assert merged.parts.count(ProvenanceSource("base", "export", "MIT")) == 1
     assert ProvenanceSource("data", "mine", "CC0-1.0", 3) in merged.parts
 
@@ -126,7 +126,7 @@ def test_nothing_is_written_where_nothing_is_known(tmp_path: Path, place: Path) 
     model = AutoModel.from_pretrained(place / "first" / "export")
     model.provenance = Provenance()
     model.save_pretrained(tmp_path / "plain")
-    assert not (tmp_path / "plain" / LICENCE_FILE).exists()
+    assert not (tmp_path / "plain" / LICENSE_FILE).exists()
     again = AutoModel.from_pretrained(tmp_path / "plain")
     assert again.provenance == Provenance()
     assert torch.equal(next(again.parameters()), next(model.parameters()))
@@ -135,22 +135,22 @@ def test_nothing_is_written_where_nothing_is_known(tmp_path: Path, place: Path) 
 def test_chosen_documents_alone_are_named(place: Path) -> None:
     """Conditions, of the run or of a path, leave the others out of what the export is made of."""
     corpus = place / "corpus"
-    whole = {part.licence: part for part in parts_of_corpus(str(corpus))}
-    for licence, part in whole.items():
-        said = "licence!=CC*" if licence == "unknown" else f"licence={licence}"
+    whole = {part.license: part for part in parts_of_corpus(str(corpus))}
+    for license, part in whole.items():
+        said = "license!=CC*" if license == "unknown" else f"license={license}"
         (found,) = parts_of_corpus(str(corpus), parse_conditions([said]))
-        assert (found.licence, found.tokens) == (licence, part.tokens)
+        assert (found.license, found.tokens) == (license, part.tokens)
         assert 8 <= found.documents <= 9  # one that was cut is in both splits
-    some = command(place, "some", "--model", "gpt2", *MODEL, "--data.where", "licence=*SA*")
+    some = command(place, "some", "--model", "gpt2", *MODEL, "--data.where", "license=*SA*")
     assert main(some) == 0
-    assert licences(read_provenance(place / "some" / "export")) == {"CC-BY-SA-4.0": 8}
+    assert licenses(read_provenance(place / "some" / "export")) == {"CC-BY-SA-4.0": 8}
     card = (place / "some" / "export" / "README.md").read_text("utf-8")
     assert "CC-BY-NC" not in card
 
 
-def test_an_unknown_licence_is_refused_before_training(place: Path, tmp_path: Path) -> None:
+def test_an_unknown_license_is_refused_before_training(place: Path, tmp_path: Path) -> None:
     options = command(place, str(tmp_path / "run"), "--model", "gpt2", *MODEL)
-    assert main([*options, "--licence", "mitt"]) == 2
+    assert main([*options, "--license", "mitt"]) == 2
     assert not (tmp_path / "run").exists()
 
 
@@ -158,6 +158,6 @@ def test_a_record_that_is_damaged_is_named(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     AutoModel.from_pretrained(place / "first" / "export").save_pretrained(tmp_path / "m")
-    (tmp_path / "m" / LICENCE_FILE).write_text(json.dumps({"format": 1}))
+    (tmp_path / "m" / LICENSE_FILE).write_text(json.dumps({"format": 1}))
     assert main(["info", str(tmp_path / "m")]) == 2
-    assert LICENCE_FILE in capsys.readouterr().err
+    assert LICENSE_FILE in capsys.readouterr().err

@@ -1,6 +1,6 @@
-"""Write the tables of docs/reference/licences.md: all known licenses, with their clauses.
+"""Write the tables of docs/reference/licenses.md: all known licenses, with their clauses.
 
-    python dev/licence_pages.py
+    python dev/license_pages.py
 
 They come from `bmforge/license_table.py`; the text around them stays. A test checks that the page
 is up to date.
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bmforge.license_table import LICENCES, PAIRS, POLICIES, TERMS
+from bmforge.license_table import LICENSES, PAIRS, POLICIES, TERMS
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "licences.md"
-BEGIN = "<!-- licences: written by dev/licence_pages.py -->\n"
-END = "<!-- end of licences -->\n"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "licenses.md"
+BEGIN = "<!-- licenses: written by dev/license_pages.py -->\n"
+END = "<!-- end of licenses -->\n"
 
 
 def render() -> str:
@@ -25,9 +25,9 @@ def render() -> str:
     for name, terms in POLICIES.items():
         shown = ", ".join(term for term in TERMS if term in terms) or "none"
         parts.append(f"| `{name}` | {shown} |\n")
-    parts.append("\n### Licences\n\n| licence | terms, and where they stand | also under |\n")
+    parts.append("\n### Licenses\n\n| license | terms, and where they stand | also under |\n")
     parts.append("|---|---|---|\n")
-    for one in LICENCES.values():
+    for one in LICENSES.values():
         terms = "; ".join(f"{term}: {clause}" for term, clause in one.terms.items()) or "none"
         parts.append(f"| [{one.id}]({one.url}) | {terms} | {', '.join(one.compatible)} |\n")
     for (first, second), (what, clauses) in PAIRS.items():

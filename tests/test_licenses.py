@@ -1,4 +1,4 @@
-"""Licences: names that sources give, and pairs whose answer the publishers of licences state."""
+"""Licenses: names that sources give, and pairs whose answer the publishers of licenses state."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 
 from bmforge.errors import ConfigError
 from bmforge.licenses import (
-    LICENCES,
+    LICENSES,
     POLICIES,
     TERMS,
-    check_licence,
-    find_licence,
-    licence_name,
-    merge_licences,
+    check_license,
+    find_license,
+    license_name,
+    merge_licenses,
     obeys,
 )
 
@@ -46,24 +46,24 @@ NAMES = [
 
 @pytest.mark.parametrize(("said", "id"), NAMES)
 def test_what_sources_say_is_recognised(said: str, id: str | None) -> None:
-    found = find_licence(said)
+    found = find_license(said)
     assert (found.id if found else None) == id
-    assert licence_name(said) == (id or said or "unknown")
+    assert license_name(said) == (id or said or "unknown")
 
 
 def test_the_table_is_sound() -> None:
-    for id, one in LICENCES.items():
+    for id, one in LICENSES.items():
         assert one.id == id
         assert one.url.startswith("https://")
         assert set(one.terms) <= set(TERMS)
         assert all(one.terms.values())
-        assert set(one.compatible) <= set(LICENCES) - {id}
-    assert LICENCES["CC-BY-NC-SA-3.0"].terms == {
+        assert set(one.compatible) <= set(LICENSES) - {id}
+    assert LICENSES["CC-BY-NC-SA-3.0"].terms == {
         "share-alike": "section 4(b)",
         "non-commercial": "section 4(c)",
         "attribution": "section 4(d)",
     }
-    assert set(LICENCES["CC0-1.0"].terms) == set()
+    assert set(LICENSES["CC0-1.0"].terms) == set()
 
 
 # What Creative Commons (wiki.creativecommons.org/wiki/Wiki/cc_license_compatibility), the Free
@@ -100,7 +100,7 @@ PAIRS = [
 @pytest.mark.parametrize(("first", "second", "together"), PAIRS)
 def test_pairs_are_as_their_publishers_say(first: str, second: str, together: bool) -> None:
     for pair in ((first, second), (second, first)):
-        found = merge_licences(pair)
+        found = merge_licenses(pair)
         assert (not found) == together
         for one in found:  # both clauses are said
             assert {one.first, one.second} == {first, second}
@@ -109,7 +109,7 @@ def test_pairs_are_as_their_publishers_say(first: str, second: str, together: bo
 
 
 def test_the_term_that_does_not_fit_is_named() -> None:
-    (one,) = merge_licences(["CC-BY-SA-4.0", "CC-BY-NC-4.0", "unknown", "MIT"])
+    (one,) = merge_licenses(["CC-BY-SA-4.0", "CC-BY-NC-4.0", "unknown", "MIT"])
     assert str(one) == (
         "CC-BY-SA-4.0 (share-alike, section 3(b)) and CC-BY-NC-4.0 (non-commercial, "
         "section 2(a)(1))"
@@ -131,7 +131,7 @@ def test_the_term_that_does_not_fit_is_named() -> None:
 def test_what_is_handed_on_must_ask_for_what_its_parts_ask(
     part: str, whole: str, fits: bool
 ) -> None:
-    assert (not merge_licences([part], whole)) == fits
+    assert (not merge_licenses([part], whole)) == fits
 
 
 def test_policies() -> None:
@@ -149,9 +149,9 @@ def test_policies() -> None:
 
 
 def test_an_unknown_id_names_the_nearest() -> None:
-    assert check_licence("cc-by-4.0", "licence") == "CC-BY-4.0"
-    with pytest.raises(ConfigError, match=r"licence='CC-BY-4'.*Did you mean 'CC-BY-4\.0'"):
-        check_licence("CC-BY-4", "licence")
+    assert check_license("cc-by-4.0", "license") == "CC-BY-4.0"
+    with pytest.raises(ConfigError, match=r"license='CC-BY-4'.*Did you mean 'CC-BY-4\.0'"):
+        check_license("CC-BY-4", "license")
 
 
 IDS = (
@@ -192,7 +192,7 @@ def test_and_binds_before_or_and_an_exception_takes_nothing():
     assert obeys("MIT OR CC-BY-4.0 AND CC-BY-NC-4.0", "commercial")
     assert not obeys("(MIT OR CC-BY-4.0) AND CC-BY-NC-4.0", "commercial")
     assert obeys("GPL-2.0-only WITH Classpath-exception-2.0", "commercial")
-    assert licence_name("mit and  cc by 4.0") == "MIT AND CC-BY-4.0"
+    assert license_name("mit and  cc by 4.0") == "MIT AND CC-BY-4.0"
 
 
 FREE = ("CC-BY-4.0", "CC BY 4.0", "CC BY-SA 3.0", "MIT", "CC0-1.0", "Apache 2.0", "cc-by-sa-4.0")
@@ -213,7 +213,7 @@ LIMITS = (
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_a_licence_with_an_addition_is_never_allowed_for_commerce(limit):
+def test_a_license_with_an_addition_is_never_allowed_for_commerce(limit):
     for free in FREE:
         assert not obeys(limit.format(free), "commercial"), limit.format(free)
     assert len(LIMITS) * len(FREE) >= 190
@@ -231,5 +231,5 @@ def test_a_licence_with_an_addition_is_never_allowed_for_commerce(limit):
         "CC BY-SA 3.0 Unported",
     ],
 )
-def test_ports_and_deeds_are_the_licence_itself(address):
+def test_ports_and_deeds_are_the_license_itself(address):
     assert obeys(address, "commercial")

@@ -1,4 +1,4 @@
-"""Licences in `prepare`: said by sources or by the user, summed up, and chosen by a policy."""
+"""Licenses in `prepare`: said by sources or by the user, summed up, and chosen by a policy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from bmforge.data import PrepareConfig, prepare
-from bmforge.data.prepare.record import read_record
+from bmforge.data.prepare.record import RECORD_NAME, read_record
 from bmforge.data.report import write_corpus_report
 from bmforge.data.sources.html import parse_page
 from bmforge.data.sources.record import ReadOptions, Where
+from bmforge.data.store.columns import columns_path, read_columns
+from bmforge.data.store.sharded import open_store
 from bmforge.errors import ConfigError
 
 CONFIG = PrepareConfig(vocab_size=300, validation_fraction=0.0, shard_bytes=700)
@@ -38,7 +40,7 @@ def corpus(tmp_path: Path) -> Path:
     ]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "in" / "a.jsonl").write_text(lines)
-    (tmp_path / "in" / "deep" / "b.txt").write_text("A text that says nothing of a licence.")
+    (tmp_path / "in" / "deep" / "b.txt").write_text("A text that says nothing of a license.")
     return tmp_path
 
 
@@ -47,25 +49,45 @@ def test_sums_are_those_of_the_documents(corpus: Path) -> None:
     summary = read_record(corpus / "out")[0].summary
     assert summary == report.summary
     assert summary is not None
-    documents = {name: counts[0] for name, counts in summary.licences.items()}
+    documents = {name: counts[0] for name, counts in summary.licenses.items()}
     assert documents == {"CC-BY-SA-4.0": 6, "CC-BY-NC-4.0": 3, "MIT": 3, "ask me": 3, "unknown": 7}
     hosts = {name: counts[0] for name, counts in summary.origins["CC-BY-SA-4.0"].items()}
     assert hosts == {"wiki.example": 6}
     assert set(summary.origins["unknown"]) == {"a.jsonl", "b.txt"}
     assert summary.terms["https://wiki.example/terms"][0] == 3
     for column in range(3):
-        total = sum(counts[column] for counts in summary.licences.values())
+        total = sum(counts[column] for counts in summary.licenses.values())
         assert total == (report.documents, report.train.text_bytes, report.train.tokens)[column]
     page = write_corpus_report(corpus / "out").read_text("utf-8")
     assert "CC-BY-NC-4.0" in page
     assert "https://wiki.example/terms" in page
 
 
+def test_records_of_earlier_versions_are_read(corpus: Path) -> None:
+    """Earlier versions spelled settings, sums and the column of the store "licence"."""
+    out = corpus / "out"
+    prepare(corpus / "in", out, CONFIG)
+    expected, columns = read_record(out)[0], read_columns(open_store(out / "train" / "tokens"))
+    record = out / RECORD_NAME
+    text = record.read_text("utf-8")
+    assert "license_policy = " in text
+    assert "[summary.licenses" in text
+    text = text.replace("license_policy = ", "licence_policy = ").replace(
+        "[summary.licenses", "[summary.licences"
+    )
+    record.write_text(text, "utf-8")
+    assert read_record(out)[0] == expected
+    documents = columns_path(out / "train" / "tokens")
+    head, rows = documents.read_bytes().split(b"\n", 1)
+    documents.write_bytes(head.replace(b'"license"', b'"licence"') + b"\n" + rows)
+    assert read_columns(open_store(out / "train" / "tokens")).names == columns.names
+
+
 def test_the_user_says_what_sources_do_not(corpus: Path) -> None:
     said = ("CC-BY-4.0", f"{corpus / 'in' / 'deep'}=CC0-1.0")
-    report = prepare(corpus / "in", corpus / "out", replace(CONFIG, licence=said))
+    report = prepare(corpus / "in", corpus / "out", replace(CONFIG, license=said))
     assert report.summary is not None
-    documents = Counter({name: counts[0] for name, counts in report.summary.licences.items()})
+    documents = Counter({name: counts[0] for name, counts in report.summary.licenses.items()})
     assert documents["CC0-1.0"] == 1
     assert documents["CC-BY-4.0"] == 6
     assert documents["ask me"] == 3
@@ -76,11 +98,11 @@ def test_the_user_says_what_sources_do_not(corpus: Path) -> None:
     ("policy", "left"), [("known", 12), ("commercial", 9), ("permissive", 3), ("any", 22)]
 )
 def test_a_policy_drops_with_a_reason(corpus: Path, policy: str, left: int) -> None:
-    config = replace(CONFIG, licence_policy=policy)
+    config = replace(CONFIG, license_policy=policy)
     report = prepare(corpus / "in", corpus / "out", config)
     assert report.documents == left
     assert report.funnel is not None
-    gone = report.funnel.dropped.get("licence")
+    gone = report.funnel.dropped.get("license")
     assert (gone.documents if gone else 0) == 22 - left
     if gone:
         lines = (corpus / "out" / "dropped.jsonl").read_text("utf-8").splitlines()
@@ -90,9 +112,9 @@ def test_a_policy_drops_with_a_reason(corpus: Path, policy: str, left: int) -> N
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"licence": ("CC-BY-4",)}, "Did you mean 'CC-BY-4.0'"),
-        ({"licence": ("MIT", "CC0-1.0")}, "all is given two licences"),
-        ({"licence_policy": "permisive"}, "Did you mean 'permissive'"),
+        ({"license": ("CC-BY-4",)}, "Did you mean 'CC-BY-4.0'"),
+        ({"license": ("MIT", "CC0-1.0")}, "all is given two licenses"),
+        ({"license_policy": "permisive"}, "Did you mean 'permissive'"),
     ],
 )
 def test_what_is_not_known_is_refused(corpus: Path, change: dict, said: str) -> None:
@@ -101,7 +123,7 @@ def test_what_is_not_known_is_refused(corpus: Path, change: dict, said: str) -> 
     assert not (corpus / "out").exists()
 
 
-def test_a_page_says_its_licence_and_terms() -> None:
+def test_a_page_says_its_license_and_terms() -> None:
     text = "<p>" + "The river rose in the night, and the mill stood still. " * 9
     head = (
         '<link rel="license" href="https://creativecommons.org/licenses/by/4.0/">'
@@ -112,5 +134,5 @@ def test_a_page_says_its_licence_and_terms() -> None:
         Where("page.html"),
         ReadOptions(),
     )
-    assert page.licence == "https://creativecommons.org/licenses/by/4.0/"
+    assert page.license == "https://creativecommons.org/licenses/by/4.0/"
     assert page.terms == "https://example.org/policy.json"
