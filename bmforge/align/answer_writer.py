@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from bmforge.errors import ConfigError
 from bmforge.infer import Completion, Engine, EngineConfig, GenerationConfig, Request
+from bmforge.infer.engine.native_step import NativeStep
 from bmforge.infer.engine.packed_step import can_pack
 from bmforge.infer.engine.request import RequestsConfig
 from bmforge.parallel import pipeline_of
@@ -71,6 +72,11 @@ class AnswerWriter:
             self._copy or model, config=EngineConfig(requests=requests, max_tokens=max_tokens)
         )
         model.train(self._is_training)
+
+    @property
+    def runs_natively(self) -> bool:
+        """Whether native kernels run all blocks, so that scores have the bits of sampling."""
+        return NativeStep().knows((self._copy or self._model).layers)
 
     @property
     def weights_version(self) -> int:

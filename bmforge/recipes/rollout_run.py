@@ -64,11 +64,16 @@ def check_rollouts(config: Any) -> None:
             "than that of the rollouts. Leave it on."
         )
     if config.rollout.exact_logprobs:
-        _check_exact(longest, limit)
+        _check_exact(config, longest, limit)
 
 
-def _check_exact(longest: int, limit: int | None) -> None:
+def _check_exact(config: Any, longest: int, limit: int | None) -> None:
     """Raise `ConfigError` if the kernels that sample cannot score rows of prompts and answers."""
+    if config.adapter.kind is not None:
+        raise ConfigError(
+            f"rollout.exact_logprobs=True with adapter.kind={config.adapter.kind!r}: blocks with "
+            "adapters are not run by the native kernels. Leave one out."
+        )
     if limit is not None and longest + 1 > limit:
         raise ConfigError(
             f"rollout.exact_logprobs=True needs one more position than data.seq_len + "
@@ -172,6 +177,11 @@ class RolloutRun:
         longest = config.data.seq_len + rollout.max_new_tokens + rollout.exact_logprobs
         copy = partial(_make_copy, config, self._rows.device)
         self._writer = AnswerWriter(model, rollout.max_num_seqs, longest, options, copy)
+        if rollout.exact_logprobs and not self._writer.runs_natively:
+            raise ConfigError(
+                f"rollout.exact_logprobs=True needs blocks that run natively, and those of this "
+                f"{type(model).__name__} do not. Leave it out."
+            )
         self.loader.begin(self._writer, open_scores(model), self._note)
 
     def score_rows(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 import torch
 
+from bmforge.align.answer_writer import AnswerWriter
 from bmforge.align.policy import PolicyConfig
 from bmforge.align.rollout_config import RolloutConfig
 from bmforge.errors import ConfigError
@@ -17,6 +18,7 @@ from bmforge.infer import Engine, GenerationConfig, Request
 from bmforge.infer.engine.native_step import load_step
 from bmforge.models import AutoModel, Llama, LlamaConfig
 from bmforge.parallel import Layout
+from bmforge.recipes.adapters import AdapterConfig
 from bmforge.recipes.inputs.prompt_rows import PromptConfig
 from bmforge.recipes.registry import find_recipe
 from bmforge.surgery import persistent_tensors
@@ -121,8 +123,6 @@ def test_the_gradient_is_that_of_torch(place: Path) -> None:
 
 def test_later_updates_have_the_values_of_the_weights_then(place: Path) -> None:
     """Scores of a row equal those of a fresh engine with the weights of now."""
-    from bmforge.align.answer_writer import AnswerWriter
-
     model: Any = AutoModel.from_pretrained(place / "model")
     options = GenerationConfig(
         max_new_tokens=4,
@@ -184,6 +184,18 @@ def test_layouts(place: Path, layout: Layout, precision: str) -> None:
 def test_rows_without_one_more_position_are_refused(place: Path) -> None:
     with pytest.raises(ConfigError, match="one more position"):
         run(place, "refused", rollout={"max_new_tokens": 10})
+
+
+def test_blocks_that_do_not_run_natively_are_refused(place: Path) -> None:
+    with pytest.raises(ConfigError, match=r"adapter\.kind='lora'"):
+        run(place, "refused", adapter=AdapterConfig(kind="lora", rank=2))
+    assert not (place / "refused").exists()
+    hooked: Any = AutoModel.from_pretrained(place / "model")
+    hooked.layers["0"].register_forward_hook(lambda *_: None)
+    for model, wanted in ((AutoModel.from_pretrained(place / "model"), True), (hooked, False)):
+        writer = AnswerWriter(model, 4, 12, GenerationConfig(max_new_tokens=4))
+        assert writer.runs_natively == wanted
+        writer.close()
 
 
 def test_the_kl_in_the_reward_uses_the_samplers_values(place: Path) -> None:
