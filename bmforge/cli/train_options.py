@@ -43,11 +43,12 @@ offload.activations offload.directory offload.fraction offload.gradients offload
 offload.target offload.weights override prefetch push-to-hub recompute reference reward
 reward-timeout-s rl.advantage rl.beta rl.clip rl.clip-dual rl.clip-high rl.clip-low
 rl.correction rl.correction-cap rl.entropy-bonus rl.kl rl.kl-importance rl.kl-in rl.normalize
-rl.ratio rollout.log-completions rollout.mask-truncated-completions rollout.max-new-tokens
-rollout.max-num-seqs rollout.num-generations rollout.num-iterations rollout.overlong-tokens
-rollout.steps-per-generation rollout.temperature run-dir search.keep-ratio search.kinds
-search.max-trained search.places search.sizes seed shortest simpo-gamma soft-front target-len
-teacher template template-class timeout-s train.disable-dropout train.early-stopping-patience
+rl.ratio rollout.exact-logprobs rollout.log-completions rollout.mask-truncated-completions
+rollout.max-new-tokens rollout.max-num-seqs rollout.max-turns rollout.num-generations
+rollout.num-iterations rollout.overlong-tokens rollout.steps-per-generation rollout.temperature
+rollout.tool-timeout-s rollout.tools run-dir search.keep-ratio search.kinds search.max-trained
+search.places search.sizes seed shortest simpo-gamma soft-front target-len teacher template
+template-class timeout-s train.disable-dropout train.early-stopping-patience
 train.early-stopping-threshold train.eval-every-steps train.grad-clip train.keep-every-steps
 train.keep-last train.load-best-model-at-end train.log-every-steps train.master-weights
 train.num-epochs train.optim.betas train.optim.eps train.optim.groups train.optim.lr
