@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=20, help="0 measures memory alone")
     parser.add_argument("--budget-s", type=float, default=400)
     options = parser.parse_args()
     threads = torch.get_num_threads()
@@ -163,36 +163,50 @@ def main() -> None:
 
 
 def compare(folder: str, kind: str, options: argparse.Namespace, threads: int) -> None:
-    """Run one choice of targets and print it."""
+    """Run one choice of targets and print it; without rounds, its memory alone."""
     given = options.rank, options.tokens, options.rows, options.base_dtype
     full = (*given[:3], "fp32")
     contenders = {
         "ours": Contender(build_ours, threads, folder, kind, *given, tuned=True),
         "PEFT": Contender(build_theirs, threads, folder, kind, *given, tuned=True),
-        "ours, full": Contender(build_ours, threads, folder, "full", *full, tuned=True),
     }
+    if options.rounds:
+        contenders["ours, full"] = Contender(build_ours, threads, folder, "full", *full, tuned=True)
     losses = {name: one.step().loss for name, one in contenders.items()}
     # Both round to 8 or 4 bits, in groups of different sizes and with other steps.
     near = {"fp32": 1e-4, "int8": 0.05, "int4": 0.2}[options.base_dtype]
     assert abs(losses["ours"] - losses["PEFT"]) < near, losses
     peaks = {name: one.step(measure_memory=True).peak_bytes for name, one in contenders.items()}
-    for one in contenders.values():
-        one.step()
-    steps = run_in_turns(contenders, options.rounds, options.budget_s)
+    seconds: dict[str, list[float]] = {}
+    if options.rounds:
+        for one in contenders.values():
+            one.step()
+        steps = run_in_turns(contenders, options.rounds, options.budget_s)
+        seconds = {name: [step.seconds for step in timed] for name, timed in steps.items()}
     for one in contenders.values():
         one.close()
-    seconds = {name: [step.seconds for step in found] for name, found in steps.items()}
+    print(f"\n{kind}, base in {options.base_dtype}: {len(seconds.get('ours', []))} rounds\n")
+    show(folder, kind, options.rank, peaks, seconds)
+
+
+def show(
+    folder: str, kind: str, rank: int, peaks: dict[str, int], seconds: dict[str, list[float]]
+) -> None:
+    """Print the table of one choice of targets; `seconds` is empty if no time was measured."""
     states = {"full": trained_bytes(folder, "full", 0)}
-    states[kind] = trained_bytes(folder, kind, options.rank)
+    states[kind] = trained_bytes(folder, kind, rank)
     rows = []
-    for name in contenders:
-        ratio = "{:.2f} ({:.2f} to {:.2f})".format(*paired_ratio(seconds["ours"], seconds[name]))
+    for name, peak in peaks.items():
+        cells, ratio = ["not timed"], "not timed"
+        if seconds:
+            cells = [f"{statistics.median(seconds[name]):.3f}"]
+            ratio = "{:.2f} ({:.2f} to {:.2f})".format(
+                *paired_ratio(seconds["ours"], seconds[name])
+            )
         kept = states["full" if "full" in name else kind]
-        cells = [f"{statistics.median(seconds[name]):.3f}", f"{peaks[name] / MIB:.0f}"]
-        memory = f"{peaks['ours'] / peaks[name]:.2f}"
-        rows.append([name, *cells, f"{kept / MIB:.1f}", ratio, memory])
+        cells += [f"{peak / MIB:.0f}", f"{kept / MIB:.1f}"]
+        rows.append([name, *cells, ratio, f"{peaks['ours'] / peak:.2f}"])
     columns = ["step", "s", "peak MiB above", "gradients and states, MiB"]
-    print(f"\n{kind}: {len(steps['ours'])} rounds\n")
     print(table([*columns, "its time / ours", "our peak / its"], rows))
 
 
