@@ -70,7 +70,7 @@ class DistillationObjective:
             if vocab is not None:
                 raise ConfigError("on-policy distillation does not support layout.tp above 1.")
             is_scored = targets != IGNORE_INDEX
-            return linear_jsd(_select(head, is_scored), teacher, self._beta, self._temperature)
+            return linear_jsd(head.select(is_scored), teacher, self._beta, self._temperature)
 
         scores = model(**inputs, labels=labels, num_items_in_batch=measure).loss
         metrics = {"kl": (scores[1].detach().sum(), float(scores.shape[1]))}
@@ -78,18 +78,12 @@ class DistillationObjective:
         return LossAndMetrics(scores[0].sum() / num_items, metrics)
 
 
-def _select(head: HeadInput, rows: Tensor) -> HeadInput:
-    """Select the head inputs of some tokens."""
-    added = tuple((low[rows], up) for low, up in head.added)
-    return HeadInput(head.hidden[rows], head.weight, head.bias, added)
-
-
 def _read_head(model: Any, inputs: Any, labels: Tensor) -> HeadInput:
     """Run a model; return the inputs of its output head at the tokens that predict a label."""
     heads: list[HeadInput] = []
 
     def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:
-        heads.append(_select(head, targets != IGNORE_INDEX))
+        heads.append(head.select(targets != IGNORE_INDEX))
         return targets.new_zeros((1, len(targets)))
 
     model(**inputs, labels=labels, num_items_in_batch=measure)

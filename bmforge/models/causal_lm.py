@@ -21,7 +21,14 @@ from bmforge.models.heads import (
     pick_states,
 )
 from bmforge.models.output import ModelOutput
-from bmforge.models.stack import StackSpec, build_layers, given_inputs, run_layers, span_of
+from bmforge.models.stack import (
+    StackSpec,
+    build_layers,
+    given_inputs,
+    rope_tables,
+    run_layers,
+    span_of,
+)
 from bmforge.models.traits import Traits
 from bmforge.nn import (
     LMHead,
@@ -31,7 +38,6 @@ from bmforge.nn import (
     build_mask,
     build_norm,
     count_loads,
-    rope_table,
 )
 from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.attention import KeyValueCache
@@ -46,6 +52,7 @@ class DecoderSpec(StackSpec):
 
     Args:
         rope: rotary positions; None for learned absolute positions (`embed_positions`).
+        local_rope: rotary positions of the layers with `AttentionSpec.rotary` "local".
         learned_positions: with rope=None, use `embed_positions`; False if the family uses a
             position bias on the scores.
         num_positions: number of rows of `embed_positions`; 0 means max_seq_len.
@@ -57,13 +64,16 @@ class DecoderSpec(StackSpec):
         padding_id: token whose embedding gets no gradient.
         embed_dropout: dropout probability after the embedding.
         embed_scale: factor on the embedding.
+        rounds_embed_scale: round `embed_scale` to the dtype of the embedding first (Gemma).
         final_norm: norm after the last block.
         head_bias: bias of the language-model head.
         head_scale: factor on the input of the language-model head.
+        head_softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None is no cap.
         balance_weight: weight of the experts' load-balancing loss; None disables it.
     """
 
     rope: RopeSpec | None = None
+    local_rope: RopeSpec | None = None
     learned_positions: bool = True
     num_positions: int = 0
     position_offset: int = 0
@@ -73,9 +83,11 @@ class DecoderSpec(StackSpec):
     padding_id: int | None = None
     embed_dropout: float = 0.0
     embed_scale: float = 1.0
+    rounds_embed_scale: bool = False
     final_norm: bool = True
     head_bias: bool = False
     head_scale: float = 1.0
+    head_softcap: float | None = None
     balance_weight: float | None = None
 
 
@@ -120,6 +132,7 @@ class CausalLM(Model):
         if config.head == "language_model":
             rows = self.embed.num_embeddings
             self.lm_head = LMHead(size, rows, bias=self.spec.head_bias)
+            self.lm_head.softcap = self.spec.head_softcap
             if config.tie_word_embeddings:
                 self.lm_head.weight = self.embed.weight
         elif config.head != "none":
@@ -191,10 +204,9 @@ class CausalLM(Model):
         else:
             x, routed = self._begin(self.embed_inputs(input_ids, inputs_embeds), position_ids), []
         masks = self._build_masks(inputs, attention_mask, document_ids, past)
-        rope = self.spec.rope
-        table = None if rope is None else rope_table(rope, position_ids, x.dtype)
+        tables = rope_tables(self.spec, position_ids, x.dtype)
         x, states = run_layers(
-            self.layers, x, masks, output_hidden_states, routed, rope=table, cache=cache
+            self.layers, x, masks, output_hidden_states, routed, cache=cache, **tables
         )
         if span.last < span.total:
             return ModelOutput(carry=(x, *routed))
@@ -326,7 +338,10 @@ class CausalLM(Model):
 
     def _begin(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """Compute the first block's input from token embeddings."""
-        x = x if self.spec.embed_scale == 1.0 else x * self.spec.embed_scale
+        if self.spec.rounds_embed_scale:
+            x = x * torch.tensor(self.spec.embed_scale, dtype=x.dtype)
+        elif self.spec.embed_scale != 1.0:
+            x = x * self.spec.embed_scale
         x = self.project_in(x) if self.spec.embed_size else x
         if self.spec.rope is None:
             x = x + self.embed_positions(position_ids + self.spec.position_offset)

@@ -126,7 +126,7 @@ def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
             "(docs/explanation/changed_models.md)."
         )
     elif name.endswith("norm.weight"):
-        fill_(tensor, 1.0)
+        fill_(tensor, 1.0 - getattr(model.get_submodule(owner), "offset", 0.0))
     elif name.endswith("bias"):
         fill_(tensor, 0.0)
     else:

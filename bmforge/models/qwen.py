@@ -216,7 +216,7 @@ class Qwen(CausalLM):
             qkv_bias=is_qwen2 or config.attn_bias,
             out_bias=config.attn_bias,
             dropout=config.attn_dropout,
-            qk_norm_eps=None if is_qwen2 else config.norm_eps,
+            qk_norm=None if is_qwen2 else NormSpec("rms", config.norm_eps),
         )
         mlp = MLPSpec(config.intermediate_size, config.activation, gated=True, bias=False)
         block = BlockSpec(config.hidden_size, attn, mlp, norm=NormSpec("rms", config.norm_eps))

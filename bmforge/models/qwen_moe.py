@@ -14,7 +14,7 @@ from bmforge.models.heads import Head
 from bmforge.models.llama import llama_heads, llama_rules
 from bmforge.models.mixtral import Mixtral, MixtralConfig, expert_rules
 from bmforge.models.weights import WeightRule, linear_rules
-from bmforge.nn import AttentionSpec, MLPSpec, MoESpec
+from bmforge.nn import AttentionSpec, MLPSpec, MoESpec, NormSpec
 
 __all__ = ["Qwen2Moe", "Qwen2MoeConfig", "Qwen3Moe", "Qwen3MoeConfig"]
 
@@ -86,7 +86,12 @@ class Qwen3MoeConfig(MixtralConfig):
     def attn_spec(self) -> AttentionSpec:
         """Return the attention spec, with per-head norms of q and k."""
         bias = self.attn_bias
-        return replace(super().attn_spec(), qkv_bias=bias, out_bias=bias, qk_norm_eps=self.norm_eps)
+        return replace(
+            super().attn_spec(),
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm=NormSpec("rms", self.norm_eps),
+        )
 
     def expert_spec(self) -> MoESpec:
         """Return the spec of a layer's experts."""
@@ -177,7 +182,7 @@ class Qwen2MoeConfig(Qwen3MoeConfig):
 
     def attn_spec(self) -> AttentionSpec:
         """Return the attention spec, without norms of q and k."""
-        return replace(super().attn_spec(), out_bias=False, qk_norm_eps=None)
+        return replace(super().attn_spec(), out_bias=False, qk_norm=None)
 
     def expert_spec(self) -> MoESpec:
         """Return the spec of a layer's experts, including the shared expert."""

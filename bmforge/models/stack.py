@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bmforge.device import reads_are_free
 from bmforge.errors import ShapeError
-from bmforge.nn import AttentionSpec, Block, BlockSpec, MoE
+from bmforge.nn import AttentionSpec, Block, BlockSpec, MoE, rope_table
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.shard_hooks import TokenAssignment, TokenCut
 from bmforge.records import Span, Stack
@@ -26,6 +26,7 @@ __all__ = [
     "find_heads",
     "given_inputs",
     "number_places_",
+    "rope_tables",
     "run_block",
     "run_layers",
     "span_of",
@@ -174,18 +175,44 @@ def run_block(
     inputs: dict[str, Any],
     routed: list[Tensor],
 ) -> Tensor:
-    """Run one block with the mask of its window and the bias of its number of heads.
+    """Run one block with the mask of its window, its rotary table and the bias of its heads.
 
     Router logits are appended to `routed`.
     """
     mask = bias = None
     if layer.attn is not None:
         mask, bias = masks[layer.attn.window], biases.get(layer.attn.num_heads)
+        inputs = _pick_rope(inputs, getattr(layer.attn, "rotary", "model"))
     out = layer(x, mask=mask, bias=bias, **inputs)
     if not isinstance(out, tuple):
         return out
     routed.append(out[1])
     return out[0]
+
+
+def rope_tables(
+    spec: Any, position_ids: Tensor, dtype: torch.dtype
+) -> dict[str, tuple[Tensor, Tensor] | None]:
+    """Return cos and sin of a decoder's positions: "rope", and "local_rope" where it exists.
+
+    Args:
+        spec: `DecoderSpec` of the model.
+        position_ids: positions, (B or 1, T).
+        dtype: dtype of the tables, whose shape `nn.rope_table` describes.
+    """
+    tables = {"rope": None if spec.rope is None else rope_table(spec.rope, position_ids, dtype)}
+    if spec.local_rope is not None:
+        tables["local_rope"] = rope_table(spec.local_rope, position_ids, dtype)
+    return tables
+
+
+def _pick_rope(inputs: dict[str, Any], rotary: str) -> dict[str, Any]:
+    """Return the inputs of a block with the rotary table of its layer (`AttentionSpec.rotary`)."""
+    if rotary == "model" and "local_rope" not in inputs:
+        return inputs
+    tables = {"model": inputs.get("rope"), "local": inputs.get("local_rope"), "none": None}
+    others = {name: value for name, value in inputs.items() if name != "local_rope"}
+    return {**others, "rope": tables[rotary]}
 
 
 def _find_biases(layers: nn.ModuleDict, bias: Tensor | None) -> dict[int, Tensor]:

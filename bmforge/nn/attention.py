@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.attention_bias import biased_attention
 from bmforge.nn.host_attention import host_attention, takes_host_attention
 from bmforge.nn.linear import Linear
-from bmforge.nn.norm import RMSNorm
+from bmforge.nn.norm import NormSpec, build_norm
 from bmforge.nn.position import apply_rope, narrow_rope
 from bmforge.nn.prefix import Pair, mix_behind, put_before, takes_one
 from bmforge.nn.shard_hooks import Pass, pass_on
@@ -50,7 +51,11 @@ class AttentionSpec:
             global tokens that attend to all tokens through their own projections; see `window.py`.
         rope_interleaved: pair adjacent dims in rotary embeddings, instead of the two halves of
             a head.
-        qk_norm_eps: epsilon of the per-head RMS norm of q and k; None is no norm.
+        qk_norm: norm of q and k, per head; None is no norm.
+        qk_norm_whole: the norm of q and k covers all heads at once (OLMo 2).
+        rotary: rotary table of the layer: that of the model ("model"), the one of its local layers
+            ("local", see `models.causal_lm.DecoderSpec`), or no rotation ("none").
+        softcap: cap c of the scores s, which become ``c * tanh(s / c)``; None is no cap (Gemma 2).
         in_scale: factor on the input of q, k and v, applied by the block.
         out_scale: factor on the input of o, applied by the block; 1/sqrt(width) in muP (Yang et
             al., "Tensor Programs V", 2022).
@@ -67,7 +72,10 @@ class AttentionSpec:
     window: int | None = None
     global_tokens: bool = False
     rope_interleaved: bool = False
-    qk_norm_eps: float | None = None
+    qk_norm: NormSpec | None = None
+    qk_norm_whole: bool = False
+    rotary: Literal["model", "local", "none"] = "model"
+    softcap: float | None = None
     in_scale: float = 1.0
     out_scale: float = 1.0
 
@@ -125,6 +133,7 @@ def mix_values(
     scale: float | None,
     dropout: float,
     prefix: Pair | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute attention: ``softmax(scale * q k^T + bias) v``.
 
@@ -139,21 +148,25 @@ def mix_values(
         scale: factor on the scores; None is 1/sqrt(H).
         dropout: dropout probability of the attention weights.
         prefix: keys and values of a prefix that every query of every sequence attends to.
+        softcap: cap of the scaled scores; see `AttentionSpec`.
 
     Shape:
         query: (B, N, T, H); key, value: (B, K, S, H); mask: (B or 1, 1, T or 1, S);
         bias: (B or 1, N, T, S); prefix: (K, P, H) each; returns (B, N, T, H)
     """
-    if prefix is not None and bias is None and takes_one(query, dropout):
+    if prefix is not None and bias is None and softcap is None and takes_one(query, dropout):
         return mix_behind(prefix, query, key, value, mask, scale)
     if prefix is not None:
         key, value, mask, bias = put_before(prefix, query, key, value, mask, bias, causal)
         causal = False
-    if bias is not None:
+    if bias is not None or softcap is not None:
         times = query.shape[1] // key.shape[1]
         if times > 1:
             key, value = (t.repeat_interleave(times, 1) for t in (key, value))
-        return biased_attention(query, key, value, bias, mask, scale, dropout)
+        if causal and bias is None and mask is None and query.shape[2] > 1:
+            shape = query.shape[2], key.shape[2]
+            mask = torch.ones(shape, dtype=torch.bool, device=key.device).tril()[None, None]
+        return biased_attention(query, key, value, bias, mask, scale, dropout, softcap)
     # A branch, because a compiled graph with a free length needs a plain bool here.
     is_causal = False
     if causal and mask is None and query.shape[2] > 1:
@@ -269,11 +282,13 @@ class Attention(nn.Module):
         self.layer_index = 0
         self.num_heads, self.head_share = spec.num_heads, (0, 1)
         self.head_dim, self.scale, self.dropout = spec.head_dim, spec.scale, spec.dropout
-        self.causal, self.window = spec.causal, spec.window
-        self.rope_interleaved = spec.rope_interleaved
+        self.causal, self.window, self.softcap = spec.causal, spec.window, spec.softcap
+        self.rope_interleaved, self.rotary = spec.rope_interleaved, spec.rotary
         self.enter: Pass = pass_on
         self.enter_memory: Pass = pass_on
         self.mix: Mix = mix_values
+        if spec.softcap is not None:
+            self.mix = partial(mix_values, softcap=spec.softcap)
         self.thin: Pass = pass_on
         self.thin_dims: Pass = pass_on
         self.thin_query: Pass = pass_on
@@ -284,9 +299,10 @@ class Attention(nn.Module):
         self.o_proj = Linear(query_size, hidden_size, bias=spec.out_bias)
         self.prefix: nn.Module | None = None
         self.q_norm = self.k_norm = None
-        if spec.qk_norm_eps is not None:
-            self.q_norm = RMSNorm(spec.head_dim, spec.qk_norm_eps)
-            self.k_norm = RMSNorm(spec.head_dim, spec.qk_norm_eps)
+        self.qk_norm_whole = spec.qk_norm_whole
+        if spec.qk_norm is not None:
+            widths = (query_size, key_size) if spec.qk_norm_whole else (spec.head_dim,) * 2
+            self.q_norm, self.k_norm = (build_norm(spec.qk_norm, width) for width in widths)
 
     def forward(
         self,
@@ -377,7 +393,9 @@ class Attention(nn.Module):
         return key, self._heads(self.v_proj(x), None)
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """Split (B, T, heads * H) into (B, heads, T, H) and apply the optional norm per head."""
+        """Split (B, T, heads * H) into (B, heads, T, H) and apply the optional norm."""
+        if norm is not None and self.qk_norm_whole:
+            x, norm = norm(x), None
         x = x.unflatten(-1, (-1, self.head_dim))
         return (x if norm is None else norm(x)).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""Attention with a trained bias on the scores (T5 and its relatives).
+"""Attention with a trained bias on the scores (T5) or a soft cap of the scores (Gemma 2).
 
 Torch's fused kernels refuse a bias that requires a gradient, and its fallback stores B x N x T x S
 weights for backward. This implementation keeps one tile of scores at a time, and backward
@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bmforge.nn.softcap import cap_softly
+
 __all__ = ["biased_attention"]
 
 # Scores per tile. On a CPU 1 MiB of fp32 per thread fits into the L2 cache; an accelerator needs
@@ -28,22 +30,24 @@ def biased_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     mask: Tensor | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Return ``softmax(scale * q k^T + bias) v``.
+    """Return ``softmax(scale * q k^T + bias) v``; a cap applies to the scores before the bias.
 
     Args:
         query: queries.
         key: keys of N heads.
         value: values of N heads.
         bias: bias on the scaled scores, trained or not; -inf masks a key, but every query needs
-            a key that is not masked.
+            a key that is not masked. None is no bias.
         mask: boolean, True where a query attends.
         scale: factor on the scores; None is 1/sqrt(H).
         dropout: dropout probability of the attention weights.
+        softcap: cap c of the scaled scores s, which become ``c * tanh(s / c)``; None is no cap.
 
     Shape:
         query: (B, N, T, H); key, value: (B, N, S, H); bias: (B or 1, N, T, S);
@@ -52,13 +56,34 @@ def biased_attention(
     Memory: one tile of scores; with dropout also one byte per weight, from forward to backward.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    wants_gradient = torch.is_grad_enabled() and bias.requires_grad
-    if torch.compiler.is_compiling() or not wants_gradient:
+    if softcap is not None and torch.compiler.is_compiling():
+        return _attend_whole(query, key, value, bias, mask, scale, dropout, softcap)
+    wants_gradient = torch.is_grad_enabled() and bias is not None and bias.requires_grad
+    if softcap is None and (torch.compiler.is_compiling() or not wants_gradient):
+        assert bias is not None
         if mask is not None:
             bias = bias.masked_fill(~mask, -torch.inf)
         return F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)
     hidden = None if mask is None else ~mask
-    return _BiasedAttention.apply(query, key, value, bias, hidden, scale, dropout)
+    return _BiasedAttention.apply(query, key, value, bias, hidden, scale, dropout, softcap)
+
+
+def _attend_whole(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    dropout: float,
+    softcap: float,
+) -> Tensor:
+    """Compute attention with all scores at once, as one graph for `torch.compile`."""
+    scores = cap_softly(query @ key.transpose(2, 3) * scale, softcap)
+    scores = scores if bias is None else scores + bias
+    scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+    weights = scores.float().softmax(-1).to(value.dtype)
+    return F.dropout(weights, dropout) @ value
 
 
 class _Tile(NamedTuple):
@@ -137,10 +162,11 @@ class _BiasedAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: Tensor,
+        bias: Tensor | None,
         hidden: Tensor | None,
         scale: float,
         dropout: float,
+        softcap: float | None,
     ) -> Tensor:
         out = torch.empty_like(query)
         keep_mask: Tensor | None = None
@@ -151,12 +177,12 @@ class _BiasedAttention(torch.autograd.Function):
             )
         q, k, v = _flatten(query, key, value)
         for tile in _tiles(query, key):
-            weights = _make_weights(tile, q, k, bias, hidden, scale)
+            weights, _ = _make_weights(tile, q, k, bias, hidden, scale, softcap)
             if keep_mask is not None:
                 weights.mul_(tile.cut_shared(keep_mask)).div_(1 - dropout)
             tile.put(out, torch.bmm(weights, tile.cut(v)), tile.tokens, first=True)
         ctx.save_for_backward(query, key, value, bias, hidden, keep_mask)
-        ctx.scale, ctx.dropout = scale, dropout
+        ctx.scale, ctx.dropout, ctx.softcap = scale, dropout, softcap
         return out
 
     @staticmethod
@@ -167,12 +193,14 @@ class _BiasedAttention(torch.autograd.Function):
         grad_query, grad_key, grad_value = out
         # The bias gradient is a sum over sequences, accumulated in fp32: in half precision it loses
         # terms.
-        wide = torch.promote_types(bias.dtype, torch.float32)
-        grad_bias = bias.new_empty(bias.shape, dtype=wide)
+        grad_bias: Tensor | None = None
+        if ctx.needs_input_grad[3]:
+            wide = torch.promote_types(bias.dtype, torch.float32)
+            grad_bias = bias.new_empty(bias.shape, dtype=wide)
         q, k, v, grad_out = _flatten(query, key, value, grads[0])
         everything = slice(None)
         for tile in _tiles(query, key):
-            weights = _make_weights(tile, q, k, bias, hidden, ctx.scale)
+            weights, slope = _make_weights(tile, q, k, bias, hidden, ctx.scale, ctx.softcap)
             grad, tokens = tile.cut(grad_out)[:, tile.tokens], tile.tokens
             scores = torch.bmm(grad, tile.cut(v).transpose(1, 2))
             dropped_weights = weights
@@ -185,23 +213,45 @@ class _BiasedAttention(torch.autograd.Function):
                 grad_value, torch.bmm(dropped_weights.transpose(1, 2), grad), everything, first
             )
             scores = torch._softmax_backward_data(scores, weights, -1, weights.dtype)
-            is_first_row = tile.rows.start == 0 or bias.shape[0] > 1
-            tile.put(grad_bias, scores, tokens, is_first_row)
+            if grad_bias is not None:
+                is_first_row = tile.rows.start == 0 or bias.shape[0] > 1
+                tile.put(grad_bias, scores, tokens, is_first_row)
+            if slope is not None:
+                scores.mul_(slope)
             if ctx.scale != 1.0:
                 scores.mul_(ctx.scale)
             tile.put(grad_query, torch.bmm(scores, tile.cut(k)), tokens, first=True)
             part = torch.bmm(scores.transpose(1, 2), tile.cut(q)[:, tokens])
             tile.put(grad_key, part, everything, first)
-        return *out, grad_bias.to(bias.dtype), None, None, None
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return *out, grad_bias, None, None, None, None
 
 
 def _make_weights(
-    tile: _Tile, query: Tensor, key: Tensor, bias: Tensor, hidden: Tensor | None, scale: float
-) -> Tensor:
-    """Recompute a tile's attention weights, (rows * heads, tokens, S), from flattened inputs."""
+    tile: _Tile,
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    hidden: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Recompute a tile's attention weights, (rows * heads, tokens, S), from flattened inputs.
+
+    The second value is the derivative of the cap, of the same shape; None without a cap.
+    """
     keys = tile.cut(key).transpose(1, 2)
     queries = tile.cut(query)[:, tile.tokens]
-    scores = torch.baddbmm(tile.cut_shared(bias), queries, keys, alpha=scale)
+    slope: Tensor | None = None
+    if softcap is None:
+        assert bias is not None
+        scores = torch.baddbmm(tile.cut_shared(bias), queries, keys, alpha=scale)
+    else:
+        scores = torch.bmm(queries, keys).mul_(scale / softcap).tanh_()
+        slope = 1 - scores.square()
+        scores.mul_(softcap)
+        if bias is not None:
+            scores += tile.cut_shared(bias)
     if hidden is not None:
         scores.masked_fill_(tile.cut_shared(hidden), -torch.inf)
-    return scores.softmax(-1)
+    return scores.softmax(-1), slope

@@ -18,7 +18,9 @@ from bmforge.nn.recompute import call_and_drop, hold_weights
 from bmforge.nn.shard_hooks import Pass, pass_on
 from bmforge.nn.window import WindowAttention
 
-__all__ = ["Block", "BlockSpec", "Weigh"]
+__all__ = ["Block", "BlockSpec", "NormPlace", "Weigh"]
+
+NormPlace = Literal["pre", "post", "parallel", "parallel_two", "output", "sandwich"]
 
 # (x before a part of a block, x after it) -> what goes on
 Weigh = Callable[[Tensor, Tensor], Tensor]
@@ -35,7 +37,10 @@ class BlockSpec:
         cross_attn: attention to the encoder's output, in decoders of encoder-decoder models.
         norm: kind, epsilon and bias of the norms.
         norm_place: "pre": ``x + f(norm(x))``; "post": ``norm(x + f(x))``; "parallel": attention
-            and MLP both read the output of `attn_norm`, and their outputs are added (GPT-J).
+            and MLP both read the output of `attn_norm`, and their outputs are added (GPT-J);
+            "parallel_two": likewise, each with its own norm (GPT-NeoX); "output": ``x + norm(f(x))`` (OLMo 2);
+            "sandwich": ``x + out_norm(f(norm(x)))`` (Gemma 2), with the norms `attn_out_norm` and
+            `mlp_out_norm`.
         residual_dropout: dropout probability of a sublayer's output.
         residual_scale: factor on a sublayer's output.
         sum_scale: factor on the residual stream after each residual addition.
@@ -48,7 +53,7 @@ class BlockSpec:
     mlp: MLPSpec | MoESpec | None
     cross_attn: AttentionSpec | None = None
     norm: NormSpec = field(default_factory=NormSpec)
-    norm_place: Literal["pre", "post", "parallel"] = "pre"
+    norm_place: NormPlace = "pre"
     residual_dropout: float = 0.0
     residual_scale: float = 1.0
     sum_scale: float = 1.0
@@ -91,6 +96,12 @@ class Block(nn.Module):
         self.attn: Attention | WindowAttention | None = None
         if spec.attn is not None or (spec.norm_place == "parallel" and spec.mlp is not None):
             self.attn_norm = build_norm(spec.norm, spec.hidden_size)
+        self.attn_out_norm = self.mlp_out_norm = None
+        if spec.norm_place == "sandwich":
+            if spec.attn is not None:
+                self.attn_out_norm = build_norm(spec.norm, spec.hidden_size)
+            if spec.mlp is not None:
+                self.mlp_out_norm = build_norm(spec.norm, spec.hidden_size)
         if spec.attn is not None:
             attention = WindowAttention if spec.attn.global_tokens else Attention
             self.attn = attention(spec.hidden_size, spec.attn)
@@ -146,7 +157,9 @@ class Block(nn.Module):
             return out
 
         before = x = self._guard(x)
-        if self.norm_place == "parallel":
+        if self.norm_place == "parallel_two":
+            x = self._run_parallel_two(x, attend, feed)
+        elif self.norm_place == "parallel":
             x = x if self.attn is None and self.mlp is None else self._run_parallel(x, attend, feed)
         else:
             x = self._run_parts(x, attend, feed, cache, memory, memory_mask)
@@ -164,7 +177,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """Run the sublayers one after the other."""
         if self.attn is not None:
-            added = self._add(x, self.attn_norm, attend, self.attn_scales)
+            added = self._add(x, self.attn_norm, attend, self.attn_scales, self.attn_out_norm)
             x = _weigh(self.attn_share, x, added)
         if self.cross_attn is not None:
             cross = self.cross_attn
@@ -175,7 +188,8 @@ class Block(nn.Module):
             )
         if self.mlp is None:
             return x
-        return _weigh(self.mlp_share, x, self._add(x, self.mlp_norm, feed, self.mlp_scales))
+        added = self._add(x, self.mlp_norm, feed, self.mlp_scales, self.mlp_out_norm)
+        return _weigh(self.mlp_share, x, added)
 
     def _add(
         self,
@@ -183,19 +197,17 @@ class Block(nn.Module):
         norm: nn.Module,
         part: Callable[[Tensor], Tensor],
         scales: tuple[float, float] = (1.0, 1.0),
+        out_norm: nn.Module | None = None,
     ) -> Tensor:
-        """Add the output of one sublayer to the residual stream, with a norm before or after."""
+        """Add the output of one sublayer to the residual stream, with norms before or after."""
         into, out = scales
         if self.norm_place == "post":
             return norm(_times(x + self._shrink(part(_times(x, into)), out), self.sum_scale))
-
-        norm_again = hold_weights(norm)
-
-        def make_input() -> Tensor:
-            return _times(norm_again(x), into)
-
-        # `make_input` runs again in backward, so its `x` must not change in between.
-        added = x + self._shrink(call_and_drop(part, _times(norm(x), into), make_input), out)
+        if self.norm_place == "output":
+            added = norm(self._shrink(part(_times(x, into)), out))
+            return self._guard(_times(x + added, self.sum_scale))
+        read = self._read(x, norm, part, scales)
+        added = x + (read if out_norm is None else out_norm(read))
         return self._guard(_times(added, self.sum_scale))
 
     def _guard(self, x: Tensor) -> Tensor:
@@ -223,6 +235,35 @@ class Block(nn.Module):
         again = hold_weights(self.attn_norm)
         added = call_and_drop(both, self.attn_norm(x), lambda: again(x))
         return _times(x + added, self.sum_scale)
+
+    def _run_parallel_two(
+        self, x: Tensor, attend: Callable[[Tensor], Tensor], feed: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Add attention and MLP, each of its own norm of `x`."""
+        total = x
+        if self.attn is not None:
+            part = self._read(x, self.attn_norm, attend, self.attn_scales)
+            total = total + _weigh_alone(self.attn_share, part)
+        if self.mlp is not None:
+            part = self._read(x, self.mlp_norm, feed, self.mlp_scales)
+            total = total + _weigh_alone(self.mlp_share, part)
+        return _times(total, self.sum_scale)
+
+    def _read(
+        self,
+        x: Tensor,
+        norm: nn.Module,
+        part: Callable[[Tensor], Tensor],
+        scales: tuple[float, float],
+    ) -> Tensor:
+        """Return a sublayer's output for the norm of `x`, which backward computes again.
+
+        So `x` must not change in between.
+        """
+        into, out = scales
+        again = hold_weights(norm)
+        read = call_and_drop(part, _times(norm(x), into), lambda: _times(again(x), into))
+        return self._shrink(read, out)
 
     def _keep_or_drop(self, before: Tensor, after: Tensor) -> Tensor:
         """Skip the block at random (LayerDrop); it is computed anyway, since other ranks wait."""

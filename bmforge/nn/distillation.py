@@ -11,6 +11,7 @@ import itertools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bmforge.batch import IGNORE_INDEX
@@ -18,12 +19,15 @@ from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.nn.losses import TiledHead, TiledLogits, TiledLoss, find_tiling, split_chunks
 from bmforge.nn.shard_hooks import VocabCut
+from bmforge.nn.softcap import cap_softly
 
 __all__ = ["HeadInput", "linear_distillation"]
 
 
 class HeadInput(NamedTuple):
     """Inputs of a head, whose logits are ``hidden @ weight.T + bias`` plus `added` products.
+
+    With `softcap` they are capped at the end, see `losses.TiledLogits`.
 
     Shape:
         hidden: (M, D); weight: (V, D); bias: (V,); added: (M, R) and (V, R) each
@@ -33,12 +37,26 @@ class HeadInput(NamedTuple):
     weight: Tensor
     bias: Tensor | None = None
     added: tuple[tuple[Tensor, Tensor], ...] = ()
+    softcap: float | None = None
+
+    def select(self, tokens: slice | Tensor) -> HeadInput:
+        """Return the inputs of some tokens, by a slice or a boolean mask (M,)."""
+        added = tuple((low[tokens], rows) for low, rows in self.added)
+        return self._replace(hidden=self.hidden[tokens], added=added)
+
+    def logits(self) -> Tensor:
+        """Return the logits, (M, V), in fp32 or wider."""
+        logits = F.linear(self.hidden, self.weight, self.bias)
+        for low, rows in self.added:
+            logits = logits + F.linear(low, rows)
+        return cap_softly(logits.to(wide_dtype(logits.dtype)), self.softcap)
 
     def detach(self) -> HeadInput:
         """Return a copy that is detached from the autograd graph."""
         bias = None if self.bias is None else self.bias.detach()
         added = tuple((low.detach(), rows.detach()) for low, rows in self.added)
-        return HeadInput(self.hidden.detach(), self.weight.detach(), bias, added)
+        hidden, weight = self.hidden.detach(), self.weight.detach()
+        return HeadInput(hidden, weight, bias, added, self.softcap)
 
 
 class _Teaching(NamedTuple):
@@ -194,7 +212,7 @@ def linear_distillation(
         student = student.detach()
     if num_items is None:
         num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
-    hidden, weight, bias, added = student
+    hidden, weight, bias, added, _ = student
     wide = wide_dtype(hidden.dtype)
     scale = 1.0 / torch.as_tensor(num_items, dtype=wide, device=hidden.device)
     teaching = _Teaching(teacher.detach(), temperature, vocab)
@@ -204,6 +222,12 @@ def linear_distillation(
 
 
 def _check(student: HeadInput, teacher: HeadInput, temperature: float) -> None:
+    for role, head in (("student", student), ("teacher", teacher)):
+        if head.softcap is not None:
+            raise ConfigError(
+                f"the {role}'s logits are capped: softcap={head.softcap} (this loss needs plain "
+                "logits). Use the Jensen-Shannon or the top-k loss."
+            )
     if not temperature > 0:
         raise ConfigError(f"temperature={temperature} must be above 0.")
     student_size, teacher_size = student.weight.shape[0], teacher.weight.shape[0]

@@ -19,6 +19,7 @@ from bmforge.nn.low_rank import LowRank
 from bmforge.nn.part import beside_parts
 from bmforge.nn.products import multiply_dense
 from bmforge.nn.shard_hooks import HeadRows, JoinTokens, PickTokens, VocabCut
+from bmforge.nn.softcap import cap_softly
 from bmforge.nn.token_rows import TokenRows
 
 __all__ = ["LMHead", "Measure"]
@@ -37,6 +38,7 @@ class LMHead(nn.Linear):
         join_tokens: function that all-gathers the scores of the selected tokens; None if all
             are selected.
         measure: loss function; None means cross-entropy.
+        softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None is no cap.
 
     Shape:
         x: (..., D) -> (..., V), or a scalar with labels
@@ -46,6 +48,7 @@ class LMHead(nn.Linear):
     pick_tokens: PickTokens | None = None
     join_tokens: JoinTokens | None = None
     measure: Measure | None = None
+    softcap: float | None = None
     # Low-rank adapters take part in the fused loss too, where a forward hook could not add them.
     asks_parts = True
 
@@ -105,8 +108,8 @@ class LMHead(nn.Linear):
         x = x if vocab is None else vocab.enter(x)
         inputs = self._inputs(x, more_rows, is_sliced=measure is None or callable(num_items))
         if measure is None:
-            hidden, rows, bias, added = inputs
-            return linear_cross_entropy(hidden, rows, labels, bias, divisor, vocab, added)
+            hidden, rows, bias, added, cap = inputs
+            return linear_cross_entropy(hidden, rows, labels, bias, divisor, vocab, added, cap)
         scores = measure(inputs, labels, divisor, vocab)
         join = self.join_tokens if callable(num_items) else None
         return scores if join is None else join(scores, total)
@@ -123,7 +126,7 @@ class LMHead(nn.Linear):
         bias, added = self._whole_bias(x.dtype), self._added(x)
         if more_rows is None:
             rows: Any = self.sliced(x.dtype) if is_sliced else self.matrix(x.dtype)
-            return HeadInput(x, rows, bias, tuple(added))
+            return HeadInput(x, rows, bias, tuple(added), self.softcap)
         weight = self.matrix(x.dtype)
         if vocab is not None:
             # They follow the last row of the last rank. The other ranks take an empty slice,
@@ -131,7 +134,8 @@ class LMHead(nn.Linear):
             more_rows = vocab.enter(more_rows)[: None if vocab.is_last else 0]
         weight = torch.cat((weight, more_rows))
         bias = None if bias is None else F.pad(bias, (0, more_rows.shape[0]))
-        return HeadInput(x, weight, bias, tuple((low, _lengthen(up, weight)) for low, up in added))
+        pairs = tuple((low, _lengthen(up, weight)) for low, up in added)
+        return HeadInput(x, weight, bias, pairs, self.softcap)
 
     def _score(self, x: Tensor, more_rows: Tensor | None) -> Tensor:
         x = x if self.vocab is None else self.vocab.enter(x)
@@ -141,7 +145,9 @@ class LMHead(nn.Linear):
         for low, up in self._added(x):
             logits = logits + F.linear(low, up)
         logits = logits if self.vocab is None else self.vocab.gather(logits)
-        return logits if more_rows is None else torch.cat((logits, F.linear(x, more_rows)), -1)
+        if more_rows is not None:
+            logits = torch.cat((logits, F.linear(x, more_rows)), -1)
+        return cap_softly(logits, self.softcap)
 
     def _whole_bias(self, dtype: torch.dtype) -> Tensor | None:
         """Return this rank's bias, including bias adapters."""

@@ -6,7 +6,6 @@ Only the logits of one chunk of tokens are in memory at a time; backward recompu
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -80,27 +79,14 @@ def linear_jsd(
     teacher = teacher.detach()
     parts = []
     for start, count in split_chunks(len(student.hidden), size):
-        chunks = [_narrow(head, start, count) for head in (student, teacher)]
+        chunks = [head.select(slice(start, start + count)) for head in (student, teacher)]
         out = checkpoint(_measure, *chunks, beta, temperature, use_reentrant=False)
         parts.append(out)
     empty = student.hidden.new_zeros((2, 0), dtype=wide_dtype(student.hidden.dtype))
     return torch.cat([empty, *parts], 1)
 
 
-def _narrow(head: HeadInput, start: int, count: int) -> HeadInput:
-    """Return the head inputs of `count` tokens from `start` on."""
-    rows = slice(start, start + count)
-    added = tuple((low[rows], up) for low, up in head.added)
-    return HeadInput(head.hidden[rows], head.weight, head.bias, added)
-
-
 def _measure(student: HeadInput, teacher: HeadInput, beta: float, temperature: float) -> Tensor:
-    logs = []
-    for head in (student, teacher):
-        logits = F.linear(head.hidden, head.weight, head.bias)
-        for low, up in head.added:
-            logits = logits + F.linear(low, up)
-        logits = logits.to(wide_dtype(logits.dtype))
-        logs.append((logits / temperature).log_softmax(-1))
+    logs = [(head.logits() / temperature).log_softmax(-1) for head in (student, teacher)]
     divergence = generalized_jsd(logs[0], logs[1], beta)
     return torch.stack((divergence, generalized_jsd(logs[0], logs[1], 1.0).detach()))

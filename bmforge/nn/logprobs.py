@@ -37,6 +37,7 @@ class _Options(NamedTuple):
     temperature: float
     vocab: VocabCut | None
     with_entropy: bool
+    softcap: float | None
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -71,7 +72,8 @@ class _LinearLogprobs(torch.autograd.Function):
         wide = wide_dtype(hidden.dtype)
         head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, wide)
         each = _Derivative(labels, grads[0].to(wide), log_mass, entropy, ctx.options)
-        logits, unit = TiledLogits(head, ctx.tiling), torch.ones((), dtype=wide)
+        logits = TiledLogits(head, ctx.tiling, ctx.options.softcap)
+        unit = torch.ones((), dtype=wide)
         for start, count in split_chunks(hidden.shape[0], ctx.tiling.tokens):
             tokens = slice(start, start + count)
             for first, size in split_chunks(weight.shape[0], ctx.tiling.columns):
@@ -95,7 +97,7 @@ def _score_tiles(
     hidden, weight = head.pairs[0]
     out = hidden.new_empty((3, hidden.shape[0]), dtype=head.wide)
     log_mass = torch.empty_like(out[0])
-    logits = TiledLogits(head, tiling)
+    logits = TiledLogits(head, tiling, options.softcap)
     for start, count in split_chunks(hidden.shape[0], tiling.tokens):
         tokens = slice(start, start + count)
         scores = _TokenScores(labels[tokens], options, head.wide)
@@ -214,7 +216,7 @@ def linear_logprobs(
         raise ConfigError(f"temperature={temperature} must be above 0.")
     if vocab is None:
         check_classes(labels, inputs.weight.shape[0])
-    hidden, weight, bias, added = inputs if torch.is_grad_enabled() else inputs.detach()
-    options = _Options(temperature, vocab, with_entropy)
+    hidden, weight, bias, added, softcap = inputs if torch.is_grad_enabled() else inputs.detach()
+    options = _Options(temperature, vocab, with_entropy, softcap)
     flat = itertools.chain.from_iterable(added)
     return _LinearLogprobs.apply(hidden, weight, bias, labels, options, None, *flat)

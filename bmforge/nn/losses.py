@@ -53,6 +53,13 @@ class Tiling(NamedTuple):
     keeps: bool
 
 
+class _HeadOptions(NamedTuple):
+    """The arguments of `linear_cross_entropy` about the head that need no gradient."""
+
+    vocab: VocabCut | None
+    softcap: float | None
+
+
 def find_tiling(hidden: Tensor, weight: HeadRows, vocab: VocabCut | None) -> Tiling:
     """Choose the tile sizes for the given tokens and this rank's vocabulary columns.
 
@@ -114,12 +121,15 @@ class _LinearCrossEntropy(TiledLoss):
         bias: Tensor | None,
         labels: Tensor,
         scale: Tensor,
-        vocab: VocabCut | None,
+        options: _HeadOptions,
         *added: Tensor,
     ) -> Tensor:
+        vocab, softcap = options
         columns, tiling = weight.shape[0], find_tiling(hidden, weight, vocab)
+        if softcap is not None:  # a slope belongs to the tile that was computed last
+            tiling = tiling._replace(keeps=False)
         head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, scale.dtype)
-        logits = TiledLogits(head, tiling)
+        logits = TiledLogits(head, tiling, softcap)
         total = torch.zeros_like(scale)
         for start, count in split_chunks(hidden.shape[0], tiling.tokens):
             tokens = slice(start, start + count)
@@ -219,11 +229,19 @@ class TiledHead:
 
 
 class TiledLogits:
-    """Buffers for tiles of logits, reused for all tokens to avoid page faults."""
+    """Buffers for tiles of logits, reused for all tokens to avoid page faults.
 
-    def __init__(self, head: TiledHead, tiling: Tiling) -> None:
+    Args:
+        head: the head's inputs.
+        tiling: sizes of the tiles; with a cap no tiles are kept.
+        softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None is no cap.
+    """
+
+    def __init__(self, head: TiledHead, tiling: Tiling, softcap: float | None = None) -> None:
         hidden, weight = head.pairs[0]
-        self._head, self._tiling = head, tiling
+        self._head, self._tiling, self._softcap = head, tiling, softcap
+        # Derivative of the cap in the last tile.
+        self._slope: Tensor | None = None
         tiles = -(-weight.shape[0] // tiling.columns) if tiling.keeps else 1
         size = tiling.tokens * tiling.columns
         self._wide = hidden.new_empty((tiles, size), dtype=head.wide)
@@ -235,9 +253,15 @@ class TiledLogits:
         """Compute the logits of the given tokens and `size` columns, in the wide dtype."""
         tile, columns = self._tile(tokens, first, size), slice(first, first + size)
         if self._narrow is None:
-            return self._head.score_(tile, tokens, columns)
-        logits = self._head.score_(self._narrow[: tile.numel()].view_as(tile), tokens, columns)
-        return tile.copy_(logits)
+            self._head.score_(tile, tokens, columns)
+        else:
+            narrow = self._narrow[: tile.numel()].view_as(tile)
+            tile.copy_(self._head.score_(narrow, tokens, columns))
+        if self._softcap is not None:
+            tile.div_(self._softcap).tanh_()
+            self._slope = 1 - tile.square()
+            tile.mul_(self._softcap)
+        return tile
 
     def again(self, tokens: slice, first: int, size: int) -> Tensor:
         """Return a stored tile as left by `TiledSoftmax.add_`, or recompute its logits."""
@@ -251,7 +275,9 @@ class TiledLogits:
         return self._wide[number, : count * size].view(count, size)
 
     def narrow(self, tile: Tensor, scale: Tensor) -> Tensor:
-        """Cast a tile, times `scale`, to the dtype of the matrix products."""
+        """Cast the gradient of a tile, times `scale`, to the dtype of the matrix products."""
+        if self._slope is not None:
+            tile.mul_(self._slope)
         if self._narrow is None:
             return tile
         out = self._narrow[: tile.numel()].view_as(tile)
@@ -288,6 +314,7 @@ def linear_cross_entropy(
     num_items: float | Tensor | None = None,
     vocab: VocabCut | None = None,
     added: Sequence[tuple[Tensor, Tensor]] = (),
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the cross-entropy of ``hidden @ weight.T + bias``, without the full logits.
 
@@ -302,6 +329,7 @@ def linear_cross_entropy(
         vocab: sharding of `weight` over the vocabulary. All its ranks pass the same hidden
             states and labels; the gradient of `hidden` is partial and must be summed over them.
         added: pairs of low-rank hidden states and rows, whose products are added to the logits.
+        softcap: cap of the logits; see `TiledLogits`.
 
     Shape:
         hidden: (M, D); weight: (V, D); labels: (M,); bias: (V,); added: (M, R) and (V, R);
@@ -326,7 +354,8 @@ def linear_cross_entropy(
     wide = wide_dtype(hidden.dtype)
     scale = 1.0 / torch.as_tensor(num_items, dtype=wide, device=hidden.device)
     flat = itertools.chain.from_iterable(added)
-    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, scale, vocab, *flat)
+    options = _HeadOptions(vocab, softcap)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, scale, options, *flat)
 
 
 def check_classes(labels: Tensor, count: int) -> None:

@@ -25,16 +25,24 @@ class NormSpec:
         eps: epsilon added to the variance.
         bias: whether a layer norm has a bias.
         affine: whether a layer norm has a weight (and a bias).
+        offset: number added to the weight of an RMS norm, whose initial weight is 1 - offset
+            (Gemma: 1).
     """
 
     kind: NormKind = "layer"
     eps: float = 1e-5
     bias: bool = True
     affine: bool = True
+    offset: float = 0.0
 
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm ``weight * x / sqrt(mean(x^2) + eps)``; statistics in fp32 or wider.
+
+    Args:
+        hidden_size: width D of the normalized dim.
+        eps: epsilon added to the mean square.
+        offset: number added to the weight; such a sum is multiplied in the wide dtype (Gemma).
 
     Shape:
         x: (..., D) -> (..., D)
@@ -44,26 +52,30 @@ class RMSNorm(nn.Module):
     stream can enter 16-bit projections.
     """
 
-    def __init__(self, hidden_size: int, eps: float) -> None:
+    def __init__(self, hidden_size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps, self.offset = eps, offset
+        self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - offset))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dim."""
-        if takes_host_rms_norm(x, self.weight):
+        if not self.offset and takes_host_rms_norm(x, self.weight):
             return host_rms_norm(x, self.weight, self.eps)
         wide = x.to(wide_dtype(x.dtype))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.offset:
+            weight = self.weight.to(wide.dtype) + self.offset
+            return (wide * scale * weight).to(self.weight.dtype)
         return self.weight * (wide * scale).to(self.weight.dtype)
 
     def extra_repr(self) -> str:
-        """Return width and epsilon as text."""
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        """Return width, epsilon and offset as text."""
+        offset = f", offset={self.offset}" if self.offset else ""
+        return f"{self.weight.shape[0]}, eps={self.eps}{offset}"
 
 
 def build_norm(spec: NormSpec, hidden_size: int) -> nn.Module:
     """Build the norm described by `spec` for `hidden_size` features."""
     if spec.kind == "rms":
-        return RMSNorm(hidden_size, spec.eps)
+        return RMSNorm(hidden_size, spec.eps, spec.offset)
     return nn.LayerNorm(hidden_size, spec.eps, spec.affine, spec.bias)

@@ -80,6 +80,7 @@ class QuantizedHead(MatrixStore, LMHead):
         sizes = plain.in_features, plain.out_features
         nn.Linear.__init__(self, *sizes, bias=False, device="meta")
         self.bias: Any = plain.bias
+        self.softcap = plain.softcap
         self._make(plain, sizes, spec)
 
     def matrix(self, dtype: torch.dtype) -> Tensor:

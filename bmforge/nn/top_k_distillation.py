@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -37,14 +36,6 @@ class TopKPredictions(NamedTuple):
     ids: Tensor
     log_probs: Tensor
     rest: Tensor
-
-
-def make_logits(head: HeadInput) -> Tensor:
-    """Compute the logits of a few tokens, (M, V), in fp32 or wider."""
-    logits = F.linear(head.hidden, head.weight, head.bias)
-    for low, rows in head.added:
-        logits = logits + F.linear(low, rows)
-    return logits.to(wide_dtype(logits.dtype))
 
 
 def pick_answers(logits: Tensor, count: int, temperature: float = 1.0) -> TopKPredictions:
@@ -124,10 +115,9 @@ def linear_answers(
         num_items = is_counted.sum().clamp(min=1)
 
     def part(start: int, stop: int) -> Tensor:
-        added = tuple((low[start:stop], rows) for low, rows in student.added)
-        chunk = HeadInput(student.hidden[start:stop], student.weight, student.bias, added)
+        logits = student.select(slice(start, stop)).logits()
         targets = TopKPredictions(*(tensor[start:stop] for tensor in answers))
-        losses = compare_answers(make_logits(chunk), targets, temperature)
+        losses = compare_answers(logits, targets, temperature)
         return losses.masked_fill(~is_counted[start:stop], 0).sum()
 
     step = max(1, _CHUNK_ELEMENTS // student.weight.shape[0])

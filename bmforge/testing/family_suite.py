@@ -81,7 +81,9 @@ class FamilySuite(
         """Matrices have mean 0 and the family's standard deviation; biases are 0, norms 1."""
         for name, parameter in tiny.named_parameters():
             if parameter.dim() == 1:
-                assert torch.all(parameter == (1.0 if name.endswith("norm.weight") else 0.0)), name
+                offset = getattr(tiny.get_submodule(name.rpartition(".")[0]), "offset", 0.0)
+                expected = 1.0 - offset if name.endswith("norm.weight") else 0.0
+                assert torch.all(parameter == expected), name
                 continue
             std, count = tiny.init_std(name), parameter.numel()
             assert abs(parameter.mean().item()) < 5 * std / math.sqrt(count), name

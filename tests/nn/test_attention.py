@@ -126,7 +126,7 @@ def test_dropout_only_in_training() -> None:
 
 def test_query_and_key_norms() -> None:
     """Per-head norms apply to queries and keys before the scores."""
-    layer = Attention(D, AttentionSpec(6, 2, H, False, False, qk_norm_eps=1e-6))
+    layer = Attention(D, AttentionSpec(6, 2, H, False, False, qk_norm=NormSpec("rms", 1e-6)))
     nn.init.uniform_(layer.q_norm.weight, 0.5, 2)
     x = torch.randn(B, T, D)
     query = F.rms_norm(layer.q_proj(x).unflatten(-1, (6, H)), (H,), layer.q_norm.weight, 1e-6)

@@ -24,8 +24,8 @@ from bmforge.compress.batches import prepare_batch
 from bmforge.compress.distill.capture import Recorder, take_prediction
 from bmforge.errors import CheckpointError, ConfigError, DataError
 from bmforge.files import partial_name, read_json, replace_file
-from bmforge.nn import HeadInput, LMHead
-from bmforge.nn.top_k_distillation import TopKPredictions, make_logits, pick_answers
+from bmforge.nn import LMHead
+from bmforge.nn.top_k_distillation import TopKPredictions, pick_answers
 from bmforge.surgery import evaluating
 
 __all__ = ["TeacherAnswers", "fingerprint_vocabulary", "write_answers"]
@@ -159,14 +159,8 @@ def _ask(
     parts = []
     for start in range(0, prediction.given.hidden.shape[0], step):
         some = slice(start, start + step)
-        added = tuple((low[some], rows) for low, rows in prediction.given.added)
-        few = HeadInput(
-            prediction.given.hidden[some], prediction.given.weight, prediction.given.bias, added
-        )
-        parts.append(pick_answers(make_logits(few), count, temperature))
-    return keys, TopKPredictions(
-        *(torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True))
-    )
+        parts.append(pick_answers(prediction.given.select(some).logits(), count, temperature))
+    return keys, TopKPredictions(*(torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True)))
 
 
 def keys_of(inputs: Mapping[str, Any]) -> list[int]:

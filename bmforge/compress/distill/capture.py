@@ -51,6 +51,7 @@ class AttentionInput(NamedTuple):
     bias: Tensor | None
     causal: bool
     scale: float | None
+    softcap: float | None = None
 
 
 class Prediction(NamedTuple):
@@ -172,7 +173,7 @@ class Recorder:
         """Record queries, keys, values and mask of an attention module."""
         attn = find_attention(model, name)
         own = attn.mix
-        attn.mix = noting = partial(_note_mix, self, name, own)
+        attn.mix = noting = partial(_note_mix, self, name, attn.softcap, own)
 
         def undo() -> None:
             if attn.mix is noting:
@@ -236,10 +237,15 @@ def _note_entering(
 
 
 def _note_mix(
-    recorder: Recorder, name: str, inner: Callable[..., Tensor], *arguments: Any, **more: Any
+    recorder: Recorder,
+    name: str,
+    softcap: float | None,
+    inner: Callable[..., Tensor],
+    *arguments: Any,
+    **more: Any,
 ) -> Tensor:
     if recorder.is_recording:
-        recorder.attention[name] = AttentionInput(*arguments[:7])
+        recorder.attention[name] = AttentionInput(*arguments[:7], softcap)
     return inner(*arguments, **more)
 
 
@@ -261,5 +267,5 @@ def cross_entropy_of(
     head_input: HeadInput, labels: Tensor, num_items: float | Tensor | None, vocab: VocabCut | None
 ) -> Tensor:
     """Return the cross-entropy loss that the head computes by default."""
-    hidden, weight, bias, added = head_input
-    return linear_cross_entropy(hidden, weight, labels, bias, num_items, vocab, added)
+    hidden, weight, bias, added, cap = head_input
+    return linear_cross_entropy(hidden, weight, labels, bias, num_items, vocab, added, cap)

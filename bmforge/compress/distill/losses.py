@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from bmforge.compress.distill.capture import AttentionInput
 from bmforge.device import wide_dtype
 from bmforge.errors import ShapeError
+from bmforge.nn.softcap import cap_softly
 
 __all__ = [
     "compare_attention",
@@ -191,6 +192,7 @@ def _look(side: AttentionInput, start: int, stop: int) -> Tensor:
     key = key.repeat_interleave(times, 1) if times > 1 else key
     scale = query.shape[-1] ** -0.5 if side.scale is None else side.scale
     scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * scale
+    scores = cap_softly(scores, side.softcap)
     if side.bias is not None:
         scores = scores + side.bias[:, :, start:stop]
     return _log_softmax_seen(scores, side, start, stop)

@@ -222,14 +222,16 @@ def _collect(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Tenso
         if stay is not None:
             own_picks += [(dim, stay) for dim in wide[source]]
         value = take(old[source], own_picks)
-        factor = 1.0
+        factor, offset = 1.0, 0.0
         if block is not None:
             was, now = old_blocks[settled.sources[block]], settled.model.get_submodule(block)
             has_norm = getattr(was.attn, "q_norm", None) is not None
             factor = fold_block(was.spec, now.spec, key, has_norm)
         else:
             factor = _fold_beside(model, settled.model, name)
-        values[name] = value if factor == 1.0 else value * factor
+            owner = settled.model.get_submodule(name.rpartition(".")[0])
+            offset = getattr(owner, "offset", 0.0)  # a norm multiplies by weight + offset
+        values[name] = value if factor == 1.0 else (value + offset) * factor - offset
     return values
 
 

@@ -188,13 +188,14 @@ def _parameters_of(block: Block, width: int, wide: Collection[str]) -> dict[str,
         if spec.cross_attn is not None:
             more = each * _head_parameters(spec.cross_attn, width)
             always = own["cross_attn"] + count_of("cross_attn_norm") - more * units
-        fixed = own["attn"] + norm - weights * units
+        fixed = own["attn"] + norm + count_of("attn_out_norm") - weights * units
         halves["attn"] = Half(fixed, weights, units, always, more)
     if spec.mlp is not None:
         count = spec.mlp.intermediate_size
         weights = _feature_parameters(block, width)
         norm = 0 if spec.norm_place == "parallel" else count_of("mlp_norm")
-        halves["mlp"] = Half(own["mlp"] + norm - weights * count, weights, count)
+        fixed = own["mlp"] + norm + count_of("mlp_out_norm") - weights * count
+        halves["mlp"] = Half(fixed, weights, count)
     return halves
 
 

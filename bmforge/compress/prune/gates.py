@@ -93,10 +93,10 @@ def _part_of(kind: str) -> str:
 def _gate_of(name: str, block: Block, kind: str, rope: RopeSpec | None) -> HardConcrete | None:
     """Create a gate of one kind for a block; None if the block has no such units."""
     spec = block.spec
-    if kind == "heads" and spec.attn is not None:
+    if kind == "heads" and spec.attn is not None and not spec.attn.qk_norm_whole:
         width = spec.attn.num_heads * spec.attn.head_dim
         return HardConcrete(f"{name}.heads", spec.attn.num_kv_heads, width)
-    if kind == "dims" and spec.attn is not None and spec.attn.qk_norm_eps is None:
+    if kind == "dims" and spec.attn is not None and spec.attn.qk_norm is None:
         order = query_order(spec.attn, rope)
         sizes = spec.attn.num_kv_heads, spec.attn.num_heads, spec.attn.head_dim
         return HeadDims(f"{name}.dims", *sizes, order)

@@ -238,10 +238,9 @@ def _describe_norm(module: Any, watch: Watch) -> Any:
     if module is None:
         return _Norm()
     _know(module, watch, _NORMS)
-    bias = getattr(module, "bias", None)
-    return _Norm(
-        _describe_vector(module.weight), _describe_vector(bias), module.eps, _NORMS[type(module)]
-    )
+    _require(not getattr(module, "offset", 0.0))
+    weight, bias = (_describe_vector(getattr(module, key, None)) for key in ("weight", "bias"))
+    return _Norm(weight, bias, module.eps, _NORMS[type(module)])
 
 
 def _describe_matrix(module: Any, watch: Watch) -> Any:
@@ -271,7 +270,7 @@ def _describe_attention(block: Any, name: str, watch: Watch) -> Any:
     _know(attn, watch, (Attention,), (*projections, "q_norm", "k_norm"))
     _require(attn.enter is pass_on, attn.enter_memory is pass_on, attn.mix is mix_values)
     _require(attn.prefix is None, attn.head_share == (0, 1), attn.thin is pass_on)
-    _require(attn.thin_dims is pass_on, attn.thin_query is pass_on)
+    _require(attn.thin_dims is pass_on, attn.thin_query is pass_on, attn.rotary == "model")
     matrices = [_describe_matrix(getattr(attn, part), watch) for part in projections]
     _require(matrices[0].rows == attn.num_heads * attn.head_dim == matrices[3].columns)
     into, out = block.attn_scales if name == "attn" else (1.0, 1.0)
@@ -392,6 +391,7 @@ def _describe_block(block: Any, watch: Watch) -> Any:
     parts = ("attn", "cross_attn", "mlp")
     _know(block, watch, (Block,), (*parts, *(f"{part}_norm" for part in parts)))
     attn, cross = (_describe_attention(block, name, watch) for name in parts[:2])
+    _require(block.norm_place in _NORM_PLACES, not getattr(block.attn, "qk_norm_whole", False))
     feed, norm_place = _describe_feed(block, watch), _NORM_PLACES[block.norm_place]
     _require(norm_place != 2 or (not cross.exists and attn.exists and feed.exists))
     _require(all(getattr(block, f"{name}_share") is None for name in ("attn", "mlp", "block")))

@@ -20,13 +20,14 @@ from bmforge.infer.engine.native_step import NativeStep
 from bmforge.infer.engine.paged_cache import PagedCache, StepRow
 from bmforge.infer.engine.pages import PAGE_TOKENS
 from bmforge.infer.engine.scheduler import ChunkRules
-from bmforge.models.stack import run_layers
-from bmforge.nn import LMHead, RopeSpec, rope_table
+from bmforge.models.stack import rope_tables, run_layers
+from bmforge.nn import LMHead, RopeSpec
 from bmforge.nn.part import beside_parts
 from bmforge.nn.position import outdates_keys
 from bmforge.nn.product_kernels import PLAIN_KINDS
 from bmforge.nn.products import load_kernels
 from bmforge.nn.quantized import QuantizedHead
+from bmforge.nn.softcap import cap_softly
 from bmforge.records import laid_out
 from bmforge.tune.delta.selection import DeltaNames, choosing_deltas
 
@@ -89,9 +90,10 @@ class PackedStep:
 
     def cut(self) -> ChunkRules:
         """Return the rules for dividing sequences into steps, for the model's present state."""
-        rope = self.model.spec.rope
+        rope, has_local = self.model.spec.rope, self.model.spec.local_rope is not None
         by_longest = rope is not None and rope.kind in _BY_LONGEST
-        can_share = self._native.knows(self.model.layers) or self._shares_passes
+        is_native = not has_local and self._native.knows(self.model.layers)
+        can_share = is_native or self._shares_passes
         self._is_together = can_share and not by_longest
         if by_longest:
             return ChunkRules(_WHOLE, shares=False, outdates=partial(self._outdates, rope))
@@ -147,13 +149,14 @@ class PackedStep:
         positions = torch.tensor([[n for r in rows for n in range(r.start, r.end)]], device=device)
         positions = model.positions_behind_prefix(positions)
         x = self._enter(ids, positions)
-        rope = model.spec.rope
-        table = None if rope is None else rope_table(rope, positions, x.dtype)
-        out = self._native.run_packed(model.layers, x, self.cache, rows, table)
+        tables = rope_tables(model.spec, positions, x.dtype)
+        out = None
+        if "local_rope" not in tables:
+            out = self._native.run_packed(model.layers, x, self.cache, rows, tables["rope"])
         if out is None:
             self.cache.rows = rows
             masks: dict[int | None, Tensor | None] = dict.fromkeys(self._windows())
-            out = run_layers(model.layers, x, masks, False, rope=table, cache=self.cache)[0]
+            out = run_layers(model.layers, x, masks, False, cache=self.cache, **tables)[0]
         ends = [sum(row.length for row in rows[: n + 1]) for n in range(len(rows))]
         places = [
             position
@@ -198,4 +201,5 @@ def _score_rows(head: LMHead, x: Tensor) -> Tensor:
     if kernels is None or not plain or weight.dtype not in PLAIN_KINDS or not x.is_cpu:
         return torch.cat([head(state[None]) for state in x])
     out = kernels.multiply_rows(x.float().contiguous(), weight.contiguous())
-    return (out if head.bias is None else out + head.bias.float()).to(x.dtype)
+    out = out if head.bias is None else out + head.bias.float()
+    return cap_softly(out, head.softcap).to(x.dtype)

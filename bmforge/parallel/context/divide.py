@@ -75,6 +75,8 @@ def apply_context_parallel_(
                 _see_everything_(attn)
             else:
                 attn.mix = partial(METHODS[method], attn.mix)
+                if method == "gather" and getattr(attn, "softcap", None) is not None:
+                    attn.mix = partial(attn.mix, is_plain=False)
         for block in stack.children():
             if getattr(block, "layer_drop", 0.0):
                 fill_slot_(block, "agree", partial(_take_first, group))
@@ -110,6 +112,8 @@ def context_problems(
         return [f"cp={size}: {name} has stacks, but no block in them has its attention as `attn`"]
     if any(not hasattr(attn, "mix") for attn in attentions):
         return [f"cp={size}: {name} has attention that cannot look beyond its own tokens"]
+    if method == "ring" and any(getattr(attn, "softcap", None) for attn in attentions):
+        return [f"cp_method='ring': {name} caps its scores; take 'gather' or 'ulysses'"]
     if method != "ulysses":
         return []
     heads = {a.q_proj.out_features // a.head_dim // tp for a in attentions if not _is_window(a)}
@@ -142,17 +146,19 @@ def _mix_gathered(
     scale: float | None,
     dropout: float,
     *prefix: Pair,
+    is_plain: bool = True,
 ) -> Tensor:
     """Compute attention of this rank's queries over the all-gathered keys and values.
 
-    Plain causal attention has no explicit mask, except with attention dropout.
+    Causal attention has no explicit mask, except with attention dropout and, as `is_plain` says,
+    with an `inner` that is more than a softmax of products (capped scores).
     """
     if not isinstance(mask, MaskWithShare):
         return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
     share, rows = mask.share, mask.mask
     pair = share.gather(torch.cat((key, value), -1), 2)
     if causal and rows is None and bias is None:
-        if not dropout:
+        if is_plain and not dropout:
             return attend_causally(query, _behind(pair, *prefix), share, scale)
         rows = _causal_rows(share, query.device)
     return inner(query, *pair.chunk(2, -1), rows, bias, False, scale, dropout, *prefix)

@@ -141,12 +141,14 @@ class TokenShare:
         Args:
             x: hidden states, (B, T, D).
             masks: any key -> mask (B or 1, 1, T or 1, S), None, or a mask of another kind.
-            inputs: further arguments of the blocks; `rope` is sharded, and `bias`, any key -> bias
+            inputs: further arguments of the blocks; `rope` and `local_rope` are
+                sharded, and `bias`, any key -> bias
                 (B or 1, N, T, S).
         """
-        inputs, rope = dict(inputs), inputs.get("rope")
-        if rope is not None:
-            inputs["rope"] = tuple(self.take(table, 2) for table in rope)
+        inputs = dict(inputs)
+        for name in ("rope", "local_rope"):
+            if inputs.get(name) is not None:
+                inputs[name] = tuple(self.take(table, 2) for table in inputs[name])
         inputs["bias"] = {key: self._cut_bias(bias) for key, bias in inputs["bias"].items()}
         rows = {key: MaskWithShare(self._cut_mask(mask), self) for key, mask in masks.items()}
         return self.take(x), rows, inputs

@@ -1,0 +1,13 @@
+"""Soft caps of attention scores and logits (Bello et al. 2016; Gemma 2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["cap_softly"]
+
+
+def cap_softly(x: Tensor, softcap: float | None) -> Tensor:
+    """Return ``softcap * tanh(x / softcap)``, or `x` if there is no cap."""
+    return x if softcap is None else torch.tanh(x / softcap) * softcap
