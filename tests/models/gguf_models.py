@@ -6,13 +6,20 @@ from typing import Any
 
 from bmforge.models import (
     BertConfig,
+    Gemma2Config,
+    Gemma3Config,
+    GemmaConfig,
+    GLM4Config,
     GPT2Config,
     GPTJConfig,
     LlamaConfig,
     MiniCPMConfig,
     MixtralConfig,
     Model,
+    OLMo2Config,
+    OLMo3Config,
     QwenConfig,
+    SmolLM3Config,
     T5Config,
 )
 from bmforge.models.hub import FAMILIES
@@ -58,6 +65,20 @@ GGUF_MODELS: dict[str, Any] = {
     "qwen3moe": Qwen3MoeConfig(**_GROUPED, **_EXPERTS, normalize_weights=True),
     "minicpm": MiniCPMConfig(**_GROUPED),
     "minicpm4": MiniCPMConfig(**_GROUPED, rope_scaling=_LONG, tie_word_embeddings=False),
+    "gemma": GemmaConfig(**{**_GROUPED, "head_dim": 20}),
+    "gemma2": Gemma2Config(
+        **{**_GROUPED, "head_dim": 20, "query_size": 20, "window": 5, "attn_softcap": 2.0}
+    ),
+    "gemma3": Gemma3Config(
+        **{**_GROUPED, "head_dim": 20, "query_size": 20, "window": 5, "num_layers": 6},
+        local_rope_theta=50.0,
+        rope_scaling={"kind": "linear", "factor": 8.0},
+    ),
+    "olmo2": OLMo2Config(**_GROUPED, rope_theta=300.0),
+    "olmo3": OLMo3Config(**{**_GROUPED, "num_layers": 4, "window": 5}, rope_scaling=_YARN),
+    "smollm3": SmolLM3Config(**{**_GROUPED, "num_layers": 4}),
+    "glm4": GLM4Config(**{**_GROUPED, "head_dim": 24}),
+    "glm4, no biases": GLM4Config(**{**_GROUPED, "head_dim": 24}, qkv_bias=False),
     "gpt2": GPT2Config(**_WIDE, init_std=0.2),
     "gptj": GPTJConfig(**_WIDE, rotary_dim=4, init_std=0.2),
     "t5": T5Config(**_WIDE, head_dim=12, num_buckets=16, num_decoder_layers=1),

@@ -24,7 +24,13 @@ from bmforge.models.formats.gguf_blocks import (
     unpack_blocks,
 )
 from bmforge.models.formats.gguf_config import find_architecture
-from bmforge.models.formats.gguf_names import ROPE_TENSORS, find_rules, is_permuted, restore_rows
+from bmforge.models.formats.gguf_names import (
+    ROPE_TENSORS,
+    find_rules,
+    is_norm,
+    is_permuted,
+    restore_rows,
+)
 from bmforge.models.formats.safe_file import CheckedFile, identify
 from bmforge.models.weights import WeightRule
 from bmforge.nn.packing import QuantSpec
@@ -96,6 +102,8 @@ class GgufFile(CheckedFile):
         for first in range(0, len(rows), step):
             stored = self._read_rows(name, rows[first : first + step])
             flat[first : first + step] = read_values(kind, stored)[:, last]
+        if self.architecture.norm_offset and is_norm(name):
+            flat -= self.architecture.norm_offset
 
     def stored_spec(self, name: str) -> QuantSpec | None:
         """Return the QuantSpec equivalent to a matrix's quantization; None for floats."""

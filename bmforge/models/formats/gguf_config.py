@@ -10,7 +10,6 @@ are from llama.cpp's ``llama-model.cpp`` and ``convert_hf_to_gguf.py``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,50 +17,22 @@ import numpy as np
 
 from bmforge.errors import CheckpointError, suggest
 from bmforge.gguf_header import GgufHeader, read_gguf_header
+from bmforge.models.formats.gguf_architectures import (
+    ARCHITECTURES,
+    CAPS,
+    LAYER_NORM,
+    Architecture,
+)
 from bmforge.models.formats.gguf_rope import read_rope
 
 __all__ = [
-    "ARCHITECTURES",
     "SAMPLING_KEYS",
-    "Architecture",
     "find_architecture",
     "read_gguf_config",
     "to_raw",
 ]
 
 _MAX_NUMBER = 1 << 31
-_WIDTHS = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-}
-_RMS = "attention.layer_norm_rms_epsilon"
-_LAYER_NORM = "attention.layer_norm_epsilon"
-_ROTARY = {**_WIDTHS, "attention.head_count_kv": "num_key_value_heads", _RMS: "rms_norm_eps"}
-_WIDE = {**_ROTARY, "attention.key_length": "head_dim"}
-_MOE = {**_WIDE, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-_GPT = {
-    "context_length": "n_positions",
-    "embedding_length": "n_embd",
-    "block_count": "n_layer",
-    "feed_forward_length": "n_inner",
-    "attention.head_count": "n_head",
-    _LAYER_NORM: "layer_norm_epsilon",
-}
-_T5 = {
-    "context_length": "n_positions",
-    "embedding_length": "d_model",
-    "feed_forward_length": "d_ff",
-    "block_count": "num_layers",
-    "decoder_block_count": "num_decoder_layers",
-    "attention.head_count": "num_heads",
-    "attention.key_length": "d_kv",
-    "attention.relative_buckets_count": "relative_attention_num_buckets",
-    _RMS: "layer_norm_epsilon",
-    "decoder_start_token_id": "decoder_start_token_id",
-}
 # Optional metadata -> its default.
 _OPTIONAL = {
     "attention.head_count_kv": "attention.head_count",
@@ -69,118 +40,13 @@ _OPTIONAL = {
     "attention.key_length": None,
     "decoder_start_token_id": None,
     "feed_forward_length": None,
+    **dict.fromkeys(CAPS),
 }
 # Metadata of an architecture that is redundant, or does not affect the outputs.
 _SAID_ELSEWHERE = (
     *("vocab_size", "tensor_data_layout", "pooling_type"),
     "rope.scaling.finetuned",
 )
-# raw field -> (tensor, dim) whose size it is
-_Sizes = dict[str, tuple[str, int]]
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """Maps a GGUF architecture to a bmforge family.
-
-    Args:
-        name: bmforge's name; equals GGUF's `general.architecture`, except for Mixtral ("llama"
-            in GGUF).
-        kind: `general.architecture`.
-        raw: fields of config.json that the architecture implies.
-        keys: fields of config.json by metadata key without the architecture.
-        sizes: fields of config.json that are derived from sizes of tensors.
-        alone: metadata keys that must have a certain value, and this value.
-        permutes: whether the rows of query and key are permuted; see `gguf_names.is_permuted`.
-        rotary: whether the architecture has rotary positions with a configurable base.
-    """
-
-    name: str
-    kind: str
-    raw: dict[str, Any]
-    keys: dict[str, str]
-    sizes: _Sizes = field(default_factory=dict)
-    alone: dict[str, Any] = field(default_factory=dict)
-    permutes: bool = False
-    rotary: bool = True
-
-
-def _raw(model_type: str, stem: str, **more: Any) -> dict[str, Any]:
-    return {"model_type": model_type, "architectures": [f"{stem}ForCausalLM"], **more}
-
-
-_EXPERT = ("blk.0.ffn_up_exps.weight", 1)
-_SHARED = ("blk.0.ffn_up_shexp.weight", 0)
-_LIST = (
-    Architecture("llama", "llama", _raw("llama", "Llama"), _WIDE, permutes=True),
-    Architecture(
-        "mixtral",
-        "llama",
-        _raw("mixtral", "Mixtral"),
-        {**_WIDE, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        permutes=True,
-    ),
-    Architecture("qwen2", "qwen2", _raw("qwen2", "Qwen2"), _WIDE),
-    Architecture("qwen3", "qwen3", _raw("qwen3", "Qwen3"), _WIDE),
-    Architecture(
-        "qwen2moe",
-        "qwen2moe",
-        _raw("qwen2_moe", "Qwen2Moe", norm_topk_prob=False),
-        _MOE,
-        {"moe_intermediate_size": _EXPERT, "shared_expert_intermediate_size": _SHARED},
-    ),
-    Architecture(
-        "qwen3moe",
-        "qwen3moe",
-        _raw("qwen3_moe", "Qwen3Moe", norm_topk_prob=True),
-        _MOE,
-        {"moe_intermediate_size": _EXPERT},
-    ),
-    Architecture(
-        "minicpm",
-        "minicpm",
-        _raw("minicpm", "MiniCPM"),
-        {
-            **_ROTARY,
-            "embedding_scale": "scale_emb",
-            "residual_scale": "scale_depth",
-            "logit_scale": "dim_model_base",
-        },
-        permutes=True,
-    ),
-    Architecture(
-        "gpt2",
-        "gpt2",
-        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
-        _GPT,
-        rotary=False,
-    ),
-    Architecture(
-        "gptj",
-        "gptj",
-        _raw("gptj", "GPTJ"),
-        {**_GPT, "rope.dimension_count": "rotary_dim"},
-        alone={"rope.freq_base": 10000.0},
-        rotary=False,
-    ),
-    Architecture(
-        "t5",
-        "t5",
-        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
-        _T5,
-        rotary=False,
-    ),
-    Architecture(
-        "bert",
-        "bert",
-        {"model_type": "bert", "architectures": ["BertModel"]},
-        {**_WIDTHS, _LAYER_NORM: "layer_norm_eps"},
-        {"type_vocab_size": ("token_types.weight", 0)},
-        alone={"attention.causal": False},
-        rotary=False,
-    ),
-)
-ARCHITECTURES = {entry.name: entry for entry in _LIST}
 
 
 def find_architecture(header: GgufHeader) -> Architecture:
@@ -190,7 +56,7 @@ def find_architecture(header: GgufHeader) -> Architecture:
         CheckpointError: the architecture is missing or not supported.
     """
     kind = header.metadata.get("general.architecture")
-    kinds = sorted({architecture.kind for architecture in _LIST})
+    kinds = sorted({architecture.kind for architecture in ARCHITECTURES.values()})
     if not isinstance(kind, str) or kind not in kinds:
         raise CheckpointError(
             f"{str(header.path)!r} is of the architecture {kind!r}, which is not read."
@@ -199,7 +65,11 @@ def find_architecture(header: GgufHeader) -> Architecture:
     experts = header.metadata.get("llama.expert_count", 0)
     if kind == "llama" and (type(experts) is not int or experts > 0):
         return ARCHITECTURES["mixtral"]
-    return next(architecture for architecture in _LIST if architecture.kind == kind)
+    if kind == "olmo2" and "olmo2.attention.sliding_window" in header.metadata:
+        return ARCHITECTURES["olmo3"]
+    return next(
+        architecture for architecture in ARCHITECTURES.values() if architecture.kind == kind
+    )
 
 
 def read_gguf_config(path: str | Path) -> dict[str, Any]:
@@ -381,7 +251,7 @@ def _t5(raw: dict[str, Any], own: _Metadata) -> None:
     gated = "enc.blk.0.ffn_gate.weight" in own.header.tensors
     raw["feed_forward_proj"] = "gated-gelu" if gated else "relu"
     raw["scale_decoder_outputs"] = raw["tie_word_embeddings"]
-    own.number(_LAYER_NORM, 0.0)  # a copy of the other one
+    own.number(LAYER_NORM, 0.0)  # a copy of the other one
     for role, key in (("pad", "padding"), ("eos", "eos")):
         id = own.header.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if type(id) is int:
@@ -394,4 +264,42 @@ def _bert(raw: dict[str, Any], own: _Metadata) -> None:
         raw["num_labels"] = own.size("cls.output.weight", 0)
 
 
-_SPECIAL = {"llama": _llama, "minicpm": _minicpm, "t5": _t5, "bert": _bert}
+def _glm4(raw: dict[str, Any], own: _Metadata) -> None:
+    raw["partial_rotary_factor"] = own.number("rope.dimension_count") / raw["head_dim"]
+    raw["attention_bias"] = "blk.0.attn_q.bias" in own.header.tensors
+
+
+def _tied(raw: dict[str, Any], own: _Metadata) -> None:
+    """Set what llama.cpp implies of a Gemma 1."""
+    raw["tie_word_embeddings"] = True
+
+
+# Layers of the Gemma 2 and 3 with 27B parameters, whose factor on the scores llama.cpp implies.
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+
+
+def _gemma(raw: dict[str, Any], own: _Metadata) -> None:
+    """Set what llama.cpp implies of a Gemma 2 or 3."""
+    if own.kind == "gemma2":
+        raw["tie_word_embeddings"] = True
+    is_27b = raw["num_hidden_layers"] == _LAYERS_OF_27B[own.kind]
+    raw["query_pre_attn_scalar"] = _head_dim(raw) if is_27b else raw["head_dim"]
+    if own.kind == "gemma3":
+        raw["rope_local_base_freq"] = float(own.number("rope.freq_base_swa", 10000.0))
+
+
+def _olmo3(raw: dict[str, Any], own: _Metadata) -> None:
+    raw["rope_local_base_freq"] = float(own.number("rope.freq_base", 10000.0))
+
+
+_SPECIAL = {
+    "llama": _llama,
+    "minicpm": _minicpm,
+    "t5": _t5,
+    "bert": _bert,
+    "glm4": _glm4,
+    "gemma": _tied,
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "olmo3": _olmo3,
+}

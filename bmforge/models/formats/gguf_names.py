@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bmforge.models.weights import WeightRule, linear_rules
 
-__all__ = ["ROPE_TENSORS", "find_rules", "is_permuted", "permute_rows", "restore_rows"]
+__all__ = ["ROPE_TENSORS", "find_rules", "is_norm", "is_permuted", "permute_rows", "restore_rows"]
 
 # Factors on rotary frequencies: config values stored as tensors.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -30,11 +30,14 @@ _LAYER = {
     **{f"attn.{name}": f"attn_{short}" for name, short in _ATTENTION.items()},
     "attn.o_proj": "attn_output",
     "mlp_norm": "ffn_norm",
+    "attn_out_norm": "post_attention_norm",
+    "mlp_out_norm": "post_ffw_norm",
     **{f"mlp.{name}": f"ffn_{short}" for name, short in _MLP.items()},
     "mlp.router": "ffn_gate_inp",
     **{f"mlp.shared_expert.{name}": f"ffn_{short}_shexp" for name, short in _MLP.items()},
     "mlp.shared_gate": "ffn_gate_inp_shexp",
 }
+_KINDS = ("weight", "bias")
 _ENDS = {"embed": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
@@ -92,7 +95,20 @@ _T5 = [
     *_t5_stack("encoder", "enc"),
     *_t5_stack("decoder", "dec"),
 ]
-_TABLES = {"gpt2": _GPT2, "bert": _BERT, "t5": _T5}
+_OUTPUT_NORMS = _in_layers({"attn_norm": "post_attention_norm", "mlp_norm": "post_ffw_norm"})
+_NORMS = {f"layers.{{i}}.{part}_norm.{kind}" for part in ("attn", "mlp") for kind in _KINDS}
+_OLMO2 = [*(rule for rule in _DECODER if rule.ours not in _NORMS), *_OUTPUT_NORMS]
+_UP = "layers.{i}.mlp.%s_proj.weight"
+_GLM4 = [
+    *(rule for rule in _DECODER if rule.ours not in (_UP % "gate", _UP % "up")),
+    # The rows themselves are the layer's own; only their order counts here.
+    WeightRule(_UP % "gate", "blk.{i}.ffn_up.weight", part=(0, 2)),
+    WeightRule(_UP % "up", "blk.{i}.ffn_up.weight", part=(1, 2)),
+]
+_TABLES = {
+    **{"gpt2": _GPT2, "bert": _BERT, "t5": _T5},
+    **{"olmo2": _OLMO2, "olmo3": _OLMO2, "glm4": _GLM4},
+}
 
 
 def find_rules(architecture: str, model: Any) -> list[WeightRule]:
@@ -105,6 +121,14 @@ def find_rules(architecture: str, model: Any) -> list[WeightRule]:
     head = model.config.heads[model.config.head].names
     head_rules = [WeightRule(name, f"bmforge.{name}") for name in head if name not in own_names]
     return model.expand([*rules, *head_rules])
+
+
+_NORM = re.compile(r"(blk\.\d+\.)?\w+_norm\.weight")
+
+
+def is_norm(name: str) -> bool:
+    """Return True for the weight of a norm."""
+    return _NORM.fullmatch(name) is not None
 
 
 _PERMUTED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")

@@ -22,9 +22,17 @@ from bmforge.gguf_header import BLOCKS, GgufHeader, GgufTensor
 from bmforge.logging import get_logger, track
 from bmforge.models.base import Model
 from bmforge.models.formats import gguf_values as packed
-from bmforge.models.formats.gguf_config import ARCHITECTURES, Architecture, to_raw
-from bmforge.models.formats.gguf_names import ROPE_TENSORS, find_rules, is_permuted, permute_rows
+from bmforge.models.formats.gguf_architectures import ARCHITECTURES, Architecture
+from bmforge.models.formats.gguf_config import to_raw
+from bmforge.models.formats.gguf_names import (
+    ROPE_TENSORS,
+    find_rules,
+    is_norm,
+    is_permuted,
+    permute_rows,
+)
 from bmforge.models.formats.gguf_rope import write_rope
+from bmforge.models.rotary import rope_to_hf
 from bmforge.models.weights import WeightRule, assemble_source, group_by_source
 from bmforge.nn.mlp import ACTIVATIONS
 from bmforge.provenance import to_metadata
@@ -44,7 +52,10 @@ _UNSAID = {
     *("pad_token_id", "eos_token_id", "output_router_logits", "router_aux_loss_coef"),
 }
 _CLOSE = 1e-6
-_FLOATS = ("epsilon", "scale", "freq_base", "factor", "beta_fast", "beta_slow")
+_FLOATS = (
+    *("epsilon", "scale", "freq_base", "freq_base_swa", "factor", "beta_fast", "beta_slow"),
+    "softcapping",
+)
 _WRITES_TEXT = ("language_model", "sequence_to_sequence")
 
 
@@ -160,7 +171,7 @@ def _stem(architecture: Architecture) -> str:
 
     It distinguishes families with the same config names, such as EVA and CPM-1.
     """
-    kind = str(architecture.raw["model_type"]).replace("_", "")
+    kind = str(architecture.raw["model_type"]).removesuffix("_text").replace("_", "")
     return kind if "moe" in kind else kind.rstrip("23") if kind.startswith("qwen") else kind
 
 
@@ -183,8 +194,11 @@ def _metadata(model: Model, architecture: Architecture) -> dict[str, Any]:
     keys |= _more(architecture, fields_by_hf_name, keys)
     tensors: dict[str, Tensor] = {}
     if architecture.rotary:
-        rope, tensors = write_rope(fields_by_hf_name, config.head_dim)
-        keys |= {"rope.dimension_count": config.head_dim, **rope}
+        rotary = rope_to_hf(config.rope_theta, config.rope_scaling)
+        rope, tensors = write_rope({**fields_by_hf_name, **rotary}, config.head_dim)
+        keys |= {"rope.dimension_count": config.rope_spec().rotary_dim, **rope}
+        if architecture.local_base:
+            keys["rope.freq_base_swa"] = config.local_rope_theta
     named = {f"{architecture.kind}.{key}": _typed(key, value) for key, value in keys.items()}
     return {"general.architecture": architecture.kind, **named, "tensors": tensors}
 
@@ -278,6 +292,8 @@ class _Plan:
         tensor = assemble_source(self.groups[name], values)
         if self.found.permutes and is_permuted(name):
             tensor = permute_rows(tensor, self.head_dim)
+        if self.found.norm_offset and is_norm(name):
+            tensor = tensor.float() + self.found.norm_offset
         return tensor
 
     def _shape(self, name: str) -> tuple[int, ...]:
