@@ -14,7 +14,9 @@ from bmforge.models.cpm2 import CPM2, CPM2Config
 from bmforge.models.cpm_ant import CPMAnt, CPMAntConfig
 from bmforge.models.cpm_bee import CPMBee, CPMBeeConfig
 from bmforge.models.eva import EVA, EVAConfig
+from bmforge.models.gemma import Gemma, Gemma2, Gemma2Config, Gemma3, Gemma3Config, GemmaConfig
 from bmforge.models.glm import GLM, GLMConfig
+from bmforge.models.glm4 import GLM4, GLM4Config
 from bmforge.models.gpt2 import GPT2, GPT2Config
 from bmforge.models.gptj import GPTJ, GPTJConfig
 from bmforge.models.granite import Granite, GraniteConfig
@@ -24,6 +26,7 @@ from bmforge.models.longformer import Longformer, LongformerConfig
 from bmforge.models.minicpm import MiniCPM, MiniCPMConfig
 from bmforge.models.mistral import Mistral, MistralConfig
 from bmforge.models.mixtral import Mixtral, MixtralConfig
+from bmforge.models.olmo2 import OLMo2, OLMo2Config, OLMo3, OLMo3Config
 from bmforge.models.opt import OPT, OPTConfig
 from bmforge.models.phi import Phi, PhiConfig
 from bmforge.models.phi3 import Phi3, Phi3Config
@@ -31,6 +34,7 @@ from bmforge.models.qwen import Qwen, QwenConfig
 from bmforge.models.qwen_moe import Qwen2Moe, Qwen2MoeConfig, Qwen3Moe, Qwen3MoeConfig
 from bmforge.models.roberta import Roberta, RobertaConfig
 from bmforge.models.seed_oss import SeedOss, SeedOssConfig
+from bmforge.models.smollm3 import SmolLM3, SmolLM3Config
 from bmforge.models.stablelm import StableLM, StableLMConfig
 from bmforge.models.starcoder2 import Starcoder2, Starcoder2Config
 from bmforge.models.t5 import T5, T5Config
@@ -53,11 +57,19 @@ __all__ = [
     "EVA",
     "EVAConfig",
     "GLM",
+    "GLM4",
+    "GLM4Config",
     "GLMConfig",
     "GPT2",
     "GPT2Config",
     "GPTJ",
     "GPTJConfig",
+    "Gemma",
+    "Gemma2",
+    "Gemma2Config",
+    "Gemma3",
+    "Gemma3Config",
+    "GemmaConfig",
     "Granite",
     "GraniteConfig",
     "InternLM3",
@@ -72,6 +84,10 @@ __all__ = [
     "MistralConfig",
     "Mixtral",
     "MixtralConfig",
+    "OLMo2",
+    "OLMo2Config",
+    "OLMo3",
+    "OLMo3Config",
     "OPT",
     "OPTConfig",
     "Phi",
@@ -88,6 +104,8 @@ __all__ = [
     "RobertaConfig",
     "SeedOss",
     "SeedOssConfig",
+    "SmolLM3",
+    "SmolLM3Config",
     "StableLM",
     "StableLMConfig",
     "Starcoder2",

@@ -12,7 +12,7 @@ from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
-__all__ = ["Llama", "LlamaConfig", "llama_heads", "llama_rules"]
+__all__ = ["Llama", "LlamaConfig", "gate_up_rules", "llama_heads", "llama_rules"]
 
 _ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 
@@ -49,6 +49,22 @@ def llama_rules() -> list[WeightRule]:
         WeightRule(f"{block}attn_norm.weight", f"{published}input_layernorm.weight"),
         WeightRule(f"{block}mlp_norm.weight", f"{published}post_attention_layernorm.weight"),
         *linear_rules(parts),
+    ]
+
+
+def gate_up_rules(width: int) -> list[WeightRule]:
+    """Return the rules of an MLP whose gate and up are one published tensor.
+
+    Args:
+        width: hidden width F of the MLP.
+    """
+    return [
+        WeightRule(
+            f"layers.{{i}}.mlp.{part}.weight",
+            "model.layers.{i}.mlp.gate_up_proj.weight",
+            part=(number * width, 2 * width),
+        )
+        for number, part in enumerate(("gate_proj", "up_proj"))
     ]
 
 

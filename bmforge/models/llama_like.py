@@ -6,16 +6,24 @@ positions and head) and `weight_rules`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.llama import llama_rules
 from bmforge.models.rotary import RotaryConfig
-from bmforge.models.weights import WeightRule
+from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
-__all__ = ["LLAMA_NAMES", "LlamaLike", "LlamaLikeConfig", "PartialRotaryConfig", "renamed"]
+__all__ = [
+    "LLAMA_NAMES",
+    "LlamaLike",
+    "LlamaLikeConfig",
+    "PartialRotaryConfig",
+    "renamed",
+    "rules_with_norms",
+]
 
 # Config fields that these families share -> transformers' names.
 LLAMA_NAMES = {
@@ -38,6 +46,17 @@ LLAMA_NAMES = {
 def renamed(**names: str) -> dict[str, str]:
     """Return a copy of `LLAMA_NAMES` with some names replaced or added."""
     return {**LLAMA_NAMES, **names}
+
+
+def rules_with_norms(names: dict[str, str]) -> list[WeightRule]:
+    """Return Llama's rules for a model with other norms in its blocks.
+
+    Args:
+        names: norm of a block here -> transformers' name.
+    """
+    rules = [r for r in llama_rules() if not re.search(r"\}\.(attn|mlp)_norm\.", r.ours)]
+    norms = {f"layers.{{i}}.{a}": f"model.layers.{{i}}.{b}" for a, b in names.items()}
+    return [*rules, *linear_rules(norms, ("weight",))]
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from bmforge.models.heads import Head
-from bmforge.models.llama import llama_heads, llama_rules
+from bmforge.models.llama import gate_up_rules, llama_heads, llama_rules
 from bmforge.models.llama_like import LlamaLike, PartialRotaryConfig, renamed
 from bmforge.models.weights import WeightRule
 from bmforge.nn import BlockSpec
@@ -131,13 +131,4 @@ class Phi3(LlamaLike):
                     part=(sum(rows[:number]), total),
                 )
             )
-        width = config.intermediate_size
-        for number, part in enumerate(("gate_proj", "up_proj")):
-            rules.append(
-                WeightRule(
-                    f"layers.{{i}}.mlp.{part}.weight",
-                    "model.layers.{i}.mlp.gate_up_proj.weight",
-                    part=(number * width, 2 * width),
-                )
-            )
-        return rules
+        return [*rules, *gate_up_rules(config.intermediate_size)]

@@ -1,0 +1,134 @@
+"""Decoders whose layers differ: some have a sliding window, and rotary positions of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from bmforge.errors import ConfigError
+from bmforge.models.causal_lm import DecoderSpec
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig
+from bmforge.nn import RopeSpec
+
+__all__ = ["LayerTypes", "LayerTypesConfig", "LocalRotaryConfig"]
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(kw_only=True)
+class LayerTypesConfig(LlamaLikeConfig):
+    """Config of a family some of whose layers have a sliding window.
+
+    Args:
+        window: number of tokens that a token attends to in the layers with a window.
+        layer_types: "sliding_attention" or "full_attention" for every layer; empty if every
+            `full_every`-th layer attends to all tokens and the others have the window.
+    """
+
+    full_every: ClassVar[int] = 2
+    default_window: ClassVar[int] = 4096
+
+    window: int = 4096
+    layer_types: list[str] = field(default_factory=list)
+
+    @property
+    def sliding_layers(self) -> list[int]:
+        """Indices of the layers with a window."""
+        kinds = self.layer_types or self._usual_types(self.num_layers, self.full_every)
+        return [layer for layer, kind in enumerate(kinds) if kind == _SLIDING]
+
+    def check(self) -> None:
+        """Check the fields for consistency."""
+        super().check()
+        kinds, name = self.layer_types, type(self).__name__
+        if kinds and (len(kinds) != self.num_layers or set(kinds) - {_SLIDING, _FULL}):
+            raise ConfigError(
+                f"{name}: layer_types={kinds} must name {_SLIDING!r} or {_FULL!r} for each of "
+                f"num_layers={self.num_layers} layers."
+            )
+        if self.sliding_layers and self.window < 1:
+            raise ConfigError(f"{name}: window={self.window} must be a positive number.")
+
+    @staticmethod
+    def _usual_types(num_layers: int, period: int) -> list[str]:
+        return [_SLIDING if (i + 1) % period else _FULL for i in range(num_layers)]
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._take_special(raw)
+        window = raw.pop("sliding_window", cls.default_window) or 0
+        period = raw.pop("sliding_window_pattern", None) or cls.full_every
+        raw.pop("_sliding_window_pattern", None)
+        layers = raw.get("num_hidden_layers", cls.num_layers)
+        kinds = raw.pop("layer_types", None) or cls._usual_types(layers, period)
+        is_usual = kinds == cls._usual_types(layers, cls.full_every)
+        return {**values, "window": window, "layer_types": [] if is_usual else kinds}, raw
+
+    def _give_special(self) -> dict[str, Any]:
+        slides = set(self.sliding_layers)
+        kinds = [_SLIDING if i in slides else _FULL for i in range(self.num_layers)]
+        return {**super()._give_special(), "sliding_window": self.window, "layer_types": kinds}
+
+
+@dataclass(kw_only=True)
+class LocalRotaryConfig(LayerTypesConfig):
+    """Config of a family whose layers with a window have rotary positions of their own.
+
+    `rope_theta` and `rope_scaling` apply to the layers that attend to all tokens.
+
+    Args:
+        local_rope_theta: base of the rotary frequencies of the layers with a window.
+    """
+
+    default_local_theta: ClassVar[float] = 10000.0
+
+    local_rope_theta: float = 10000.0
+
+    def local_rope_spec(self) -> RopeSpec:
+        """Return the rotary embedding of the layers with a window."""
+        return RopeSpec(self.head_dim, self.local_rope_theta, max_seq_len=self.max_seq_len)
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        theta = raw.pop("rope_local_base_freq", None) or cls.default_local_theta
+        tables = raw.get("rope_parameters") or {}
+        if _FULL in tables or _SLIDING in tables:
+            local = dict(tables.get(_SLIDING) or {})
+            theta = local.pop("rope_theta", theta)
+            if local.pop("rope_type", "default") != "default" or local:
+                raise ConfigError(
+                    f"{cls.__name__}: rope_parameters[{_SLIDING!r}]={tables[_SLIDING]} (only "
+                    "rope_type 'default', with rope_theta)."
+                )
+            raw["rope_parameters"] = tables.get(_FULL)
+        values, raw = super()._take_special(raw)
+        return {**values, "local_rope_theta": float(theta)}, raw
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the config with transformers' names, rotary fields by kind of layer."""
+        out = super().to_hf()
+        out.pop("rope_local_base_freq", None)
+        scaling = out.pop("rope_scaling") or {"rope_type": "default"}
+        del out["rope_theta"]
+        out["rope_parameters"] = {
+            _SLIDING: {"rope_type": "default", "rope_theta": self.local_rope_theta},
+            _FULL: {**scaling, "rope_theta": self.rope_theta},
+        }
+        return out
+
+
+class LayerTypes(LlamaLike):
+    """Decoder some of whose layers have a sliding window."""
+
+    @classmethod
+    def make_spec(cls, config: Any) -> DecoderSpec:
+        """Return the hyperparameters of the model, with the windows of its layers."""
+        spec, local = super().make_spec(config), None
+        attn = spec.block.attn
+        assert attn is not None
+        attn = replace(attn, window=config.window)
+        if isinstance(config, LocalRotaryConfig):
+            attn, local = replace(attn, rotary="local"), config.local_rope_spec()
+        slides = replace(spec.block, attn=attn)
+        blocks = dict.fromkeys(config.sliding_layers, slides)
+        return replace(spec, blocks=blocks, local_rope=local)

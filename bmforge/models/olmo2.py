@@ -1,0 +1,166 @@
+"""OLMo 2 and 3 (OLMo Team, "2 OLMo 2 Furious", arXiv 2501.00656; "Olmo 3", 2025).
+
+Llama's block with the norms on the outputs of the sublayers, and a norm of q and k over all heads.
+OLMo 3 has windows in three of four layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from bmforge.models.heads import Head
+from bmforge.models.layer_types import LayerTypes, LocalRotaryConfig
+from bmforge.models.llama import llama_heads
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed, rules_with_norms
+from bmforge.models.rules import TensorCut
+from bmforge.models.weights import WeightRule
+from bmforge.nn import BlockSpec, NormSpec
+
+__all__ = ["OLMo2", "OLMo2Config", "OLMo3", "OLMo3Config"]
+
+_OUTPUT_NORMS = {
+    "attn_norm": "post_attention_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
+# A norm over all heads needs all of them, so that attention is whole on every rank.
+_WHOLE_PARTS = ("attn", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "prefix")
+
+
+def _heads(stem: str) -> dict[str, Head]:
+    heads = llama_heads(stem)
+    del heads["question_answering"], heads["token_classification"]
+    return heads
+
+
+def _size(hidden: int, intermediate: int, layers: int, heads: int, kv: int) -> dict[str, Any]:
+    names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+    return dict(zip(names, (hidden, intermediate, layers, heads, kv), strict=True))
+
+
+@dataclass(kw_only=True)
+class OLMo2Config(LlamaLikeConfig):
+    """Config of OLMo 2; other fields are those of the base class.
+
+    Args:
+        attn_bias: biases on q, k, v and o.
+    """
+
+    family: ClassVar[str] = "olmo2"
+    heads: ClassVar[dict[str, Head]] = _heads("Olmo2")
+    hf_names: ClassVar[dict[str, str]] = renamed(attn_bias="attention_bias")
+    # transformers' defaults, which no published checkpoint has.
+    hf_defaults: ClassVar[dict[str, Any]] = {"norm_eps": 1e-5}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "olmo-2-1b": _size(2048, 8192, 16, 16, 16),
+        "olmo-2-7b": {},
+        "olmo-2-13b": _size(5120, 13824, 40, 40, 40),
+        "olmo-2-32b": _size(5120, 27648, 64, 40, 8),
+    }
+    hub_ids: ClassVar[dict[str, str]] = {
+        "olmo-2-1b": "allenai/OLMo-2-0425-1B",
+        "olmo-2-7b": "allenai/OLMo-2-1124-7B",
+        "olmo-2-13b": "allenai/OLMo-2-1124-13B",
+        "olmo-2-32b": "allenai/OLMo-2-0325-32B",
+    }
+
+    vocab_size: int = 100352
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_layers: int = 32
+    num_heads: int = 32
+    max_seq_len: int = 4096
+    norm_eps: float = 1e-6
+    rope_theta: float = 500000.0
+    attn_bias: bool = False
+
+
+@dataclass(kw_only=True)
+class OLMo3Config(LocalRotaryConfig):
+    """Config of OLMo 3; other fields are those of the base class.
+
+    Args:
+        attn_bias: biases on q, k, v and o.
+    """
+
+    family: ClassVar[str] = "olmo3"
+    full_every: ClassVar[int] = 4
+    default_theta: ClassVar[float] = 500000.0
+    default_local_theta: ClassVar[float] = 500000.0
+    heads: ClassVar[dict[str, Head]] = _heads("Olmo3")
+    hf_names: ClassVar[dict[str, str]] = renamed(attn_bias="attention_bias")
+    hf_defaults: ClassVar[dict[str, Any]] = {"norm_eps": 1e-5}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "olmo-3-7b": {
+            "rope_scaling": {
+                "kind": "yarn",
+                "factor": 8.0,
+                "attention_factor": 1.2079441541679836,
+                "original_seq_len": 8192,
+            }
+        },
+    }
+    hub_ids: ClassVar[dict[str, str]] = {"olmo-3-7b": "allenai/Olmo-3-1025-7B"}
+
+    vocab_size: int = 100278
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_layers: int = 32
+    num_heads: int = 32
+    max_seq_len: int = 65536
+    norm_eps: float = 1e-6
+    rope_theta: float = 500000.0
+    local_rope_theta: float = 500000.0
+    attn_bias: bool = False
+
+
+def _block(block: BlockSpec, config: Any) -> BlockSpec:
+    """Return Llama's block with the norms of OLMo 2."""
+    assert block.attn is not None
+    bias = config.attn_bias
+    attn = replace(block.attn, qkv_bias=bias, out_bias=bias, qk_norm_whole=True)
+    attn = replace(attn, qk_norm=NormSpec("rms", config.norm_eps))
+    return replace(block, attn=attn, norm_place="output")
+
+
+class OLMo2(LlamaLike):
+    """OLMo 2 with a language-model head."""
+
+    config_class = OLMo2Config
+
+    @classmethod
+    def make_block(cls, config: OLMo2Config) -> BlockSpec:
+        """Return Llama's block with the norms of OLMo 2."""
+        return _block(super().make_block(config), config)
+
+    def tensor_cuts(self) -> tuple[TensorCut, ...]:
+        """Return the tensor parallel plan: MLP, embedding and head; attention is replicated."""
+        return whole_attention(super().tensor_cuts())
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to transformers' names, with the norms behind the sublayers."""
+        return rules_with_norms(_OUTPUT_NORMS)
+
+
+class OLMo3(LayerTypes):
+    """OLMo 3 with a language-model head."""
+
+    config_class = OLMo3Config
+
+    @classmethod
+    def make_block(cls, config: OLMo3Config) -> BlockSpec:
+        """Return Llama's block with the norms of OLMo 2."""
+        return _block(super().make_block(config), config)
+
+    def tensor_cuts(self) -> tuple[TensorCut, ...]:
+        """Return the tensor parallel plan: MLP, embedding and head; attention is replicated."""
+        return whole_attention(super().tensor_cuts())
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to transformers' names, with the norms behind the sublayers."""
+        return rules_with_norms(_OUTPUT_NORMS)
+
+
+def whole_attention(cuts: tuple[TensorCut, ...]) -> tuple[TensorCut, ...]:
+    """Return a tensor parallel plan that replicates attention."""
+    return tuple(cut for cut in cuts if cut.glob.rpartition(".")[2] not in _WHOLE_PARTS)
