@@ -38,9 +38,9 @@ class BlockSpec:
         norm: kind, epsilon and bias of the norms.
         norm_place: "pre": ``x + f(norm(x))``; "post": ``norm(x + f(x))``; "parallel": attention
             and MLP both read the output of `attn_norm`, and their outputs are added (GPT-J);
-            "parallel_two": likewise, each with its own norm (GPT-NeoX); "output": ``x + norm(f(x))`` (OLMo 2);
-            "sandwich": ``x + out_norm(f(norm(x)))`` (Gemma 2), with the norms `attn_out_norm` and
-            `mlp_out_norm`.
+            "parallel_two": likewise, each with its own norm (GPT-NeoX); "output":
+            ``x + norm(f(x))`` (OLMo 2); "sandwich": ``x + out_norm(f(norm(x)))`` (Gemma 2), with
+            the norms `attn_out_norm` and `mlp_out_norm`.
         residual_dropout: dropout probability of a sublayer's output.
         residual_scale: factor on a sublayer's output.
         sum_scale: factor on the residual stream after each residual addition.

@@ -26,7 +26,9 @@ LOOP = """
 
 def test_pretraining_continues_from_a_directory(tmp_path: Path) -> None:
     start, run = tmp_path / "start", tmp_path / "run"
-    build_twin(transformers.AutoConfig.for_model("gemma2"), "language_model").save_pretrained(start)
+    build_twin(transformers.AutoConfig.for_model("ernie4_5"), "language_model").save_pretrained(
+        start
+    )
     with TokenStoreWriter(tmp_path / "tokens", vocab_size=VOCABULARY) as writer:
         for number in range(60):
             writer.add_item([5 + (number + 3 * place) % 100 for place in range(40)])

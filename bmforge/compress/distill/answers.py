@@ -160,7 +160,9 @@ def _ask(
     for start in range(0, prediction.given.hidden.shape[0], step):
         some = slice(start, start + step)
         parts.append(pick_answers(prediction.given.select(some).logits(), count, temperature))
-    return keys, TopKPredictions(*(torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True)))
+    return keys, TopKPredictions(
+        *(torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True))
+    )
 
 
 def keys_of(inputs: Mapping[str, Any]) -> list[int]:
