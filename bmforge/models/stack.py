@@ -190,9 +190,7 @@ def run_block(
     return out[0]
 
 
-def rope_tables(
-    spec: Any, position_ids: Tensor, dtype: torch.dtype
-) -> dict[str, tuple[Tensor, Tensor] | None]:
+def rope_tables(spec: Any, position_ids: Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """Return cos and sin of a decoder's positions: "rope", and "local_rope" where it exists.
 
     Args:
@@ -200,7 +198,9 @@ def rope_tables(
         position_ids: positions, (B or 1, T).
         dtype: dtype of the tables, whose shape `nn.rope_table` describes.
     """
-    tables = {"rope": None if spec.rope is None else rope_table(spec.rope, position_ids, dtype)}
+    tables: dict[str, Any] = {"rope": None}
+    if spec.rope is not None:
+        tables["rope"] = rope_table(spec.rope, position_ids, dtype)
     if spec.local_rope is not None:
         tables["local_rope"] = rope_table(spec.local_rope, position_ids, dtype)
     return tables

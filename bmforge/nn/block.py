@@ -96,7 +96,8 @@ class Block(nn.Module):
         self.attn: Attention | WindowAttention | None = None
         if spec.attn is not None or (spec.norm_place == "parallel" and spec.mlp is not None):
             self.attn_norm = build_norm(spec.norm, spec.hidden_size)
-        self.attn_out_norm = self.mlp_out_norm = None
+        self.attn_out_norm: nn.Module | None = None
+        self.mlp_out_norm: nn.Module | None = None
         if spec.norm_place == "sandwich":
             if spec.attn is not None:
                 self.attn_out_norm = build_norm(spec.norm, spec.hidden_size)
