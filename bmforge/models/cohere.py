@@ -13,7 +13,7 @@ from bmforge.models.heads import Head
 from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
 from bmforge.nn import BlockSpec, NormSpec
 
-__all__ = ["Cohere", "CohereConfig"]
+__all__ = ["Cohere", "CohereConfig", "parallel_block"]
 
 
 @dataclass(kw_only=True)
@@ -68,6 +68,15 @@ class CohereConfig(LlamaLikeConfig):
         return super().opens(raw) and not raw.get("use_qk_norm")
 
 
+def parallel_block(block: BlockSpec, config: Any) -> BlockSpec:
+    """Return Llama's block as Cohere changes it: parallel, with a layer norm without bias."""
+    assert block.attn is not None
+    bias = config.attn_bias
+    attn = replace(block.attn, qkv_bias=bias, out_bias=bias, rope_interleaved=True)
+    norm = NormSpec("layer", config.norm_eps, bias=False)
+    return replace(block, attn=attn, norm=norm, norm_place="parallel")
+
+
 class Cohere(LlamaLike):
     """Command R with a language-model head."""
 
@@ -75,15 +84,8 @@ class Cohere(LlamaLike):
 
     @classmethod
     def make_block(cls, config: CohereConfig) -> BlockSpec:
-        """Return the spec of a parallel block with a layer norm and interleaved rotary pairs."""
-        block, bias = super().make_block(config), config.attn_bias
-        assert block.attn is not None
-        return replace(
-            block,
-            attn=replace(block.attn, qkv_bias=bias, out_bias=bias, rope_interleaved=True),
-            norm=NormSpec("layer", config.norm_eps, bias=False),
-            norm_place="parallel",
-        )
+        """Return a parallel block with a layer norm and interleaved rotary pairs."""
+        return parallel_block(super().make_block(config), config)
 
     @classmethod
     def make_spec(cls, config: CohereConfig) -> DecoderSpec:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bmforge.models.base import Model
 from bmforge.models.bert import Bert, BertConfig
 from bmforge.models.cohere import Cohere, CohereConfig
+from bmforge.models.cohere2 import Cohere2, Cohere2Config
 from bmforge.models.cpm1 import CPM1, CPM1Config
 from bmforge.models.cpm2 import CPM2, CPM2Config
 from bmforge.models.cpm_ant import CPMAnt, CPMAntConfig
@@ -53,6 +54,8 @@ __all__ = [
     "CPMBee",
     "CPMBeeConfig",
     "Cohere",
+    "Cohere2",
+    "Cohere2Config",
     "CohereConfig",
     "EVA",
     "EVAConfig",

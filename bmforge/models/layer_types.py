@@ -26,6 +26,8 @@ class LayerTypesConfig(LlamaLikeConfig):
     """
 
     full_every: ClassVar[int] = 2
+    # Whether layers without a window have rotary positions.
+    rotates_full: ClassVar[bool] = True
     default_window: ClassVar[int] = 4096
 
     window: int = 4096
@@ -131,4 +133,7 @@ class LayerTypes(LlamaLike):
             attn, local = replace(attn, rotary="local"), config.local_rope_spec()
         slides = replace(spec.block, attn=attn)
         blocks = dict.fromkeys(config.sliding_layers, slides)
+        if not config.rotates_full:
+            full = replace(attn, window=None, rotary="none")
+            spec = replace(spec, block=replace(spec.block, attn=full))
         return replace(spec, blocks=blocks, local_rope=local)

@@ -11,6 +11,7 @@ from bmforge.errors import ConfigError
 from bmforge.models import (
     GLM4,
     AutoModel,
+    Cohere2,
     Gemma,
     Gemma2,
     Gemma3,
@@ -106,6 +107,23 @@ class TestGemma3(DerivedDecoderSuite):
             },
         },
         "default": {**WIDE, "sliding_window": 5},
+    }
+
+
+class TestCohere2(DerivedDecoderSuite):
+    """Command R7B."""
+
+    model_class = Cohere2
+    hf_class = transformers.Cohere2ForCausalLM
+    hf_heads = {"none": transformers.Cohere2Model}  # noqa: RUF012
+    cases = {  # noqa: RUF012
+        "mixed": {**ENDLESS, "sliding_window": 5, "layer_types": MIXED, "logit_scale": 0.25},
+        "biases": {
+            **ENDLESS,
+            "sliding_window": 5,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
     }
 
 
@@ -208,6 +226,8 @@ COUNTS = {
     "gemma-2-27b": 27_227_128_320,
     "gemma-3-270m": 268_098_176,
     "gemma-3-1b": 999_885_952,
+    "command-r7b": 8_028_033_024,
+    "command-a-111b": 111_057_580_032,
     "olmo-2-1b": 1_484_916_736,
     "olmo-2-7b": 7_298_617_344,
     "olmo-2-13b": 13_716_198_400,
@@ -222,6 +242,7 @@ CLASSES: dict[Any, Any] = {
     Gemma: transformers.GemmaForCausalLM,
     Gemma2: transformers.Gemma2ForCausalLM,
     Gemma3: transformers.Gemma3ForCausalLM,
+    Cohere2: transformers.Cohere2ForCausalLM,
     OLMo2: transformers.Olmo2ForCausalLM,
     OLMo3: transformers.Olmo3ForCausalLM,
     SmolLM3: transformers.SmolLM3ForCausalLM,
@@ -265,6 +286,7 @@ def test_wrong_layers_are_refused(config_class: Any, fields: Any, message: str) 
         (Gemma2, transformers.Gemma2Config),
         (Gemma3, transformers.Gemma3TextConfig),
         (OLMo3, transformers.Olmo3Config),
+        (Cohere2, transformers.Cohere2Config),
         (SmolLM3, transformers.SmolLM3Config),
     ],
 )

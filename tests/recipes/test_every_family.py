@@ -103,7 +103,7 @@ TRIALS = {
 # Decoders with Llama's block; one of them is tried in every run of the tests.
 LIKE_LLAMA = (
     *("Cohere", "Granite", "InternLM3", "Mistral", "Phi", "Phi3", "SeedOss", "StableLM"),
-    *("Starcoder2", "Gemma", "Gemma2", "Gemma3", "OLMo2", "OLMo3", "SmolLM3", "GLM4"),
+    *("Starcoder2", "Cohere2", "Gemma", "Gemma2", "Gemma3", "OLMo2", "OLMo3", "SmolLM3", "GLM4"),
 )
 TRIALS |= {name: replace(TRIALS["Llama"]) for name in LIKE_LLAMA}
 TRIALS["XLMRoberta"] = TRIALS["Roberta"]

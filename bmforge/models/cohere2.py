@@ -1,0 +1,98 @@
+"""Command R7B and Command A (Cohere, "Command A", arXiv 2504.00698).
+
+Cohere's parallel block; three of four layers have a window and rotary positions, the others attend
+to all tokens without positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from bmforge.models.causal_lm import DecoderSpec
+from bmforge.models.cohere import parallel_block
+from bmforge.models.heads import Head
+from bmforge.models.layer_types import LayerTypes, LayerTypesConfig
+from bmforge.models.llama_like import renamed
+from bmforge.nn import BlockSpec
+
+__all__ = ["Cohere2", "Cohere2Config"]
+
+
+@dataclass(kw_only=True)
+class Cohere2Config(LayerTypesConfig):
+    """Config of Command R7B; other fields are those of the base class.
+
+    Args:
+        attn_bias: biases on q, k, v and o.
+        logit_scale: factor on the logits.
+    """
+
+    family: ClassVar[str] = "cohere2"
+    full_every: ClassVar[int] = 4
+    rotates_full: ClassVar[bool] = False
+    heads: ClassVar[dict[str, Head]] = {
+        "language_model": Head("Cohere2ForCausalLM", {"lm_head.weight": "lm_head.weight"}),
+        "none": Head("Cohere2Model", prefix=""),
+    }
+    hf_names: ClassVar[dict[str, str]] = renamed(
+        norm_eps="layer_norm_eps", attn_bias="attention_bias", logit_scale="logit_scale"
+    )
+    # transformers' default, which no published checkpoint has.
+    hf_defaults: ClassVar[dict[str, Any]] = {"logit_scale": 0.0625}
+    hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "use_qk_norm": (False, None),
+        "use_parallel_block": (True,),
+        "use_parallel_embedding": (True, False),
+        "use_gated_activation": (True,),
+        "position_embedding_type": ("rope_gptj",),
+        "rotary_pct": (1.0,),
+        "order_of_interleaved_layers": ("local_attn_first", None),
+        "cache_implementation": ("hybrid", None),
+    }
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "command-r7b": {},
+        "command-a-111b": {
+            "hidden_size": 12288,
+            "intermediate_size": 36864,
+            "num_layers": 64,
+            "num_heads": 96,
+        },
+    }
+    hub_ids: ClassVar[dict[str, str]] = {
+        "command-r7b": "CohereLabs/c4ai-command-r7b-12-2024",
+        "command-a-111b": "CohereLabs/c4ai-command-a-03-2025",
+    }
+
+    vocab_size: int = 256000
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_layers: int = 32
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    max_seq_len: int = 132096
+    norm_eps: float = 1e-5
+    rope_theta: float = 50000.0
+    tie_word_embeddings: bool = True
+    attn_bias: bool = False
+    logit_scale: float = 0.25
+
+
+class Cohere2(LayerTypes):
+    """Command R7B or Command A with a language-model head."""
+
+    config_class = Cohere2Config
+
+    @classmethod
+    def make_block(cls, config: Cohere2Config) -> BlockSpec:
+        """Return a parallel block with a layer norm and interleaved rotary pairs."""
+        return parallel_block(super().make_block(config), config)
+
+    @classmethod
+    def make_spec(cls, config: Cohere2Config) -> DecoderSpec:
+        """Return the hyperparameters of the model."""
+        return replace(
+            super().make_spec(config),
+            rope=config.rope_spec(interleaved=True),
+            head_scale=config.logit_scale,
+        )
