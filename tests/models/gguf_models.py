@@ -6,12 +6,15 @@ from typing import Any
 
 from bmforge.models import (
     BertConfig,
+    Cohere2Config,
+    CohereConfig,
     Gemma2Config,
     Gemma3Config,
     GemmaConfig,
     GLM4Config,
     GPT2Config,
     GPTJConfig,
+    GraniteConfig,
     LlamaConfig,
     MiniCPMConfig,
     MixtralConfig,
@@ -65,6 +68,10 @@ GGUF_MODELS: dict[str, Any] = {
     "qwen3moe": Qwen3MoeConfig(**_GROUPED, **_EXPERTS, normalize_weights=True),
     "minicpm": MiniCPMConfig(**_GROUPED),
     "minicpm4": MiniCPMConfig(**_GROUPED, rope_scaling=_LONG, tie_word_embeddings=False),
+    "granite": GraniteConfig(**_GROUPED, attn_scale=0.2),
+    "granite, biases": GraniteConfig(**_GROUPED, attn_bias=True, mlp_bias=True),
+    "cohere": CohereConfig(**_GROUPED, logit_scale=0.25),
+    "cohere2": Cohere2Config(**{**_GROUPED, "num_layers": 4, "window": 5}),
     "gemma": GemmaConfig(**{**_GROUPED, "head_dim": 20}),
     "gemma2": Gemma2Config(
         **{**_GROUPED, "head_dim": 20, "query_size": 20, "window": 5, "attn_softcap": 2.0}

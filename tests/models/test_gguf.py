@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
 import tracemalloc
@@ -145,6 +146,17 @@ def test_there_and_back(tmp_path, name):
             is_rounded = "scaled" in name or name == "minicpm4"
             close = {"rtol": 0, "atol": 1e-5 if is_rounded else 0}
             torch.testing.assert_close(got, want, **close)
+
+
+@pytest.mark.parametrize("name", GGUF_MODELS)
+def test_tensors_have_the_names_of_the_package(tmp_path, name):
+    """Every tensor is in the `gguf` package's list of the architecture's tensors."""
+    header = read_gguf_header(write_gguf(build_model(name), tmp_path / "a.gguf", "f32"))
+    kind = header.metadata["general.architecture"]
+    kinds = {value: arch for arch, value in gguf.MODEL_ARCH_NAMES.items()}
+    known = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kinds[kind]]}
+    names = {re.sub(r"\bblk\.\d+\.", "blk.{bid}.", tensor) for tensor in header.tensors}
+    assert {tensor.rpartition(".")[0] for tensor in names} <= known
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3moe", "gpt2", "t5"])

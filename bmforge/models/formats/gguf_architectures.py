@@ -22,6 +22,12 @@ LAYER_NORM = "attention.layer_norm_epsilon"
 _ROTARY = {**_WIDTHS, "attention.head_count_kv": "num_key_value_heads", _RMS: "rms_norm_eps"}
 _WIDE = {**_ROTARY, "attention.key_length": "head_dim"}
 _WINDOWS = {**_WIDE, "attention.sliding_window": "sliding_window"}
+_COHERE = {
+    **_WIDTHS,
+    "attention.head_count_kv": "num_key_value_heads",
+    LAYER_NORM: "layer_norm_eps",
+    "logit_scale": "logit_scale",
+}
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _MOE = {**_WIDE, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _GPT = {
@@ -54,7 +60,7 @@ class Architecture:
 
     Args:
         name: bmforge's name; equals GGUF's `general.architecture`, except for Mixtral ("llama"
-            in GGUF) and OLMo 3 ("olmo2").
+            in GGUF), OLMo 3 ("olmo2") and Cohere ("command-r").
         kind: `general.architecture`.
         raw: fields of config.json that the architecture implies.
         keys: fields of config.json by metadata key without the architecture.
@@ -120,6 +126,26 @@ _LIST = (
             "logit_scale": "dim_model_base",
         },
         permutes=True,
+    ),
+    Architecture(
+        "granite",
+        "granite",
+        _raw("granite", "Granite"),
+        {
+            **_ROTARY,
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        permutes=True,
+    ),
+    Architecture("cohere", "command-r", _raw("cohere", "Cohere"), _COHERE),
+    Architecture(
+        "cohere2",
+        "cohere2",
+        _raw("cohere2", "Cohere2"),
+        {**_COHERE, "attention.sliding_window": "sliding_window"},
     ),
     Architecture("smollm3", "smollm3", _raw("smollm3", "SmolLM3"), _ROTARY, permutes=True),
     Architecture("olmo2", "olmo2", _raw("olmo2", "Olmo2"), _ROTARY),

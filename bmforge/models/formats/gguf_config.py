@@ -270,7 +270,7 @@ def _glm4(raw: dict[str, Any], own: _Metadata) -> None:
 
 
 def _tied(raw: dict[str, Any], own: _Metadata) -> None:
-    """Set what llama.cpp implies of a Gemma 1."""
+    """Set what llama.cpp implies of models whose head is the embedding."""
     raw["tie_word_embeddings"] = True
 
 
@@ -298,7 +298,8 @@ _SPECIAL = {
     "t5": _t5,
     "bert": _bert,
     "glm4": _glm4,
-    "gemma": _tied,
+    "granite": _llama,
+    **dict.fromkeys(("gemma", "cohere", "cohere2"), _tied),
     "gemma2": _gemma,
     "gemma3": _gemma,
     "olmo3": _olmo3,

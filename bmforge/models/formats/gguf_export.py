@@ -35,8 +35,8 @@ def export_gguf(
 ) -> Path:
     """Write a model as a GGUF file for llama.cpp and compatible runtimes.
 
-    Supported families: Llama, Qwen2, Qwen3, their MoE models, Mixtral, MiniCPM, Gemma 1 to 3, OLMo
-    2 and 3, SmolLM3, GLM-4 0414, GPT-2, GPT-J, T5, and BERT without head.
+    Supported families: Llama, Qwen2, Qwen3, their MoE models, Mixtral, MiniCPM, Granite, Cohere 1
+    and 2, Gemma 1 to 3, OLMo 2 and 3, SmolLM3, GLM-4 0414, GPT-2, GPT-J, T5, and BERT without head.
 
     Args:
         model: bmforge model, or a model's directory, GGUF file, hub id or short name.
