@@ -49,12 +49,10 @@ class AttentionSpec:
         window: number of tokens that a token attends to, itself included; None is no limit.
         global_tokens: use Longformer attention: a bidirectional window, half on each side, and
             global tokens that attend to all tokens through their own projections; see `window.py`.
-        rope_interleaved: pair adjacent dims in rotary embeddings, instead of the two halves of
-            a head.
+        rope_interleaved: pair adjacent dims in rotary embeddings, not the two halves of a head.
         qk_norm: norm of q and k, per head; None is no norm.
         qk_norm_whole: the norm of q and k covers all heads at once (OLMo 2).
-        rotary: rotary table of the layer: that of the model ("model"), the one of its local layers
-            ("local", see `models.causal_lm.DecoderSpec`), or no rotation ("none").
+        rotary: rotary table: `rope` or `local_rope` of `DecoderSpec` ("model", "local"), or none.
         softcap: cap c of the scores s, which become ``c * tanh(s / c)``; None is no cap (Gemma 2).
         in_scale: factor on the input of q, k and v, applied by the block.
         out_scale: factor on the input of o, applied by the block; 1/sqrt(width) in muP (Yang et
