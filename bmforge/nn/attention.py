@@ -162,13 +162,10 @@ def mix_values(
         if times > 1:
             key, value = (t.repeat_interleave(times, 1) for t in (key, value))
         if causal and bias is None and mask is None and query.shape[2] > 1:
-            shape = query.shape[2], key.shape[2]
-            mask = torch.ones(shape, dtype=torch.bool, device=key.device).tril()[None, None]
+            mask = key.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
         return biased_attention(query, key, value, bias, mask, scale, dropout, softcap)
     # A branch, because a compiled graph with a free length needs a plain bool here.
-    is_causal = False
-    if causal and mask is None and query.shape[2] > 1:
-        is_causal = True
+    is_causal = True if causal and mask is None and query.shape[2] > 1 else False  # noqa: SIM210
     if takes_host_attention(query, mask):
         return host_attention(query, key, value, mask, is_causal, scale, dropout)
     return F.scaled_dot_product_attention(
