@@ -76,7 +76,9 @@ class AnswerWriter:
     @property
     def runs_natively(self) -> bool:
         """Whether native kernels run all blocks, so that scores have the bits of sampling."""
-        return NativeStep().knows((self._copy or self._model).layers)
+        model = self._copy or self._model
+        with evaluating(model):  # as in `write`: dropout is for torch alone
+            return NativeStep().knows(model.layers)
 
     @property
     def weights_version(self) -> int:

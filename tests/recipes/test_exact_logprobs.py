@@ -193,7 +193,7 @@ def test_blocks_that_do_not_run_natively_are_refused(place: Path) -> None:
     hooked: Any = AutoModel.from_pretrained(place / "model")
     hooked.layers["0"].register_forward_hook(lambda *_: None)
     for model, wanted in ((AutoModel.from_pretrained(place / "model"), True), (hooked, False)):
-        writer = AnswerWriter(model, 4, 12, GenerationConfig(max_new_tokens=4))
+        writer = AnswerWriter(model.train(), 4, 12, GenerationConfig(max_new_tokens=4))
         assert writer.runs_natively == wanted
         writer.close()
 
