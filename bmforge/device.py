@@ -34,6 +34,8 @@ __all__ = [
     "parse_dtype",
     "peak_flops",
     "reads_are_free",
+    "send_to",
+    "triton_features",
     "wide_dtype",
 ]
 
@@ -151,6 +153,31 @@ def has_fast_half(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def triton_features(device: torch.device) -> tuple[bool, bool] | None:
+    """Return whether Triton kernels can use dp4a and tensor cores on `device`; None without Triton.
+
+    Triton has no tensor cores on Turing (sm_75), which has NVIDIA's dot product of bytes. AMD's and
+    Intel's GPUs have matrix cores and no such instruction in Triton.
+    """
+    if device.type not in ("cuda", "xpu"):
+        return None
+    if device.type == "xpu" or torch.version.hip is not None:
+        return False, True
+    capability = torch.cuda.get_device_capability(device)
+    return (True, capability >= (8, 0)) if capability >= (7, 5) else None
+
+
+def send_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host tensor on `device`; copied to an accelerator without waiting for the copy.
+
+    A copy from page-locked memory is asynchronous, and torch's allocator keeps that memory until
+    the copy is done.
+    """
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def reads_are_free(tensor: torch.Tensor) -> bool:

@@ -102,8 +102,8 @@ class KeyValueCache(Protocol):
     extra_length: int
     # Optional runner of all blocks in one call.
     step: RunBlocks | None
-    # A cache may also have `attend(layer, window, mix, query, key, value)`, which stores keys and
-    # values and computes attention itself, for a row that packs tokens of several sequences.
+    # A cache may also have `attend`, as `PagedCache` has, which stores keys
+    # and values and computes attention itself, for a row that packs tokens of several sequences.
 
     @property
     def length(self) -> int:
@@ -342,7 +342,8 @@ class Attention(nn.Module):
         if rope is not None:
             query = apply_rope(query, rope, self.rope_interleaved)
         if attend is not None and memory is None:
-            mixed = attend(self.layer_index, self.window, self._mix, query, key, value)
+            scale = self._plain_scale()
+            mixed = attend(self.layer_index, self.window, self._mix, query, key, value, scale)
         else:
             mixed = self._mix(query, key, value, mask, bias)
         return self.o_proj(self.thin_dims(self.thin(mixed.transpose(1, 2).flatten(2))))
@@ -377,6 +378,13 @@ class Attention(nn.Module):
                 arguments = (*arguments[:4], bias[..., -key.shape[2] :], *arguments[5:])
             return self.mix(*arguments)
         return self.mix(*arguments, prefix())
+
+    def _plain_scale(self) -> float | None:
+        """Return the factor on the scores if `_mix` is plain causal attention, else None."""
+        is_plain = self.causal and self.prefix is None and self.mix is mix_values
+        if not is_plain or (self.training and self.dropout):
+            return None
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def _keys_and_values(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None

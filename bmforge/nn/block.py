@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.nn.attention import Attention, AttentionSpec, KeyValueCache
+from bmforge.nn.device_kernels import takes_device_kernels
 from bmforge.nn.mlp import MLP, MLPSpec
 from bmforge.nn.moe import MoE, MoESpec
-from bmforge.nn.norm import NormSpec, build_norm
+from bmforge.nn.norm import NormSpec, RMSNorm, build_norm
 from bmforge.nn.recompute import call_and_drop, hold_weights
 from bmforge.nn.shard_hooks import Pass, pass_on
 from bmforge.nn.window import WindowAttention
@@ -177,6 +178,11 @@ class Block(nn.Module):
         memory_mask: Tensor | None,
     ) -> Tensor:
         """Run the sublayers one after the other."""
+        if cache is not None and self._adds_and_norms(x):
+            attended = attend(self.attn_norm(x))
+            norm: Any = self.mlp_norm
+            x, normed = torch.ops.bmforge.add_rms_norm(attended, x, norm.weight, norm.eps)
+            return x + feed(normed)
         if self.attn is not None:
             added = self._add(x, self.attn_norm, attend, self.attn_scales, self.attn_out_norm)
             x = _weigh(self.attn_share, x, added)
@@ -191,6 +197,21 @@ class Block(nn.Module):
             return x
         added = self._add(x, self.mlp_norm, feed, self.mlp_scales, self.mlp_out_norm)
         return _weigh(self.mlp_share, x, added)
+
+    def _adds_and_norms(self, x: Tensor) -> bool:
+        """Return True if one kernel can add the attention and compute the norm of the MLP."""
+        norm = getattr(self, "mlp_norm", None)
+        if type(norm) is not RMSNorm or norm.offset:
+            return False
+        if norm._forward_hooks or norm._forward_pre_hooks:
+            return False
+        has_both = self.attn is not None and self.mlp is not None and self.cross_attn is None
+        is_plain = has_both and self.norm_place == "pre" and not self.training
+        factors = {self.scale, self.sum_scale, *self.attn_scales, *self.mlp_scales}
+        is_plain = is_plain and factors == {1.0} and not self.guards_half
+        is_plain = is_plain and self.attn_out_norm is None and self.mlp_out_norm is None
+        has_gates = self.attn_share is not None or self.mlp_share is not None
+        return is_plain and not has_gates and takes_device_kernels(x, norm.weight)
 
     def _add(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.device import wide_dtype
+from bmforge.nn.device_kernels import plain_rms_norm, takes_device_kernels
 from bmforge.nn.host_rows import host_rms_norm, takes_host_rms_norm
 
 __all__ = ["NormKind", "NormSpec", "RMSNorm", "build_norm"]
@@ -61,12 +62,14 @@ class RMSNorm(nn.Module):
         """Normalize the last dim."""
         if not self.offset and takes_host_rms_norm(x, self.weight):
             return host_rms_norm(x, self.weight, self.eps)
+        if not self.offset and takes_device_kernels(x, self.weight):
+            return torch.ops.bmforge.rms_norm(x, self.weight, self.eps)
+        if not self.offset:
+            return plain_rms_norm(x, self.weight, self.eps)
         wide = x.to(wide_dtype(x.dtype))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        if self.offset:
-            weight = self.weight.to(wide.dtype) + self.offset
-            return (wide * scale * weight).to(self.weight.dtype)
-        return self.weight * (wide * scale).to(self.weight.dtype)
+        weight = self.weight.to(wide.dtype) + self.offset
+        return (wide * scale * weight).to(self.weight.dtype)
 
     def extra_repr(self) -> str:
         """Return width, epsilon and offset as text."""

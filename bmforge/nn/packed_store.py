@@ -28,6 +28,7 @@ from bmforge.nn.packing import (
 from bmforge.nn.part import Derived, TensorNote
 from bmforge.nn.products import (
     is_watched,
+    keeps_dtype,
     multiply_packed,
     numbers_of,
     pack_weights,
@@ -283,8 +284,10 @@ class MatrixStore(PackedStore):
         """
         if x.dtype == torch.float64 and self.spec.activations == "float":
             return F.linear(x, self.dense(x.dtype), None if bias is None else bias.to(x.dtype))
-        flat = x.reshape(-1, self.columns).float()
-        bias = None if bias is None else bias.float()
+        flat = x.reshape(-1, self.columns)
+        if self.outlier_columns is not None or not keeps_dtype(x):
+            flat = flat.float()
+            bias = None if bias is None else bias.float()
         inside = flat if self.outlier_columns is None else self._without_outliers(flat)
         wants = torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)

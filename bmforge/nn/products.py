@@ -31,11 +31,13 @@ from bmforge.nn.product_kernels import (
     compile_variant,
     runnable_variants,
 )
+from bmforge.nn.triton_kernels import load_triton
 
 __all__ = [
     "Kernels",
     "dequantize",
     "is_watched",
+    "keeps_dtype",
     "load_kernels",
     "load_variant",
     "multiply_dense",
@@ -48,6 +50,10 @@ __all__ = [
 
 # With more tokens than this, dequantizing and torch's product are faster.
 _FEW_TOKENS = 16
+# The same on accelerators: integer sums by groups run outside of the tensor cores.
+_FEW_DEVICE_TOKENS = 64
+# Triton quantizes a group of activations in the registers of one program.
+_WIDEST_DEVICE_GROUP = 1 << 15
 # Elements of a weight that are widened to fp32 at a time: 4 MiB, which stay in the cache.
 _PANEL_NUMBERS = 1 << 20
 
@@ -95,6 +101,10 @@ def runs_here(*tensors: Tensor | None) -> bool:
 
 def dequantize(matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
     """Dequantize a packed matrix to fp32, (rows, columns)."""
+    packed = matrix.packed
+    on_device = None if packed.is_cpu or packed.is_meta else load_triton(packed.device)
+    if on_device is not None:
+        return on_device.dequantize(matrix, rows, spec, torch.float32)
     kernels = load_kernels() if runs_here(*matrix) else None
     if kernels is None:
         return unpack_matrix(matrix, rows, spec)
@@ -107,15 +117,46 @@ def multiply_packed(
     """Return ``x @ matrix.T + bias`` by the fastest implementation available.
 
     Shape:
-        x: (T, columns) fp32 -> (T, rows) fp32
+        x: (T, columns) fp32, or a half-precision dtype on an accelerator -> (T, rows), in its dtype
     """
     x = x.contiguous()
+    if not (x.is_cpu or x.is_meta):
+        return _multiply_on_device(x, matrix, rows, spec, bias)
     if spec.activations == "float" and x.shape[0] > _FEW_TOKENS:
         return F.linear(x, dequantize(matrix, rows, spec), bias)
     kernels = load_kernels() if runs_here(x, bias, *matrix) else None
     if kernels is None:
         return multiply_plain(x, matrix, rows, spec, bias)
     return kernels.multiply(x, matrix, rows, spec, bias)
+
+
+def keeps_dtype(x: Tensor) -> bool:
+    """Return True if `multiply_packed` takes activations in half precision on their device."""
+    return not (x.is_cpu or x.is_meta) and x.dtype in (torch.float16, torch.bfloat16)
+
+
+def _multiply_on_device(
+    x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None
+) -> Tensor:
+    """Return ``x @ matrix.T + bias`` on an accelerator.
+
+    Up to 64 tokens, Triton's kernels give the CPU's bits. For more tokens, or without Triton, the
+    weights are dequantized and the activations are not quantized, which is faster there and nearer
+    to the exact product.
+
+    Shape:
+        x: (T, columns), contiguous -> (T, rows), in its dtype
+    """
+    kernels = load_triton(x.device)
+    is_few = x.shape[0] <= _FEW_DEVICE_TOKENS and spec.activations == "int8"
+    is_regular = spec.group_of(x.shape[1]) <= _WIDEST_DEVICE_GROUP
+    if kernels is not None and is_few and is_regular and x.dtype != torch.float64:
+        return kernels.multiply(x, matrix, rows, spec, bias)
+    if kernels is None:
+        weight = unpack_matrix(matrix, rows, spec).to(x.dtype)
+    else:
+        weight = kernels.dequantize(matrix, rows, spec, x.dtype)
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
 def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:

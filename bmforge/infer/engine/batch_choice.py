@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bmforge.device import send_to
 from bmforge.infer.options import GenerationConfig
-from bmforge.infer.sampling import draw_token, narrow_scores
+from bmforge.infer.sampling import narrow_scores
 
 __all__ = ["TokenChoice", "Draw", "choose_batch", "narrow_sampled"]
 
@@ -61,10 +62,16 @@ def choose_batch(draws: Sequence[Draw]) -> list[TokenChoice | None]:
     groups: dict[Kind, list[int]] = {}
     for number, draw in enumerate(draws):
         groups.setdefault(_kind_of(draw.config), []).append(number)
+    if not groups:
+        return []
+    chosen = torch.cat([_choose([draws[p] for p in numbers]) for numbers in groups.values()])
     choices: list[TokenChoice | None] = [None] * len(draws)
-    for numbers in groups.values():
-        for number, choice in zip(numbers, _choose([draws[p] for p in numbers]), strict=True):
-            choices[number] = choice
+    order = (number for numbers in groups.values() for number in numbers)
+    # One copy to the host, for which it waits once, whatever the number of answers.
+    for number, (token, is_finite, logprob) in zip(order, chosen.cpu().tolist(), strict=True):
+        if is_finite:
+            has_logprob = draws[number].config.logprobs is not None
+            choices[number] = TokenChoice(int(token), logprob if has_logprob else None)
     return choices
 
 
@@ -76,24 +83,26 @@ def _kind_of(config: GenerationConfig) -> Kind:
     )
 
 
-def _choose(draws: Sequence[Draw]) -> list[TokenChoice | None]:
+def _choose(draws: Sequence[Draw]) -> Tensor:
+    """Choose a token for each draw, without waiting for the device.
+
+    Shape:
+        returns (draws, 3) in fp64: token, whether all scores are finite, log-probability
+    """
     config = draws[0].config
     scores = torch.stack([draw.scores for draw in draws])
     narrowed = narrow_sampled(scores, config)
     if config.do_sample:
-        numbers = scores.new_tensor([draw.number for draw in draws], dtype=torch.float64)
-        tokens = _draw(narrowed.softmax(-1), numbers)
+        numbers = torch.tensor([draw.number for draw in draws], dtype=torch.float64)
+        tokens = _draw(narrowed.softmax(-1), send_to(numbers, scores.device))
     else:
         tokens = scores.argmax(-1)
-    logprobs: list[float | None] = [None] * len(draws)
+    is_finite = scores.amax(-1).isfinite()  # NaN where one score of a row is NaN
+    logprobs = torch.zeros_like(is_finite, dtype=torch.float64)
     if config.logprobs is not None:
         source = narrowed if config.logprobs_mode == "processed_logprobs" else scores
-        logprobs = source.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
-    is_finite = scores.amax(-1).isfinite().tolist()  # NaN where one score of a row is NaN
-    return [
-        TokenChoice(token, logprob) if finite else None
-        for token, logprob, finite in zip(tokens.tolist(), logprobs, is_finite, strict=True)
-    ]
+        logprobs = source.log_softmax(-1).gather(1, tokens[:, None])[:, 0].double()
+    return torch.stack((tokens.double(), is_finite.double(), logprobs), 1)
 
 
 def _draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
@@ -103,11 +112,10 @@ def _draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
         probabilities: (B, V); numbers: (B,) in float64; returns (B,)
     """
     sums = probabilities.double().cumsum(-1)
-    tokens = torch.searchsorted(sums, (numbers * sums[:, -1])[:, None], right=True)[:, 0]
-    last = tokens.clamp(max=sums.shape[1] - 1)
-    chosen = probabilities.gather(1, last[:, None])[:, 0]
+    tokens = torch.searchsorted(sums, (numbers * sums[:, -1])[:, None], right=True)
+    inside = tokens.clamp(max=sums.shape[1] - 1)
+    is_possible = (inside == tokens) & (probabilities.gather(1, inside) > 0)
     # Rounding at the end of the sums: the number is behind the last token, or has probability 0.
-    for row in ((last != tokens) | ~(chosen > 0)).nonzero()[:, 0].tolist():
-        if bool(probabilities[row].isfinite().all()):
-            last[row] = draw_token(probabilities[row], float(numbers[row]))
-    return last
+    index = torch.arange(sums.shape[1], device=sums.device)
+    last = index.where(probabilities > 0, 0).amax(-1, keepdim=True)
+    return inside.where(is_possible, last)[:, 0]

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from bmforge.device import is_host
 from bmforge.infer.engine.native_step import NativeStep
-from bmforge.infer.engine.paged_cache import PagedCache, StepRow
+from bmforge.infer.engine.paged_cache import PagedCache
 from bmforge.infer.engine.pages import PAGE_TOKENS
 from bmforge.infer.engine.scheduler import ChunkRules
+from bmforge.infer.engine.step_tables import StepRow, StepTables
 from bmforge.models.stack import rope_tables, run_layers
 from bmforge.nn import LMHead, RopeSpec
 from bmforge.nn.part import beside_parts
@@ -145,25 +146,21 @@ class PackedStep:
         self, rows: Sequence[StepRow], tokens: Sequence[Sequence[int]], num_scored: Sequence[int]
     ) -> list[Tensor]:
         model, device = self.model, self.cache.device
-        ids = torch.tensor([[id for row in tokens for id in row]], device=device)
-        positions = torch.tensor([[n for r in rows for n in range(r.start, r.end)]], device=device)
+        tables = StepTables(rows, tokens, num_scored)
+        on_device = tables.at(device)
+        ids, positions = on_device.ids[None], on_device.positions[None]
         positions = model.positions_behind_prefix(positions)
         x = self._enter(ids, positions)
-        tables = rope_tables(model.spec, positions, x.dtype)
+        rope = rope_tables(model.spec, positions, x.dtype)
         out = None
-        if "local_rope" not in tables:
-            out = self._native.run_packed(model.layers, x, self.cache, rows, tables["rope"])
+        if "local_rope" not in rope:
+            out = self._native.run_packed(model.layers, x, self.cache, rows, rope["rope"])
         if out is None:
-            self.cache.rows = rows
+            self.cache.rows, self.cache.tables = rows, tables
             masks: dict[int | None, Tensor | None] = dict.fromkeys(self._windows())
-            out = run_layers(model.layers, x, masks, False, cache=self.cache, **tables)[0]
-        ends = [sum(row.length for row in rows[: n + 1]) for n in range(len(rows))]
-        places = [
-            position
-            for end, count in zip(ends, num_scored, strict=True)
-            for position in range(end - count, end)
-        ]
-        return list(self._score(out[0, places]).split(list(num_scored)))
+            out = run_layers(model.layers, x, masks, False, cache=self.cache, **rope)[0]
+        scored = out[0].index_select(0, on_device.scored.to(out.device))
+        return list(self._score(scored).split(list(num_scored)))
 
     def _windows(self) -> set[int | None]:
         attentions = (layer.attn for layer in self.model.layers.values())

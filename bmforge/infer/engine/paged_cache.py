@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bmforge.errors import ShapeError
 from bmforge.infer.engine.pages import PAGE_TOKENS
+from bmforge.infer.engine.step_tables import StepRow, StepTables, TablesOnDevice
 from bmforge.nn.attention import RunBlocks, build_mask
+from bmforge.nn.device_kernels import attend_pages
 from bmforge.nn.plain_products import quantize_activations
 
 __all__ = ["PAGE_TOKENS", "PagedCache", "StepRow"]
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """Tokens of one sequence that a step computes.
-
-    Args:
-        pages: page table of the sequence.
-        start: position of the first token; the keys of all earlier tokens are in the pages.
-        end: position after the last token.
-    """
-
-    pages: Sequence[int]
-    start: int
-    end: int
-
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return self.end - self.start
 
 
 class PagedCache:
@@ -49,6 +30,7 @@ class PagedCache:
 
     Attributes:
         rows: rows of the current step, in token order.
+        tables: integers of the current step; made from `rows` if they belong to another one.
 
     Memory: 2 x layers x count x K x 16 x H elements.
     """
@@ -60,6 +42,7 @@ class PagedCache:
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
         self.count, self.dtype, self.device = count, dtype, device
         self.rows: Sequence[StepRow] = ()
+        self.tables: StepTables | None = None
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
         self._scales: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -97,7 +80,8 @@ class PagedCache:
 
     def _store(self, layer: int, part: int, new: Tensor) -> None:
         """Write keys (part 0) or values (part 1) of the step's tokens, (K, T, H), to pages."""
-        pages, offsets = self._places(new.device)
+        on_device = self._tables_at(new.device)
+        pages, offsets = on_device.pages, on_device.offsets
         new = new.transpose(0, 1)
         if layer in self._scales:
             values, scales = quantize_activations(new.float().contiguous(), new.shape[-1])
@@ -120,6 +104,7 @@ class PagedCache:
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        scale: float | None = None,
     ) -> Tensor:
         """Store the step's keys and values, and compute attention per sequence.
 
@@ -130,6 +115,8 @@ class PagedCache:
             query: queries of the step's tokens, with the rows concatenated.
             key: keys of the step's tokens.
             value: values of the step's tokens.
+            scale: factor on the scores if `mix` is plain attention, which accelerators then compute
+                for all rows at once; None calls `mix` for each.
 
         Shape:
             query: (1, N, T, H); key, value: (1, K, T, H); returns (1, N, T, H)
@@ -138,13 +125,26 @@ class PagedCache:
         self.hold(layer, key.shape[1], key.shape[3], device)
         self._store(layer, 0, key[0])
         self._store(layer, 1, value[0])
-        out, first = [], 0
-        for row in self.rows:
+        on_device = self._tables_at(device)
+        tables, ends = on_device.page_tables, on_device.ends
+        if scale is not None and tables is not None and ends is not None:
+            own, pair = query[0].transpose(0, 1).contiguous(), self._pairs[layer]
+            mixed = attend_pages(own, pair, self.scales(layer), tables, ends, scale, window)
+            return mixed.transpose(0, 1)[None]
+        return self._attend_by_row(layer, window, mix, query)
+
+    def _attend_by_row(
+        self, layer: int, window: int | None, mix: Callable[..., Tensor], query: Tensor
+    ) -> Tensor:
+        """Compute the attention of each row alone: (1, N, T, H) -> the same."""
+        device, out, first = query.device, [], 0
+        row_pages = self._tables_at(device).row_pages
+        for row, pages in zip(self.rows, row_pages, strict=True):
             near = 0 if window is None else max(0, row.start + 1 - window) // PAGE_TOKENS
-            row_pages = torch.tensor(row.pages[near : -(-row.end // PAGE_TOKENS)], device=device)
             past = row.start - near * PAGE_TOKENS
             seen, values = (
-                self._read(layer, part, row_pages)[None, :, : past + row.length] for part in (0, 1)
+                self._read(layer, part, pages[near:])[None, :, : past + row.length]
+                for part in (0, 1)
             )
             own = query[:, :, first : first + row.length]
             mask = build_mask((1, row.length), device, past=past, window=window)
@@ -152,15 +152,11 @@ class PagedCache:
             first += row.length
         return torch.cat(out, 2)
 
-    def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the page and offset of every token of the step."""
-        slots = [
-            (row.pages[n // PAGE_TOKENS], n % PAGE_TOKENS)
-            for row in self.rows
-            for n in range(row.start, row.end)
-        ]
-        pages, offsets = torch.tensor(slots, device=device).unbind(1)
-        return pages, offsets
+    def _tables_at(self, device: torch.device) -> TablesOnDevice:
+        """Return the integers of the current step on a device."""
+        if self.tables is None or self.tables.rows is not self.rows:
+            self.tables = StepTables(self.rows)
+        return self.tables.at(device)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page to another page, in every layer."""

@@ -1,0 +1,236 @@
+"""Launches the Triton kernels: chooses tile sizes and allocates outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bmforge.nn.packing import PANEL_ROWS, PackedMatrix, QuantSpec
+from bmforge.nn.triton_kernels.attention import attend_pages, join_parts
+from bmforge.nn.triton_kernels.products import (
+    dequantize,
+    multiply_few,
+    multiply_tiles,
+    multiply_wide_groups,
+)
+from bmforge.nn.triton_kernels.rows import add_rms_norm, quantize_rows
+
+__all__ = ["TritonKernels"]
+
+# Wider groups than this do not fit into registers in one turn.
+_WIDEST_GROUP = 256
+_PART_TOKENS = 256
+# The CPU's bits need separate multiplications and additions; attention is equal up to rounding.
+_EXACT, _FUSED = {"enable_fp_fusion": False}, {"enable_fp_fusion": True}
+
+
+def _up_to_power(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class TritonKernels:
+    """The kernels for one kind of device.
+
+    Args:
+        emulates: compute dot products of bytes without NVIDIA's instruction.
+        has_tensor_cores: Triton can use the device's integer tensor cores (from sm_80 on).
+    """
+
+    emulates: bool
+    has_tensor_cores: bool = True
+
+    def quantize(self, x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return integers, scales and sums of activations; see `quantize_activations`.
+
+        Shape:
+            x: (T, columns), contiguous; returns (T, columns) int8, (T, groups) fp32 and int32
+        """
+        tokens, columns = x.shape
+        groups, padded = columns // group, _up_to_power(group)
+        values = torch.empty_like(x, dtype=torch.int8)
+        scales = x.new_empty(tokens, groups, dtype=torch.float32)
+        sums = x.new_empty(tokens, groups, dtype=torch.int32)
+        at_once = max(1, 1024 // padded)
+        grid = (tokens, -(-groups // at_once))
+        warps = 4 if padded <= 4096 else 16
+        quantize_rows[grid](
+            x, values, scales, sums, columns, group, padded, at_once, num_warps=warps, **_EXACT
+        )
+        return values, scales, sums
+
+    def multiply(
+        self, x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None
+    ) -> Tensor:
+        """Return ``x @ matrix.T + bias`` with quantized activations, in the dtype of x.
+
+        Shape:
+            x: (T, columns), contiguous -> (T, rows)
+        """
+        tokens, columns = x.shape
+        out = x.new_empty(tokens, rows)
+        if not tokens:
+            return out
+        group = spec.group_of(columns)
+        quantized = self.quantize(x, group)
+        is_regular = group == _up_to_power(group) and group <= _WIDEST_GROUP
+        if is_regular and self.has_tensor_cores and (tokens > 4 or self.emulates) and group >= 32:
+            self._multiply_tiles(quantized, matrix, spec, bias, out)
+        elif is_regular:
+            self._multiply_few(quantized, matrix, spec, bias, out)
+        else:
+            self._multiply_wide(quantized, matrix, spec, bias, out)
+        return out
+
+    def _multiply_few(
+        self,
+        quantized: tuple[Tensor, Tensor, Tensor],
+        matrix: PackedMatrix,
+        spec: QuantSpec,
+        bias: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        values, value_scales, sums = quantized
+        tokens, rows = out.shape
+        columns, at_once = values.shape[1], 1 if tokens == 1 else 2 if tokens == 2 else 4
+        group, is_plain = spec.group_of(columns), matrix.minima is None
+        scales, minima = _in_pairs(matrix)
+        # Turns of 128 words of a row, of 64 with several tokens: more spill registers.
+        words = (128 if at_once == 1 else 64) * 32 // (group * spec.bits)
+        turn = min(32 if is_plain else 16, max(8 if is_plain else 4, words))
+        grid = (-(-rows // PANEL_ROWS), -(-tokens // at_once))
+        multiply_few[grid](
+            matrix.packed.view(torch.int32), scales, minima, values.view(torch.int32),
+            value_scales, sums, value_scales if bias is None else bias, out, tokens,
+            rows, columns, at_once, spec.bits, group, is_plain, bias is not None,
+            scales.dtype == torch.int32, self.emulates, 3, turn,
+            num_warps=4 if at_once == 1 else 8, **_EXACT,
+        )  # fmt: skip
+
+    def _multiply_tiles(
+        self,
+        quantized: tuple[Tensor, Tensor, Tensor],
+        matrix: PackedMatrix,
+        spec: QuantSpec,
+        bias: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        values, value_scales, sums = quantized
+        tokens, rows = out.shape
+        columns, is_plain = values.shape[1], matrix.minima is None
+        scales, minima = _in_pairs(matrix)
+        group = spec.group_of(columns)
+        turn = max(8 if is_plain else 4, 256 // group)
+        grid = (-(-rows // PANEL_ROWS), -(-tokens // 16))
+        multiply_tiles[grid](
+            matrix.packed, scales, minima, values, value_scales, sums,
+            value_scales if bias is None else bias, out, tokens,
+            rows, columns, 16, spec.bits, group, is_plain, bias is not None,
+            scales.dtype == torch.int32, 3 if group <= 64 else 2, turn, num_warps=4, **_EXACT,
+        )  # fmt: skip
+
+    def _multiply_wide(
+        self,
+        quantized: tuple[Tensor, Tensor, Tensor],
+        matrix: PackedMatrix,
+        spec: QuantSpec,
+        bias: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        values, value_scales, sums = quantized
+        tokens, rows = out.shape
+        columns, at_once = values.shape[1], 1 if tokens == 1 else 2 if tokens == 2 else 4
+        group, is_plain = spec.group_of(columns), matrix.minima is None
+        blocks = min(64, _up_to_power(group * spec.bits // 32))
+        minima = matrix.scales if matrix.minima is None else matrix.minima
+        grid = (-(-rows // PANEL_ROWS), -(-tokens // at_once))
+        multiply_wide_groups[grid](
+            matrix.packed.view(torch.int32), matrix.scales, minima, values.view(torch.int32),
+            value_scales, sums, value_scales if bias is None else bias, out, tokens,
+            rows, columns, at_once, spec.bits, group, is_plain, bias is not None,
+            self.emulates, 3, blocks, num_warps=4, **_EXACT,
+        )  # fmt: skip
+
+    def dequantize(
+        self, matrix: PackedMatrix, rows: int, spec: QuantSpec, dtype: torch.dtype
+    ) -> Tensor:
+        """Return a packed matrix in a dtype, as `packing.unpack_matrix`: (rows, columns)."""
+        panels, blocks, _ = matrix.packed.shape
+        columns = blocks * 32 // spec.bits
+        out = matrix.packed.new_empty(rows, columns, dtype=dtype)
+        minima = matrix.scales if matrix.minima is None else matrix.minima
+        at_once = 32
+        dequantize[(panels, -(-blocks // at_once))](
+            matrix.packed, matrix.scales, minima, out, rows, columns, spec.bits,
+            spec.group_of(columns), matrix.minima is None, at_once, num_warps=4, **_EXACT,
+        )  # fmt: skip
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``residual + x`` (x without a residual) and its RMS norm times the weight.
+
+        Shape:
+            x and residual: (..., D), contiguous, of one dtype; weight: (D,)
+        """
+        width = x.shape[-1]
+        total = x if residual is None else torch.empty_like(x)
+        out = torch.empty_like(x, dtype=weight.dtype)
+        padded = _up_to_power(width)
+        add_rms_norm[(x.numel() // width,)](
+            x, x if residual is None else residual, weight, total, out, eps,
+            width, padded, residual is not None, num_warps=4 if padded <= 4096 else 8, **_EXACT,
+        )  # fmt: skip
+        return total, out
+
+    def attend(
+        self,
+        query: Tensor,
+        pages: tuple[Tensor, Tensor],
+        scales: tuple[Tensor, Tensor] | None,
+        tables: Tensor,
+        ends: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Return the attention of single tokens to the pages of their sequences.
+
+        Args:
+            query: queries, one token a row; N is a multiple of K.
+            pages: keys and values of all pages.
+            scales: their scales if they are int8.
+            tables: page numbers of each row.
+            ends: number of tokens that each row attends to, itself included.
+            scale: factor on the scores.
+            window: sliding window in tokens; None is no limit.
+
+        Shape:
+            query: (rows, N, H), contiguous; pages: (pages, K, 16, H) each;
+            tables: (rows, width) int32; ends: (rows,) int32; returns (rows, N, H)
+        """
+        rows, heads, width = query.shape
+        kv_heads, group = pages[0].shape[1], heads // pages[0].shape[1]
+        padded = max(16, _up_to_power(group))
+        parts = max(1, -(-tables.shape[1] * 16 // _PART_TOKENS))
+        part = query.new_empty(rows, kv_heads, parts, padded, width, dtype=torch.float32)
+        stats = query.new_empty(rows, kv_heads, parts, padded, 2, dtype=torch.float32)
+        out = torch.empty_like(query)
+        sizes = (kv_heads, group, padded, width, max(16, _up_to_power(width)))
+        attend_pages[(rows, kv_heads, parts)](
+            query, *pages, *(scales or pages), tables, ends, part, stats, scale, tables.shape[1],
+            *sizes, _PART_TOKENS, window or 0, scales is not None, 64, 2, num_warps=4, **_FUSED,
+        )  # fmt: skip
+        join_parts[(rows, kv_heads)](part, stats, out, parts, *sizes, num_warps=4, **_FUSED)
+        return out
+
+
+def _in_pairs(matrix: PackedMatrix) -> tuple[Tensor, Tensor]:
+    """Return scales and minima, fp16 ones as 32-bit words of two; the scales for no minima."""
+    scales, minima = matrix.scales, matrix.minima
+    minima = scales if minima is None else minima
+    if scales.dtype != torch.float16:
+        return scales, minima
+    return scales.view(torch.int32), minima.view(torch.int32)

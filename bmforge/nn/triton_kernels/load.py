@@ -1,0 +1,135 @@
+"""Loads the Triton kernels for a device and compares their results with the CPU's once."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bmforge.device import device_name, triton_features
+from bmforge.native import say_once
+from bmforge.nn.packing import (
+    PackedMatrix,
+    QuantSpec,
+    pack_matrix,
+    quantize_groups,
+    unpack_matrix,
+)
+from bmforge.nn.plain_products import multiply_plain
+
+if TYPE_CHECKING:
+    from bmforge.nn.triton_kernels.launch import TritonKernels
+
+__all__ = ["find_difference", "load_triton"]
+
+_SPECS = (
+    QuantSpec(8, 32),
+    QuantSpec(4, 32),
+    QuantSpec(8, 0, scale_dtype="float32"),
+    QuantSpec(4, 128, symmetric=False, scale_dtype="float32"),
+)
+# One token, several, and more than a tile of the tensor cores.
+_TOKENS = (1, 3, 17)
+
+
+@cache
+def load_triton(device: torch.device) -> TritonKernels | None:
+    """Return the Triton kernels for an accelerator; None if torch computes instead.
+
+    A warning states the reason if the device could run them. The first call compiles the kernels
+    and compares their results with the CPU's.
+    """
+    features = triton_features(device)
+    if features is None:
+        return None
+    if find_spec("triton") is None:
+        say_once(
+            f"Triton is not installed: torch computes packed products and paged attention on "
+            f"{device_name(device)}, many times slower. Install the triton that belongs to this "
+            "torch."
+        )
+        return None
+    from bmforge.nn.triton_kernels.launch import TritonKernels
+
+    has_dot4, has_tensor_cores = features
+    kernels = TritonKernels(emulates=not has_dot4, has_tensor_cores=has_tensor_cores)
+    difference = find_difference(kernels, device)
+    if difference:
+        say_once(
+            f"the Triton kernels are not used on {device_name(device)}: {difference}. Torch "
+            "computes instead, many times slower. Another version of Triton may help."
+        )
+        return None
+    return kernels
+
+
+def find_difference(kernels: TritonKernels, device: torch.device) -> str:
+    """Return the first result that differs from the CPU's, or the error of a kernel; "" if none.
+
+    Args:
+        kernels: kernels to check.
+        device: device that runs them.
+    """
+    try:
+        for spec in _SPECS:
+            if difference := _compare_products(kernels, device, spec):
+                return difference
+        return _compare_norm(kernels, device) or _compare_attention(kernels, device)
+    except Exception as error:  # the compiler's and the driver's errors have no common class
+        return f"a kernel failed ({type(error).__name__}: {error})".splitlines()[0]
+
+
+def _random() -> partial[Tensor]:
+    return partial(torch.randn, generator=torch.Generator().manual_seed(0))
+
+
+def _compare_products(kernels: TritonKernels, device: torch.device, spec: QuantSpec) -> str:
+    draw, rows, columns = _random(), 37, 384
+    matrix = pack_matrix(quantize_groups(draw(rows, columns), spec), spec)
+    x, bias = draw(_TOKENS[-1], columns) * torch.logspace(-4, 4, _TOKENS[-1])[:, None], draw(rows)
+    device_matrix = PackedMatrix(*(None if t is None else t.to(device) for t in matrix))  # type: ignore[arg-type]
+    name = f"int{spec.bits} in groups of {spec.group_of(columns)}"
+    for tokens in _TOKENS:
+        want = multiply_plain(x[:tokens], matrix, rows, spec, bias)
+        got = kernels.multiply(x[:tokens].to(device), device_matrix, rows, spec, bias.to(device))
+        if not torch.equal(got.cpu(), want):
+            return f"the product of {tokens} tokens with {name} has other bits than the CPU's"
+    got = kernels.dequantize(device_matrix, rows, spec, torch.float32).cpu()
+    same = torch.equal(got, unpack_matrix(matrix, rows, spec))
+    return "" if same else f"{name}, dequantized, has other bits than the CPU's"
+
+
+def _compare_norm(kernels: TritonKernels, device: torch.device) -> str:
+    draw = _random()
+    x, residual, weight = draw(3, 100), draw(3, 100), draw(100)
+    total, out = kernels.add_rms_norm(*(t.to(device) for t in (x, residual, weight)), 1e-5)
+    want = torch.nn.functional.rms_norm(residual + x, (100,), weight, 1e-5)
+    same = torch.equal(total.cpu(), residual + x)
+    return "" if same and torch.allclose(out.cpu(), want) else "the RMS norm differs from the CPU's"
+
+
+def _compare_attention(kernels: TritonKernels, device: torch.device) -> str:
+    draw = _random()
+    query, keys, values = draw(2, 4, 64), draw(20, 2, 16, 64), draw(20, 2, 16, 64)
+    tables = torch.randperm(20, generator=torch.Generator().manual_seed(0)).view(2, 10)
+    ends = torch.tensor([7, 150])
+    got = kernels.attend(
+        query.to(device),
+        (keys.to(device), values.to(device)),
+        None,
+        tables.to(device, torch.int32),
+        ends.to(device, torch.int32),
+        0.125,
+        None,
+    )
+    want = []
+    for row, table, end in zip(query, tables, ends.tolist(), strict=True):
+        seen = (t[table].transpose(0, 1).flatten(1, 2)[:, :end] for t in (keys, values))
+        k, v = (t.repeat_interleave(2, 0) for t in seen)
+        weights = ((row[:, None] @ k.transpose(1, 2)) * 0.125).softmax(-1)
+        want.append((weights @ v)[:, 0])
+    same = torch.allclose(got.cpu(), torch.stack(want), rtol=1e-4, atol=1e-5)
+    return "" if same else "paged attention differs from the CPU's"

@@ -1,0 +1,343 @@
+"""Triton kernels for products of packed matrices with few tokens.
+
+Each gives the bits of `multiply_plain`: integer sums of a group are exact, and the groups' terms
+are added in order. A tree (`tl.sum`) would change most results in the last bits. Fusing of
+multiplications and additions must be off when the kernels are launched.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["multiply_few", "multiply_tiles", "multiply_wide_groups"]
+
+
+@triton.jit
+def dot4(a, b, c, IS_UNSIGNED: tl.constexpr, EMULATE: tl.constexpr):
+    """Return c + the dot product of four bytes of `a`, signed or not, and four signed ones of `b`.
+
+    Emulated in the interpreter and on GPUs without NVIDIA's instruction.
+    """
+    if EMULATE:
+        for i in tl.static_range(4):
+            if IS_UNSIGNED:
+                left = (a >> (8 * i)) & 255
+            else:
+                left = (a << (24 - 8 * i)) >> 24
+            c = c + left * ((b << (24 - 8 * i)) >> 24)
+        return c
+    elif IS_UNSIGNED:
+        return tl.inline_asm_elementwise(
+            "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def add_8_in_order(total, terms):
+    """Add the columns of terms (R, 8) to total (R,), one after the other."""
+    R: tl.constexpr = terms.shape[0]
+    even, odd = tl.split(tl.reshape(terms, (R, 4, 2)))
+    t04, t26 = tl.split(tl.reshape(even, (R, 2, 2)))
+    t15, t37 = tl.split(tl.reshape(odd, (R, 2, 2)))
+    t0, t4 = tl.split(t04)
+    t1, t5 = tl.split(t15)
+    t2, t6 = tl.split(t26)
+    t3, t7 = tl.split(t37)
+    total = total + t0
+    total = total + t1
+    total = total + t2
+    total = total + t3
+    total = total + t4
+    total = total + t5
+    total = total + t6
+    return total + t7
+
+
+@triton.jit
+def add_16_in_order(total, terms):
+    """Add the columns of terms (R, 16) to total (R,), one after the other."""
+    R: tl.constexpr = terms.shape[0]
+    low, high = tl.split(tl.permute(tl.reshape(terms, (R, 2, 8)), (0, 2, 1)))
+    return add_8_in_order(add_8_in_order(total, low), high)
+
+
+@triton.jit
+def add_in_order(total, terms, C: tl.constexpr):
+    """Add the columns of terms (R, C) to total (R,), one after the other; C is 8, 16 or 32."""
+    if C == 32:
+        R: tl.constexpr = terms.shape[0]
+        low, high = tl.split(tl.permute(tl.reshape(terms, (R, 2, 16)), (0, 2, 1)))
+        return add_16_in_order(add_16_in_order(total, low), high)
+    elif C == 16:
+        return add_16_in_order(total, terms)
+    else:
+        return add_8_in_order(total, terms)
+
+
+@triton.jit
+def add_groups(total, terms, minimum_terms, R: tl.constexpr, C: tl.constexpr, PLAIN: tl.constexpr):
+    """Add the terms (R, C) of C groups to total (R,), each followed by its minimum's unless PLAIN.
+
+    Args:
+        PLAIN: the matrix has no minima; `minimum_terms` is not read.
+    """
+    if PLAIN:
+        return add_in_order(total, terms, C)
+    else:
+        both = tl.reshape(tl.join(terms, minimum_terms), (R, 2 * C))
+        return add_in_order(total, both, 2 * C)
+
+
+@triton.jit
+def load_inside(address, inside, EVEN: tl.constexpr):
+    """Load values, 0 for groups behind the last one; without a mask if EVEN."""
+    if EVEN:
+        return tl.load(address)
+    else:
+        return tl.load(address, mask=inside, other=0)
+
+
+@triton.jit
+def load_scales(scales, g, panel, GROUPS: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr):
+    """Load the scales of C groups of a panel, (C, 16) in fp32.
+
+    Args:
+        PAIRS: scales are fp16, passed as 32-bit words of two. Loads below four bytes a thread are
+            not asynchronous, so that every turn of the loop would wait for them.
+    """
+    address = panel * GROUPS + g
+    inside = (g < GROUPS)[:, None]
+    EVEN: tl.constexpr = GROUPS % C == 0
+    if PAIRS:
+        two = load_inside(scales + address[:, None] * 8 + tl.arange(0, 8)[None, :], inside, EVEN)
+        low = (two & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        high = (two >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return tl.reshape(tl.join(low, high), (C, 16)).to(tl.float32)
+    else:
+        return load_inside(scales + address[:, None] * 16 + tl.arange(0, 16)[None, :], inside, EVEN)
+
+
+@triton.jit
+def store_rows(out, bias, total, t, tokens, panel, N: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Add the bias to total (T, 16) and store it in the dtype of the output (tokens, N)."""
+    row = panel * 16 + tl.arange(0, 16)
+    if HAS_BIAS:
+        total = total + tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
+    inside = (t < tokens)[:, None] & (row < N)[None, :]
+    address = out + t.to(tl.int64)[:, None] * N + row[None, :]
+    tl.store(address, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def multiply_few(
+    packed, scales, minima, values, value_scales, sums, bias, out, tokens,
+    N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    PLAIN: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRS: tl.constexpr, EMULATE: tl.constexpr,
+    STAGES: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Multiply T tokens with one panel of 16 rows by dp4a; C groups of G columns a turn.
+
+    Args:
+        packed: (panels, blocks, 16) int32 words.
+        scales: (panels, groups, 16); 32-bit words of two fp16 numbers if PAIRS.
+        minima: minima in the form of the scales; ignored if PLAIN.
+        values: quantized activations, (tokens, K / 4) int32 words.
+        value_scales: their scales, (tokens, groups) fp32.
+        sums: their sums by groups, (tokens, groups) int32.
+        bias: (N,); not read unless HAS_BIAS.
+        out: (tokens, N).
+    """
+    GROUPS: tl.constexpr = K // G
+    B: tl.constexpr = G * BITS // 32
+    EVEN: tl.constexpr = GROUPS % C == 0
+    panel = tl.program_id(0)
+    t = tl.program_id(1) * T + tl.arange(0, T)
+    at = tl.minimum(t, tokens - 1)
+    r = tl.arange(0, 16)
+    b = tl.arange(0, B)
+    total = tl.zeros((T * 16,), dtype=tl.float32)
+    base = packed + panel.to(tl.int64) * (GROUPS * B * 16)
+    for first in tl.range(0, GROUPS, C, num_stages=STAGES):
+        g = first + tl.arange(0, C)
+        inside = g < GROUPS
+        block = g[:, None] * B + b[None, :]
+        words = load_inside(
+            base + block[:, :, None] * 16 + r[None, None, :], inside[:, None, None], EVEN
+        )
+        zero = tl.zeros((T, C, B, 16), dtype=tl.int32)
+        words, _ = tl.broadcast(words[None], zero)
+        row = values + at[:, None, None] * (K // 4)
+        group_mask = inside[None, :, None]
+        if BITS == 4:
+            low = load_inside(row + 2 * block[None], group_mask, EVEN)
+            high = load_inside(row + 2 * block[None] + 1, group_mask, EVEN)
+            low, _ = tl.broadcast(low[:, :, :, None], zero)
+            high, _ = tl.broadcast(high[:, :, :, None], zero)
+            dots = dot4(words & 0x0F0F0F0F, low, zero, True, EMULATE)
+            dots = dot4((words >> 4) & 0x0F0F0F0F, high, dots, True, EMULATE)
+        else:
+            x, _ = tl.broadcast(
+                load_inside(row + block[None], group_mask, EVEN)[:, :, :, None], zero
+            )
+            dots = dot4(words, x, zero, False, EMULATE)
+        group_sums = tl.sum(dots, 2)  # (T, C, 16), exact
+        of_group = at[:, None] * GROUPS + g[None, :]
+        group_mask = inside[None, :]
+        sx = load_inside(value_scales + of_group, group_mask, EVEN)[:, :, None]
+        # The sum of a group corrects the offset of 4-bit integers, or weighs the minimum.
+        s = load_inside(sums + of_group, group_mask, EVEN)[:, :, None]
+        if BITS == 4 and PLAIN:
+            group_sums = group_sums - 8 * s
+        terms = group_sums.to(tl.float32) * (
+            sx * load_scales(scales, g, panel, GROUPS, C, PAIRS)[None]
+        )
+        terms = tl.reshape(tl.permute(terms, (0, 2, 1)), (T * 16, C))
+        lows = terms
+        if not PLAIN:
+            low_terms = (s.to(tl.float32) * sx) * load_scales(minima, g, panel, GROUPS, C, PAIRS)[
+                None
+            ]
+            lows = tl.reshape(tl.permute(low_terms, (0, 2, 1)), (T * 16, C))
+        total = add_groups(total, terms, lows, T * 16, C, PLAIN)
+    store_rows(out, bias, tl.reshape(total, (T, 16)), t, tokens, panel, N, HAS_BIAS)
+
+
+@triton.jit
+def multiply_wide_groups(
+    packed, scales, minima, values, value_scales, sums, bias, out, tokens,
+    N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    PLAIN: tl.constexpr, HAS_BIAS: tl.constexpr, EMULATE: tl.constexpr,
+    STAGES: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """`multiply_few` for groups of any width, such as group_sums rows; BB blocks of a group a turn.
+
+    Scales and minima are passed in their dtype.
+    """
+    GROUPS: tl.constexpr = K // G
+    B: tl.constexpr = G * BITS // 32
+    panel = tl.program_id(0)
+    t = tl.program_id(1) * T + tl.arange(0, T)
+    at = tl.minimum(t, tokens - 1)
+    r = tl.arange(0, 16)
+    total = tl.zeros((T, 16), dtype=tl.float32)
+    base = packed + panel.to(tl.int64) * (GROUPS * B * 16)
+    row = values + at[:, None] * (K // 4)
+    for g in tl.range(0, GROUPS):
+        dots = tl.zeros((T, BB, 16), dtype=tl.int32)
+        for first in tl.range(0, B, BB, num_stages=STAGES):
+            b = first + tl.arange(0, BB)
+            inside = b < B
+            block = g * B + b
+            words = tl.load(base + block[:, None] * 16 + r[None, :], mask=inside[:, None], other=0)
+            words, _ = tl.broadcast(words[None], dots)
+            group_mask = inside[None, :]
+            if BITS == 4:
+                low = tl.load(row + 2 * block[None, :], mask=group_mask, other=0)
+                high = tl.load(row + 2 * block[None, :] + 1, mask=group_mask, other=0)
+                low, _ = tl.broadcast(low[:, :, None], dots)
+                high, _ = tl.broadcast(high[:, :, None], dots)
+                dots = dot4(words & 0x0F0F0F0F, low, dots, True, EMULATE)
+                dots = dot4((words >> 4) & 0x0F0F0F0F, high, dots, True, EMULATE)
+            else:
+                x = tl.load(row + block[None, :], mask=group_mask, other=0)
+                x, _ = tl.broadcast(x[:, :, None], dots)
+                dots = dot4(words, x, dots, False, EMULATE)
+        group_sums = tl.sum(dots, 1)  # (T, 16)
+        s = tl.load(sums + at * GROUPS + g)[:, None]
+        sx = tl.load(value_scales + at * GROUPS + g)[:, None]
+        if BITS == 4 and PLAIN:
+            group_sums = group_sums - 8 * s
+        of_group = (panel * GROUPS + g) * 16 + r
+        total = total + group_sums.to(tl.float32) * (
+            sx * tl.load(scales + of_group).to(tl.float32)[None]
+        )
+        if not PLAIN:
+            minimum = tl.load(minima + of_group).to(tl.float32)[None]
+            total = total + (s.to(tl.float32) * sx) * minimum
+    store_rows(out, bias, total, t, tokens, panel, N, HAS_BIAS)
+
+
+@triton.jit
+def unpack_groups(raw, C: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr):
+    """Return the integers of C groups of B blocks, (C, B * 64) bytes -> (C, 16, columns) int8."""
+    if BITS == 4:
+        low, high = (raw & 15).to(tl.int8), (raw >> 4).to(tl.int8)
+        if PLAIN:
+            low, high = low - 8, high - 8
+        both = tl.reshape(tl.join(low, high), (C, B, 16, 4, 2))
+        return tl.reshape(tl.permute(both, (0, 2, 1, 4, 3)), (C, 16, B * 8))
+    else:
+        signed = tl.reshape(raw.to(tl.int8, bitcast=True), (C, B, 16, 4))
+        return tl.reshape(tl.permute(signed, (0, 2, 1, 3)), (C, 16, B * 4))
+
+
+@triton.jit
+def multiply_tiles(
+    packed, scales, minima, values, value_scales, sums, bias, out, tokens,
+    N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    PLAIN: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRS: tl.constexpr,
+    STAGES: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Multiply 16 or more tokens with one panel by integer tensor cores; C groups a turn.
+
+    Args as `multiply_few`, but packed (panels, blocks, 64) uint8 and values (tokens, K) int8.
+    """
+    GROUPS: tl.constexpr = K // G
+    B: tl.constexpr = G * BITS // 32
+    EVEN: tl.constexpr = GROUPS % C == 0
+    panel = tl.program_id(0)
+    t = tl.program_id(1) * T + tl.arange(0, T)
+    at = tl.minimum(t, tokens - 1)
+    k = tl.arange(0, G)
+    y = tl.arange(0, B * 64)
+    total = tl.zeros((16 * T,), dtype=tl.float32)
+    base = packed + panel.to(tl.int64) * (GROUPS * B * 64)
+    for first in tl.range(0, GROUPS, C, num_stages=STAGES):
+        g = first + tl.arange(0, C)
+        inside = g < GROUPS
+        raw = load_inside(base + g[:, None] * (B * 64) + y[None, :], inside[:, None], EVEN)
+        weights = unpack_groups(raw, C, B, BITS, PLAIN)
+        column = g[:, None, None] * G + k[None, :, None]
+        x = load_inside(values + at[None, None, :] * K + column, inside[:, None, None], EVEN)
+        group_sums = tl.dot(weights, x, out_dtype=tl.int32).to(tl.float32)  # (C, 16, T), exact
+        of_group = at[None, :] * GROUPS + g[:, None]
+        sx = load_inside(value_scales + of_group, inside[:, None], EVEN)[:, None, :]
+        terms = group_sums * (sx * load_scales(scales, g, panel, GROUPS, C, PAIRS)[:, :, None])
+        terms = tl.reshape(tl.permute(terms, (1, 2, 0)), (16 * T, C))
+        lows = terms
+        if not PLAIN:
+            s = load_inside(sums + of_group, inside[:, None], EVEN)[:, None, :].to(tl.float32)
+            low = load_scales(minima, g, panel, GROUPS, C, PAIRS)[:, :, None]
+            lows = tl.reshape(tl.permute((s * sx) * low, (1, 2, 0)), (16 * T, C))
+        total = add_groups(total, terms, lows, 16 * T, C, PLAIN)
+    of_tokens = tl.trans(tl.reshape(total, (16, T)))
+    store_rows(out, bias, of_tokens, t, tokens, panel, N, HAS_BIAS)
+
+
+@triton.jit
+def dequantize(
+    packed, scales, minima, out,
+    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr,
+    BB: tl.constexpr,
+):  # fmt: skip
+    """Dequantize BB blocks of one panel to the dtype of the output, (N, K), as `unpack_matrix`."""
+    BLOCKS: tl.constexpr = K * BITS // 32
+    COLUMNS: tl.constexpr = BB * 32 // BITS
+    panel = tl.program_id(0).to(tl.int64)
+    y = tl.program_id(1) * BB * 64 + tl.arange(0, BB * 64)
+    raw = tl.load(packed + panel * (BLOCKS * 64) + y, mask=y < BLOCKS * 64, other=0)
+    v = tl.reshape(unpack_groups(raw[None], 1, BB, BITS, PLAIN), (16, COLUMNS)).to(tl.float32)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    r = tl.arange(0, 16)
+    of_group = (panel * (K // G) + column // G)[None, :] * 16 + r[:, None]
+    inside = (column < K)[None, :] & (panel * 16 + r < N)[:, None]
+    v = v * tl.load(scales + of_group, mask=inside, other=0.0).to(tl.float32)
+    if not PLAIN:
+        v = v + tl.load(minima + of_group, mask=inside, other=0.0).to(tl.float32)
+    address = out + (panel * 16 + r)[:, None] * K + column[None, :]
+    tl.store(address, v.to(out.dtype.element_ty), mask=inside)

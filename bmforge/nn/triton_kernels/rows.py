@@ -1,0 +1,70 @@
+"""Triton kernels that process rows of activations: quantization, and add + RMSNorm."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["add_rms_norm", "quantize_rows"]
+
+
+@triton.jit
+def round_half_even(x):
+    """Round to the nearest integer, for ``|x| < 2**22``; the interpreter has no libdevice."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def quantize_rows(
+    x, values, scales, sums,
+    K: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Quantize activations by groups of columns, bit for bit as `quantize_activations`.
+
+    x (T, K) -> values (T, K) int8, scales (T, K/G) fp32, sums of a group's values (T, K/G) int32.
+    A program computes C groups of one row; BG is G rounded up to a power of two.
+    """
+    GROUPS: tl.constexpr = K // G
+    t = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * C + tl.arange(0, C)
+    column = tl.arange(0, BG)
+    inside = (g < GROUPS)[:, None] & (column < G)[None, :]
+    offset = t * K + g[:, None] * G + column[None, :]
+    v = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+    # Bits of non-negative floats are ordered as integers; infinity and NaN are the largest.
+    largest_bits = tl.max(tl.abs(v).to(tl.int32, bitcast=True), 1)
+    is_finite = largest_bits < 0x7F800000
+    largest = tl.where(is_finite, largest_bits, 0).to(tl.float32, bitcast=True)
+    # `/` is approximate in Triton; the CPU's bits need IEEE division.
+    scale = tl.math.div_rn(largest, 127.0)
+    is_zero = scale < 1.1754943508222875e-38
+    inverse = tl.where(is_zero, 0.0, tl.math.div_rn(127.0, tl.where(is_zero, 1.0, largest)))
+    v = tl.where(is_finite[:, None], v, 0.0)
+    rounded = round_half_even(v * inverse[:, None]).to(tl.int32)
+    scale = tl.where(is_finite, tl.where(is_zero, 0.0, scale), float("nan"))
+    tl.store(values + offset, rounded.to(tl.int8), mask=inside)
+    tl.store(scales + t * GROUPS + g, scale, mask=g < GROUPS)
+    tl.store(sums + t * GROUPS + g, tl.sum(rounded, 1), mask=g < GROUPS)
+
+
+@triton.jit
+def add_rms_norm(
+    x, residual, weight, total, out, eps,
+    D: tl.constexpr, BD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Compute ``total = residual + x`` and ``out = weight * total / rms(total)``, a row a program.
+
+    The sum is rounded to the dtype of x before its mean square is taken, as torch does.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BD)
+    inside = d < D
+    v = tl.load(x + t * D + d, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        r = tl.load(residual + t * D + d, mask=inside, other=0.0)
+        v = (r.to(tl.float32) + v.to(tl.float32)).to(v.dtype)
+        tl.store(total + t * D + d, v, mask=inside)
+    wide = v.to(tl.float32)
+    mean = tl.sum(wide * wide, 0) / D
+    normed = wide * tl.math.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    w = tl.load(weight + d, mask=inside, other=0.0)
+    scaled = w.to(tl.float32) * normed.to(w.dtype).to(tl.float32)
+    tl.store(out + t * D + d, scaled.to(w.dtype), mask=inside)

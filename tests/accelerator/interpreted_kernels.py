@@ -1,0 +1,257 @@
+"""The Triton kernels in Triton's interpreter; `test_triton_numbers.py` runs this in a process.
+
+Only fp32 and fp16: the interpreter truncates fp32 to bf16, and computes bf16 on its raw bits.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+from bmforge.nn.norm import RMSNorm
+from bmforge.nn.packing import QuantSpec, pack_matrix, quantize_groups, unpack_matrix
+from bmforge.nn.plain_products import multiply_plain, quantize_activations
+from bmforge.nn.products import load_kernels
+from bmforge.nn.triton_kernels import products as triton_products
+from bmforge.nn.triton_kernels.launch import TritonKernels
+from bmforge.nn.triton_kernels.load import find_difference
+
+assert os.environ["TRITON_INTERPRET"] == "1"
+EXAMPLES = int(os.environ["KERNEL_EXAMPLES"])
+KERNELS = TritonKernels(emulates=True)
+# As on NVIDIA's GPUs before sm_80: no kernel with tensor cores.
+PLAIN_KERNELS = replace(KERNELS, has_tensor_cores=False)
+draws = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=EXAMPLES < 100,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Return True for equal values of one dtype; all NaN are equal."""
+    return left.dtype == right.dtype and torch.equal(left.nan_to_num(-7), right.nan_to_num(-7))
+
+
+def put_specials(x: Tensor, seed: int) -> Tensor:
+    """Put NaN, infinity, denormals, zeros and halves into some rows, scaled over many decades."""
+    x = x * torch.logspace(-9, 9, len(x))[:, None]
+    kinds = [float("nan"), float("inf"), -float("inf"), 1e-41]
+    row = seed % len(x)
+    x[row, seed % x.shape[1]] = kinds[seed % 4]
+    x[(row + 1) % len(x), :32] = 0
+    x[(row + 2) % len(x), 32:36] = torch.tensor([127.0, 2.5, 3.5, -0.5])
+    return x
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> QuantSpec:
+    """Draw a scheme with quantized activations."""
+    bits = draw(st.sampled_from([4, 8]))
+    group = draw(st.sampled_from([0, 32, 64, 96, 128] + [16] * (bits == 8)))
+    symmetric = draw(st.booleans())
+    scales = draw(st.sampled_from(["float16", "float32"]))
+    try:
+        return QuantSpec(bits, group, symmetric, scale_dtype=scales)
+    except ConfigError:
+        return QuantSpec(bits, group, True, scale_dtype=scales)
+
+
+@draws
+@given(
+    spec=specs(),
+    blocks=st.integers(1, 3),
+    rows=st.sampled_from([1, 16, 37]),
+    tokens=st.sampled_from([1, 2, 3, 4, 5, 17]),
+    has_bias=st.booleans(),
+    is_half=st.booleans(),
+    has_tensor_cores=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_products_have_the_bits_of_the_cpu(
+    spec: QuantSpec,
+    blocks: int,
+    rows: int,
+    tokens: int,
+    has_bias: bool,
+    is_half: bool,
+    has_tensor_cores: bool,
+    seed: int,
+) -> None:
+    """Equal to torch's operations and, with a compiler, to the C++ kernels."""
+    columns = 384 * blocks
+    matrix = pack_matrix(quantize_groups(random(seed, rows, columns), spec), spec)
+    x = put_specials(random(seed + 1, tokens, columns), seed)
+    x = x.half() if is_half else x
+    bias = random(seed + 2, rows) if has_bias else None
+    kernels = KERNELS if has_tensor_cores else PLAIN_KERNELS
+    got = kernels.multiply(x, matrix, rows, spec, bias)
+    wide = x.float()
+    assert same_bits(got, multiply_plain(wide, matrix, rows, spec, bias).to(x.dtype))
+    compiled = load_kernels()
+    if compiled is not None:
+        assert same_bits(got, compiled.multiply(wide, matrix, rows, spec, bias).to(x.dtype))
+
+
+@draws
+@given(
+    group=st.sampled_from([16, 32, 96, 128, 384]),
+    tokens=st.integers(1, 5),
+    seed=st.integers(0, 99),
+    is_half=st.booleans(),
+)
+def test_quantized_activations_have_the_bits_of_the_cpu(
+    group: int, tokens: int, seed: int, is_half: bool
+) -> None:
+    x = put_specials(random(seed, tokens, 384), seed)
+    x = x.half() if is_half else x
+    values, scales, sums = KERNELS.quantize(x, group)
+    want_values, want_scales = quantize_activations(x.float(), group)
+    assert torch.equal(values, want_values)
+    assert same_bits(scales, want_scales)
+    assert torch.equal(sums, want_values.view(tokens, -1, group).sum(-1, dtype=torch.int32))
+
+
+@draws
+@given(spec=specs(), rows=st.sampled_from([1, 16, 37]), seed=st.integers(0, 99))
+def test_dequantized_matrices_have_the_bits_of_the_cpu(
+    spec: QuantSpec, rows: int, seed: int
+) -> None:
+    matrix = pack_matrix(quantize_groups(random(seed, rows, 384), spec), spec)
+    want = unpack_matrix(matrix, rows, spec)
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(KERNELS.dequantize(matrix, rows, spec, dtype), want.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("width", [64, 100, 768])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_norms_are_those_of_the_module(dtype: torch.dtype, width: int, has_residual: bool) -> None:
+    norm = RMSNorm(width, 1e-5).to(dtype)
+    norm.weight.data = random(0, width).to(dtype)
+    x, residual = random(1, 3, 2, width).to(dtype), random(2, 3, 2, width).to(dtype)
+    want_total = residual + x if has_residual else x
+    wide = want_total.double()
+    exact = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight.double()
+    total, out = KERNELS.add_rms_norm(x, residual if has_residual else None, norm.weight, 1e-5)
+    assert torch.equal(total, want_total)
+    assert out.dtype == dtype
+    ratio = {torch.float32: 1e-6, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(out.double(), exact, rtol=ratio, atol=1e-6)
+    torch.testing.assert_close(out, norm(want_total), rtol=ratio, atol=1e-6)
+
+
+@draws
+@given(
+    kv_heads=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 3, 8]),
+    width=st.sampled_from([16, 80, 128]),
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=3),
+    window=st.sampled_from([None, 1, 16, 40, 500]),
+    kind=st.sampled_from(["fp32", "fp16", "int8", "int8 of fp16"]),
+    seed=st.integers(0, 99),
+)
+def test_paged_attention_is_exact_attention(
+    kv_heads: int,
+    group: int,
+    width: int,
+    lengths: list[int],
+    window: int | None,
+    kind: str,
+    seed: int,
+) -> None:
+    """Against attention in fp64 over the tokens of each sequence."""
+    dtype = torch.float16 if kind.endswith("fp16") else torch.float32
+    tables, count = make_tables(lengths, seed)
+    shape = (count, kv_heads, 16, width)
+    keys, values = random(seed, *shape).to(dtype), random(seed + 1, *shape).to(dtype)
+    scales = None
+    if kind.startswith("int8"):
+        keys, key_scales = quantize_activations(keys.float(), width)
+        values, value_scales = quantize_activations(values.float(), width)
+        scales = key_scales[..., 0], value_scales[..., 0]
+    spoil_unwritten(keys if scales is None else scales[0], tables, lengths)
+    spoil_unwritten(values if scales is None else scales[1], tables, lengths)
+    query = random(seed + 2, len(lengths), kv_heads * group, width).to(dtype)
+    ends = torch.tensor(lengths, dtype=torch.int32)
+    got = KERNELS.attend(query, (keys, values), scales, tables, ends, width**-0.5, window)
+    for number, length in enumerate(lengths):
+        shown = slice(max(0, length - window) if window else 0, length)
+        pages = tables[number, : -(-length // 16)].long()
+        k, v = (
+            (t[pages].double() * (1 if s is None else s[pages][..., None].double()))
+            .transpose(0, 1)
+            .flatten(1, 2)[:, shown]
+            .repeat_interleave(group, 0)
+            for t, s in zip((keys, values), scales or (None, None), strict=True)
+        )
+        scores = (query[number].double()[:, None] @ k.transpose(1, 2)) * width**-0.5
+        want = (scores.softmax(-1) @ v)[:, 0]
+        limit = 2e-6 if dtype == torch.float32 else 2e-3
+        torch.testing.assert_close(got[number].double(), want, rtol=limit, atol=limit)
+
+
+def spoil_unwritten(pages: Tensor, tables: Tensor, lengths: list[int]) -> None:
+    """Put NaN behind the last token of each sequence, and into pages of no sequence."""
+    written = torch.zeros(pages.shape[0], 16, dtype=torch.bool)
+    for table, length in zip(tables.long(), lengths, strict=True):
+        position = torch.arange(length)
+        written[table[position // 16], position % 16] = True
+    pages.transpose(1, 2)[~written] = float("nan")
+
+
+def make_tables(lengths: list[int], seed: int) -> tuple[Tensor, int]:
+    """Return page tables of random pages, and the number of pages."""
+    counts = [-(-length // 16) for length in lengths]
+    order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed))
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    for number, pages in enumerate(order[: sum(counts)].split(counts)):
+        tables[number, : len(pages)] = pages
+    return tables, len(order)
+
+
+@triton.jit
+def add_as_tree(total, terms, C: tl.constexpr):
+    """Add the columns of terms in another order than the CPU."""
+    return total + tl.sum(terms, 1)
+
+
+def test_the_check_of_a_device_finds_another_order_of_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = torch.device("cpu")
+    assert find_difference(KERNELS, host) == ""
+    monkeypatch.setattr(triton_products, "add_in_order", add_as_tree)
+    assert "has other bits than the CPU's" in find_difference(KERNELS, host)
+
+
+def test_the_check_of_a_device_reports_a_kernel_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel image\nis available")
+
+    monkeypatch.setattr(TritonKernels, "attend", fail)
+    assert find_difference(KERNELS, torch.device("cpu")) == (
+        "a kernel failed (RuntimeError: no kernel image"
+    )
