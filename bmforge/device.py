@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -177,7 +178,19 @@ def send_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if device.type == "cpu":
         return tensor
+    if not _can_pin(device.type):
+        return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@cache
+def _can_pin(kind: str) -> bool:
+    """Return True if torch has page-locked host memory for the current accelerator."""
+    try:
+        torch.empty(1).pin_memory()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def reads_are_free(tensor: torch.Tensor) -> bool:
