@@ -1,7 +1,7 @@
 """Triton kernels for accelerators: packed products, dequantization, norms and paged attention.
 
-Triton is optional (CUDA and ROCm builds of torch bring it); only `launch` and the files of kernels
-import it. Start reading at `load`: without Triton, or if a kernel's results differ from the CPU's,
+Triton is optional (CUDA and ROCm builds of torch bring it); only `language`
+imports it. Start reading at `load`: without Triton, or if a kernel's results differ from the CPU's,
 torch computes instead. The kernels read the packed layout of `bmforge.nn.packing`: a panel
 of 16 rows is a 128-bit load per four rows, and its 32-bit words are operands of dp4a.
 """

@@ -4,13 +4,12 @@ The tokens of a sequence are divided over several programs (Dao et al., "Flash-D
 `attend_pages` computes a partial softmax of some pages, `join_parts` combines the parts.
 """
 
-import triton
-import triton.language as tl
+from bmforge.nn.triton_kernels.language import jit, tl
 
 __all__ = ["attend_pages", "join_parts"]
 
 
-@triton.jit
+@jit
 def attend_pages(
     query, keys, values, key_scales, value_scales, tables, ends, part, stats, scale, width,
     K: tl.constexpr, GROUP: tl.constexpr, BR: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
@@ -72,7 +71,7 @@ def attend_pages(
     tl.store(stats + at_part * 2 + 1, total)
 
 
-@triton.jit
+@jit
 def join_parts(
     part, stats, out, parts,
     K: tl.constexpr, GROUP: tl.constexpr, BR: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,

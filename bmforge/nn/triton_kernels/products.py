@@ -5,13 +5,12 @@ are added in order. A tree (`tl.sum`) would change most results in the last bits
 multiplications and additions must be off when the kernels are launched.
 """
 
-import triton
-import triton.language as tl
+from bmforge.nn.triton_kernels.language import jit, tl
 
 __all__ = ["multiply_few", "multiply_tiles", "multiply_wide_groups"]
 
 
-@triton.jit
+@jit
 def dot4(a, b, c, IS_UNSIGNED: tl.constexpr, EMULATE: tl.constexpr):
     """Return c + the dot product of four bytes of `a`, signed or not, and four signed ones of `b`.
 
@@ -37,7 +36,7 @@ def dot4(a, b, c, IS_UNSIGNED: tl.constexpr, EMULATE: tl.constexpr):
         )  # fmt: skip
 
 
-@triton.jit
+@jit
 def add_8_in_order(total, terms):
     """Add the columns of terms (R, 8) to total (R,), one after the other."""
     R: tl.constexpr = terms.shape[0]
@@ -58,7 +57,7 @@ def add_8_in_order(total, terms):
     return total + t7
 
 
-@triton.jit
+@jit
 def add_16_in_order(total, terms):
     """Add the columns of terms (R, 16) to total (R,), one after the other."""
     R: tl.constexpr = terms.shape[0]
@@ -66,7 +65,7 @@ def add_16_in_order(total, terms):
     return add_8_in_order(add_8_in_order(total, low), high)
 
 
-@triton.jit
+@jit
 def add_in_order(total, terms, C: tl.constexpr):
     """Add the columns of terms (R, C) to total (R,), one after the other; C is 8, 16 or 32."""
     if C == 32:
@@ -79,7 +78,7 @@ def add_in_order(total, terms, C: tl.constexpr):
         return add_8_in_order(total, terms)
 
 
-@triton.jit
+@jit
 def add_groups(total, terms, minimum_terms, R: tl.constexpr, C: tl.constexpr, PLAIN: tl.constexpr):
     """Add the terms (R, C) of C groups to total (R,), each followed by its minimum's unless PLAIN.
 
@@ -93,7 +92,7 @@ def add_groups(total, terms, minimum_terms, R: tl.constexpr, C: tl.constexpr, PL
         return add_in_order(total, both, 2 * C)
 
 
-@triton.jit
+@jit
 def load_inside(address, inside, EVEN: tl.constexpr):
     """Load values, 0 for groups behind the last one; without a mask if EVEN."""
     if EVEN:
@@ -102,7 +101,7 @@ def load_inside(address, inside, EVEN: tl.constexpr):
         return tl.load(address, mask=inside, other=0)
 
 
-@triton.jit
+@jit
 def load_scales(scales, g, panel, GROUPS: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr):
     """Load the scales of C groups of a panel, (C, 16) in fp32.
 
@@ -122,7 +121,7 @@ def load_scales(scales, g, panel, GROUPS: tl.constexpr, C: tl.constexpr, PAIRS: 
         return load_inside(scales + address[:, None] * 16 + tl.arange(0, 16)[None, :], inside, EVEN)
 
 
-@triton.jit
+@jit
 def store_rows(out, bias, total, t, tokens, panel, N: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Add the bias to total (T, 16) and store it in the dtype of the output (tokens, N)."""
     row = panel * 16 + tl.arange(0, 16)
@@ -133,7 +132,7 @@ def store_rows(out, bias, total, t, tokens, panel, N: tl.constexpr, HAS_BIAS: tl
     tl.store(address, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@jit
 def multiply_few(
     packed, scales, minima, values, value_scales, sums, bias, out, tokens,
     N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
@@ -207,7 +206,7 @@ def multiply_few(
     store_rows(out, bias, tl.reshape(total, (T, 16)), t, tokens, panel, N, HAS_BIAS)
 
 
-@triton.jit
+@jit
 def multiply_wide_groups(
     packed, scales, minima, values, value_scales, sums, bias, out, tokens,
     N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
@@ -262,7 +261,7 @@ def multiply_wide_groups(
     store_rows(out, bias, total, t, tokens, panel, N, HAS_BIAS)
 
 
-@triton.jit
+@jit
 def unpack_groups(raw, C: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr):
     """Return the integers of C groups of B blocks, (C, B * 64) bytes -> (C, 16, columns) int8."""
     if BITS == 4:
@@ -276,7 +275,7 @@ def unpack_groups(raw, C: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, PLA
         return tl.reshape(tl.permute(signed, (0, 2, 1, 3)), (C, 16, B * 4))
 
 
-@triton.jit
+@jit
 def multiply_tiles(
     packed, scales, minima, values, value_scales, sums, bias, out, tokens,
     N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
@@ -319,7 +318,7 @@ def multiply_tiles(
     store_rows(out, bias, of_tokens, t, tokens, panel, N, HAS_BIAS)
 
 
-@triton.jit
+@jit
 def dequantize(
     packed, scales, minima, out,
     N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr,

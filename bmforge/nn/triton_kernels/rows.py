@@ -1,18 +1,17 @@
 """Triton kernels that process rows of activations: quantization, and add + RMSNorm."""
 
-import triton
-import triton.language as tl
+from bmforge.nn.triton_kernels.language import jit, tl
 
 __all__ = ["add_rms_norm", "quantize_rows"]
 
 
-@triton.jit
+@jit
 def round_half_even(x):
     """Round to the nearest integer, for ``|x| < 2**22``; the interpreter has no libdevice."""
     return (x + 12582912.0) - 12582912.0
 
 
-@triton.jit
+@jit
 def quantize_rows(
     x, values, scales, sums,
     K: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, C: tl.constexpr,
@@ -45,7 +44,7 @@ def quantize_rows(
     tl.store(sums + t * GROUPS + g, tl.sum(rounded, 1), mask=g < GROUPS)
 
 
-@triton.jit
+@jit
 def add_rms_norm(
     x, residual, weight, total, out, eps,
     D: tl.constexpr, BD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
