@@ -102,8 +102,7 @@ class KeyValueCache(Protocol):
     extra_length: int
     # Optional runner of all blocks in one call.
     step: RunBlocks | None
-    # A cache may also have `attend`, as `PagedCache` has, which stores keys
-    # and values and computes attention itself, for a row that packs tokens of several sequences.
+    # A cache may also have `attend`, as `PagedCache` has, for rows that pack several sequences.
 
     @property
     def length(self) -> int:
@@ -342,7 +341,8 @@ class Attention(nn.Module):
         if rope is not None:
             query = apply_rope(query, rope, self.rope_interleaved)
         if attend is not None and memory is None:
-            scale = self._plain_scale()
+            is_plain = self.causal and self.prefix is None and self.mix is mix_values
+            scale = (self.scale or self.head_dim**-0.5) if is_plain and not self.training else None
             mixed = attend(self.layer_index, self.window, self._mix, query, key, value, scale)
         else:
             mixed = self._mix(query, key, value, mask, bias)
@@ -370,21 +370,13 @@ class Attention(nn.Module):
         """Compute attention, (B, N, T, H), with the layer's dropout, scale and prefix."""
         dropout = self.dropout if self.training else 0.0
         arguments = (query, key, value, mask, bias, self.causal, self.scale, dropout)
-        # Without a prefix `mix` gets no such argument: a user's own `mix` need not support
-        # prefixes.
+        # Without a prefix, `mix` gets no such argument: a user's own need not support it.
         prefix = self.prefix
         if prefix is None or weight_of(prefix) == 0:
             if bias is not None and bias.shape[-1] > key.shape[2]:  # of other layers' prefixes
                 arguments = (*arguments[:4], bias[..., -key.shape[2] :], *arguments[5:])
             return self.mix(*arguments)
         return self.mix(*arguments, prefix())
-
-    def _plain_scale(self) -> float | None:
-        """Return the factor on the scores if `_mix` is plain causal attention, else None."""
-        is_plain = self.causal and self.prefix is None and self.mix is mix_values
-        if not is_plain or (self.training and self.dropout):
-            return None
-        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def _keys_and_values(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None
