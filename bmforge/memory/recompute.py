@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bmforge.logging import get_logger
 from bmforge.surgery import wrap_forward_, wrappers_of
 
-__all__ = ["apply_recompute_"]
+__all__ = ["apply_recompute_", "disable_caches_"]
 
 
 def apply_recompute_(blocks: Iterable[nn.Module]) -> None:
@@ -24,6 +25,26 @@ def apply_recompute_(blocks: Iterable[nn.Module]) -> None:
     for block in blocks:
         if "recompute" not in dict(wrappers_of(block)):
             wrap_forward_(block, _recompute, "recompute")
+
+
+def disable_caches_(model: nn.Module) -> None:
+    """Switch off the KV cache of a transformers module by `config.use_cache`.
+
+    A recomputed block would append its keys to the cache twice. Models of bmforge get a cache only
+    as an argument.
+    """
+    if hasattr(model, "foreign"):
+        return
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    caching = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
+    for config in caching:
+        config.use_cache = False
+    if caching:
+        get_logger().info(
+            "recompute=True: config.use_cache of %s is set to False, since recomputed blocks would "
+            "fill a cache twice",
+            type(model).__name__,
+        )
 
 
 def _recompute(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

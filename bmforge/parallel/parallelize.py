@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bmforge.errors import ConfigError
 from bmforge.memory.activations import apply_activation_offload_
 from bmforge.memory.copies import make_copy_engine
-from bmforge.memory.recompute import apply_recompute_
+from bmforge.memory.recompute import apply_recompute_, disable_caches_
 from bmforge.parallel.check import Division, Rules, find_division
 from bmforge.parallel.context.divide import apply_context_parallel_
 from bmforge.parallel.distributed import init_distributed
@@ -103,6 +103,8 @@ def parallelize(
     share_statistics_(model, mesh)
     expert_mesh = build_expert_mesh(mesh, layout.ep) if layout.ep > 1 else None
     experts = [] if expert_mesh is None else apply_expert_parallel_(model, expert_mesh)
+    if recompute:
+        disable_caches_(model)
     _wrap_blocks_(division.blocks, world.device, recompute, offload_activations, compile)
     if division.is_sharded:
         apply_zero_(
