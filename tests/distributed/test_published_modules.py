@@ -238,7 +238,9 @@ def check(name: str, options: dict[str, Any]) -> bool:
     for result in got:
         assert result.keys() == want.keys()
         for key, gradient in want.items():
-            torch.testing.assert_close(result[key], gradient, rtol=1e-6, atol=1e-9, msg=key)
+            # By norm: norms and rotary positions of transformers compute in fp32.
+            off = (result[key] - gradient).norm() / gradient.norm().clamp(min=1e-6)
+            assert off <= 1e-6, f"{key}: {off}"
     return True
 
 
