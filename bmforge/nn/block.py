@@ -21,7 +21,7 @@ from bmforge.nn.window import WindowAttention
 
 __all__ = ["Block", "BlockSpec", "NormPlace", "Weigh"]
 
-NormPlace = Literal["pre", "post", "parallel", "parallel_two", "output", "sandwich"]
+NormPlace = Literal["pre", "post", "parallel", "output", "sandwich"]
 
 # (x before a part of a block, x after it) -> what goes on
 Weigh = Callable[[Tensor, Tensor], Tensor]
@@ -39,9 +39,8 @@ class BlockSpec:
         norm: kind, epsilon and bias of the norms.
         norm_place: "pre": ``x + f(norm(x))``; "post": ``norm(x + f(x))``; "parallel": attention
             and MLP both read the output of `attn_norm`, and their outputs are added (GPT-J);
-            "parallel_two": likewise, each with its own norm (GPT-NeoX); "output":
-            ``x + norm(f(x))`` (OLMo 2); "sandwich": ``x + out_norm(f(norm(x)))`` (Gemma 2), with
-            the norms `attn_out_norm` and `mlp_out_norm`.
+            "output": ``x + norm(f(x))`` (OLMo 2); "sandwich": ``x + out_norm(f(norm(x)))``
+            (Gemma 2), with the norms `attn_out_norm` and `mlp_out_norm`.
         residual_dropout: dropout probability of a sublayer's output.
         residual_scale: factor on a sublayer's output.
         sum_scale: factor on the residual stream after each residual addition.
@@ -159,9 +158,7 @@ class Block(nn.Module):
             return out
 
         before = x = self._guard(x)
-        if self.norm_place == "parallel_two":
-            x = self._run_parallel_two(x, attend, feed)
-        elif self.norm_place == "parallel":
+        if self.norm_place == "parallel":
             x = x if self.attn is None and self.mlp is None else self._run_parallel(x, attend, feed)
         else:
             x = self._run_parts(x, attend, feed, cache, memory, memory_mask)
@@ -257,19 +254,6 @@ class Block(nn.Module):
         again = hold_weights(self.attn_norm)
         added = call_and_drop(both, self.attn_norm(x), lambda: again(x))
         return _times(x + added, self.sum_scale)
-
-    def _run_parallel_two(
-        self, x: Tensor, attend: Callable[[Tensor], Tensor], feed: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """Add attention and MLP, each of its own norm of `x`."""
-        total = x
-        if self.attn is not None:
-            part = self._read(x, self.attn_norm, attend, self.attn_scales)
-            total = total + _weigh_alone(self.attn_share, part)
-        if self.mlp is not None:
-            part = self._read(x, self.mlp_norm, feed, self.mlp_scales)
-            total = total + _weigh_alone(self.mlp_share, part)
-        return _times(total, self.sum_scale)
 
     def _read(
         self,
