@@ -197,7 +197,7 @@ class Block(nn.Module):
 
     def _adds_and_norms(self, x: Tensor) -> bool:
         """Return True if one kernel can add the attention and compute the norm of the MLP."""
-        norm = getattr(self, "mlp_norm", None)
+        norm: Any = getattr(self, "mlp_norm", None)
         if type(norm) is not RMSNorm or norm.offset:
             return False
         if norm._forward_hooks or norm._forward_pre_hooks:

@@ -149,7 +149,11 @@ def _attend_gathered(
         tokens = tokens.where(shown[:, None, :, None], 0)
         gathered.append(tokens.repeat_interleave(query.shape[1] // tokens.shape[1], 1))
     out = F.scaled_dot_product_attention(
-        query[:, :, None], *gathered, attn_mask=shown[:, None, None], scale=scale
+        query[:, :, None],
+        gathered[0],
+        gathered[1],
+        attn_mask=shown[:, None, None],
+        scale=scale,
     )
     return out[:, :, 0]
 

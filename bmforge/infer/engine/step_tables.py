@@ -119,7 +119,10 @@ class StepTables:
         sent = send_to(host, device)
         num_wide_values = sum(sizes[:num_wide])
         wide = sent[:num_wide_values].long().split(sizes[:num_wide])
-        indices = TablesOnDevice(*wide[:5], row_pages=wide[5:], page_tables=None, ends=None)
+        ids, positions, pages, slots, scored, *row_pages = wide
+        indices = TablesOnDevice(
+            ids, positions, pages, slots, scored, tuple(row_pages), page_tables=None, ends=None
+        )
         if not is_short:
             return indices
         on_device, tables = sent[num_wide_values:].split(sizes[num_wide:])

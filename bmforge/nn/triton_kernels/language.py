@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 __all__ = ["jit", "tl"]
 
-jit: Any
-tl: Any
-try:
-    import triton.language as tl
-    from triton import jit
-except ImportError:  # `load_triton` then returns no kernels, so that these are never called
 
-    def jit(function: Any) -> Any:
-        """Return a kernel unchanged."""
-        return function
+def _import_language() -> tuple[Any, Any]:
+    """Return `triton.jit` and `triton.language`, or what kernels need to be defined without them.
 
-    # The annotation of arguments that are known at compile time.
-    tl = SimpleNamespace(constexpr=None)
+    Kernels are never called without Triton, as `load_triton` then returns none.
+    """
+    try:
+        return import_module("triton").jit, import_module("triton.language")
+    except ImportError:
+        # The annotation of arguments that are known at compile time is all that a definition reads.
+        return (lambda function: function), SimpleNamespace(constexpr=None)
+
+
+jit, tl = _import_language()

@@ -105,7 +105,7 @@ def _compare_products(kernels: TritonKernels, device: torch.device, spec: QuantS
 def _compare_norm(kernels: TritonKernels, device: torch.device) -> str:
     draw = _random()
     x, residual, weight = draw(3, 100), draw(3, 100), draw(100)
-    total, out = kernels.add_rms_norm(*(t.to(device) for t in (x, residual, weight)), 1e-5)
+    total, out = kernels.add_rms_norm(x.to(device), residual.to(device), weight.to(device), 1e-5)
     want = torch.nn.functional.rms_norm(residual + x, (100,), weight, 1e-5)
     same = torch.equal(total.cpu(), residual + x)
     return "" if same and torch.allclose(out.cpu(), want) else "the RMS norm differs from the CPU's"
