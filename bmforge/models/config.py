@@ -303,9 +303,10 @@ class ModelConfig:
         return self.replace(vocab_size=size)
 
     def with_implied(self) -> Self:
-        """Return a copy whose derived fields are reset to 0, so that they are derived again.
+        """Return a copy whose derived fields are reset to 0, so that they are computed again.
 
-        It serves for the defaults of command line options; a model needs the derived values.
+        Used for the defaults of command line options. A model needs a config with the computed
+        values.
         """
         copied = copy.copy(self)
         for name in ("intermediate_size", "num_kv_heads", "head_dim"):

@@ -191,7 +191,7 @@ class _Round:
         self.minima: list[Tensor] = []
 
     def settle(self, number: int, block: Tensor, offset: int, roots: Tensor) -> Tensor:
-        """Implement `columns.Settler`."""
+        """Round one column and return it; see `columns.Settler`."""
         if number % self.group == 0:
             is_per_column = self.group == self.matrix.shape[1]
             self._find_scale(
