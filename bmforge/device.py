@@ -64,7 +64,9 @@ def device_at(index: int | None = None) -> torch.device:
     count = torch.accelerator.device_count()
     index = torch.accelerator.current_device_index() if index is None else index
     if not 0 <= index < count:
-        raise ConfigError(f"there is no accelerator {index} (this machine has {count}, from 0 on).")
+        raise ConfigError(
+            f"accelerator {index} does not exist (this machine has {count}, numbered from 0)."
+        )
     return torch.device(default_device().type, index)
 
 
@@ -108,7 +110,9 @@ def _find_device(name: int | str | torch.device) -> torch.device:
     if is_host(device):
         return torch.device("cpu")
     if not torch.accelerator.is_available() or device.type != default_device().type:
-        raise ConfigError(f"there is no device {name} (this machine has {default_device().type}).")
+        raise ConfigError(
+            f"device {name} does not exist (this machine has {default_device().type})."
+        )
     return device_at(device.index or 0)
 
 

@@ -161,20 +161,20 @@ def _join_parts(first: GgufHeader, parts: Any) -> GgufHeader:
         part = _read_file(path.with_name(f"{name[1]}{number:05d}{name[3]}"))
         if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number - 1, parts):
             raise CheckpointError(
-                f"{str(part.path)!r} is not part {number} of {parts}. Download the parts anew."
+                f"{str(part.path)!r} is not part {number} of {parts}. Download all parts again."
             )
         twice = tensors.keys() & part.tensors.keys()
         if twice:
             raise CheckpointError(
-                f"{str(part.path)!r} holds {min(twice)!r}, which another part holds too. Download "
-                "the parts anew."
+                f"{str(part.path)!r} contains {min(twice)!r}, which is also in another part. "
+                "Download all parts again."
             )
         tensors |= {key: value._replace(path=part.path) for key, value in part.tensors.items()}
     count = first.metadata.get("split.tensors.count", len(tensors))
     if count != len(tensors):
         raise CheckpointError(
-            f"the parts of {str(path)!r} hold {len(tensors)} tensors, and split.tensors.count="
-            f"{count}. Download the parts anew."
+            f"the parts of {str(path)!r} contain {len(tensors)} tensors, but "
+            f"split.tensors.count={count}. Download all parts again."
         )
     return first._replace(tensors=tensors)
 

@@ -91,7 +91,11 @@ def processor_features() -> frozenset[str]:
 
 
 def processor_field(*names: str) -> str:
-    """Return a field of the first core in /proc/cpuinfo by its possible names; "" if unknown."""
+    """Return a field of the first core in /proc/cpuinfo; "" if there is no such field.
+
+    Args:
+        names: possible names of the field, which depend on the processor's architecture.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -41,8 +41,8 @@ def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
     """
     if traits_of(config.model).has_images:
         raise ConfigError(
-            "--layout auto plans for rows of tokens, and this task reads images. Set the layout's "
-            "fields by name, such as --layout.zero 2."
+            "--layout auto cannot plan for images (supported: tasks that read tokens). Set the "
+            "layout's fields by name, such as --layout.zero 2."
         )
     if getattr(config.data, "grad_accum_steps", None) is not None:
         raise ConfigError(
@@ -129,8 +129,9 @@ def _find_accelerator(device: torch.device) -> Device:
     kinds = find_devices_by_name(device_name(device))
     if not kinds:
         raise ConfigError(
-            f"layout=auto: {device_name(device)!r} is not in the table ({', '.join(DEVICES)}). "
-            "Plan by hand: bmforge plan with --gpu-memory and --gpu-tflops."
+            f"layout=auto: {device_name(device)!r} is not in the table of GPUs "
+            f"({', '.join(DEVICES)}). Use bmforge plan with --gpu-memory and --gpu-tflops, and set "
+            "the layout by name."
         )
     nearest = min(kinds, key=lambda kind: abs(kind.memory_gib - size))
     return dataclasses.replace(nearest, memory_gib=size)

@@ -197,7 +197,9 @@ def _load(chat: Conversation, file: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot load {str(file)!r} ({error}).") from error
     if not is_valid:
-        raise ConfigError(f"cannot load {str(file)!r} (messages need the texts role and content).")
+        raise ConfigError(
+            f"cannot load {str(file)!r}: every message needs the text fields role and content."
+        )
     system = [m["content"] for m in messages[:1] if m["role"] == "system"]
     chat.set_system(system[0] if system else None)
     chat.history = messages[len(system) :]

@@ -19,8 +19,8 @@ def run_convert(command: ConvertCommand) -> None:
         return
     if command.type is not None:
         raise ConfigError(
-            f"type={command.type!r} is of GGUF files, but the target {str(command.target)!r} does "
-            "not end in .gguf. Name such a file, or say --dtype."
+            f"type={command.type!r} has no effect: the target {str(command.target)!r} is not a "
+            ".gguf file. Give a target that ends in .gguf, or use --dtype."
         )
     if command.max_file_gb <= 0:
         raise ConfigError(f"max_file_gb={command.max_file_gb} must be positive.")

@@ -87,7 +87,10 @@ def _show(command: DataShowCommand) -> None:
         return
     funnel = read_record(command.directory)[0].funnel
     if funnel is None:
-        raise DataError(f"{str(command.directory)!r} was prepared without a funnel.")
+        raise DataError(
+            f"{str(command.directory)!r} has no record of dropped documents. Prepare it again with "
+            "this version of bmforge."
+        )
     rows = [("read", funnel.read), *sorted(funnel.dropped.items()), ("kept", funnel.kept)]
     width = max(len(name) for name, _ in rows) + 2
     for name, amount in rows:

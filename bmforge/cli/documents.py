@@ -50,7 +50,7 @@ def print_filled(model: str, file: Path, memory: MemoryOptions, beams: int, **op
     documents = read()
     first = next(documents, None)  # reports a missing file before the model is opened
     if first is None:
-        raise DataError(f"{str(file)!r} has no document: write one JSON object a line.")
+        raise DataError(f"{str(file)!r} contains no documents. Write one JSON object per line.")
     directory = find_model(model)
     if memory.device_budget is not None:
         options["batch_size"] = 1
@@ -58,8 +58,8 @@ def print_filled(model: str, file: Path, memory: MemoryOptions, beams: int, **op
     with opened_model(directory, memory, beams) as opened:
         if opened.traits.objective != "documents":
             raise ConfigError(
-                f"{model!r} is a {type(opened).__name__}; documents are for CPM-Bee. Give a text "
-                "with --prompt instead."
+                f"{model!r} is a {type(opened).__name__}, but --document needs CPM-Bee. Give a "
+                "text with --prompt instead."
             )
         tokenizer = CPMBeeTokenizer.from_pretrained(directory)
         filled = fill_each(opened, tokenizer, chain([first], documents), **options)

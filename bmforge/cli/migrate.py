@@ -18,7 +18,7 @@ def run_migrate(command: MigrateCommand) -> None:
     source = Path(command.script)
     is_line = " " in command.script.strip()
     if not is_line and not source.is_file():
-        raise ConfigError(f"there is no script {command.script!r}.")
+        raise ConfigError(f"the script {command.script!r} does not exist.")
     if source.suffix in (".yaml", ".yml") and not is_line:
         out = command.out or Path(f"{source.stem}.toml")
         migrated = read_config(source, out.parent)
@@ -41,7 +41,7 @@ def _write(out: Path, migrated: Migrated) -> None:
     places = [out, *(out.parent / name for name in migrated.files)]
     for path in places:
         if path.exists():
-            raise ConfigError(f"{str(path)!r} is there already: name another file with --out.")
+            raise ConfigError(f"{str(path)!r} already exists. Name another file with --out.")
     out.parent.mkdir(parents=True, exist_ok=True)
     for path, text in zip(places, (migrated.toml(), *migrated.files.values()), strict=True):
         replace_file(path, text)

@@ -82,7 +82,7 @@ def put_deltas_(
             try:
                 delta.weigh_(float(weight))
             except ValueError:
-                raise ConfigError(f"--adapter {option!r}: {weight!r} is no number.") from None
+                raise ConfigError(f"--adapter {option!r}: {weight!r} is not a number.") from None
 
 
 def find_names(deltas: Sequence[str]) -> dict[str, str]:

@@ -94,8 +94,8 @@ def workload_of(
     decoder = getattr(config, "num_decoder_layers", 0)
     if decoder not in (0, config.num_layers):
         raise ConfigError(
-            f"{name} has {config.num_layers} encoder and {decoder} decoder blocks; the planner "
-            "needs equally many. Use --set num_decoder_layers and num_layers to make them so."
+            f"{name} has {config.num_layers} encoder and {decoder} decoder blocks, but the planner "
+            "needs equal numbers. Set num_layers and num_decoder_layers with --set."
         )
     # Rotary positions have no limit; rows too long for learned ones are refused before tracing.
     make = partial(_make, family, config, trained, frozen_dtype)

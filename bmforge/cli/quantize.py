@@ -44,7 +44,10 @@ def run_quantize(command: QuantizeCommand) -> None:
 def _find_scheme(command: QuantizeCommand) -> str | QuantSpec:
     if command.scheme == KEEP:
         if command.outlier_ratio or command.float_activations:
-            raise ConfigError("scheme='keep' keeps what is there: leave other options out.")
+            raise ConfigError(
+                "scheme='keep' has no effect together with other quantization options. Leave them "
+                "out."
+            )
         return KEEP
     spec = replace(find_preset(command.scheme), outlier_ratio=command.outlier_ratio)
     return replace(spec, activations="float") if command.float_activations else spec

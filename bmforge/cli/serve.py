@@ -85,7 +85,9 @@ def _check(command: ServeCommand) -> None:
     """Raise `ConfigError` for conflicting options, before any file is read."""
     memory = command.memory
     if command.context is not None and memory.max_tokens is not None:
-        raise ConfigError("context and max_tokens are the same here; leave one out.")
+        raise ConfigError(
+            "context and max_tokens both set the maximum sequence length. Leave one of them out."
+        )
     if command.unload_after_s is not None and not 0 < command.unload_after_s < float("inf"):
         raise ConfigError(f"unload_after_s={command.unload_after_s} must be above 0.")
 

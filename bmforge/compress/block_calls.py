@@ -112,8 +112,8 @@ def _find_slot(
             if isinstance(value, Tensor) and argument is value:
                 return slot, take
     raise ConfigError(
-        f"a {kind} does not get what the block before it made: such models cannot be calibrated "
-        "block by block. Use a method that needs no texts (absmax, magnitude)."
+        f"a {kind} cannot be calibrated block by block, because a block does not read the output "
+        "of the block before it. Use a method without calibration (absmax, magnitude)."
     )
 
 

@@ -120,7 +120,9 @@ def calibrate_blocks(
         stacks = _find_stacks(model, blocks, prepared[0])
         names = [name for stack in stacks for name in stack]
         if lost := [name for name in matrices if name not in names]:
-            raise ConfigError(f"{lost[0]} did not run with the batches: leave it out of `where`.")
+            raise ConfigError(
+                f"{lost[0]} did not run on the calibration batches. Leave it out of `where`."
+            )
         bar = iter(track(names, title))
         for stack in stacks:
             _calibrate_stack(model, stack, blocks, matrices, prepared, show, bar)
@@ -137,8 +139,8 @@ def by_block(
         names = [name for name in blocks if f"{matrix.owner}.".startswith(f"{name}.")]
         if not names:
             raise ConfigError(
-                f"{matrix.name} is in no repeated block, and what goes in is gathered block by "
-                "block: leave it out of `where`, or use a method that needs no texts."
+                f"{matrix.name} is not in a repeated block, so its inputs cannot be collected "
+                "block by block. Leave it out of `where`, or use a method without calibration."
             )
         if isinstance(matrix.module, nn.Embedding):
             raise ConfigError(
@@ -167,7 +169,10 @@ def _find_stacks(
         stacks.setdefault(name.rpartition(".")[0], []).append(name)
     for names in stacks.values():
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(f"{twice[0]} runs more than once in a call: it cannot be calibrated.")
+            raise ConfigError(
+                f"{twice[0]} runs more than once per forward, so it cannot be calibrated. Leave it "
+                "out of `where`."
+            )
     return list(stacks.values())
 
 
@@ -296,5 +301,5 @@ def gather_statistics(run: BlockRun, gather: Callable[[Matrix], Statistic]) -> d
         if (at := shared.get(m.name, m.name)) in statistics
     }
     if not by_matrix:
-        raise ConfigError(f"no text came to {run.name}: leave it out of `where`.")
+        raise ConfigError(f"{run.name} received no calibration tokens. Leave it out of `where`.")
     return by_matrix

@@ -207,7 +207,7 @@ class Compression:
         Comm: one all-gather per tensor of a parallelized model.
         """
         if self._is_finished:
-            raise ConfigError("the model is small already: finish_ is called once.")
+            raise ConfigError("the model is already finished: finish_ can be called only once.")
         self.leave_teacher_()
         self.model = _plain_model(self.model, self._plain)
         facts = {method.name: method.finish_(self.model) for method in self.methods}
@@ -232,8 +232,8 @@ def _plain_model(model: nn.Module, plain: nn.Module) -> nn.Module:
     record = laid_out(model)
     if record is not None and record.pipeline is not None:
         raise ConfigError(
-            "the model is cut into stages of a pipeline, and no process has all of it: use a "
-            "layout with pp=1."
+            "the model is split into pipeline stages, so no process has all of it. Use a layout "
+            "with pp=1."
         )
     live = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     memo: dict[int, Any] = {}

@@ -80,8 +80,8 @@ def split_phases(config: CompressConfig, steps: PhaseSteps) -> tuple[Phase, ...]
         phases.append(Phase(name, replace(config, distill=teacher, **left_out), count))
     if not phases:
         raise ConfigError(
-            "the recipe asks for nothing: give at least one of structure, moefy, prune, quantize, "
-            "or distill with steps.weights."
+            "the recipe has no compression method. Give at least one of structure, moefy, prune, "
+            "quantize, or distill with steps.weights."
         )
     if config.distill is not None and not any(phase.steps for phase in phases):
         raise ConfigError(

@@ -202,8 +202,8 @@ def spend_bits(sensitivities: Sequence[Sensitivity], average_bits: float) -> dic
         )
     if budget > most * (1 + 1e-9):
         raise ConfigError(
-            f"average_bits={average_bits} is more than there is to spend, {most / weights:.3f}: "
-            'take the scheme "int8".'
+            f"average_bits={average_bits} is more than all layers can use ({most / weights:.3f}). "
+            'Use the scheme "int8" instead.'
         )
     chosen = {name: each[0] for name, each in options.items()}
     steps = [(name, each[0], each[-1]) for name, each in options.items() if len(each) > 1]

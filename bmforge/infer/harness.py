@@ -96,7 +96,10 @@ class TextModel:
                 source.
         """
         if self._is_apart:
-            raise ConfigError("an encoder-decoder gives no likelihood of a text by itself.")
+            raise ConfigError(
+                "an encoder-decoder cannot compute the likelihood of a text without a prompt. Use "
+                "a decoder-only model."
+            )
         pairs, owners = [], []
         for number, text in enumerate(texts):
             windows = list(roll_windows(self._encode(text), self._begin(), self.max_length + 1))

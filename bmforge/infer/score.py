@@ -131,7 +131,7 @@ def _check(model: Model, options: Sequence[tuple[Sequence[int], Sequence[int]]])
             "its language-model head."
         )
     if not options:
-        raise ConfigError("there is no option to choose from; give at least one.")
+        raise ConfigError("there are no options to choose from. Give at least one.")
     for number, (prompt, text) in enumerate(options):
         if not len(text) or not len(prompt):
             raise DataError(

@@ -120,7 +120,7 @@ class Worker:
     def run(self, work: Callable[[], None], label: str = "") -> Ticket:
         """Submit a task; its error is raised when someone waits for the returned ticket."""
         if self._is_closed:
-            raise RuntimeError(f"{label or 'work'} was asked of a copy engine that is closed.")
+            raise RuntimeError(f"{label or 'work'} was submitted to a closed copy engine.")
         ticket = Ticket(label, self._note)
         self._note("asked", label)
         self._tasks.put((work, ticket))

@@ -26,7 +26,9 @@ def spread_resident(num_blocks: int, num_resident: int) -> list[int]:
     resident if ``(i + 1) * S // L`` is the same as for the block before.
     """
     if not 0 <= num_resident <= num_blocks:
-        raise ConfigError(f"num_resident={num_resident} must be from 0 to num_blocks={num_blocks}.")
+        raise ConfigError(
+            f"num_resident={num_resident} is out of range (0 to num_blocks={num_blocks})."
+        )
     moving = num_blocks - num_resident
     return [
         block

@@ -134,8 +134,8 @@ class ExpertStreamer:
         """Apply each expert to its rows, beginning with the cached experts."""
         if torch.is_grad_enabled() and x.requires_grad:
             raise ConfigError(
-                "experts that are read when they are chosen have no backward. Stream whole blocks "
-                "(stream_blocks_), or switch gradients off."
+                "streamed experts do not support backward. Stream whole blocks (stream_blocks_), "
+                "or disable gradients."
             )
         rows = list(_rows_of(ends))
         used = [expert for expert, (start, stop) in enumerate(rows) if stop > start]
@@ -272,5 +272,5 @@ def stream_experts_(
     """
     layers = find_experts(model)
     if not layers:
-        raise ConfigError(f"{type(model).__name__} has no layer of experts.")
+        raise ConfigError(f"{type(model).__name__} has no MoE layers.")
     return ExpertStreamer(layers, read, device, budget_bytes, engine)

@@ -242,8 +242,8 @@ def stream_blocks_(
         for own, parameter in persistent_tensors(module).items():
             if local_tensor(parameter) is not parameter:
                 raise ConfigError(
-                    f"{name}.{own} is sharded over processes, which already keep a part of it "
-                    "each: streaming is for one process. Leave one of the two out."
+                    f"{name}.{own} is sharded over processes, but streaming supports a single "
+                    "process only. Leave out streaming or sharding."
                 )
             if not _keeps(stays, f"{name}.{own}", parameter):
                 give_device_(module, own, parameter, device)
@@ -273,7 +273,7 @@ def _find_blocks(
         raise ConfigError(f"{', '.join(unknown)}: {type(model).__name__} has no such blocks.")
     selected = [(name, module) for name, module in selected if name not in resident]
     if not selected:
-        raise ConfigError(f"{type(model).__name__} has no repeated blocks that could be streamed.")
+        raise ConfigError(f"{type(model).__name__} has no repeated blocks to stream.")
     return selected
 
 

@@ -1,7 +1,8 @@
 """CPM-Ant and CPM-Ant+: text segments after a trained task prompt.
 
 All tokens attend to the context tokens; the other tokens are generated one by one. Attention biases
-depend on the distance within a segment type, and on the pair of types otherwise.
+depend on the distance of two tokens if their segments have the same type, and otherwise on the two
+types.
 
 Source: OpenBMB/CPM-Live, branches cpm-ant and master; transformers' ``CpmAntForCausalLM``, whose
 weights include the muP scales: `fold_scales` and `unfold_scales` convert between both.

@@ -103,7 +103,7 @@ def resize_blocks_(model: nn.Module, names: Sequence[str], sizes: Sizes, name: s
     """Resize layers; see `resize.resize_`."""
     refuse_name(name)
     if getattr(model, "spec", None) is None:
-        raise ConfigError("only models of bmforge can be resized.")
+        raise ConfigError("this model cannot be resized (supported: model families of bmforge).")
     resize_(model, names, sizes)
 
 

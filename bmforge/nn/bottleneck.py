@@ -240,7 +240,8 @@ class BottleneckInput(BesidePart):
         """
         if not self.held:
             raise ConfigError(
-                "a parallel adapter writes behind a module that runs before the one it reads from."
+                "a parallel adapter adds to a module that runs before the one whose input it "
+                "reads. Name a target that runs after it."
             )
         return self.held.pop()
 

@@ -28,7 +28,7 @@ def log_alpha_of(sparsity: float) -> float:
         ConfigError: `sparsity` is not between 0 and 1.
     """
     if not 0 < sparsity < 1:
-        raise ConfigError(f"sparsity={sparsity} of a gate is outside of (0, 1).")
+        raise ConfigError(f"sparsity={sparsity} must be above 0 and below 1.")
     return math.log(1 / sparsity - 1) + _SHIFT
 
 

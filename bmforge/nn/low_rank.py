@@ -173,12 +173,14 @@ class LowRank(BesidePart):
             )
         if options.magnitude and getattr(module, "weight", None) is None:
             raise ConfigError(
-                f"magnitude=True needs a plain weight, which a {type(module).__name__} has not."
+                f"magnitude=True needs a plain weight, but a {type(module).__name__} has none."
             )
         if options.magnitude and options.bias:
-            raise ConfigError("magnitude and bias do not go together: leave one out.")
+            raise ConfigError("magnitude and bias cannot be used together. Leave one of them out.")
         if (options.magnitude or options.bias) and getattr(module, "asks_parts", False):
-            raise ConfigError("a language model's head takes neither magnitude nor bias.")
+            raise ConfigError(
+                "magnitude and bias are not supported on a language model's head. Leave them out."
+            )
         return cls(*sizes, options, find_like(module))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
@@ -301,7 +303,9 @@ class EmbeddingLowRank(LowRank):
         """Build the LoRA module of an embedding; see `LowRank.beside`."""
         table: Any = module
         if options.magnitude or options.bias or options.dropout:
-            raise ConfigError("an embedding takes neither magnitude nor bias nor dropout.")
+            raise ConfigError(
+                "magnitude, bias and dropout are not supported on an embedding. Leave them out."
+            )
         return cls(table.num_embeddings, table.embedding_dim, options, find_like(table))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
@@ -345,7 +349,9 @@ class ExpertsLowRank(BesidePart):
         """Build the LoRA module of stacked experts; see `LowRank.beside`."""
         module: Any = experts
         if options.magnitude or options.bias:
-            raise ConfigError("stacked experts take neither magnitude nor bias.")
+            raise ConfigError(
+                "magnitude and bias are not supported on stacked experts. Leave them out."
+            )
         return cls(module.stack_sizes(), options, find_like(experts))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:

@@ -151,7 +151,8 @@ class QuantizedExperts(PackedStore, Experts):
         nn.Module.__init__(self)
         if spec.outlier_ratio:
             raise ConfigError(
-                f"outlier_ratio={spec.outlier_ratio} is not for experts: leave them out of `where`."
+                f"outlier_ratio={spec.outlier_ratio} is not supported for experts. Leave them out "
+                "of `where`."
             )
         self.activation, self.active_share = plain.activation, plain.active_share
         self.keep_biases_of_(plain)

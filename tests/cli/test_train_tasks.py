@@ -181,7 +181,7 @@ def test_a_run_goes_on_under_either_name(start: Path, tmp_path: Path) -> None:
         ("dialogue --model t5", ["Families that can: EVA."]),
         ("stc --model gpt2", ["Families that can: CPM1."]),
         ("images --model gpt2", ["Families that can: ViT."]),
-        ("images --model vit --layout auto", ["--layout auto plans for rows of tokens"]),
+        ("images --model vit --layout auto", ["--layout auto cannot plan for images"]),
         ("squad --model cpmant", ["CPMAnt cannot", "T5"]),
         ("pretrain --model gpt2 --family Llama", ["family='Llama'", "GPT2"]),
     ],

@@ -199,7 +199,7 @@ def test_on_the_command_line(tmp_path, capsys, monkeypatch):
     assert tomllib.loads(text)["template"] == "new/template.txt"
     assert Path("new/template.txt").exists()
     assert main(["migrate", "old.yaml", "--out", "new/run.toml"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_what_is_no_config(tmp_path):

@@ -408,7 +408,7 @@ def test_what_cannot_be_pruned() -> None:
         prune(gpt2(), PruneConfig(method="wanda"), batches=[texts()[0], texts()[0][:0]])
     with pytest.raises(ConfigError, match="have no effect with method='magnitude'"):
         prune(gpt2(), batches=texts())
-    with pytest.raises(ConfigError, match="in no repeated block"):
+    with pytest.raises(ConfigError, match="not in a repeated block"):
         prune(gpt2(), PruneConfig(method="wanda", where=("embed",)), batches=texts())
     with pytest.raises(ConfigError, match=r"Hessian .* is not positive .*raise damp"):
         prune_sparsegpt(torch.ones(4, 8), zeros_seen(), PruneConfig(method="sparsegpt"), "it")

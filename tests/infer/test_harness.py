@@ -142,7 +142,7 @@ def test_an_encoder_decoder_scores_answers(folder: Path) -> None:
     labels = torch.tensor([[*tokenizer.encode("sat"), 1]])
     loss = inner(input_ids=ids, labels=labels, num_items_in_batch=1.0).loss
     assert one.log_prob == pytest.approx(-float(loss.detach()), rel=1e-5)
-    with pytest.raises(ConfigError, match="no likelihood of a text by itself"):
+    with pytest.raises(ConfigError, match="likelihood of a text without a prompt"):
         model.loglikelihood_rolling(["a"])
     bert = Bert.from_config(BertConfig(**sizes, intermediate_size=48, max_seq_len=16))
     with pytest.raises(ConfigError, match="cannot score a text"):

@@ -283,7 +283,7 @@ def test_a_hugging_face_model() -> None:
                 nn.init.normal_(part.up, std=0.1)
                 plain += (part.up @ part.down).t()
     assert_close(model(IDS).logits, twin(IDS).logits)
-    with pytest.raises(ConfigError, match="only models of bmforge"):
+    with pytest.raises(ConfigError, match="supported: model families of bmforge"):
         apply_change_(model, Change("resize", "transformer.h.0", {"num_heads": 2}))
 
 

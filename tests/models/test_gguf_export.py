@@ -80,9 +80,9 @@ def test_command_line(directory, tmp_path, capsys):
     assert texts[0].startswith("the cat")
     assert texts[0] == texts[1]
     assert main(["convert", str(directory), str(out)]) != 0
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["convert", str(directory), str(tmp_path / "b"), "--type", "f16"]) != 0
-    assert "does not end in .gguf" in capsys.readouterr().err
+    assert "is not a .gguf file" in capsys.readouterr().err
     assert main(["convert", str(directory), str(tmp_path / "b.gguf"), "--dtype", "bf16"]) != 0
     assert "dtype has no effect" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.gguf", "model"]

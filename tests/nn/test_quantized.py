@@ -196,7 +196,7 @@ def test_a_compiled_layer_is_one_graph() -> None:
         (nn.Linear(40, 8), PRESETS["int8"], r"no multiple of 32 \(32 or 64 would be\)"),
         (nn.Linear(96, 8), PRESETS["int4-128"], "no multiple of 128"),
         (Experts(64, MoESpec(2, 1, 48)), PRESETS["int4"], "48 input columns"),
-        (Experts(64, MoESpec(2, 1, 64)), OUTLIERS, "not for experts"),
+        (Experts(64, MoESpec(2, 1, 64)), OUTLIERS, "not supported for experts"),
         (store_packed(nn.Linear(32, 8), EXACT), EXACT, "already quantized"),
     ],
 )

@@ -423,7 +423,7 @@ def test_hours_follow_from_the_speed() -> None:
         (lambda: request_for(batch=0), "at least 1"),
         (
             lambda: Estimator(request_for(batch=3)).estimate(TrainingSetup(Layout(), 2)),
-            "does not divide",
+            "cannot be divided",
         ),
     ],
 )

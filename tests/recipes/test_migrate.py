@@ -202,4 +202,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert text.startswith("# not placed: ")
     assert tomllib.loads(text) == migrate_text(script()).values
     assert main(["migrate", str(source), "--out", str(out)]) == 2
-    assert "there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def write_answers(
     """
     out = Path(directory)
     if out.exists():
-        raise CheckpointError(f"{str(out)!r} exists already: name another directory.")
+        raise CheckpointError(f"{str(out)!r} already exists. Name another directory.")
     head = find_head(teacher, "teacher")
     size = _check_teacher(teacher, count, temperature)
     partial = out.with_name(partial_name(out.name))
@@ -149,7 +149,9 @@ def _ask(
         teacher(**inputs)
         prediction, keys = recorder.prediction, keys_of(recorder.inputs)
     if prediction is None or prediction.vocab is not None:
-        raise ConfigError("answers are kept of a teacher that is whole in this process (tp=1).")
+        raise ConfigError(
+            "answers can only be stored if every process has the whole teacher. Use tp=1."
+        )
     if prediction.given.hidden.shape[0] != inputs["input_ids"].numel():
         raise ConfigError(
             f"a {type(teacher).__name__} predicted {prediction.given.hidden.shape[0]} tokens of "
@@ -236,7 +238,7 @@ class _Shards:
         if self._parts:
             self._write()
         if not self._number:
-            raise ConfigError("there are no batches to ask the teacher about: give some.")
+            raise ConfigError("there are no batches for which to store answers. Give at least one.")
         facts |= {"shards": self._number, "rows": len(self._known)}
         replace_file(self._folder / _FACTS, json.dumps(facts, indent=2) + "\n")
 
@@ -261,7 +263,9 @@ class TeacherAnswers:
     def __init__(self, directory: str | Path) -> None:
         folder = Path(directory)
         if not (folder / _FACTS).is_file():
-            raise DataError(f"{str(folder)!r} has no {_FACTS}: write_answers makes such a place.")
+            raise DataError(
+                f"{str(folder)!r} contains no {_FACTS}. Name a directory written by write_answers."
+            )
         facts = read_json(folder / _FACTS)
         self.directory, self.count = folder, int(facts["count"])
         self.temperature, self.vocab_size = float(facts["temperature"]), int(facts["vocab_size"])
@@ -294,8 +298,8 @@ class TeacherAnswers:
         for row, key in enumerate(keys_of(inputs)):
             if key not in self._places:
                 raise DataError(
-                    f"{str(self.directory)!r} has no answers for row {row} of a batch: the teacher "
-                    "must be asked about the very rows of the run (same data, seq_len, seed and "
+                    f"{str(self.directory)!r} has no answers for row {row} of a batch. Store the "
+                    "answers for the same rows as in this run (same data, seq_len, seed and "
                     "epochs)."
                 )
             number, start, stop = self._places[key]

@@ -62,8 +62,8 @@ def check_answers(student: nn.Module, answers: TeacherAnswers, config: DistillCo
         )
     if config.looks_inside:
         raise ConfigError(
-            "kept answers say nothing of what is inside the teacher: learn logits alone "
-            '(kind="logits"), or give the teacher itself.'
+            "stored answers contain only logits, not the teacher's hidden states or attention. "
+            'Use only kind="logits", or give the teacher itself.'
         )
     temperature = config.losses[0].temperature
     if temperature != answers.temperature:

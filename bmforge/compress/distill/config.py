@@ -80,7 +80,10 @@ class DistillLoss:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 self._refuse(name, self.kind == "logits")
         if self.pairs and (self.layers != "same" or self.stack):
-            raise ConfigError("distill.losses: pairs name modules; leave layers and stack out.")
+            raise ConfigError(
+                "distill.losses: pairs has no effect together with layers or stack. Leave layers "
+                "and stack out."
+            )
 
     def _refuse(self, name: str, has_no_effect: bool) -> None:
         if has_no_effect:
@@ -125,9 +128,13 @@ class DistillConfig:
                 f"distill.task_weight={self.task_weight} must be finite and at least 0."
             )
         if sum(loss.kind == "logits" for loss in self.losses) > 1:
-            raise ConfigError("distill.losses has logits more than once; one temperature holds.")
+            raise ConfigError(
+                "distill.losses contains logits more than once. Give it once, with one temperature."
+            )
         if self.teacher is not None and self.answers is not None:
-            raise ConfigError("distill has a teacher and kept answers: name one of them.")
+            raise ConfigError(
+                "distill has both a teacher and stored answers. Give only one of them."
+            )
         if self.teacher_quantize is not None and self.teacher is None:
             raise ConfigError("distill.teacher_quantize has no effect without distill.teacher.")
 

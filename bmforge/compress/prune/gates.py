@@ -41,7 +41,7 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
         ConfigError: no layer has a kind, or the model already has gates.
     """
     if find_gates(model):
-        raise ConfigError(f"{type(model).__name__} has gates already.")
+        raise ConfigError(f"{type(model).__name__} already has gates.")
     gates: Gates = {}
     turned = getattr(model.spec, "rope", None)
     for name, block in blocks_of(model).items():

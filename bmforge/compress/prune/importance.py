@@ -172,7 +172,8 @@ class _Probes:
                 before = getattr(owner, slot)
                 if before is not None and before is not pass_on:
                     raise ConfigError(
-                        f"{name} has gates: measure importance before they are put there."
+                        f"{name} already has gates. Measure the importance before the gates are "
+                        "added."
                     )
                 changed.append((owner, slot, before))
                 setattr(owner, slot, probe)

@@ -105,7 +105,10 @@ def _best(scores: Tensor, count: int) -> tuple[int, ...]:
 def _least(scores: Scores, blocks: Mapping[str, Block], stack: str, count: int) -> list[str]:
     names = [name for name in blocks if name.rpartition(".")[0] == stack]
     if not 0 <= count < len(names):
-        raise ConfigError(f"{count} of the {len(names)} layers of {stack} cannot go.")
+        raise ConfigError(
+            f"{count} of the {len(names)} layers of {stack} cannot be removed. At least one layer "
+            "must remain."
+        )
     return sorted(names, key=lambda name: float(scores[name, "block"]))[:count]
 
 
@@ -224,7 +227,8 @@ def _query_dims(
     if width < turned:
         if width % 2:
             raise ConfigError(
-                f"head_dim={width} would tear a rotary pair: the nearest that fits is {width + 1}."
+                f"head_dim={width} would split a rotary pair. The nearest valid value is "
+                f"{width + 1}."
             )
         pairs = sorted(kept_dims(width, spec.head_dim, rope.rotary_dim, spec.rope_interleaved))
         return (tuple(old for _, old in pairs),) * len(scores)
@@ -243,7 +247,10 @@ def _keep_features(
     features = scores[name, "features"]
     if (count := options.get("num_experts")) is not None:
         if not isinstance(spec, MoESpec):
-            raise ConfigError("num_experts is given, but it has an MLP: moefy makes experts of it.")
+            raise ConfigError(
+                "num_experts has no effect on a dense MLP. Split it into experts with moefy, or "
+                "leave num_experts out."
+            )
         if count > spec.num_experts:
             raise ConfigError(f"num_experts={count} is more than the {spec.num_experts} it has.")
         if count < spec.num_experts:

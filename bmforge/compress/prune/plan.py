@@ -121,7 +121,7 @@ class PruningPlan:
             if not left:
                 problems.append(f"no attention would be left in any layer of {stack}")
         if problems:
-            raise ConfigError(f"the model cannot be shrunk so: {'; '.join(problems[:8])}.")
+            raise ConfigError(f"the model cannot be pruned like this: {'; '.join(problems[:8])}.")
 
 
 def blocks_of(model: nn.Module) -> dict[str, Block]:

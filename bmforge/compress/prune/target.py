@@ -151,7 +151,9 @@ def _uniform_plan(model: Any, config: StructureConfig, scores: Scores, costs: Co
     attns = [halves["attn"] for halves in costs.blocks.values() if "attn" in halves]
     mlps = [halves["mlp"] for halves in costs.blocks.values() if "mlp" in halves]
     if len({half.units for half in attns}) > 1 or len({half.units for half in mlps}) > 1:
-        raise ConfigError("uniform=True with a target needs layers that are alike now.")
+        raise ConfigError(
+            "uniform=True with a target needs layers of equal size. Leave uniform out."
+        )
     units, width = attns[0].units, mlps[0].units
     widths = range(config.multiple_of, width + 1, config.multiple_of)
 

@@ -66,7 +66,7 @@ class EngineConfig:
                 f"{self.max_tokens} at least 2, or None."
             )
         if self.beside_bytes < 0:
-            raise ConfigError(f"EngineConfig: beside_bytes={self.beside_bytes} is below 0.")
+            raise ConfigError(f"EngineConfig: beside_bytes={self.beside_bytes} must be at least 0.")
 
     def tokens_of(self, model: nn.Module) -> int:
         """Return the maximum row length in tokens for a model."""
@@ -230,8 +230,8 @@ def check_budgets(
     """
     if host_budget_bytes is not None and any(map(is_host, devices)):
         raise ConfigError(
-            f"host_budget_bytes={host_budget_bytes} has no meaning on a CPU, where the device is "
-            "the host: device_budget_bytes is the budget of all."
+            f"host_budget_bytes={host_budget_bytes} has no effect on a CPU, where host and device "
+            "memory are the same. Use device_budget_bytes."
         )
     if device_budget_bytes is None:
         return [_free_bytes(device) // devices.count(device) for device in devices]

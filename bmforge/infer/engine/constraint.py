@@ -38,7 +38,7 @@ class Constraint:
     def __post_init__(self) -> None:
         """Raise `ConfigError` if the source is empty."""
         if not self.source:
-            raise ConfigError(f"Constraint: the {self.kind} rule is empty; give one.")
+            raise ConfigError(f"Constraint: the {self.kind} rule is empty. Give a rule.")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
@@ -47,7 +47,7 @@ class Constraint:
         try:
             parsed = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"the JSON schema is no JSON: {error}.") from error
+            raise ConfigError(f"the JSON schema is not valid JSON: {error}.") from error
         if not isinstance(parsed, dict):
             raise ConfigError(f"the JSON schema is {text[:60]!r}; it must be an object.")
         return cls("json", text)

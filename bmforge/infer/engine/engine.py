@@ -395,5 +395,5 @@ class Engine:
     def _check(self, what: str, writes: bool) -> None:
         """Raise `ConfigError` if the engine is closed or the model does not support the call."""
         if self._is_closed:
-            raise ConfigError(f"{what} was asked of an engine that is closed. Open it anew.")
+            raise ConfigError(f"{what} was called on a closed engine. Create a new engine.")
         check_asked(self.model, what, writes)

@@ -171,7 +171,8 @@ class PagedCache:
             ShapeError: always.
         """
         raise ShapeError(
-            "a cache in pages holds several sequences in one row: attention must call its `attend`."
+            "a paged KV cache holds several sequences in one row, so attention must call its "
+            "method `attend`."
         )
 
     def remember(

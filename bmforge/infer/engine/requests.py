@@ -220,10 +220,11 @@ class Requests:
     def _check_open(self, what: str) -> None:
         if self._failure is not None:
             raise ConfigError(
-                f"{what} was asked of an engine that has failed ({self._failure!r}). Open it anew."
+                f"{what} was called on an engine that has failed ({self._failure!r}). Create a new "
+                "engine."
             ) from self._failure
         if self._is_closed:
-            raise ConfigError(f"{what} was asked of an engine that is closed. Open it anew.")
+            raise ConfigError(f"{what} was called on a closed engine. Create a new engine.")
 
     def _wake(self) -> None:
         if self._thread is None:

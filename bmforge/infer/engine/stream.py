@@ -30,7 +30,7 @@ def continue_prompts(
         return texts if len(texts) > 1 else texts[0]
     prompts = list(prompts)
     if not prompts:
-        raise ConfigError("there is no prompt; give at least one.")
+        raise ConfigError("prompts is empty. Give at least one prompt.")
     if type(prompts[0]) is not int:
         return [continue_prompts(model, open_tokenizer, prompt, **options) for prompt in prompts]
     if not all(type(id) is int for id in prompts):
@@ -51,7 +51,7 @@ def stream_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iter
     """
     ids = tokenizer.encode_prompt(prompt)
     if not ids or not prompt:
-        raise ConfigError("the prompt is empty; give a text.")
+        raise ConfigError("the prompt is empty. Give a text.")
     config = GenerationConfig(**options)
     if config.eos_token_id is None:
         config = config.replace(eos_token_id=find_end_tokens(model.config, tokenizer))

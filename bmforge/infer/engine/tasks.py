@@ -92,7 +92,7 @@ class TurnTask(EngineTask):
             self.fail(error)
 
     def stop(self) -> None:
-        """Stop the function."""
+        """Stop the function that the task runs."""
         self._turns.stop()
 
     def _work(self) -> None:

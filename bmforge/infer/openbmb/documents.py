@@ -180,7 +180,7 @@ def _complete(config: GenerationConfig | None, options: dict[str, Any]) -> Gener
     idle = [name for name in _FIXED if getattr(config, name) != getattr(plain, name)]
     if idle:
         values = ", ".join(f"{name}={getattr(config, name)!r}" for name in idle)
-        raise ConfigError(f"documents have no room for {values}. Leave that out.")
+        raise ConfigError(f"documents do not support {values}. Leave it out.")
     return config
 
 

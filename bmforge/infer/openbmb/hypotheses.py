@@ -47,7 +47,10 @@ def search_hypotheses(decoder: Decoder, prompt: Tensor, config: GenerationConfig
     """
     idle = config.given(*_UNKNOWN)
     if idle:
-        raise ConfigError(f"{', '.join(idle)}: CPM-Ant's search has none of it. Set num_beams=1.")
+        raise ConfigError(
+            f"{', '.join(idle)} is not supported by the beam search of CPM-Ant. Leave it out, or "
+            "set num_beams=1."
+        )
     width, limit, length = config.num_beams, config.max_new_tokens, prompt.shape[1]
     running = torch.full((width,), _WORST, device=prompt.device)
     running[0] = 0.0

@@ -140,7 +140,7 @@ def stored_parts(
             data = data if kind == "F32" else quantize(data)
         if not narrow.isfinite().all():
             raise CheckpointError(
-                f"{name} has values that {kind} cannot hold: infinite, not a number, or beyond "
-                "65504. Write it with type 'bf16' or 'f32'."
+                f"{name} has values that {kind} cannot represent: infinite, NaN, or beyond 65504. "
+                "Use type 'bf16' or 'f32'."
             )
         yield data.reshape(-1).view(np.uint8)

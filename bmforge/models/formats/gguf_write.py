@@ -122,14 +122,16 @@ _NO_TOKENS = {"tokenizer.ggml.model": "none"}
 def check_target(out: Path, kind: str, overwrite: bool) -> None:
     """Raise an error if the file cannot be written or exists, or if the type is unknown."""
     if kind not in get_args(GgufType):
-        raise ConfigError(f"type={kind!r} is not written; known: {', '.join(get_args(GgufType))}.")
+        raise ConfigError(
+            f"type={kind!r} is not supported (supported: {', '.join(get_args(GgufType))})."
+        )
     if out.suffix != ".gguf":
-        raise ConfigError(f"{str(out)!r} must end in .gguf, by which such files are known.")
+        raise ConfigError(f"{str(out)!r} must end in .gguf.")
     if out.is_dir() or (out.exists() and not overwrite):
-        raise CheckpointError(f"{str(out)!r} is there already; name another file.")
+        raise CheckpointError(f"{str(out)!r} already exists. Name another file.")
     check_place(out, "target")
     if not out.absolute().parent.is_dir():
-        raise ConfigError(f"{str(out)!r}: the directory above it does not exist; make it first.")
+        raise ConfigError(f"the parent directory of {str(out)!r} does not exist. Create it first.")
 
 
 def _find(model: Model) -> Architecture:
@@ -149,11 +151,13 @@ def _find(model: Model) -> Architecture:
     if architecture is None or not name.lower().startswith(_stem(architecture)):
         model_types = sorted(candidate.raw["model_type"] for candidate in ARCHITECTURES.values())
         raise ConfigError(
-            f"{name} (model_type={kind!r}) has no place in GGUF. Written are "
-            f"{', '.join(model_types)}."
+            f"{name} (model_type={kind!r}) is not supported in GGUF (supported: "
+            f"{', '.join(model_types)})."
         )
     if any(change.kind != "quantize" for change in model.config.changes):
-        raise ConfigError(f"this {name} was changed, which GGUF cannot say. Merge what was added.")
+        raise ConfigError(
+            f"this {name} has changes, which GGUF does not support. Merge its adapters first."
+        )
     if laid_out(model) is not None:
         raise ConfigError(
             f"this {name} is parallelized. Save it with save_pretrained, and convert the "
@@ -161,7 +165,8 @@ def _find(model: Model) -> Architecture:
         )
     if architecture.name != "bert" and model.config.head not in _WRITES_TEXT:
         raise ConfigError(
-            f"head={model.config.head!r}: GGUF holds models that write. Open it with another head."
+            f"head={model.config.head!r} is not supported in GGUF (supported: heads that generate "
+            "text). Open the model with such a head."
         )
     return architecture
 

@@ -94,7 +94,9 @@ class ChunkReader:
             result[common.relative_to(box).slices] = part
             missing -= common.numel
         if missing:
-            raise CheckpointError(f"{self._path}: {missing} elements of {name} are in no shard.")
+            raise CheckpointError(
+                f"{self._path}: {missing} elements of {name} are in none of the shards."
+            )
         return result
 
     def _slice(self, chunk: dict[str, Any], source: Box, common: Box) -> Tensor:

@@ -154,7 +154,7 @@ def test_names_of_special_tokens_are_written_as_characters(kind: str, form: str)
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: Constraint.json_schema("{"), "is no JSON"),
+        (lambda: Constraint.json_schema("{"), "is not valid JSON"),
         (lambda: Constraint.json_schema("3"), "must be an object"),
         (lambda: Constraint.choices([]), "at least one text"),
         (lambda: Constraint.choices("yes"), "at least one text"),

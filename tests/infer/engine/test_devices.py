@@ -248,7 +248,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ([True], "devices=True"),
         (["nothing:0"], "unknown device"),
         (["cpu", 99], "accelerator"),
-        (["mps:3"], "there is no"),
+        (["mps:3"], "does not exist"),
     ):
         with pytest.raises(ConfigError, match=said):
             find_devices(named)  # type: ignore[arg-type]

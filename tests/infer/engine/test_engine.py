@@ -140,7 +140,7 @@ def test_nothing_is_read_before_the_budget_is_known(
     [
         ({"device_budget_bytes": -5}, "device_budget_bytes=-5 must be above 0"),
         ({"device_budget_bytes": 1 << 60}, "more than the machine has"),
-        ({"host_budget_bytes": 1 << 30}, "no meaning on a CPU"),
+        ({"host_budget_bytes": 1 << 30}, "no effect on a CPU"),
         ({"config": EngineConfig(max_tokens=65)}, "max_tokens=65 is more than"),
         ({"device_budget_bytes": 1 << 20}, "is the smallest that works"),
     ],
@@ -177,7 +177,7 @@ def test_prompts_that_cannot_be(llama: tuple[Any, Path]) -> None:
         for ids, kind, match in wrong:
             with pytest.raises(kind, match=match):
                 engine.generate(ids, max_new_tokens=4)
-        with pytest.raises(ConfigError, match="no prompt"):
+        with pytest.raises(ConfigError, match="at least one prompt"):
             engine.generate([])
         with pytest.raises(ConfigError, match="no option 'tokens'"):
             engine.generate(IDS, tokens=4)
