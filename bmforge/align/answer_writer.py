@@ -144,12 +144,12 @@ class AnswerWriter:
 
         Comm: as `write`.
         """
-        one = self._options.replace(
+        options = self._options.replace(
             seed=0, num_return_sequences=1, max_new_tokens=1, prompt_logprobs=0
         )
         with evaluating(self._copy or self._model):
             self._take_weights()
-            handles = [self._engine.submit(Request(list(row), one)) for row in rows]
+            handles = [self._engine.submit(Request(list(row), options)) for row in rows]
             scored = [handle.wait()[0].prompt_logprobs for handle in handles]
         return [[token.logprob for token in tokens[1:]] for tokens in scored]
 

@@ -63,10 +63,10 @@ def list_words() -> Words:
 
 def _options(kind: Any) -> dict[str, Value]:
     """Map each option of a dataclass to the values it accepts, without positional arguments."""
-    found: dict[str, Value] = {"--help": "switch"}
+    options: dict[str, Value] = {"--help": "switch"}
     for name, hint in find_options(kind, positional=False):
-        found[f"--{name}"] = "switch" if is_switch(hint) else tuple(_choices(hint)) or "any"
-    return found
+        options[f"--{name}"] = "switch" if is_switch(hint) else tuple(_choices(hint)) or "any"
+    return options
 
 
 def _choices(hint: Any) -> Iterator[str]:
@@ -81,16 +81,16 @@ def _choices(hint: Any) -> Iterator[str]:
 
 def _bash(words: Words) -> str:
     rows, values, nested = [], [], []
-    for path, found in words.items():
+    for path, options in words.items():
         pattern = " ".join(path)
-        rows.append(f'        "{pattern}") words="{" ".join(found)}" ;;')
-        if any(not word.startswith("--") for word in found):
+        rows.append(f'        "{pattern}") words="{" ".join(options)}" ;;')
+        if any(not word.startswith("--") for word in options):
             nested.append(f'"{pattern}"')
-        for option, value in found.items():
+        for option, value in options.items():
             if isinstance(value, tuple):
                 values.append(f'        "{pattern} {option}") words="{" ".join(value)}" ;;')
-    given = {"words": "\n".join(rows), "values": "\n".join(values), "nested": "|".join(nested)}
-    return _BASH.format(**given)
+    fields = {"words": "\n".join(rows), "values": "\n".join(values), "nested": "|".join(nested)}
+    return _BASH.format(**fields)
 
 
 def _zsh(words: Words) -> str:
@@ -100,20 +100,20 @@ def _zsh(words: Words) -> str:
 
 def _fish(words: Words) -> str:
     lines = ["complete -c bmforge -f"]
-    for path, found in words.items():
+    for path, options in words.items():
         seen = [
             "test (count (commandline -opc)) -gt 2"
             if part == "*"
             else f"__fish_seen_subcommand_from {part}"
             for part in path
         ]
-        subcommands = [word for word in found if not word.startswith("--")]
+        subcommands = [word for word in options if not word.startswith("--")]
         if subcommands:
             seen.append(f"not __fish_seen_subcommand_from {' '.join(subcommands)}")
         condition = "; and ".join(seen)
         if subcommands:
             lines.append(f"complete -c bmforge -n '{condition}' -a '{' '.join(subcommands)}'")
-        for option, value in found.items():
+        for option, value in options.items():
             if option.startswith("--"):
                 end = {"switch": "", "any": " -rF"}.get(
                     value if isinstance(value, str) else "", f" -xa '{' '.join(value)}'"

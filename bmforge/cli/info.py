@@ -104,7 +104,7 @@ def describe_backend(model: Any) -> str:
 
 
 def _describe_layers(config: ModelConfig) -> Iterator[str]:
-    """Yield which layers share each size, for stacks with layers of different sizes."""
+    """Yield one line per size and the layers that share it, for stacks with unequal layers."""
     for stack, layers in config.stack_sizes().items():
         kinds = dict.fromkeys(layers)
         for kind in kinds if len(kinds) > 1 else ():
