@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import html
 import json
+import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 PAGE = Path("bmforge/serve/page").resolve()
@@ -33,6 +36,7 @@ def run(script: str, *values: Any) -> Any:
     head = (
         f"import * as markdown from '{PAGE}/markdown.js'; import * as store from '{PAGE}/store.js';"
         f"import {{ highlight }} from '{PAGE}/highlight.js';"
+        f"import {{ parseMath }} from '{PAGE}/math.js';"
         f"const values = JSON.parse(process.argv[1]);"
     )
     command = [node, "--no-warnings", "--input-type=module", "-e", head + RENDER + script]
@@ -135,3 +139,111 @@ def test_conversations_there_and_back() -> None:
     assert titles == ["later"]
     assert all(errors)
     assert (hits, misses, saved) == (1, 0, "{")
+
+
+# LaTeX and the MathML that the MathML Core specification gives for it, without its row.
+FORMULAS = {
+    r"e^{i\pi}+1=0": "<msup><mi>e</mi><mrow><mi>i</mi><mi>π</mi></mrow></msup><mo>+</mo><mn>1</mn>"
+    "<mo>=</mo><mn>0</mn>",
+    r"\int_0^1 x^2\,dx": "<msubsup><mo>∫</mo><mn>0</mn><mn>1</mn></msubsup><msup><mi>x</mi>"
+    '<mn>2</mn></msup><mspace width="0.17em"></mspace><mi>d</mi><mi>x</mi>',
+    r"\sum_{n=1}^\infty a_n": "<munderover><mo>∑</mo><mrow><mi>n</mi><mo>=</mo><mn>1</mn></mrow>"
+    "<mi>∞</mi></munderover><msub><mi>a</mi><mi>n</mi></msub>",
+    r"\frac{1}{2}\frac ab": "<mfrac><mn>1</mn><mn>2</mn></mfrac>"
+    "<mfrac><mi>a</mi><mi>b</mi></mfrac>",
+    r"\sqrt x\sqrt[3]{x}": "<msqrt><mi>x</mi></msqrt><mroot><mi>x</mi><mn>3</mn></mroot>",
+    r"x_12": "<msub><mi>x</mi><mn>1</mn></msub><mn>2</mn>",  # TeX takes one digit
+    r"12.5-x": "<mn>12.5</mn><mo>−</mo><mi>x</mi>",
+    r"f''^2": "<msup><mi>f</mi><mrow><mo>′′</mo><mn>2</mn></mrow></msup>",
+    r"\left(\frac ab\right]": '<mrow><mo fence="true">(</mo><mfrac><mi>a</mi><mi>b</mi></mfrac>'
+    '<mo fence="true">]</mo></mrow>',
+    r"\begin{pmatrix}1&2\\3&4\end{pmatrix}": '<mrow><mo fence="true">(</mo><mtable><mtr><mtd><mn>1'
+    "</mn></mtd><mtd><mn>2</mn></mtd></mtr><mtr><mtd><mn>3</mn></mtd><mtd><mn>4</mn></mtd></mtr>"
+    '</mtable><mo fence="true">)</mo></mrow>',
+    r"\mathbb{R}^n\mathbf{x}\mathcal L": "<msup><mi>ℝ</mi><mi>n</mi></msup><mi>𝐱</mi><mi>ℒ</mi>",
+    r"\lim_{x\to0}\sin x": "<munder><mi>lim</mi><mrow><mi>x</mi><mo>→</mo><mn>0</mn></mrow>"
+    "</munder><mi>sin</mi><mi>x</mi>",
+    r"\text{if } x>0": "<mtext>if </mtext><mi>x</mi><mo>&gt;</mo><mn>0</mn>",
+    r"\hat x\|y\|": '<mover accent="true"><mi>x</mi><mo>^</mo></mover><mo>‖</mo>'
+    "<mi>y</mi><mo>‖</mo>",
+    r"\binom nk": '<mrow><mo>(</mo><mfrac linethickness="0"><mi>n</mi><mi>k</mi></mfrac><mo>)</mo>'
+    "</mrow>",
+    "<script>": "<mo>&lt;</mo><mi>s</mi><mi>c</mi><mi>r</mi><mi>i</mi><mi>p</mi><mi>t</mi>"
+    "<mo>&gt;</mo>",
+}
+MATHML = """
+const names = (node) => (
+  Object.entries(node.attributes).map(([name, value]) => ` ${name}="${value}"`));
+const mathml = (node) => (typeof node === "string" ? escape(node)
+  : `<${node.tag}${names(node).join("")}>${node.children.map(mathml).join("")}</${node.tag}>`);
+"""
+
+
+def test_formulas_are_mathml() -> None:
+    found = run(MATHML + "console.log(JSON.stringify(values[0].map((tex) => "
+                "mathml(parseMath(tex)))));", list(FORMULAS))  # fmt: skip
+    for (tex, content), ours in zip(FORMULAS.items(), found, strict=True):
+        assert ours == f"<math>{content}</math>", tex
+
+
+def test_where_formulas_begin_and_end() -> None:
+    texts = {
+        "a $x$ b": "<p>a <math><mi>x</mi></math> b</p>",
+        "it costs $5 and $6": "<p>it costs $5 and $6</p>",
+        r"\$5 and $x$": "<p>$5 and <math><mi>x</mi></math></p>",
+        r"\(x\), \[y\]": '<p><math><mi>x</mi></math>, <math display="block"><mi>y</mi></math></p>',
+        "$$\nx\n$$": '<p><math display="block"><mi>x</mi></math></p>',
+        "a\n$$x$$": '<p>a<br><math display="block"><mi>x</mi></math></p>',
+        "$$ x": "<p>$$ x</p>",
+        "`$x$`": "<p><code>$x$</code></p>",
+        "```\n$$x$$\n```": "<pre><code>$$x$$\n</code></pre>",
+        r"$\unknown{x}$": r"<p><code>$\unknown{x}$</code></p>",
+        "$x*y*z$": "<p><math><mi>x</mi><mo>∗</mo><mi>y</mi><mo>∗</mo><mi>z</mi></math></p>",
+    }
+    script = MATHML + (
+        "const both = (node) => node.isMath ? mathml(node) : typeof node === 'string' ||"
+        " !node.children.some((child) => child.isMath) ? render(node)"
+        " : `<${node.tag}>${node.children.map(both).join('')}</${node.tag}>`;"
+        "console.log(JSON.stringify(values[0].map((text) => "
+        "markdown.parseMarkdown(text).map(both).join(''))));"
+    )
+    assert dict(zip(texts, run(script, list(texts)), strict=True)) == texts
+
+
+def test_any_text_is_a_formula_of_mathml_or_none() -> None:
+    """Random sequences of LaTeX's parts become known elements and attributes, never an error."""
+    draw = random.Random(0)
+    parts = [*FORMULAS, "{", "}", "^", "_", "&", "\\\\", "\\left", "\\right", "\\begin{cases}", "[",
+             "\\end{cases}", "'", "\\sqrt", "\\frac", "\\text{", "\\mathbb", "x", "1", " ", "\\",
+             "\\limits", "\\constructor", "__proto__", "<b>",
+             "\\href{javascript:x}", "天", "😀"]  # fmt: skip
+    texts = ["".join(draw.choices(parts, k=draw.randrange(1, 12))) for _ in range(2000)]
+    texts += ["{" * 10_000, "x^" * 3000, "\\frac" * 2000, "\\begin{matrix}" * 500, "$" * 5000]
+    script = (
+        "const seen = {tags: new Set(), names: new Set(), count: 0};"
+        "const look = (node) => { if (typeof node === 'string') return; seen.tags.add(node.tag);"
+        " Object.keys(node.attributes).forEach((name) => seen.names.add(name));"
+        " node.children.forEach(look); };"
+        "for (const text of values[0]) { const tree = parseMath(text);"
+        " if (tree) { seen.count += 1; look(tree); }"
+        " markdown.parseMarkdown(`$${text}$ $$${text}`); }"
+        "console.log(JSON.stringify([[...seen.tags], [...seen.names], seen.count]));"
+    )
+    tags, names, count = run(script, texts)
+    elements = "math mi mn mo ms mtext mspace mrow mfrac msqrt mroot msub msup msubsup munder mover"
+    elements += " munderover mtable mtr mtd"
+    assert set(tags) <= set(elements.split())
+    assert set(names) <= {"display", "width", "fence", "accent", "linethickness", "mathvariant"}
+    assert count > 200
+
+
+def test_every_module_of_the_page_is_served(start: Any) -> None:
+    with start() as server:
+        imported = {"page.js"}
+        for file in PAGE.glob("*.js"):
+            imported |= set(re.findall(r'from "\./(\w+\.js)"', file.read_text()))
+        assert imported == {file.name for file in PAGE.glob("*.js")}
+        for name in imported:
+            answer = httpx.get(f"{server.url}/page/{name}", timeout=60)
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith("text/javascript")

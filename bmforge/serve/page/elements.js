@@ -37,9 +37,18 @@ function code(node, say) {
   return make("div", { className: "code" }, head, make("pre", {}, ...inner));
 }
 
+function mathElement(node) {
+  if (typeof node === "string") return node;
+  const made = document.createElementNS("http://www.w3.org/1998/Math/MathML", node.tag);
+  for (const [name, value] of Object.entries(node.attributes)) made.setAttribute(name, value);
+  made.append(...node.children.map(mathElement));
+  return made;
+}
+
 function element(node, say) {
   if (typeof node === "string") return node;
   if (node.tag === "pre") return code(node, say);
+  if (node.isMath) return mathElement(node);
   const made = make(node.tag, {}, ...node.children.map((child) => element(child, say)));
   if (node.tag === "a") {
     Object.assign(made, { href: node.href, title: node.href, target: "_blank", rel: "noopener noreferrer" });

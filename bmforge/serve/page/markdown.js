@@ -1,5 +1,6 @@
 // Markdown as a tree of plain objects, {tag, children, ...} or strings. Nothing here makes HTML:
 // page code creates elements from the tree, so that what a model writes can never be a script.
+import { parseMath } from "./math.js";
 
 const FENCE = /^ {0,3}(```+|~~~+)\s*([^`\n]*)$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
@@ -7,12 +8,16 @@ const RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
 const CELLS = /^\s*\|?(\s*:?-+:?\s*\|)*\s*:?-+:?\s*\|?\s*$/;
 const INLINE = new RegExp([
   "(?<code>`+)(?<inner>.+?)(?<!`)\\k<code>(?!`)",
+  // As in Pandoc: "$5 and $6" is no formula.
+  "(?<![\\\\$])\\$(?<tex>(?![\\s$])(?:[^$\\\\\\n]|\\\\.)*?(?<!\\s))\\$(?![\\d$])",
+  "\\\\\\((?<paren>.+?)\\\\\\)",
+  "(?:\\$\\$(?<dollars>[^$]+?)\\$\\$|\\\\\\[(?<bracket>.+?)\\\\\\])",
   "\\*\\*(?<strong>(?!\\s)(?:[^*]|\\*(?!\\*))+?)\\*\\*(?!\\*)",
   "(?<![\\w*])[*_](?<em>(?![\\s*_])[^*_\\n]+?(?<!\\s))[*_](?![\\w*])",
   "~~(?<del>[^~\\n]+)~~",
   "!?\\[(?<label>[^\\[\\]\\n]*)\\]\\((?<href>[^()\\s]+)\\)",
   "(?<url>https?://[^\\s<>()\"'`]+[^\\s<>()\"'`.,;:!?])",
-  "\\\\(?<escaped>[\\\\`*_{}\\[\\]()#+\\-.!|~>])",
+  "\\\\(?<escaped>[\\\\`*_{}\\[\\]()#+\\-.!|~>$])",
 ].join("|"), "gs");
 
 // Only addresses that open a page or a mail; others stay text.
@@ -25,7 +30,12 @@ export function parseInline(text) {
     if (match.index < end) continue;
     nodes.push(...breakLines(text.slice(end, match.index)));
     const { inner, strong, em, del, label, href, url, escaped } = match.groups;
-    if (inner !== undefined) nodes.push({ tag: "code", children: [inner.replace(/^ (.*) $/s, "$1")] });
+    const { tex, paren, dollars, bracket } = match.groups;
+    const formula = tex ?? paren ?? dollars ?? bracket;
+    if (formula !== undefined) {
+      const isBlock = (tex ?? paren) === undefined;
+      nodes.push(parseMath(formula, isBlock) ?? { tag: "code", children: [match[0]] });
+    } else if (inner !== undefined) nodes.push({ tag: "code", children: [inner.replace(/^ (.*) $/s, "$1")] });
     else if (strong !== undefined) nodes.push({ tag: "strong", children: parseInline(strong) });
     else if (em !== undefined) nodes.push({ tag: "em", children: parseInline(em) });
     else if (del !== undefined) nodes.push({ tag: "del", children: parseInline(del) });
@@ -62,6 +72,8 @@ function readBlock(lines, at) {
   const line = lines[at];
   if (!line.trim()) return { next: at + 1 };
   if (FENCE.test(line)) return readCode(lines, at);
+  const formula = readFormula(lines, at);
+  if (formula) return formula;
   const heading = line.match(/^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/);
   if (heading) {
     const node = { tag: `h${heading[1].length}`, children: parseInline(heading[2]) };
@@ -82,6 +94,24 @@ function readCode(lines, at) {
   while (end < lines.length && !close.test(lines[end])) end += 1;
   const code = lines.slice(at + 1, end).join("\n") + (end > at + 1 ? "\n" : "");
   return { node: { tag: "pre", language: language.trim(), children: [code] }, next: end + 1 };
+}
+
+// A displayed formula on lines of its own; while it is streamed, without its end, it is text.
+function readFormula(lines, at) {
+  const open = lines[at].match(/^\s*(\$\$|\\\[)/)?.[1];
+  if (!open) return null;
+  const close = open === "$$" ? "$$" : "\\]";
+  let end = at;
+  let text = lines[at].slice(lines[at].indexOf(open) + 2);
+  while (!text.includes(close)) {
+    end += 1;
+    if (end >= lines.length || !lines[end].trim()) return null;
+    text += `\n${lines[end]}`;
+  }
+  if (!text.endsWith(close) && text.slice(text.indexOf(close) + 2).trim()) return null;
+  const formula = text.slice(0, text.indexOf(close));
+  const math = parseMath(formula, true) ?? { tag: "code", children: [open + formula + close] };
+  return { node: { tag: "p", children: [math] }, next: end + 1 };
 }
 
 function readQuote(lines, at) {
