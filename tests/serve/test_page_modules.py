@@ -217,7 +217,7 @@ def test_any_text_is_a_formula_of_mathml_or_none() -> None:
              "\\end{cases}", "'", "\\sqrt", "\\frac", "\\text{", "\\mathbb", "x", "1", " ", "\\",
              "\\limits", "\\constructor", "__proto__", "<b>",
              "\\href{javascript:x}", "天", "😀"]  # fmt: skip
-    texts = ["".join(draw.choices(parts, k=draw.randrange(1, 12))) for _ in range(2000)]
+    texts = ["".join(draw.choices(parts, k=draw.randrange(1, 12))) for _ in range(600)]
     texts += ["{" * 10_000, "x^" * 3000, "\\frac" * 2000, "\\begin{matrix}" * 500, "$" * 5000]
     script = (
         "const seen = {tags: new Set(), names: new Set(), count: 0};"
@@ -229,12 +229,15 @@ def test_any_text_is_a_formula_of_mathml_or_none() -> None:
         " markdown.parseMarkdown(`$${text}$ $$${text}`); }"
         "console.log(JSON.stringify([[...seen.tags], [...seen.names], seen.count]));"
     )
-    tags, names, count = run(script, texts)
+    # The texts are an argument of Node, which may have 128 KiB.
+    results = [run(script, texts[at : at + 150]) for at in range(0, len(texts), 150)]
+    tags, names = (set().union(*(found[part] for found in results)) for part in (0, 1))
+    count = sum(found[2] for found in results)
     elements = "math mi mn mo ms mtext mspace mrow mfrac msqrt mroot msub msup msubsup munder mover"
     elements += " munderover mtable mtr mtd"
-    assert set(tags) <= set(elements.split())
-    assert set(names) <= {"display", "width", "fence", "accent", "linethickness", "mathvariant"}
-    assert count > 200
+    assert tags <= set(elements.split())
+    assert names <= {"display", "width", "fence", "accent", "linethickness", "mathvariant"}
+    assert count > 60
 
 
 def test_every_module_of_the_page_is_served(start: Any) -> None:
