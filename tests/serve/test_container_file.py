@@ -25,10 +25,20 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def test_every_instruction_is_known_and_the_copied_files_exist() -> None:
-    known = {"FROM", "RUN", "COPY", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "ENV", "WORKDIR"}
+    allowed = {
+        "FROM",
+        "RUN",
+        "COPY",
+        "USER",
+        "EXPOSE",
+        "HEALTHCHECK",
+        "ENTRYPOINT",
+        "ENV",
+        "WORKDIR",
+    }
     steps = instructions()
     assert steps[0][0] == "FROM"
-    assert {name for name, _ in steps} <= known
+    assert {name for name, _ in steps} <= allowed
     copied = [a for name, arguments in steps if name == "COPY" for a in arguments.split()[:-1]]
     assert copied
     for source in copied:

@@ -180,10 +180,10 @@ const mathml = (node) => (typeof node === "string" ? escape(node)
 
 
 def test_formulas_are_mathml() -> None:
-    found = run(MATHML + "console.log(JSON.stringify(values[0].map((tex) => "
+    results = run(MATHML + "console.log(JSON.stringify(values[0].map((tex) => "
                 "mathml(parseMath(tex)))));", list(FORMULAS))  # fmt: skip
-    for (tex, content), ours in zip(FORMULAS.items(), found, strict=True):
-        assert ours == f"<math>{content}</math>", tex
+    for (tex, content), result in zip(FORMULAS.items(), results, strict=True):
+        assert result == f"<math>{content}</math>", tex
 
 
 def test_where_formulas_begin_and_end() -> None:
@@ -231,8 +231,8 @@ def test_any_text_is_a_formula_of_mathml_or_none() -> None:
     )
     # The texts are an argument of Node, which may have 128 KiB.
     results = [run(script, texts[at : at + 150]) for at in range(0, len(texts), 150)]
-    tags, names = (set().union(*(found[part] for found in results)) for part in (0, 1))
-    count = sum(found[2] for found in results)
+    tags, names = (set().union(*(batch[part] for batch in results)) for part in (0, 1))
+    count = sum(batch[2] for batch in results)
     elements = "math mi mn mo ms mtext mspace mrow mfrac msqrt mroot msub msup msubsup munder mover"
     elements += " munderover mtable mtr mtd"
     assert tags <= set(elements.split())
