@@ -150,8 +150,8 @@ class AnswerWriter:
         with evaluating(self._copy or self._model):
             self._take_weights()
             handles = [self._engine.submit(Request(list(row), options)) for row in rows]
-            scored = [handle.wait()[0].prompt_logprobs for handle in handles]
-        return [[token.logprob for token in tokens[1:]] for tokens in scored]
+            scored = [handle.wait()[0].prompt_logprobs or () for handle in handles]
+        return [[token.logprob for token in tokens if token is not None] for tokens in scored]
 
     def _take_weights(self) -> int:
         """Make the engine use the trained weights of now, and return their version.

@@ -101,7 +101,8 @@ def _rotates_anew(model: TransformersModel, length: int) -> bool:
         if group.get("rope_type") in ("dynamic", "longrope"):
             limit = group.get("original_max_position_embeddings")
             limit = limit or getattr(text, "original_max_position_embeddings", None)
-            return length > (limit or getattr(text, "max_position_embeddings", 0))
+            limit = limit or getattr(text, "max_position_embeddings", None) or 0
+            return length > int(limit)
     return False
 
 

@@ -61,7 +61,7 @@ class LayerTypesConfig(LlamaLikeConfig):
         window = raw.pop("sliding_window", cls.default_window) or 0
         period = raw.pop("sliding_window_pattern", None) or cls.full_every
         raw.pop("_sliding_window_pattern", None)
-        layers = raw.get("num_hidden_layers", cls.num_layers)
+        layers = raw.get("num_hidden_layers", cls.num_layers)  # type: ignore[misc]
         kinds = raw.pop("layer_types", None) or cls._usual_types(layers, period)
         is_usual = kinds == cls._usual_types(layers, cls.full_every)
         return {**values, "window": window, "layer_types": [] if is_usual else kinds}, raw

@@ -104,7 +104,7 @@ def _check_table(model: Any, new_size: int) -> None:
 def _resized_axes(old: nn.Module, new: nn.Module) -> dict[str, int]:
     """Return the names of the tensors whose shapes differ -> the axis of the vocabulary."""
     sizes = {name: tensor.shape for name, tensor in persistent_tensors(new).items()}
-    axes = {}
+    axes: dict[str, int] = {}
     for name, tensor in persistent_tensors(old).items():
         pairs = list(zip(tensor.shape, sizes[name], strict=True))
         differing = [axis for axis, (before, after) in enumerate(pairs) if before != after]
