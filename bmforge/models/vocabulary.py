@@ -72,7 +72,8 @@ def _padded(size: int | None, old_size: int, multiple: int | None) -> int:
 
 def _check_table(model: Any, new_size: int) -> None:
     """Raise `ConfigError` for a model whose token embedding cannot have another number of rows."""
-    table, kind = getattr(model, "embed", None), type(model).__name__
+    table: Any = getattr(model, "embed", None)
+    kind = type(model).__name__
     record = laid_out(model)
     if record is not None and (record.layout is not None or record.streamers):
         raise ConfigError(

@@ -108,7 +108,7 @@ def attach_token_rows_(model: nn.Module, name: str, indices: Mapping[str, Any]) 
     tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     for owner, numbers in indices.items():
         module: Any = model.get_submodule(owner)
-        table = getattr(module, "weight", None)
+        table: Any = getattr(module, "weight", None)
         is_plain = isinstance(module, (nn.Embedding, nn.Linear)) and isinstance(table, Tensor)
         if not is_plain or table.shape[0] not in tables or is_streamed(table):
             raise ConfigError(

@@ -25,8 +25,10 @@ _KINDS = {
     "page.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
-_SCRIPTS = ("chat", "client", "elements", "highlight", "markdown", "math", "page", "store")
-_SCRIPTS += ("symbols", "words")
+_SCRIPTS = (
+    *("chat", "client", "elements", "highlight", "markdown", "math", "page", "store"),
+    *("symbols", "words"),
+)
 _KINDS |= {f"{name}.js": "text/javascript; charset=utf-8" for name in _SCRIPTS}
 _FILES = files("bmforge.serve") / "page"
 

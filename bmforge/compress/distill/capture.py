@@ -245,7 +245,7 @@ def _note_mix(
     **more: Any,
 ) -> Tensor:
     if recorder.is_recording:
-        recorder.attention[name] = AttentionInput(*arguments[:7], softcap=softcap)
+        recorder.attention[name] = AttentionInput(*arguments[:7])._replace(softcap=softcap)
     return inner(*arguments, **more)
 
 
