@@ -11,10 +11,21 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
-__all__ = ["RequestError", "error_body", "error_response", "explain_types", "overloaded"]
+__all__ = [
+    "RequestError",
+    "anthropic_error",
+    "error_body",
+    "error_response",
+    "explain_types",
+    "overloaded",
+]
 
 # OpenAI's error types by status.
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+# Anthropic's error types by status, where they differ from OpenAI's.
+_ANTHROPIC_KINDS = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+# Anthropic's client sends the whole conversation instead of a `thread` after this error.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": []}
 
 
 class RequestError(HTTPException):
@@ -63,11 +74,21 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 def error_response(error: RequestError, scope: Scope) -> JSONResponse:
-    """Return the HTTP response for an error; that of Anthropic's interface has one more field."""
-    body, path = error_body(error), scope["path"].removeprefix(scope.get("root_path", ""))
-    if path.startswith("/v1/messages"):
-        body["type"] = "error"
+    """Return the HTTP response for an error, in the format of its interface."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    is_anthropic = path.startswith("/v1/messages")
+    body = anthropic_error(error) if is_anthropic else error_body(error)
     return JSONResponse(body, error.status_code, error.headers)
+
+
+def anthropic_error(error: RequestError) -> dict[str, Any]:
+    """Return the body of an error response in Anthropic's format, with OpenAI's further fields."""
+    body, status = error_body(error), error.status_code
+    kind = "api_error" if status >= 500 else body["error"]["type"]
+    body["error"]["type"] = _ANTHROPIC_KINDS.get(status, kind)
+    if error.param == "thread":
+        body["error"]["details"] = _NO_THREADS
+    return {"type": "error", **body}
 
 
 def explain_types(error: RequestValidationError) -> RequestError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from bmforge.infer.engine.request import Completion
 from bmforge.serve.answers import event, usage_of
 from bmforge.serve.chat_requests import RunningChat, open_chat, read_prompt
-from bmforge.serve.errors import RequestError, error_body
+from bmforge.serve.errors import RequestError, anthropic_error
 from bmforge.serve.http_json import GONE, EventStream, StrictRoute
 from bmforge.serve.messages_types import CountRequest, MessagesRequest, messages_chat
 from bmforge.serve.parts import CallPiece, CallStart, JoinedAnswer, Part, Thought
@@ -21,13 +22,21 @@ from bmforge.serve.parts import CallPiece, CallStart, JoinedAnswer, Part, Though
 __all__ = ["router"]
 
 router = APIRouter(route_class=StrictRoute)
+_NAMES = {
+    "enable_thinking": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
 _PING = {"type": "ping"}
 
 
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request) -> Response:
     """Handle a request to ``/v1/messages``."""
-    chat = await open_chat(messages_chat(body), request)
+    with _own_names():
+        chat = await open_chat(messages_chat(body), request)
     if body.stream:
         return EventStream(_events(chat, body), chat.stack.close)
     answers = await chat.answers(request)
@@ -43,8 +52,22 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     """Count the tokens of a conversation."""
-    prompt = await read_prompt(messages_chat(body), request)
+    with _own_names():
+        prompt = await read_prompt(messages_chat(body), request)
     return JSONResponse({"input_tokens": len(prompt.ids)})
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Name Anthropic's fields in errors, instead of the chat fields they are converted to."""
+    try:
+        yield
+    except RequestError as error:
+        name = _NAMES.get(error.param or "")
+        if name is not None:
+            error.message = error.message.replace(error.param or "", name, 1)
+            error.param = name
+        raise
 
 
 def _head(body: MessagesRequest, usage: dict[str, int]) -> dict[str, Any]:
@@ -188,7 +211,7 @@ async def _events(chat: RunningChat, body: MessagesRequest) -> AsyncIterator[byt
                 for value in blocks.feed(part):
                     yield send(value)
     except RequestError as error:
-        yield send({"type": "error", **error_body(error)})
+        yield send(anthropic_error(error))
         return
     for value in blocks.close():
         yield send(value)

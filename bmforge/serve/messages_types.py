@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from bmforge.serve.errors import RequestError
 from bmforge.serve.message_types import SentBack, Strict
 from bmforge.serve.openai_types import ChatRequest, make_chat
 
@@ -85,11 +86,25 @@ class AnthropicChoice(Strict):
 
 
 class Thinking(Strict):
-    """Option that enables reasoning before the answer."""
+    """Option that enables reasoning before the answer; with "adaptive" the template decides."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
     display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Strict):
+    """JSON schema of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """Options of the answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
 
 
 class CountRequest(Strict):
@@ -101,7 +116,11 @@ class CountRequest(Strict):
     tools: Annotated[list[AnthropicTool], Field(fail_fast=True)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # earlier name of output_config.format
     cache_control: CacheControl = None
+    # Conversations are not stored: the client sends all messages.
+    thread: None = None
 
 
 class MessagesRequest(CountRequest):
@@ -132,9 +151,7 @@ def messages_chat(body: CountRequest) -> ChatRequest:
     fields: dict[str, Any] = {"model": body.model, "messages": messages, **_tools(body)}
     if body.messages[-1].role == "assistant":
         fields["continue_final_message"] = True
-    if body.thinking is not None:
-        fields["enable_thinking"] = body.thinking.type != "disabled"
-        fields["thinking_token_budget"] = body.thinking.budget_tokens
+    fields |= _thinking(body) | _output(body)
     if isinstance(body, MessagesRequest):
         fields |= {
             "max_tokens": body.max_tokens,
@@ -145,6 +162,35 @@ def messages_chat(body: CountRequest) -> ChatRequest:
             "top_k": body.top_k,
         }
     return make_chat({name: value for name, value in fields.items() if value is not None})
+
+
+def _thinking(body: CountRequest) -> dict[str, Any]:
+    """Return the reasoning that is requested; with "adaptive", the chat template's default."""
+    if body.thinking is None:
+        return {}
+    kind = body.thinking.type
+    is_enabled = None if kind == "adaptive" else kind == "enabled"
+    return {"enable_thinking": is_enabled, "thinking_token_budget": body.thinking.budget_tokens}
+
+
+def _output(body: CountRequest) -> dict[str, Any]:
+    """Return the effort and the format of the answer in OpenAI's fields.
+
+    Raises:
+        RequestError: the format has both its names.
+    """
+    config = body.output_config or OutputConfig()
+    if config.format is not None and body.output_format is not None:
+        raise RequestError("output_format and output_config.format exclude each other: give one",
+                           "output_format")  # fmt: skip
+    form = config.format or body.output_format
+    fields: dict[str, Any] = {}
+    if config.effort is not None:
+        fields["reasoning_effort"] = "xhigh" if config.effort == "max" else config.effort
+    if form is not None:
+        schema = {"name": "answer", "schema": form.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
 
 
 def _text(content: str | list[TextBlock] | None) -> str:

@@ -181,7 +181,7 @@ class ChatRequest(Writing):
     prediction: dict[str, Any] | None = None
     # Accepted with their neutral values only.
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
-    verbosity: None = None
+    verbosity: Literal["medium"] | None = None
     audio: None = None
     function_call: None = None
     functions: None = None

@@ -122,6 +122,20 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
                                                                   body.tokens))})  # fmt: skip
 
 
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """Return the special tokens and the chat template, with the names of tokenizer_config.json."""
+    serving = serving_of(request)
+    tokenizer, template = serving.engine.tokenizer, serving.prompter.template
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
+    info: dict[str, Any] = {
+        f"{role}_token": None if id is None else tokenizer.decode([id]) for role, id in ids.items()
+    }
+    source = None if template is None else template.source
+    length = row_tokens(serving.engine)
+    return JSONResponse({**info, "chat_template": source, "model_max_length": length})
+
+
 @router.post("/v1/score")
 async def score(body: ScoreRequest, request: Request) -> Response:
     """Return the cosine similarities of texts' embeddings."""
@@ -147,6 +161,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 
 @router.post("/v1/rerank")
 @router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
 async def rerank(body: RerankRequest, request: Request) -> Response:
     """Return the documents sorted by their similarity to a query."""
     texts = [doc if isinstance(doc, str) else doc.text for doc in body.documents]
