@@ -1,8 +1,7 @@
 """Requests in the forms that popular clients send, written out by hand; no client is needed.
 
 Each form was recorded from the client's own calls: anthropic 2.14, langchain-openai 1.7,
-llama-index 0.14, LiteLLM 1.110, OpenAI Agents 0.20 and lm-eval 0.4. `test_real_clients.py` runs
-the clients themselves where they are installed.
+llama-index 0.14, LiteLLM 1.110, OpenAI Agents 0.20 and lm-eval 0.4.
 """
 
 from __future__ import annotations
@@ -127,8 +126,13 @@ def test_responses_of_agents_and_langchain(start: Any) -> None:
             "arguments": '{"city": "Rome"}', "status": "completed"}  # fmt: skip
     result = {"type": "function_call_output", "call_id": "call_1", "output": "sunny"}
     with start() as server:
-        for said in (HELLO, [{"type": "message", **HELLO[0]}], [*HELLO, call, result]):
-            body = {"include": [], "input": said, "tools": [FLAT_TOOL], "max_output_tokens": 4}
+        for conversation in (HELLO, [{"type": "message", **HELLO[0]}], [*HELLO, call, result]):
+            body = {
+                "include": [],
+                "input": conversation,
+                "tools": [FLAT_TOOL],
+                "max_output_tokens": 4,
+            }
             assert post(server, "/v1/responses", body).status_code == 200
         body = {"input": HELLO, "tools": [FLAT_TOOL], "tool_choice": "required"}
         output = post(server, "/v1/responses", body).json()["output"]
