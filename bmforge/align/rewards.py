@@ -257,8 +257,8 @@ class RewardSet:
     ) -> None:
         if not sources:
             raise ConfigError(
-                "there is no reward. Give --reward module:function, or a verifier such as "
-                "--reward exact:answer."
+                "there is no reward. Give --reward module:function, or a verifier such "
+                "as --reward exact:answer."
             )
         if timeout_s <= 0:
             raise ConfigError(f"reward_timeout_s={timeout_s} must be above 0 seconds.")

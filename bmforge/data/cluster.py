@@ -208,8 +208,9 @@ class _Job:
             left = [n for n, key in enumerate(keys) if journal.find(stage, n, key) is None]
         if left:
             raise DataError(
-                f"{len(left)} of {len(keys)} parts of the stage {stage!r} are not done, the first "
-                f"is {left[0]}. See the logs in {str(_log_dir(self.config))!r}."
+                f"{len(left)} of {len(keys)} parts of stage {stage!r} are not finished, "
+                f"starting with {left[0]}. See the logs in "
+                f"{str(_log_dir(self.config))!r}."
             )
 
 
@@ -277,7 +278,10 @@ class _Some:
     ) -> Iterator[tuple[int, Any]]:
         if stage != self.stage:
             if parts:
-                raise DataError(f"the stage {stage!r} is not done, and {self.stage!r} needs it.")
+                raise DataError(
+                    f"stage {stage!r} is not finished, but stage {self.stage!r} requires its "
+                    f"output. Run {stage!r} first."
+                )
             return
         own_parts = [
             part

@@ -106,7 +106,9 @@ def merge_adapter(
     """
     target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"out={str(out)!r} is not an empty directory. Name a new one.")
+        raise CheckpointError(
+            f"out={str(out)!r} is not an empty directory. Choose a new directory."
+        )
     check_place(target, "out")
     directory = Path(find_export(adapter))
     if not is_adapter(directory):

@@ -125,8 +125,8 @@ class AdapterConfig:
                 )
         elif self.lr_ratio is not None and (self.kind != "lora" or not self.lr_ratio > 0):
             raise ConfigError(
-                f"adapter.lr_ratio={self.lr_ratio} must be above 0, and is for adapter.kind='lora' "
-                f"alone, not {self.kind!r}."
+                f"adapter.lr_ratio={self.lr_ratio} must be above 0, and is only "
+                f"supported for adapter.kind='lora', not {self.kind!r}."
             )
         elif self.kind not in KINDS:
             raise ConfigError(
@@ -167,7 +167,7 @@ def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
     if chosen.kind is None:
         return None
     if config.freeze_base:
-        raise ConfigError("freeze_base=True has no effect with an adapter: leave it out.")
+        raise ConfigError("freeze_base=True has no effect with an adapter. Remove it.")
     kind, options = KINDS[chosen.kind], chosen.options()
     saved_modules = list(chosen.modules_to_save)
     if config.new_head:

@@ -51,8 +51,8 @@ def check_base_dtype(config: Any) -> None:
         return
     if config.adapter.kind is None:
         raise ConfigError(
-            f"base_dtype={dtype!r} is for runs that train an adapter, whose base is frozen. Add "
-            "--adapter lora, or leave base_dtype out."
+            f"base_dtype={dtype!r} requires an adapter, so that the base model is "
+            "frozen. Add --adapter lora, or remove base_dtype."
         )
     if dtype in _PACKED:
         _check_packed(config)
@@ -67,8 +67,8 @@ def _check_packed(config: Any) -> None:
     dtype = config.base_dtype
     if config.init_from is None:
         raise ConfigError(
-            f"base_dtype={dtype!r} quantizes the weights of a published model. Name its directory "
-            "or hub id with --model."
+            f"base_dtype={dtype!r} quantizes pretrained weights. Give the directory or "
+            "hub id of the model with --model."
         )
     if config.changes or config.offload.weights or config.layout.is_tensor_parallel:
         raise ConfigError(

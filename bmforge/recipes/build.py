@@ -105,8 +105,9 @@ def _load_and_change_(model: Model, start: Any, config: Any) -> None:
     """
     if config.offload.weights:
         raise ConfigError(
-            "offload.weights=True reads blocks when they are needed, and changes need them before. "
-            "Change the model first, save it, and start from what was saved."
+            "offload.weights=True loads blocks on demand, but changes need all weights "
+            "at the start. Apply the changes first, save the model, and start from the "
+            "saved model."
         )
     load_weights_(model, start, device="cpu", new_head=config.new_head)
     for change in config.changes:
@@ -117,8 +118,9 @@ def _stream_(model: Model, config: Any, world: World, start: Path | None) -> Non
     """Stream the blocks' weights from host memory or disk, like the optimizer state."""
     if world.size > 1 or config.train.precision != "fp32":
         raise ConfigError(
-            f"offload.weights=True is for one process and precision=fp32, not {world.size} "
-            f"processes and {config.train.precision}. Use layout.zero=3, which divides weights."
+            "offload.weights=True needs one process and precision=fp32, not "
+            f"{world.size} processes and {config.train.precision}. Use layout.zero=3 to "
+            "shard weights."
         )
     drawn = weight_drawer(model, config.seed)
     read = drawn if start is None else weight_reader(model, start, new_head=config.new_head)

@@ -202,12 +202,12 @@ def _check_task(config: CompressRunConfig, phases: tuple[Phase, ...]) -> None:
         return
     if not config.task:
         raise ConfigError(
-            'phases with steps need a task that they train: task = "pretrain", with its fields '
-            "under [run]."
+            'phases with steps need a training task. Set task = "pretrain", and its fields under '
+            "[run]."
         )
     taken = {"run_dir", "init_from", "export", "compress", "model"} & set(config.run)
     if taken:
-        raise ConfigError(f"run.{min(taken)} is the recipe's own: leave it out.")
+        raise ConfigError(f"run.{min(taken)} is set by the recipe itself. Remove it.")
     find_recipe(config.task, str(find_source(config.model).model))
 
 
@@ -289,8 +289,8 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
     distill = config.compress.distill
     if distill is None or distill.teacher is None:
         raise ConfigError(
-            "the recipe names no teacher to ask: give [distill] teacher; for the student take a "
-            "recipe with [distill] answers instead."
+            "the recipe has no teacher. Set [distill] teacher; to train the student, "
+            "use a recipe with [distill] answers instead."
         )
     if config.out.exists():
         raise ConfigError(f"out={str(config.out)!r} exists already: name another directory.")

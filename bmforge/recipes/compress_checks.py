@@ -48,8 +48,9 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
             and answers.vocabulary != fingerprint_vocabulary(own_vocabulary)
         ):
             raise ConfigError(
-                f"distill.answers={config.answers!r} are of a teacher with another vocabulary than "
-                "the model's: take one with the same tokenizer."
+                f"distill.answers={config.answers!r} come from a teacher with a "
+                "different vocabulary. Use a teacher with the same tokenizer as the "
+                "model."
             )
         return
     if config.teacher is None:
@@ -68,10 +69,10 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
     )
     if other is not None:
         raise ConfigError(
-            f"distill.teacher={config.teacher!r} has another vocabulary than the model: {other!r} "
-            f"is {student_vocabulary[other]} in the model, {teacher_vocabulary.get(other)} "
-            "there. A teacher predicts its "
-            "own tokens: take one with the same tokenizer."
+            f"distill.teacher={config.teacher!r} has another vocabulary than the model: "
+            f"{other!r} is {student_vocabulary[other]} in the model, "
+            f"{teacher_vocabulary.get(other)} there. A teacher predicts its own tokens: "
+            "take one with the same tokenizer."
         )
 
 
@@ -111,17 +112,18 @@ def check_compressible(source: Path, phases: Sequence[Phase]) -> None:
     config = phases[-1].config
     if config.quantize is None:
         raise ConfigError(
-            'format="compressed-tensors" is for quantised models: give quantize, or leave the '
-            "format out, and transformers opens what it can."
+            'format="compressed-tensors" requires a quantised model. Set quantize, or '
+            "remove the format."
         )
     if config.quantize.is_auto:
         raise ConfigError(
-            'format="compressed-tensors" has one scheme for all layers: name one instead of "auto".'
+            'format="compressed-tensors" supports only one scheme for all layers. '
+            'Choose one instead of "auto".'
         )
     if any(phase.config.moefy is not None for phase in phases):
         raise ConfigError(
-            'format="compressed-tensors" has no place for experts and routers of moefy: leave the '
-            "format out."
+            'format="compressed-tensors" does not support the experts and routers of moefy. '
+            "Remove the format."
         )
     model: Any = AutoModel.describe_pretrained(source)[0]
     for phase in phases:
@@ -167,8 +169,9 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
             cause = f"quantize.scheme={quantize_config.scheme!r}"
     if structure.multiple_of % step:
         raise ConfigError(
-            f"{cause} needs widths that are multiples of {step}, and structure.multiple_of="
-            f"{structure.multiple_of} leaves others. Set structure.multiple_of={step}."
+            f"{cause} needs widths that are multiples of {step}, and "
+            f"structure.multiple_of={structure.multiple_of} allows other widths. Set "
+            f"structure.multiple_of={step}."
         )
     model: Any = AutoModel.describe_pretrained(source)[0]
     widths = {b.spec.attn.head_dim for b in blocks_of(model).values() if b.spec.attn is not None}
@@ -177,9 +180,9 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
     ]
     if any(width % step for width in widths) and not all(selections):
         raise ConfigError(
-            f"{cause} needs widths that are multiples of {step}, and structure removes heads of "
-            f"{min(widths)} channels. Name the layers in `where`, without o_proj, or take a scheme "
-            "with smaller groups."
+            f"{cause} needs widths that are multiples of {step}, and structure removes "
+            f"heads of {min(widths)} channels. List the layers in `where`, without "
+            "o_proj, or use a scheme with smaller groups."
         )
 
 

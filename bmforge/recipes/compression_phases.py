@@ -94,8 +94,8 @@ def read_calibration(
     """
     if not config.texts:
         raise ConfigError(
-            "calibration.texts names no texts, and something in the recipe chooses by what goes "
-            'through the model: give calibration.texts = ["file or directory"].'
+            "calibration.texts is empty, but the recipe needs calibration data. Set "
+            'calibration.texts = ["file or directory"].'
         )
     limit = getattr(model, "position_limit", None)
     if limit is not None and config.seq_len > limit:
@@ -110,9 +110,9 @@ def read_calibration(
             break
     if len(ids) < num_tokens:
         raise DataError(
-            f"calibration.texts have {len(ids):,} tokens; rows={config.rows} of seq_len="
-            f"{config.seq_len} need {num_tokens:,}. Name more texts, or ask for fewer or shorter "
-            "rows."
+            f"calibration.texts have {len(ids):,} tokens; rows={config.rows} of "
+            f"seq_len={config.seq_len} need {num_tokens:,}. Give more texts, or reduce "
+            "rows or seq_len."
         )
     rows = torch.tensor(ids[:num_tokens]).view(config.rows, config.seq_len)
     return [make_inputs(model, part) for part in rows.split(config.batch_size)]
@@ -143,17 +143,17 @@ def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | N
         return None
     if config.adapter.kind is not None or config.freeze_base:
         raise ConfigError(
-            "a phase of compression trains the model itself: leave adapter and freeze_base out."
+            "a compression phase trains the whole model. Remove adapter and freeze_base."
         )
     if config.train.load_best_model_at_end or config.train.early_stopping_patience is not None:
         raise ConfigError(
-            "the model of an earlier step of a phase is not compressed to its end: leave "
-            "train.load_best_model_at_end and train.early_stopping_patience out."
+            "compression is only complete at the last step of a phase. Remove "
+            "train.load_best_model_at_end and train.early_stopping_patience."
         )
     if axis_size(mesh, *STAGE_AXES) > 1:
         raise ConfigError(
-            "a phase of compression ends in a small model, which no process of a pipeline has "
-            "whole: use layout.pp=1."
+            "compression needs the whole model in each process, which a pipeline does "
+            "not have. Use layout.pp=1."
         )
     batches = None
     if phase.config.is_calibrated:
@@ -207,18 +207,19 @@ def keep_answers(config: Any, data: Any, world: World) -> Model:
     distill = phase.config.distill
     if world.size > 1:
         raise ConfigError(
-            f"{world.size} processes were started, but one process computes the teacher's outputs. "
-            "Start one; training with the stored outputs takes any number."
+            f"{world.size} processes were started, but the teacher's outputs are "
+            "computed by one process. Start one process; training with the stored "
+            "outputs supports any number."
         )
     if data.objective is not causal_lm:
         raise ConfigError(
-            "answers are kept for tasks that hand a model its own arguments, such as pretrain: "
-            "give the teacher itself (distill.teacher)."
+            "answers are kept for tasks that hand a model its own arguments, such as "
+            "pretrain: give the teacher itself (distill.teacher)."
         )
     if distill is None or distill.looks_inside:
         raise ConfigError(
-            "kept answers say nothing of what is inside the teacher: let distill.losses be logits "
-            '(kind="logits") alone.'
+            "stored teacher outputs contain only logits. Set distill.losses to logits "
+            '(kind="logits") only.'
         )
     assert phase.answers is not None
     teacher, directory = _read_teacher(distill, config.model.head)

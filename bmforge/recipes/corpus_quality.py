@@ -71,11 +71,11 @@ def train_quality(config: QualityConfig) -> list[Path]:
 def _check(config: QualityConfig) -> None:
     check_place(config.out, "out")
     if config.labeled and (config.good or config.bad):
-        raise ConfigError("labeled names texts of both kinds: leave good and bad out.")
+        raise ConfigError("labeled already contains texts of both classes. Remove good and bad.")
     if not (config.labeled or config.good):
         raise ConfigError(
-            "there are no texts to learn from. Name good ones with --good (and others with --bad), "
-            "or files with labels with --labeled."
+            "there are no texts to learn from. Name good ones with --good (and others "
+            "with --bad), or files with labels with --labeled."
         )
     if config.good_from is not None and not config.labeled:
         raise ConfigError(f"good_from={config.good_from:g} has no effect without labeled.")

@@ -158,7 +158,7 @@ def encode_chid(
 def _id(tokenizer: CPM1Tokenizer, role: str) -> int:
     id = tokenizer.role_id(role)
     if id is None:
-        raise ConfigError(f"the tokenizer has no token for {role!r}; give CPM-1's own.")
+        raise ConfigError(f"the tokenizer has no token for {role!r}. Use CPM-1's tokenizer.")
     return id
 
 
@@ -193,8 +193,9 @@ def _chid_texts(
                     answer = answers.get(blank.group())
                     if not isinstance(answer, int) or not 0 <= answer < len(candidates):
                         raise DataError(
-                            f"{where}: the answer of {blank.group()} in {str(beside)!r} is "
-                            f"{answer!r}; needed is a number from 0 to {len(candidates) - 1}."
+                            f"{where}: the answer of {blank.group()} in {str(beside)!r} "
+                            f"is {answer!r}; needed is a number from 0 to "
+                            f"{len(candidates) - 1}."
                         )
                     question = encode_chid(text, blank, candidates, tokenizer)
                     yield [*question, numbers[answer]], len(question)
@@ -223,7 +224,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{where} is not JSON ({error}).") from error
     if not isinstance(parsed, dict):
-        raise DataError(f"{where} is {type(parsed).__name__}, needed is an object.")
+        raise DataError(f"{where} is a {type(parsed).__name__} (needed: an object).")
     return parsed
 
 

@@ -144,7 +144,9 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         raise ConfigError(f"model.prompt_types={config.model.prompt_types} must be at least 3.")
     tokenizer = open_tokenizer(config)
     if tokenizer.bos_id is None or tokenizer.eos_id is None:
-        raise ConfigError("the tokenizer has no token that begins or ends a text; see its roles.")
+        raise ConfigError(
+            "the tokenizer has no begin or end token. Set them in the tokenizer's config."
+        )
     longest = config.data.seq_len - config.model.prompt_length - 2
     pieces, held_out = open_pieces(
         config.data, config.model.vocab_size, max(1, config.shortest), longest, tokenizer.eos_id

@@ -65,7 +65,9 @@ class SearchConfig:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for an empty search or an unknown kind."""
         if unknown := [kind for kind in self.kinds if kind not in KINDS]:
-            raise ConfigError(f"search.kinds has {unknown[0]!r}; there are {', '.join(KINDS)}.")
+            raise ConfigError(
+                f"search.kinds has {unknown[0]!r}, which is unknown. Known: {', '.join(KINDS)}."
+            )
         if not (self.kinds and self.places and self.sizes):
             raise ConfigError("search.kinds, search.places and search.sizes must not be empty.")
         if self.keep_ratio < 2 or self.max_trained < 0:
@@ -106,9 +108,11 @@ def search_deltas(config: Any) -> RunResult:
         BmforgeError: see `run_recipe`.
     """
     if config.adapter.kind is not None:
-        raise ConfigError("adapter.kind has no effect here: search.kinds says what is tried.")
+        raise ConfigError("adapter.kind has no effect in a search. Set search.kinds instead.")
     if config.data.dev_split is None and not config.data.validation:
-        raise ConfigError("a search compares held-out losses: set data.dev_split or validation.")
+        raise ConfigError(
+            "a search compares losses on held-out data. Set data.dev_split or data.validation."
+        )
     candidates = find_candidates(config)
     rounds = plan_rounds(len(candidates), config.train.steps, config.search.keep_ratio)
     state = _open_state(config.run_dir, candidates, rounds)
@@ -237,8 +241,8 @@ def _open_state(
     for name in ("candidates", "plan"):
         if state.get(name) != fresh[name]:
             raise ConfigError(
-                f"run_dir={str(run_dir)!r} has another search, with other {name}. Name another "
-                "run_dir, or set its search back."
+                f"run_dir={str(run_dir)!r} has another search, with other {name}. Name "
+                "another run_dir, or set its search back."
             )
     return state
 

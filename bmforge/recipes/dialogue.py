@@ -98,8 +98,8 @@ def _read_dialogues(path: str) -> list[list[str]]:
         utterances = [text for text in line.strip().split("\t") if text.strip()]
         if len(utterances) == 1:
             raise DataError(
-                f"line {number} of {path!r} has one utterance; a dialogue has two or more, with "
-                "tabs between them."
+                f"line {number} of {path!r} has one utterance (needed: two or more, "
+                "separated by tabs)."
             )
         if utterances:
             dialogues.append(utterances)

@@ -115,7 +115,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     parts: dict[str, Callable[[], Iterable[Batch]]] = {}
     for source in _open_sources(data.validation) if data.validation else ():
         if source.task in parts:
-            raise ConfigError(f"data.validation has task {source.task!r} twice; rename one.")
+            raise ConfigError(f"data.validation has task {source.task!r} twice. Rename one.")
         documents = _fitting(source, tokenizer, data)
         parts[source.task] = lambda docs=documents: _held_out_batches(  # type: ignore[misc]
             docs, tokenizer, data, rows
@@ -155,9 +155,9 @@ def _open_tokenizer(config: Any) -> CPMBeeTokenizer:
     tokenizer = CPMBeeTokenizer.from_pretrained(folder)
     if len(tokenizer) != config.model.vocab_size:
         raise ConfigError(
-            f"the tokenizer in {str(folder)!r} has {len(tokenizer)} tokens, the model vocab_size="
-            f"{config.model.vocab_size}. Give the model's own tokenizer, or for a new model "
-            f"--model.vocab-size {len(tokenizer)}."
+            f"the tokenizer in {str(folder)!r} has {len(tokenizer)} tokens, the model "
+            f"vocab_size={config.model.vocab_size}. Use the model's own tokenizer, or "
+            f"for a new model set --model.vocab-size {len(tokenizer)}."
         )
     return tokenizer
 
@@ -172,7 +172,8 @@ def _open_sources(paths: Iterable[str]) -> list[TaskSource]:
             sources.append(TaskSource(Path(path).stem, DocumentFile(path)))
     if not sources:
         raise ConfigError(
-            "data.paths is empty. Give --data.paths FILE.jsonl, one document a line, or a mixture."
+            "data.paths is empty. Give --data.paths FILE.jsonl, with one document per "
+            "line, or a mixture."
         )
     return sources
 
@@ -201,8 +202,8 @@ def _fitting(
     tell_left_out(left_out, len(source.documents), what)
     if not fitting:
         raise DataError(
-            f"no held-out document of task {source.task!r} can be used: all are longer than "
-            f"data.seq_len={config.seq_len}, or bad."
+            f"no held-out document of task {source.task!r} can be used: all are invalid "
+            f"or longer than data.seq_len={config.seq_len}."
         )
     return fitting
 

@@ -31,8 +31,8 @@ def settle_epochs(config: Any, epoch_rows: int | None) -> Any:
         raise ConfigError(f"epochs={config.epochs} must be above 0.")
     if epoch_rows is None:
         raise ConfigError(
-            f"epochs={config.epochs} has no effect on this task's data, which is read without end. "
-            "Give train.steps (--steps) instead."
+            f"epochs={config.epochs} has no effect on this task's data, which is read "
+            "endlessly. Give train.steps (--steps) instead."
         )
     batch = config.data.global_batch_size
     steps = max(1, math.ceil(config.epochs * epoch_rows / batch))

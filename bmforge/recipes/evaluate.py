@@ -127,11 +127,11 @@ def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: Worl
     source = start.init_from or config.weights
     if source is None:
         raise ConfigError(
-            f"{name!r} is a preset without weights. Name a model directory, or give the "
+            f"{name!r} is a preset without weights. Give a model directory, or the "
             "directory of the weights with --weights."
         )
     if start.init_from is not None and config.weights is not None:
-        raise ConfigError(f"{name!r} contains weights already. Leave --weights out.")
+        raise ConfigError(f"{name!r} already contains weights. Remove --weights.")
     directory = find_model(source)
     sizes = start.config
     if start.init_from is not None:
@@ -183,8 +183,8 @@ def _find_tokenizer(directory: Path) -> Tokenizer | None:
 def _need_tokenizer(subject: _Subject) -> Tokenizer:
     if subject.tokenizer is None:
         raise ConfigError(
-            f"{str(subject.directory)!r} has no tokenizer, which texts and tasks need. Put the "
-            "model's tokenizer there."
+            f"{str(subject.directory)!r} has no tokenizer, which is needed to evaluate "
+            "texts and tasks. Copy the model's tokenizer there."
         )
     return subject.tokenizer
 
@@ -261,16 +261,17 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
         has = model.config.num_labels if model.config.head == "sequence_classification" else 0
         if has != count_classes(task):
             raise ConfigError(
-                f"{name} has {count_classes(task)} classes, and the {type(model).__name__} tells "
-                f"{has} apart (head {model.config.head!r}). Fine-tune it first: bmforge train "
-                "classify."
+                f"{name} has {count_classes(task)} classes, and the "
+                f"{type(model).__name__} distinguishes {has} (head "
+                f"{model.config.head!r}). Fine-tune it first: bmforge train classify."
             )
         form = AskedClasses
     elif traits.reads in ("left", "apart") and traits.writes:
         form = AskedTexts if task.asks_for_text else AskedOptions
     else:
         raise ConfigError(
-            f"a {type(model).__name__} with the head {model.config.head!r} cannot be asked {name}."
+            f"a {type(model).__name__} with the head {model.config.head!r} cannot be "
+            f"evaluated on {name}."
         )
     return partial(form(task, examples, tokenizer, reading).measure, model, subject.rows)
 
@@ -288,7 +289,7 @@ def _describe_task(name: str, subject: _Subject, config: EvaluateConfig) -> Task
         data_config = TaskDataConfig(labels=labels, fields=config.fields, paths=(name,), **sizes)
     else:
         if config.task_data is None:
-            raise ConfigError(f"say with --task-data in which folder {name} lies.")
+            raise ConfigError(f"the folder of {name} is not set. Give it with --task-data.")
         data_config = TaskDataConfig(task=find_task(name).name, paths=(config.task_data,), **sizes)
     data_config.check()
     return data_config

@@ -65,7 +65,8 @@ def read_labeled(config: QualityConfig) -> tuple[list[str], list[str]]:
         counts = ", ".join(f"{label!r} ({count})" for label, count in labels.most_common(10))
         raise DataError(
             f"{'no' if not sides[0] else 'every'} text has {rule}. Labels found: "
-            f"{counts or 'none'}. Name those of good texts with --good-labels, or give --good-from."
+            f"{counts or 'none'}. Give the labels of good texts with --good-labels, or "
+            "give --good-from."
         )
     return sides
 
@@ -78,8 +79,9 @@ def _read(config: QualityConfig) -> Iterator[tuple[str, object, bool]]:
                 text, label = _fields(location, record, config)
                 if config.good_from is not None and not _is_number(label):
                     raise DataError(
-                        f"{location}: {config.label_field}={label!r} is not a number, and "
-                        "--good-from compares numbers. Name good labels with --good-labels."
+                        f"{location}: {config.label_field}={label!r} is not a number, "
+                        "and --good-from compares numbers. Name good labels with "
+                        "--good-labels."
                     )
                 if config.good_from is not None:
                     is_good = float(str(label)) >= config.good_from
@@ -94,8 +96,9 @@ def _fields(location: str, record: object, config: QualityConfig) -> tuple[str, 
     for name in (config.text_field, config.label_field):
         if name not in fields:
             raise DataError(
-                f"{location} has no field {name!r} (fields: {', '.join(fields) or 'none'}). Name "
-                "the fields with --text-field and --label-field."
+                f"{location} has no field {name!r} (fields: "
+                f"{', '.join(fields) or 'none'}). Set the fields with --text-field and "
+                "--label-field."
             )
     text = fields[config.text_field]
     if not isinstance(text, str):

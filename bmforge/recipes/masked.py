@@ -119,8 +119,9 @@ def _find_marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
     missing = [role for role, id in ids.items() if id is None]
     if missing:
         raise ConfigError(
-            f"the tokenizer has no tokens for the roles {', '.join(missing)}; give that of a BERT, "
-            "or name them in its tokenizer_config.json (cls_token, sep_token, mask_token)."
+            f"the tokenizer has no tokens for the roles {', '.join(missing)}. Use the "
+            "tokenizer of a BERT model, or set them in its tokenizer_config.json "
+            "(cls_token, sep_token, mask_token)."
         )
     begin, end, mask = (id for id in ids.values() if id is not None)
     return begin, end, mask

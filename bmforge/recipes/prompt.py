@@ -221,8 +221,8 @@ def _train_rows(config: Any) -> Any:
         return config
     if adapter.kind == "soft-prompt":
         raise ConfigError(
-            "the template has soft rows, and adapter.kind='soft-prompt' would put others in their "
-            "place: take soft_front for rows in front, or another delta."
+            "the template has soft rows, and adapter.kind='soft-prompt' would put "
+            "others in their place: take soft_front for rows in front, or another delta."
         )
     delta = dataclasses.replace(adapter, modules_to_save=(*adapter.modules_to_save, _ROWS))
     return dataclasses.replace(config, adapter=delta)
@@ -300,7 +300,7 @@ def _label(example: TaskExample) -> int:
     if isinstance(example.label, str):
         return example.choices.index(example.label)
     if example.label is None:
-        raise ConfigError(f"example {example.idx} has no label: learn from another split.")
+        raise ConfigError(f"example {example.idx} has no label. Train on another split.")
     return example.label
 
 
@@ -346,7 +346,7 @@ def _target(task: BenchmarkTask, example: TaskExample) -> str:
         return example.answers[0]
     if isinstance(example.label, int):
         return (example.choices or task.label_names)[example.label]
-    raise ConfigError(f"example {example.idx} has no answer: learn from another split.")
+    raise ConfigError(f"example {example.idx} has no answer. Train on another split.")
 
 
 def _number(task: BenchmarkTask, written: str) -> int:

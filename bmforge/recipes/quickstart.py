@@ -62,8 +62,9 @@ def quickstart(config: QuickstartConfig) -> Path:
     )
     if corpus.validation_prefix is None:
         raise DataError(
-            f"nothing is held out (validation_fraction={config.prepare.validation_fraction}), so "
-            "there is nothing to compare on. Hold out a part, or give more text."
+            "nothing is held out "
+            f"(validation_fraction={config.prepare.validation_fraction}), so there is "
+            "nothing to compare on. Hold out a part, or give more text."
         )
     result = pretrain(_training(config, corpus, data_dir))
     if result.step < config.steps:
@@ -172,8 +173,8 @@ def _remove(run_dir: Path) -> None:
         return
     if not (run_dir / "data" / RECORD_NAME).exists():
         raise ConfigError(
-            f"{str(run_dir)!r} holds no data/{RECORD_NAME}, so it is not a quickstart's and is "
-            "left alone. Remove it yourself, or name another --run-dir."
+            f"{str(run_dir)!r} holds no data/{RECORD_NAME}, so it is not a quickstart's "
+            "and is left alone. Remove it yourself, or name another --run-dir."
         )
     lock = RunLock(run_dir)
     lock.take()  # the directory of a live run is not removed

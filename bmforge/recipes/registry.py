@@ -308,8 +308,9 @@ def find_recipe(
             return Recipe(config, form.run, f"{name} with {model}", task)
     can = [key for key, other in TASKS.items() if other.form(traits)]
     raise ConfigError(
-        f"{start.family.__name__} cannot do the task {name!r}. Families that can: "
-        f"{', '.join(_capable(meant))}. What {start.family.__name__} can do: {', '.join(can)}."
+        f"{start.family.__name__} does not support the task {name!r}. Families that do: "
+        f"{', '.join(_capable(meant))}. Tasks of {start.family.__name__}: "
+        f"{', '.join(can)}."
     )
 
 

@@ -60,8 +60,8 @@ def check_rollouts(config: Any) -> None:
         )
     if not config.train.disable_dropout:
         raise ConfigError(
-            "train.disable_dropout=False: dropout would make the policy of the loss another one "
-            "than that of the rollouts. Leave it on."
+            "train.disable_dropout=False: with dropout, the policy of the loss would "
+            "differ from the policy of the rollouts. Remove the option."
         )
     if config.rollout.exact_logprobs:
         _check_exact(config, longest, limit)

@@ -203,8 +203,8 @@ def _open_corpus(config: Any, tokenizer: Tokenizer, rows: World) -> TrainingData
     changed = [name for name in unused if getattr(config, name) != getattr(usual, name)]
     if changed:
         raise ConfigError(
-            f"{', '.join(changed)} have no effect on {list(data.paths)}, whose spans were cut out "
-            "when they were made. Leave them out."
+            f"{', '.join(changed)} have no effect on {list(data.paths)}, whose spans are "
+            "already chosen. Remove them."
         )
     check_split(data.split, data.validation, data.paths)
     name = traits_of(config.model).sentinel
@@ -234,7 +234,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     if any(map(is_span_corpus, config.data.paths)):
         return _open_corpus(config, tokenizer, rows)
     if tokenizer.eos_id is None:
-        raise ConfigError("the tokenizer has no token that ends a text; see its roles.")
+        raise ConfigError("the tokenizer has no end token. Set one in the tokenizer's config.")
     inside = traits_of(config.model).ends_inside
     pieces, held_out = open_pieces(
         config.data,

@@ -26,7 +26,7 @@ def check_speed(model: Model) -> None:
     """Raise `ConfigError` for a model that cannot generate."""
     if not model.traits.writes:
         raise ConfigError(
-            f"speed=true times how fast a model reads a prompt and writes after it; a "
+            "speed=true times how fast a model reads a prompt and writes after it; a "
             f"{type(model).__name__} writes nothing. Leave it out."
         )
 

@@ -82,8 +82,8 @@ def find_start(name: str) -> Start:
         hint = suggest(name, [*presets, *FAMILIES, *(key.lower() for key in FAMILIES)])
         raise ConfigError(
             f"model={name!r} is no preset, no family and no directory.{hint} Families: "
-            f"{', '.join(FAMILIES)}; presets are in docs/reference/presets.md. A model of the "
-            "hub is named with its owner, such as openai-community/gpt2."
+            f"{', '.join(FAMILIES)}; presets are in docs/reference/presets.md. A model "
+            "of the hub is named with its owner, such as openai-community/gpt2."
         )
     directory = find_model(name)
     family = AutoModel.family_of(read_config_file(directory))
@@ -108,8 +108,8 @@ def check_length(config: Any) -> None:
     limit = traits_of(config.model).row_limit(config.model)
     if limit is not None and config.data.seq_len > limit:
         raise ConfigError(
-            f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len={limit}; shorten "
-            "the one or lengthen the other."
+            f"data.seq_len={config.data.seq_len} is longer than "
+            f"model.max_seq_len={limit}; shorten the one or lengthen the other."
         )
 
 
@@ -191,21 +191,21 @@ def settle_model(config: Any) -> Any:
     model = config.model
     if config.family not in (None, family_of(model).__name__):
         raise ConfigError(
-            f"family={config.family!r}, but the model is a {family_of(model).__name__}. Leave "
-            "family out: it follows from --model."
+            f"family={config.family!r}, but the model is a {family_of(model).__name__}. "
+            "Remove family; --model determines it."
         )
     if config.init_from is None:
         if config.model_changes:
             raise ConfigError(
-                f"model_changes={list(config.model_changes)} has no effect without init_from: all "
-                "of `model` holds. Leave it out."
+                f"model_changes={list(config.model_changes)} has no effect without "
+                "init_from, because all fields of `model` apply. Remove it."
             )
         return config
     directory = find_model(config.init_from)
     if not type(model).opens(read_config_file(directory)):
         raise ConfigError(
-            f"init_from={config.init_from!r} is no {family_of(model).__name__}, which this recipe "
-            "trains. Name another model, or another recipe."
+            f"init_from={config.init_from!r} is not a {family_of(model).__name__}, which "
+            "this recipe trains. Choose another model or another recipe."
         )
     own = _read_sizes(family_of(model), directory)
     # Derived fields are recomputed from the changed ones.
@@ -265,7 +265,7 @@ def _given(config: Any) -> list[str]:
     for name in config.model_changes:
         if name not in names:
             raise ConfigError(
-                f"model_changes names {name!r}, which is no field of {type(model).__name__}."
-                f"{suggest(name, names)}"
+                f"model_changes names {name!r}, which is not a field of "
+                f"{type(model).__name__}.{suggest(name, names)}"
             )
     return list(config.model_changes)

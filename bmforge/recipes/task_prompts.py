@@ -146,8 +146,9 @@ class AskedTexts:
     ) -> None:
         if not {"question", "context"} <= set(examples[0].fields):
             raise ConfigError(
-                f"data.task={task.name!r} has no question on a context. Tasks that have are SQuAD, "
-                "cmrc2018 and drcd; for one with choices use the task classify (or t5-superglue)."
+                f"data.task={task.name!r} has no question on a context. Tasks that have "
+                "are SQuAD, cmrc2018 and drcd; for one with choices use the task "
+                "classify (or t5-superglue)."
             )
         self._task, self._examples, self._config = task, examples, config
         self._tokenizer, self._traits = tokenizer, traits_of(config.model)
@@ -169,7 +170,7 @@ def _word(task: BenchmarkTask, example: TaskExample) -> Wording:
     wording = word_task(task, example)
     if not wording.options(example):
         raise ConfigError(
-            f"data.task={task.name!r} asks for a text, and has nothing to choose from. "
+            f"data.task={task.name!r} needs generated text and has no answer choices. "
             "Train on it with the task squad (or the recipe t5-squad)."
         )
     return wording

@@ -59,8 +59,8 @@ def create_app(
     name = config.name or (directory.resolve().name if directory else None) or "model"
     if embedder is None and config.embedding_name is not None:
         raise ConfigError(
-            f"embedding_name={config.embedding_name!r} has no effect without a second model that "
-            "embeds. Give one, or leave it out."
+            f"embedding_name={config.embedding_name!r} has no effect without a second "
+            "model for embeddings. Give one, or remove it."
         )
     second = None
     if embedder is not None:

@@ -39,8 +39,9 @@ class ApiKeys:
         invalid = [number for number, text in enumerate(keys, 1) if not _KEY.fullmatch(text)]
         if invalid:
             raise ConfigError(
-                f"key {invalid[0]} of {len(keys)} is no key: needed are 16 to 512 visible ASCII "
-                "characters without spaces, such as `openssl rand -hex 24` writes."
+                f"key {invalid[0]} of {len(keys)} is no key: needed are 16 to 512 "
+                "visible ASCII characters without spaces, such as `openssl rand -hex "
+                "24` writes."
             )
         self._digests = [_digest(text) for text in keys]
 
@@ -118,15 +119,15 @@ def load_keys(config: ServeConfig, environment: Mapping[str, str]) -> ApiKeys:
         )
     if not keys and "*" in config.allowed_origins:
         raise ConfigError(
-            "allowed_origins=* lets every page of the web ask, and there is no key. Give a key, or "
-            "name the origins."
+            "allowed_origins=* lets every page of the web ask, and there is no key. "
+            "Give a key, or name the origins."
         )
     is_local = config.uds is not None or is_loopback(config.host)
     if not keys and not is_local and not config.allow_no_key:
         raise ConfigError(
             f"host={config.host!r} lets other machines ask, and there is no key. Give "
-            f"keys_file=FILE or set {KEYS_VARIABLE}, listen at 127.0.0.1, or set allow_no_key "
-            "where everybody who reaches the address may ask."
+            f"keys_file=FILE or set {KEYS_VARIABLE}, listen at 127.0.0.1, or set "
+            "allow_no_key where everybody who reaches the address may ask."
         )
     return keys
 
@@ -195,7 +196,7 @@ def check_origin(
         is_own = origin is None or urlsplit(origin).netloc.lower() == host.lower()
     if not is_own:
         raise RequestError(
-            "the request comes from a page of another site", status=403, code="origin_not_allowed"
+            "the request comes from another site's web page", status=403, code="origin_not_allowed"
         )
 
 

@@ -92,7 +92,7 @@ class Prompter:
             return self._write_dialogue(body.messages)
         if self.template is None:
             raise RequestError(
-                f"{type(model).__name__} does not converse: it has no form for what is said",
+                f"{type(model).__name__} does not support conversations: it has no chat format",
                 "messages",
                 code="unsupported_model",
             )

@@ -109,7 +109,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         for ids in rows:
             if len(ids) > most:
                 raise RequestError(
-                    f"a text has {len(ids)} tokens, and at most {most} are read here",
+                    f"a text has {len(ids)} tokens, but this server accepts at most {most}",
                     "input",
                     code="context_length_exceeded",
                 )
@@ -181,6 +181,6 @@ def _read_options(body: DocumentsRequest, serving: Serving) -> dict[str, Any]:
     most = min(config.max_new_tokens or row_tokens(engine), row_tokens(engine))
     if body.max_tokens is not None and body.max_tokens > most:
         raise RequestError(
-            f"max_tokens={body.max_tokens}: at most {most} are written here", "max_tokens"
+            f"max_tokens={body.max_tokens}: this server generates at most {most}", "max_tokens"
         )
     return options | {"max_new_tokens": body.max_tokens or min(_ANSWER_TOKENS, most)}

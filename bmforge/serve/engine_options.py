@@ -89,8 +89,8 @@ def check_size(texts: Iterable[str], engine: AnyEngine, config: ServeConfig, fie
     size = sum(sizes) if field == "messages" else max(sizes, default=0)
     if size > most:
         raise RequestError(
-            f"{field} has {size} bytes; a prompt has at most {tokens} tokens here, of at most "
-            f"{most} bytes",
+            f"{field} has {size} bytes; a prompt may have at most {tokens} tokens of at "
+            f"most {most} bytes each",
             field,
             code="context_length_exceeded",
         )
@@ -121,7 +121,7 @@ def longest_answer(
     most_prompt = min(longest_prompt(engine, config), limit if apart else limit - 1)
     if prompt_tokens > most_prompt:
         raise RequestError(
-            f"the prompt has {prompt_tokens} tokens, and at most {most_prompt} are read here",
+            f"the prompt has {prompt_tokens} tokens, but this server accepts at most {most_prompt}",
             code="context_length_exceeded",
         )
     space = limit if apart else limit - prompt_tokens
@@ -206,7 +206,7 @@ def _end_tokens(
     size = engine.model.config.vocab_size
     if any(id >= size for id in more):
         raise RequestError(
-            f"stop_token_ids has {max(more)}, and the vocabulary has {size} tokens",
+            f"stop_token_ids has {max(more)}, but the vocabulary has {size} tokens",
             "stop_token_ids",
             code="invalid_value",
         )
@@ -235,8 +235,8 @@ def _read_bias(body: Writing, engine: AnyEngine) -> dict[int, float]:
         is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
         if not (is_number and int(text) < engine.model.config.vocab_size):
             raise RequestError(
-                f"logit_bias: {text[:20]!r} is no token; needed are ids from 0 to "
-                f"{engine.model.config.vocab_size - 1}",
+                f"logit_bias: {text[:20]!r} is not a token id (needed: 0 to "
+                f"{engine.model.config.vocab_size - 1})",
                 "logit_bias",
                 code="invalid_value",
             )
@@ -261,7 +261,7 @@ def find_constraint(
     if outputs is not None:
         rules |= _read_outputs(outputs)
     if len(rules) > 1:
-        raise RequestError(f"{', '.join(rules)} contradict each other; leave all but one out")
+        raise RequestError(f"{', '.join(rules)} contradict each other; keep only one")
     return next(iter(rules.values()), None)
 
 

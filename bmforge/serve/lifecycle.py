@@ -227,12 +227,12 @@ def bind_address(config: ServeConfig) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port={config.port} of {config.host} is in use: another server runs there. Stop "
-                "it, or give another port; port=0 takes a free one."
+                f"port={config.port} of {config.host} is in use: another server runs "
+                "there. Stop it, or give another port; port=0 selects a free port."
             ) from error
         raise ConfigError(
-            f"host={config.host!r}, port={config.port} cannot be listened at ({error}). Name an "
-            "address of this machine, such as 127.0.0.1, and a port above 1023."
+            f"host={config.host!r}, port={config.port} cannot be listened at ({error}). "
+            "Name an address of this machine, such as 127.0.0.1, and a port above 1023."
         ) from error
 
 
@@ -255,8 +255,8 @@ def _bind_path(path: Path) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"uds={str(path)!r} cannot be listened at ({error}). Give a path that does not exist, "
-            "in a directory of yours."
+            f"uds={str(path)!r} cannot be listened at ({error}). Give a path that does "
+            "not exist, in a directory of yours."
         ) from error
     except ConfigError:
         listener.close()

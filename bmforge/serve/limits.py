@@ -106,7 +106,7 @@ def check_at_most(name: str, count: int, most: int, what: str) -> None:
     """
     if count > most:
         raise RequestError(
-            f"{name} has {count} {what}, and at most {most} are served here",
+            f"{name} has {count} {what}, but this server accepts at most {most}",
             name,
             code="limit_exceeded",
         )

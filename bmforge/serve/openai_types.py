@@ -211,7 +211,10 @@ class ChatRequest(Writing):
     def _fits_template(self) -> None:
         reserved = {"messages", "tools", "add_generation_prompt"}
         if twice := reserved & (self.chat_template_kwargs or {}).keys():
-            raise ValueError(f"chat_template_kwargs: {min(twice)} is a field of its own")
+            raise ValueError(
+                f"chat_template_kwargs: {min(twice)} is also a separate field; set that "
+                "field instead"
+            )
         if not self.continue_final_message:
             if self.add_generation_prompt is False:
                 raise ValueError("add_generation_prompt=false needs continue_final_message=true")

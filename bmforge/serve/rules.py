@@ -67,7 +67,9 @@ class RuleChecker:
         problem = self._verdicts[rule]
         if problem is not None:
             raise RequestError(
-                f"{name}: the rule cannot be kept: {problem[:300]}", name, code="invalid_schema"
+                f"{name}: the rule cannot be kept: {problem[:300]}",
+                name,
+                code="invalid_schema",
             )
 
     def _check_schema(self, schema: Any, name: str) -> None:
@@ -96,7 +98,9 @@ class RuleChecker:
             async with asyncio.timeout(limits.schema_s), own_turn, self._turns:
                 return await self._run(rule)
         except TimeoutError:
-            raise overloaded("too many rules are waiting to be compiled", limits.schema_s) from None
+            raise overloaded(
+                "too many constraints are waiting to be compiled", limits.schema_s
+            ) from None
 
     async def _run(self, rule: Constraint) -> str | None:
         limits = self._config

@@ -144,7 +144,8 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     )
     if len(first) not in (1, len(second)):
         raise RequestError(
-            f"text_1 has {len(first)} texts and text_2 {len(second)}; give one, or as many",
+            f"text_1 has {len(first)} texts and text_2 {len(second)}; give one text, or "
+            "equally many",
             "text_1",
         )
     result = await _embed(request, body.model, [*first, *second], "text_2")
@@ -195,7 +196,8 @@ async def _embed(
         longest = longest_prompt(served.engine, config)
         if any(len(ids) > longest for ids in rows):
             raise RequestError(
-                f"a text has {max(map(len, rows))} tokens, and at most {longest} are read here",
+                f"a text has {max(map(len, rows))} tokens, but this server accepts at "
+                f"most {longest}",
                 field,
                 code="context_length_exceeded",
             )

@@ -95,7 +95,7 @@ class Serving:
         names = [model.name for model in self.models]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(
-                f"{twice[0]!r} names a model and a delta, or two deltas: give one another name."
+                f"{twice[0]!r} is the name of more than one model or delta. Rename one of them."
             )
         self.prompter = Prompter(self.main.engine, self.directory, self.config)
         self.rules = RuleChecker(self.config)
@@ -169,8 +169,7 @@ class Serving:
             )
         if ability is not None and ability not in served.abilities:
             raise RequestError(
-                f"{served.name!r} can be asked for {', '.join(served.abilities)}, "
-                f"not for {ability}",
+                f"{served.name!r} supports {', '.join(served.abilities)}, but not {ability}",
                 "model",
                 code="unsupported_model",
             )

@@ -106,8 +106,7 @@ def _refuse_surrogates(value: Any) -> None:
             remaining += item
         elif isinstance(item, str) and _SURROGATE.search(item):
             raise RequestError(
-                "a text has half of a surrogate pair, which is no character: write the character "
-                "itself, or both halves"
+                "a text has an unpaired surrogate. Write the character itself, or both surrogates"
             )
 
 

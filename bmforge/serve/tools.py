@@ -58,7 +58,7 @@ def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
     shown = [tool.model_dump(exclude_none=True) for tool in body.tools]
     functions = {tool.function.name: tool.function.parameters for tool in body.tools}
     if len(functions) != len(body.tools):
-        raise RequestError("tools has a name twice", "tools", code="invalid_value")
+        raise RequestError("tools contains the same name twice", "tools", code="invalid_value")
     if body.response_format is not None and body.response_format.type != "text":
         raise RequestError(
             "tools and response_format contradict each other; leave one out", "response_format"
@@ -71,8 +71,8 @@ def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
     if body.tool_choice in (None, "auto"):
         if form is None:
             raise RequestError(
-                "this model's chat template has no form for calls; tool_choice required, or the "
-                "name of a function, works with every model",
+                "this model's chat template has no form for calls; tool_choice "
+                "required, or the name of a function, works with every model",
                 "tool_choice",
                 code="unsupported_value",
             )
@@ -81,7 +81,7 @@ def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
     if isinstance(body.tool_choice, ToolChoice):
         name = body.tool_choice.function.name
         if name not in functions:
-            raise RequestError(f"tool_choice names {name!r}, which is no tool", "tool_choice")
+            raise RequestError(f"tool_choice names {name!r}, which is not in tools", "tool_choice")
         functions = {name: functions[name]}
     begin = f"{form.open[0]}\n" if form is not None and form.is_json else ""
     return ToolUse(None if form is None else shown, functions, None, _call_rule(functions), begin)

@@ -64,11 +64,12 @@ class AutoTokenizer:
         opens = _by_config(folder) or _by_files(folder)
         if opens is None:
             raise DataError(
-                f"no tokenizer in {str(folder)!r}: needed is {TOKENIZER_FILE}, "
-                f"{' with '.join(BYTE_PAIR_FILES)} (GPT-2, OPT, RoBERTa), {VOCABULARY_FILE} (BERT, "
-                f"CPM-2, EVA, CPM-Ant, CPM-Bee), {SPIECE_FILES[0]} (T5), {MODEL_FILE} (CPM-1), or "
-                f"{SENTENCEPIECE_FILE} (GLM). Where there are other files of a Hugging Face "
-                f"tokenizer, write a {TOKENIZER_FILE} with transformers' "
+                f"no tokenizer in {str(folder)!r} (supported: {TOKENIZER_FILE}, "
+                f"{' with '.join(BYTE_PAIR_FILES)} (GPT-2, OPT, RoBERTa), "
+                f"{VOCABULARY_FILE} (BERT, CPM-2, EVA, CPM-Ant, CPM-Bee), "
+                f"{SPIECE_FILES[0]} (T5), {MODEL_FILE} (CPM-1), or {SENTENCEPIECE_FILE} "
+                "(GLM). Where there are other files of a Hugging Face tokenizer, write "
+                f"a {TOKENIZER_FILE} with transformers' "
                 "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)."
             )
         return opens(folder)

@@ -244,7 +244,7 @@ def parse_vocabulary(
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{str(path)!r} is not UTF-8 text ({error}); get the file again."
+            f"{str(path)!r} is not UTF-8 text ({error}). Download the file again."
         ) from error
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
     lines = [line.strip() for line in lines] if strip else lines
@@ -275,8 +275,8 @@ def save_files(directory: str | os.PathLike[str], files: dict[str, bytes]) -> No
     ]
     if taken:
         raise ConfigError(
-            f"{str(folder)!r} already holds another {' and '.join(taken)}: save into a new "
-            "directory, or remove the old files first."
+            f"{str(folder)!r} already holds another {' and '.join(taken)}: save into a "
+            "new directory, or remove the old files first."
         )
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

@@ -93,9 +93,9 @@ def _render_answer(
         start = _common_start(prompt, rendered)
     else:
         raise DataError(
-            f"the chat template does not write messages 1 to {number} as the beginning of messages "
-            f"1 to {number + 1}, so the answer cannot be separated from its prompt. Give another "
-            "template with --template."
+            f"the chat template does not render messages 1 to {number} as a prefix of "
+            f"messages 1 to {number + 1}, so the answer cannot be separated from its "
+            "prompt. Give another template with --template."
         )
     answer = rendered[len(start) :]
     missing = _find_missing(message, answer)
@@ -103,8 +103,9 @@ def _render_answer(
         return AnswerText(number, prompt, _write_thoughts(message, prompt, answer))
     if missing:
         raise DataError(
-            f"the chat template leaves the {missing} of message {number + 1} out, so it cannot be "
-            "learned. Give another template with --template, or remove that part from the data."
+            f"the chat template omits the {missing} of message {number + 1}, so the "
+            "model cannot be trained on it. Give another template with --template, or "
+            "remove that part from the data."
         )
     return AnswerText(number, start, answer)
 
@@ -175,7 +176,7 @@ def check_fields(template: ChatTemplate, messages: Sequence[Message]) -> None:
                 continue
             if not re.search(rf"\b{re.escape(name)}\b", template.source):
                 raise DataError(
-                    f"message {number} has the field {name!r}, which the chat template does not "
-                    f"read (read are {', '.join(_MESSAGE_FIELDS)}). Remove it, or leave it out "
-                    f"with --data.ignore {name}."
+                    f"message {number} has the field {name!r}, which the chat template "
+                    f"does not use (used: {', '.join(_MESSAGE_FIELDS)}). Remove it, or "
+                    f"leave it out with --data.ignore {name}."
                 )

@@ -124,8 +124,8 @@ class CPM2Tokenizer(Tokenizer):
         """
         if not 0 <= number < len(self.sentinel_ids):
             raise ConfigError(
-                f"sentinel number={number}: this vocabulary has {len(self.sentinel_ids)}, from 0 "
-                "on; blank fewer spans."
+                f"sentinel number={number}: this vocabulary has only "
+                f"{len(self.sentinel_ids)} sentinels. Mask fewer spans."
             )
         return self.sentinel_ids[number]
 

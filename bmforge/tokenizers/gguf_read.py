@@ -151,8 +151,8 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
     build = _KINDS.get(kind) if isinstance(kind, str) else None
     if build is None:
         raise DataError(
-            f"{str(header.path)!r} has a tokenizer of the kind {kind!r}; read are "
-            f"{', '.join(_KINDS)}. Give the tokenizer of the model's own directory."
+            f"{str(header.path)!r} has a tokenizer of the kind {kind!r} (supported: "
+            f"{', '.join(_KINDS)}). Give the tokenizer of the model's own directory."
         )
     _check_keys(header, kind)
     vocabulary = _read_vocabulary(header)

@@ -171,8 +171,8 @@ class GLMTokenizer(Tokenizer):
             wrong = [i for i in members if not special and not 0 <= i < self._text.vocab_size]
             if wrong:
                 raise DataError(
-                    f"id={wrong[0]} is no token of this vocabulary of {self.vocab_size}; is this "
-                    "the tokenizer of the model that made it?"
+                    f"id={wrong[0]} is not a token of this vocabulary of "
+                    f"{self.vocab_size}; is this the tokenizer of the model that made it?"
                 )
             parts += [self._by_id[i] for i in members] if special else [self._text.decode(members)]
         return self._text.joint.join(parts)
@@ -196,8 +196,8 @@ class GLMTokenizer(Tokenizer):
 
         if not texts or (max_length is not None and max_length < 3):
             raise ConfigError(
-                f"prepare got {len(texts)} texts with max_length={max_length}: it needs a text "
-                "and room for 3 tokens."
+                f"prepare got {len(texts)} texts with max_length={max_length}: it needs "
+                "a text and room for 3 tokens."
             )
         encoded = self.encode_batch(texts)
         if max_length is not None:

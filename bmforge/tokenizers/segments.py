@@ -52,7 +52,7 @@ def outer_marks(tokenizer: Tokenizer) -> tuple[int, int]:
     begin, end = tokenizer.role_id("cls"), tokenizer.role_id("sep")
     if begin is None or end is None:
         raise ConfigError(
-            "the tokenizer has no tokens for the roles cls and sep; give that of a BERT, or name "
-            "them in its tokenizer_config.json (cls_token, sep_token)."
+            "the tokenizer has no tokens for the roles cls and sep; give that of a "
+            "BERT, or name them in its tokenizer_config.json (cls_token, sep_token)."
         )
     return begin, end

@@ -27,5 +27,5 @@ def load_sentence_piece(model: bytes, path: Path) -> Any:
         return SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
         raise DataError(
-            f"{str(path)!r} is not a sentencepiece model ({error}); get the file again."
+            f"{str(path)!r} is not a sentencepiece model ({error}). Download the file again."
         ) from error

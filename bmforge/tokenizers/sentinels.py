@@ -60,5 +60,5 @@ def fill_prompt(
 
 def _end_of(tokenizer: Tokenizer) -> list[int]:
     if tokenizer.eos_id is None:
-        raise ConfigError("the tokenizer has no token that ends a text; see its roles.")
+        raise ConfigError("the tokenizer has no end token. Set one in the tokenizer's config.")
     return [tokenizer.eos_id]

@@ -53,8 +53,9 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
     model = _read(content, path)
     if model.algorithm != _UNIGRAM:
         raise DataError(
-            f"{str(path)!r} is a sentencepiece model of kind {model.algorithm}; read are unigram "
-            f"models ({_UNIGRAM}), such as T5's. Write a tokenizer.json with transformers' "
+            f"{str(path)!r} is a sentencepiece model of kind {model.algorithm}; read are "
+            f"unigram models ({_UNIGRAM}), such as T5's. Write a tokenizer.json with "
+            "transformers' "
             "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)."
         )
     return build_unigram(model, extra_ids)
@@ -106,7 +107,7 @@ def _read(content: bytes, path: Path) -> UnigramModel:
         )
     except (ValueError, IndexError, TypeError, struct.error) as error:
         raise DataError(
-            f"{str(path)!r} is not a sentencepiece model ({error}); get the file again."
+            f"{str(path)!r} is not a sentencepiece model ({error}). Download the file again."
         ) from error
 
 
@@ -132,7 +133,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
         else:
             raise ValueError(f"field of kind {kind}")
         if at + length > len(data):
-            raise ValueError("it is cut off")
+            raise ValueError("the file is truncated")
         yield key >> 3, data[at : at + length]
         at += length
 

@@ -50,7 +50,7 @@ def run_template(template: Any, variables: Mapping[str, Any], limits: TemplateLi
             pieces.append(piece)
             length += len(piece)
             if length > limits.characters:
-                raise ValueError(f"it writes more than {limits.characters} characters")
+                raise ValueError(f"the output is longer than {limits.characters} characters")
     return "".join(pieces)
 
 

@@ -64,7 +64,7 @@ def open_tokenizer_json(content: bytes, path: Path) -> Any:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises a bare Exception for invalid files
         raise DataError(
-            f"{str(path)!r} is not a tokenizer.json ({error}); get the file again."
+            f"{str(path)!r} is not a tokenizer.json ({error}). Download the file again."
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

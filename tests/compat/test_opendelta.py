@@ -85,7 +85,7 @@ def test_the_overview_trains_and_saves_what_it_leaves_unfrozen(tmp_path: Path) -
     assert_close(look(again), want, rtol=1e-6, atol=1e-6)
     assert opened.config == od.AutoDeltaConfig.from_finetuned(tmp_path)
     assert opened.config.lora_r == 2
-    with pytest.raises(ConfigError, match="holds a Lora, which is no AdapterModel"):
+    with pytest.raises(ConfigError, match="holds a Lora, which is not a AdapterModel"):
         od.AdapterModel.from_finetuned(tmp_path, programs.tiny_bert())
 
 

@@ -133,7 +133,7 @@ def test_parquet_and_arrow(tmp_path: Path) -> None:
     (tmp_path / "d.parquet.gz").write_bytes(gzip.compress((tmp_path / "a.parquet").read_bytes()))
     for name in ("a.parquet", "b.arrow", "c.arrow", "d.parquet.gz"):
         assert texts(tmp_path / name) == [f"text {i}" for i in range(600)]
-    with pytest.raises(DataError, match=r"no column 'body', it has \['text', 'n', 'url'\]"):
+    with pytest.raises(DataError, match=r"no column 'body' \(columns: \['text', 'n', 'url'\]"):
         entries(tmp_path / "a.parquet", text_field="body")
     (tmp_path / "e.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
     with pytest.raises(DataError, match="cannot be read as Parquet"):

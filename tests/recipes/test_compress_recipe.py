@@ -199,7 +199,7 @@ def test_recipes_that_cannot_be(
         ({}, {"prune": {"patern": "2:4"}}, "unknown field compress.prune.patern"),
         ({}, {"prune": {"method": "wanda"}}, "calibration.texts"),
         ({"experts": 2}, {}, "steps.experts=2 has no effect"),
-        ({"weights": 2}, {"run": {"run_dir": "x"}}, "run.run_dir is the recipe's own"),
+        ({"weights": 2}, {"run": {"run_dir": "x"}}, "run.run_dir is set by the recipe"),
         ({}, {"format": "gguf"}, "format='gguf' must be one of"),
     ):
         file = write_recipe(start, tmp_path, steps)

@@ -280,7 +280,7 @@ def test_tools_that_may_be_called_or_not() -> None:
         (
             {"tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}},
             True,
-            "no tool",
+            "not in tools",
         ),
     ],
 )

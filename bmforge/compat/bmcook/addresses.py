@@ -74,7 +74,7 @@ def modules_with(model: nn.Module, patterns: Sequence[str], key: str) -> list[st
         ]
         if not hits:
             olds = [old for _, old in names_of_module.values()]
-            raise ConfigError(f"{key}: {pattern!r} is in no module's name.{suggest(pattern, olds)}")
+            raise ConfigError(f"{key}: {pattern!r} matches no module name.{suggest(pattern, olds)}")
         matched.update(dict.fromkeys(hits))
     return list(matched)
 

@@ -93,7 +93,9 @@ class ConfigParser:
         try:
             raw = json.loads(Path(self.config_file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{self.config_file!r} is no config of BMCook's: {error}.") from error
+            raise ConfigError(
+                f"{self.config_file!r} is not a config of BMCook's: {error}."
+            ) from error
         self.config: dict[str, Any] = check_cook_config(raw)
 
     def get(self, key: str) -> Any:
@@ -195,7 +197,7 @@ def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
         tables["moefy"] = own.pop("moefy", {})
     clash = set(tables) & set(own)
     if clash:
-        raise ConfigError(f"bmforge.{min(clash)} is said twice: by BMCook's section, and here.")
+        raise ConfigError(f"bmforge.{min(clash)} is set twice: in BMCook's section and here.")
     return {**tables, **own}
 
 
@@ -220,7 +222,7 @@ def structure_table(section: Mapping[str, Any]) -> dict[str, Any]:
     if unknown or not section["training_mask"]:
         raise ConfigError(
             f"pruning.sprune.training_mask={section['training_mask']} must name some of "
-            f"{', '.join(_GATES)}; other widths are given as sizes in a recipe of ours "
+            f"{', '.join(_GATES)}; other widths are set as sizes in a bmforge recipe "
             "(docs/guides/compression.md)."
         )
     problems = []
@@ -280,7 +282,7 @@ def _read_pair(text: str) -> list[str]:
     """Parse "[post]a.b:[pre]c.d" into two modules, with bmforge's names."""
     sides = text.split(":")
     if len(sides) != 2:
-        raise ConfigError(f"{text!r} is no pair of modules such as '[post]a.b:[post]a.b'.")
+        raise ConfigError(f"{text!r} is not a pair of modules such as '[post]a.b:[post]a.b'.")
     return [_read_side(side) for side in sides]
 
 

@@ -54,7 +54,9 @@ class BMDistill:
                 'attention by a recipe: kind="attention" (docs/guides/compression.md).'
             )
         if teacher is None:
-            raise ConfigError("the config distils, and no teacher was given.")
+            raise ConfigError(
+                "the config has distillation, but no teacher was given. Pass the teacher."
+            )
         freeze_(teacher)
         return Teaching(student, teacher, section, target_linear).wrap(forward_fn)
 
@@ -86,7 +88,7 @@ class Teaching:
         for text in section["mse_hidn_module"] if section["mse_hidn_scale"] else ():
             sides = text.split(":")
             if len(sides) != 2:
-                raise ConfigError(f"{text!r} is no pair such as '[post]a.b:[post]a.b'.")
+                raise ConfigError(f"{text!r} is not a pair such as '[post]a.b:[post]a.b'.")
             pair = _place(student, sides[0]), _place(teacher, sides[1])
             self._mine.watch_state_(student, pair[0])
             self._theirs.watch_state_(teacher, pair[1])
@@ -170,5 +172,5 @@ def _width(model: nn.Module) -> int:
         if isinstance(getattr(config, name, None), int):
             return int(getattr(config, name))
     raise ConfigError(
-        f"{type(model).__name__}'s config tells no dim_model, which mse_hidn_proj needs."
+        f"{type(model).__name__}'s config has no dim_model, which mse_hidn_proj needs."
     )

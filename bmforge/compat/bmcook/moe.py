@@ -65,8 +65,8 @@ def _find(model: nn.Module, patterns: list[str]) -> dict[str, str]:
         hits = {n: old for n, old in old_names.items() if pattern in old or pattern in n}
         if not hits:
             raise ConfigError(
-                f"MoEfication.first_FFN_module: {pattern!r} is in no module's name, such as "
-                f"{next(iter(old_names.values()))!r}."
+                f"MoEfication.first_FFN_module: {pattern!r} matches no module name, such "
+                f"as {next(iter(old_names.values()))!r}."
             )
         matched.update(hits)
     return matched

@@ -120,6 +120,6 @@ def _zoo_model(model: nn.Module) -> nn.Module:
     if isinstance(inner, Model):
         return inner
     raise ConfigError(
-        f"mask_method='sprune' needs a model of ours, or of ModelCenter's classes; not a "
+        "mask_method='sprune' needs a model of ours, or of ModelCenter's classes; not a "
         f"{type(model).__name__}."
     )

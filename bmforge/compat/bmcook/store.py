@@ -128,15 +128,15 @@ def load_masks(file_name: str, model: nn.Module | None = None) -> None:
     for name, mask in masks.items():
         parameter = parameters[name]
         if local_tensor(parameter).shape != mask.shape:
-            raise ConfigError("load_masks is for a model that is whole on every process.")
+            raise ConfigError("load_masks does not support sharded models.")
         local_tensor(parameter).mul_(mask.to(parameter.device))
 
 
 def _pruned(model: nn.Module | None) -> nn.Module:
     if model is None:
         raise ConfigError(
-            "several models may be pruned: name the one that is meant, "
-            "save_masks(file, model) and load_masks(file, model)."
+            "several models are pruned. Pass the model: save_masks(file, model) and "
+            "load_masks(file, model)."
         )
     if pruning_of(model) is None:
         raise ConfigError(f"this {type(model).__name__} was not pruned.")

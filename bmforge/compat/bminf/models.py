@@ -60,8 +60,9 @@ def open_engine(
     """
     if device_idx not in (None, default_device().index, 0):
         raise ConfigError(
-            f"device_idx={device_idx}: the first accelerator that the process sees is used. Let it "
-            "see that one alone (CUDA_VISIBLE_DEVICES), and leave device_idx out."
+            f"device_idx={device_idx}: the first accelerator that the process sees is "
+            "used. Let it see that one alone (CUDA_VISIBLE_DEVICES), and leave "
+            "device_idx out."
         )
     directory = find_model(version.removeprefix("file://"))
     raw = read_config_file(directory)

@@ -62,7 +62,7 @@ class Block(Facade):
         if level not in (2, 3) or mode not in ("BLOCK", "PIPE"):
             raise BlockError(f"zero_level={level} must be 2 or 3, mode={mode!r} BLOCK or PIPE.")
         if isinstance(inner_module, Block):
-            raise BlockError("A Block was given to Block; give it the module itself.")
+            raise BlockError("Block was given a Block. Pass the module itself.")
         _check(inner_module)
         super().__init__()
         # The module's own tables: whatever looks at them or changes them sees the module.

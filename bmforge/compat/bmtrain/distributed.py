@@ -61,7 +61,7 @@ def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = Non
     """
     group = _group(comm)
     if op not in ("sum", "avg"):
-        raise ConfigError(f"op={op!r}: reduce_scatter knows 'sum' and 'avg'; use all_reduce.")
+        raise ConfigError(f"op={op!r}: reduce_scatter supports 'sum' and 'avg'. Use all_reduce.")
     if x.dim() == 0 or x.shape[0] % group.size():
         raise ShapeError(f"{group.size()} processes do not divide the rows of {tuple(x.shape)}.")
     out = sum_scatter_tokens(x, group, 0)

@@ -185,8 +185,8 @@ def need_values(model: nn.Module) -> None:
     if empty:
         shown = ", ".join(empty[:3]) + (f" and {len(empty) - 3} more" if len(empty) > 3 else "")
         raise ConfigError(
-            f"{type(model).__name__} was made on the meta device, and {shown} have no values. Read "
-            "them with bmt.load(model, file), or draw those with an init_method with "
+            f"{type(model).__name__} was made on the meta device, and {shown} have no "
+            "values. Load them with bmt.load(model, file), or initialize them with "
             "bmt.init_parameters(model)."
         )
 
@@ -298,8 +298,8 @@ class _Method:
         param = None if self._param is None else self._param()
         if param is None:
             raise ConfigError(
-                "this is a copy of a distributed parameter, and its processes do not know it. Copy "
-                "what gather() of the parameter itself returns."
+                "this is a copy of a distributed parameter, which cannot be gathered. "
+                "Copy the result of gather() of the parameter itself."
             )
         if args or kwargs:
             return torch.gather(param, *args, **kwargs)

@@ -136,7 +136,7 @@ class PipelineModule(nn.Module):
             return spec
         if not callable(spec):
             raise ConfigError(
-                f"layer {number} is {spec!r}: a LayerSpec, module or function, please."
+                f"layer {number} is {spec!r} (needed: a LayerSpec, module or function)."
             )
         return _Place(spec)
 
@@ -190,8 +190,8 @@ def _carry(value: Any, number: int) -> tuple[Tensor, ...]:
     parts = value if isinstance(value, tuple | list) else (value,)
     if not parts or not all(isinstance(part, Tensor) for part in parts):
         raise ShapeError(
-            f"layer {number - 1} returns {[type(part).__name__ for part in parts]}: a stage ends "
-            "there, and only tensors go on."
+            f"layer {number - 1} returns {[type(part).__name__ for part in parts]}: a "
+            "stage ends there, and only tensors can be sent to the next stage."
         )
     return tuple(parts)
 

@@ -102,7 +102,7 @@ class _Timer:
     def stop(self) -> None:
         """Stop the timer, and add the elapsed time to the total."""
         if self._since is None:
-            raise ConfigError("a timer is stopped that was not started: call start() first.")
+            raise ConfigError("the timer was not started. Call start() first.")
         self._total_s += _now() - self._since
         self._since = None
 
@@ -158,7 +158,9 @@ def get_args() -> argparse.Namespace:
         ConfigError: `initialize_megatron` was not called.
     """
     if program.args is None:
-        raise ConfigError("there are no arguments yet: call initialize_megatron() or pretrain().")
+        raise ConfigError(
+            "the arguments are not parsed yet. Call initialize_megatron() or pretrain()."
+        )
     return program.args
 
 

@@ -66,8 +66,8 @@ class Rows:
         needed = steps * self.micro_batches * self.size * self.batch_size
         if len(self.dataset) < needed:
             raise DataError(
-                f"the dataset has {len(self.dataset)} rows, and {steps} steps need {needed}: "
-                "return as many as the provider is asked for."
+                f"the dataset has {len(self.dataset)} rows, and {steps} steps need "
+                f"{needed}: return as many rows as requested."
             )
 
     def __next__(self) -> Sequence[Batch]:
@@ -99,7 +99,7 @@ class Rows:
         """
         if state["strides"] != self.strides:
             raise ConfigError(
-                f"the checkpoint has weights of stride > 1 cut for --model-parallel-size "
+                "the checkpoint has weights of stride > 1 cut for --model-parallel-size "
                 f"{state['strides']}, and there are {self.strides}: go on with as many."
             )
         self.step = int(state["step"])

@@ -184,9 +184,9 @@ class DeltaBase(nn.Module):
         if old_type_of(type(delta)) != cls.delta_type:
             delta.remove()
             raise ConfigError(
-                f"{str(directory)!r} holds a {type(delta).__name__}, which is no {cls.__name__}: "
-                "use "
-                "AutoDeltaModel.from_finetuned, which takes any."
+                f"{str(directory)!r} holds a {type(delta).__name__}, which is not a "
+                f"{cls.__name__}: use AutoDeltaModel.from_finetuned, which loads any "
+                "kind."
             )
         has_config = (directory / "config.json").exists()
         config = cls.config_class.from_finetuned(directory) if has_config else cls.config_class()

@@ -81,8 +81,8 @@ class BaseDeltaConfig:
                 )
             if name in self.fixed and value != self.fields[name]:
                 raise ConfigError(
-                    f"{name}={value!r} of {type(self).__name__} is not known here, only "
-                    f"{self.fields[name]!r}."
+                    f"{name}={value!r} of {type(self).__name__} is not supported "
+                    f"(supported: {self.fields[name]!r})."
                 )
         self.__dict__.update({**defaults, **renamed})
 

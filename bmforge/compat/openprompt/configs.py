@@ -223,8 +223,8 @@ class _Reader:
         if (words := self.take(f"{block}.label_words")) is not None:
             if not _are_texts(words):
                 raise ConfigError(
-                    f"{block}.label_words={words!r:.80} has what is no text: YAML reads No and yes "
-                    "as truth values. Put words in quotes."
+                    f"{block}.label_words={words!r:.80} contains a value that is not "
+                    "text: YAML reads No and yes as booleans. Put words in quotes."
                 )
             self.out.files["verbalizer.json"] = json.dumps(words, ensure_ascii=False) + "\n"
             self.put("verbalizer", str(self.beside / "verbalizer.json"))

@@ -27,10 +27,12 @@ class TheirTokenizer(Tokenizer):
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
         """Raise an error, since transformers opens its own tokenizers."""
-        raise ConfigError("open it with transformers, or take bmforge.tokenizers.AutoTokenizer.")
+        raise ConfigError("open it with transformers, or use bmforge.tokenizers.AutoTokenizer.")
 
     def _files(self) -> dict[str, bytes]:
-        raise ConfigError("a tokenizer of transformers saves itself: call its save_pretrained.")
+        raise ConfigError(
+            "a transformers tokenizer cannot be saved here. Call its save_pretrained."
+        )
 
     def _role_tokens(self) -> Mapping[str, str]:
         tokens = {role: getattr(self.theirs, f"{role}_token", None) for role in _ROLES}

@@ -58,7 +58,7 @@ class ManualVerbalizer(nn.Module):
     ) -> None:
         super().__init__()
         if prefix not in ("", " "):
-            raise ConfigError(f"prefix={prefix!r} must be a blank or nothing.")
+            raise ConfigError(f"prefix={prefix!r} must be a space or empty.")
         self.tokenizer, self.prefix = tokenizer, prefix
         self.classes = list(classes) if classes is not None else None
         self.num_classes = num_classes or (len(self.classes) if self.classes else None)
@@ -186,7 +186,7 @@ class AutomaticVerbalizer(ManualVerbalizer):
         num_searches: int = 1, score_fct: str = "llr", balance: bool = True, **options: Any,
     ) -> None:  # fmt: skip
         if num_searches != 1:
-            raise ConfigError(f"num_searches={num_searches}: one search is made.")
+            raise ConfigError(f"num_searches={num_searches}: only one search is supported.")
         options.pop("init_using_split", None)
         super().__init__(tokenizer, **options)
         if self.num_classes is None:
@@ -207,7 +207,7 @@ class AutomaticVerbalizer(ManualVerbalizer):
     def optimize_to_initialize(self) -> None:
         """Choose the label words from the stored logits."""
         if not self._seen:
-            raise ConfigError("nothing was remembered: call register_buffer(logits, labels).")
+            raise ConfigError("no logits are stored. Call register_buffer(logits, labels).")
         logits, labels = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
         self.core.fit_(logits, labels)
         self._seen = []

@@ -155,8 +155,9 @@ class DetectLanguage:
         for code in self.languages:
             if code not in KNOWN:
                 raise ConfigError(
-                    f"languages: {code!r} is unknown.{suggest(code, sorted(KNOWN))} Needed are "
-                    "codes of ISO 639-1 (of 639-3 where there is none), such as en, zh and yue."
+                    f"languages: {code!r} is unknown.{suggest(code, sorted(KNOWN))} "
+                    "Needed are codes of ISO 639-1 (of 639-3 where there is none), such "
+                    "as en, zh and yue."
                 )
 
     @property

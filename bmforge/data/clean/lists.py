@@ -36,7 +36,7 @@ def read_list(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
         entry for line in lines if (entry := line.strip()) and not entry.startswith("#")
     )
     if not entries:
-        raise ConfigError(f"{name}={str(path)!r} has no entry. Write one on each line.")
+        raise ConfigError(f"{name}={str(path)!r} has no entries. Write one entry on each line.")
     return entries
 
 
@@ -61,9 +61,7 @@ class ListedWords:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for an empty list or an empty word."""
         if not self.words or not all(word.strip() for word in self.words):
-            raise ConfigError(
-                "words is empty or has an empty entry (needed: at least one word). Name the words."
-            )
+            raise ConfigError("words is empty or has an empty entry (needed: at least one word).")
 
     @cached_property
     def _automaton(self) -> Any:

@@ -288,7 +288,7 @@ def _check_regions(regions: tuple[str, ...]) -> None:
     for region in regions:
         if region not in SUPPORTED_REGIONS:
             raise ConfigError(
-                f"phone_regions: {region!r} is unknown. Needed are country codes of ISO 3166-1, "
+                f"phone_regions: {region!r} is unknown. Use ISO 3166-1 country codes, "
                 "such as US, DE or JP."
             )
 

@@ -55,7 +55,7 @@ def load_scorer(path: Path) -> tuple[Scorer, tuple[float, float] | None]:
                 model = Perplexity(file["counts"], float(file["total"]), int(file["vocabulary"]))
                 return model, (low, high)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{str(path)!r} holds no scores ({error}).") from error
+        raise DataError(f"{str(path)!r} does not contain scores ({error}).") from error
     return LinearScorer.load(path), None
 
 
@@ -112,7 +112,7 @@ def read_score(option: str) -> ScoreByFile:
     assert match is not None or not option
     if match is None:
         raise ConfigError(
-            "scores has an empty file name. Name a file that `bmforge data quality` wrote."
+            "scores contains an empty file name. Give a file written by `bmforge data quality`."
         )
     path, sign, value = match.groups()
     digest, (_, bounds) = _digest(path), load_scorer(Path(path))
@@ -136,8 +136,8 @@ def _bucket_bounds(
     for name in names:
         if name not in BUCKETS:
             raise ConfigError(
-                f"scores={option!r}: no bucket {name!r}.{suggest(name, BUCKETS)} There are "
-                f"{', '.join(BUCKETS)}."
+                f"scores={option!r}: unknown bucket {name!r}.{suggest(name, BUCKETS)} "
+                f"Known: {', '.join(BUCKETS)}."
             )
     places = sorted({BUCKETS.index(name) for name in names})
     if places[-1] - places[0] >= len(places):

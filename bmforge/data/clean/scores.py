@@ -104,8 +104,7 @@ def train_linear(
     sides = [[_features(text, size) for text in texts] for texts in (bad, good)]
     if not all(sides):
         raise ConfigError(
-            "a classifier cannot be trained on one class (needed: at least one good and one bad "
-            "text)."
+            "the training texts have only one class (needed: at least one good and one bad text)."
         )
     rows = [(row, label) for label, side in enumerate(sides) for row in side]
     share = [len(rows) / (2 * len(side)) for side in sides]
@@ -173,7 +172,7 @@ def train_perplexity(texts: Iterable[str], *, size: int = 1 << 20) -> Perplexity
             np.add.at(counts[n], runs, 1)
             total += len(runs) if n == 0 else 0
     if not total:
-        raise ConfigError("the texts have no words (needed: at least one text with words).")
+        raise ConfigError("the texts contain no words (needed: at least one text with words).")
     return Perplexity(counts, float(total), int(np.count_nonzero(counts[0])))
 
 
@@ -185,7 +184,10 @@ def find_buckets(perplexities: Iterable[float]) -> tuple[float, float]:
     """
     finite = [value for value in perplexities if np.isfinite(value)]
     if len(finite) < 3:
-        raise ConfigError(f"{len(finite)} finite perplexities cannot be divided into thirds.")
+        raise ConfigError(
+            f"{len(finite)} finite perplexities are too few to be divided into thirds. Give "
+            "more texts."
+        )
     low, high = np.quantile(finite, (1 / 3, 2 / 3))
     return float(low), float(high)
 

@@ -51,8 +51,9 @@ class Archive:
             self._pages = (folder / _PAGES).open("ab")
             if self._pages.tell() < end:
                 raise DataError(
-                    f"{str(folder / _PAGES)!r} has {self._pages.tell()} bytes, its journal speaks "
-                    f"of {end}: it was cut off or replaced. Collect into another directory."
+                    f"{str(folder / _PAGES)!r} has {self._pages.tell()} bytes, its "
+                    f"journal speaks of {end}: it was cut off or replaced. Collect into "
+                    "another directory."
                 )
             self._pages.truncate(end)
         except BaseException:
@@ -65,7 +66,10 @@ class Archive:
         try:
             fcntl.flock(self._journal.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConfigError(f"another process collects in {str(folder)!r}.") from error
+            raise ConfigError(
+                f"another process is collecting pages in {str(folder)!r}. Wait for it, or "
+                "choose another directory."
+            ) from error
 
     def _read_journal(self, path: Path) -> int:
         """Load the journal; return the end offset of the last archived page."""
@@ -80,8 +84,8 @@ class Archive:
                 end = max(end, int(record["end"]))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{str(path)!r} is no journal of a collection ({error}). Collect into another "
-                "directory."
+                f"{str(path)!r} is no journal of a collection ({error}). Collect into "
+                "another directory."
             ) from error
         return end
 

@@ -56,8 +56,8 @@ def find_address(host: str, port: int, is_private_allowed: bool) -> str:
     for address in addresses:
         if not is_private_allowed and not _is_public(address):
             raise PrivateAddressError(
-                f"{host} resolves to {address}, which is no public address: name the host in "
-                "private_hosts (--private-hosts) if it is meant"
+                f"{host} resolves to {address}, which is not a public address. To allow "
+                "it, add the host to private_hosts (--private-hosts)"
             )
     return addresses[0]
 
@@ -167,7 +167,7 @@ class _Watch:
     def check(self, url: str) -> None:
         """Raise `FetchError` if the timeout has passed."""
         if self._is_over:
-            raise FetchError(f"{url}: it takes longer than {self._seconds:g} s")
+            raise FetchError(f"{url}: the download takes longer than {self._seconds:g} s")
 
     def __enter__(self) -> None:
         self._timer.start()
@@ -182,5 +182,5 @@ def _read(answer: http.client.HTTPResponse, most_bytes: int) -> bytes:
         parts.append(chunk)
         size += len(chunk)
         if size > most_bytes:
-            raise ValueError(f"it is larger than {most_bytes} bytes")
+            raise ValueError(f"the page is larger than {most_bytes} bytes")
     return b"".join(parts)

@@ -95,7 +95,7 @@ def collect(
     cleaned = [clean_url(url) for url in urls]
     if not cleaned:
         raise ConfigError(
-            "urls is empty (needed: at least one address). Name the pages to collect."
+            "urls is empty (needed: at least one URL). Give the URLs of the pages to collect."
         )
     check_place(Path(out_dir), "out_dir")
     hosts = {urlsplit(url).netloc for url in cleaned} | {host.lower() for host in config.hosts}

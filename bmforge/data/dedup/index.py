@@ -80,12 +80,14 @@ class SketchIndex:
             self._ends = np.load(folder / "ends.npy", allow_pickle=False)
             size = (folder / "shingles.bin").stat().st_size
         except (OSError, ValueError) as error:
-            raise DataError(f"{str(folder)!r} holds no whole index ({error}).") from error
+            raise DataError(
+                f"{str(folder)!r} does not contain a complete index ({error})."
+            ) from error
         needed = {"format": _FORMAT, **_settings_of(hasher.config)}
         if settings != needed:
             raise ConfigError(
-                f"the index {str(folder)!r} was made with {settings}, and now {needed} are asked "
-                "for. Use the settings of the index, or write it anew."
+                f"the index {str(folder)!r} was built with {settings}, but {needed} was "
+                "requested. Use the settings of the index, or rebuild it."
             )
         if len(self.ids) + 1 != len(self._ends) or int(self._ends[-1]) * 8 != size:
             raise DataError(f"the index {str(folder)!r} is cut off: write it anew.")

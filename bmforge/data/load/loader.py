@@ -143,18 +143,19 @@ class DataLoader:
         missing = [key for key in own_state if key not in state and key not in ("content", "rows")]
         if missing:
             raise ConfigError(
-                f"loader state {sorted(state)} lacks {missing}: it is not of "
-                "DataLoader.state_dict. Give the state that was saved with the checkpoint."
+                f"loader state {sorted(state)} has no {missing}, so it was not made by "
+                "DataLoader.state_dict. Pass the state that was saved with the "
+                "checkpoint."
             )
         for key, what in _ORDER.items():
             if key in state and state[key] != own_state[key]:
                 sizes = f" ({state.get('rows')} rows then, {own_state['rows']} now)"
                 rows = sizes if "rows" in state else ""
                 raise ConfigError(
-                    f"loader state has {key}={state[key]}, this loader has {key}={own_state[key]}: "
-                    f"{what} changed{rows}, so the sample order cannot go on. Restore it, start a "
-                    "new run, or go on in a new order with --override data."
-                    f"{'' if 'content' in state else _EARLIER}"
+                    f"loader state has {key}={state[key]}, this loader has "
+                    f"{key}={own_state[key]}: {what} changed{rows}, so the sample order "
+                    "cannot go on. Restore it, start a new run, or go on in a new order "
+                    f"with --override data.{'' if 'content' in state else _EARLIER}"
                 )
         self.close()
         self._step, self._samples = int(state["step"]), int(state["samples"])
@@ -250,8 +251,8 @@ def iter_once(
     total = dataset.num_held_out_rows()
     if total == 0:
         raise DataError(
-            "the held-out corpus has fewer than 2 tokens, so there is nothing to predict. Add text "
-            "or raise validation_fraction."
+            "the held-out corpus has fewer than 2 tokens, so there is nothing to "
+            "predict. Add text or raise validation_fraction."
         )
     if max_batches is not None:
         _check_at_least(1, max_batches=max_batches)
@@ -292,8 +293,8 @@ def _batch(rows: NDArray[np.int64], lengths: NDArray[np.int64], eos_id: int | No
 def _eos_id(dataset: Dataset, reset_at_documents: bool) -> int | None:
     if reset_at_documents and dataset.eos_id is None:
         raise ConfigError(
-            "reset_at_documents=True needs to know where documents end. Give the dataset its "
-            "eos_id, for example PackedDataset(store, seq_len, eos_id=0)."
+            "reset_at_documents=True needs the end token of documents. Create the "
+            "dataset with eos_id, for example PackedDataset(store, seq_len, eos_id=0)."
         )
     return dataset.eos_id if reset_at_documents else None
 

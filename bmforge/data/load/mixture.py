@@ -40,7 +40,7 @@ class Mixture:
 
     def __init__(self, parts: Mapping[str, tuple[PackedDataset, float]]) -> None:
         if not parts:
-            raise ConfigError("Mixture: no corpus was given. Name at least one.")
+            raise ConfigError("Mixture: no corpus was given. Give at least one.")
         self.names = sorted(parts)
         self._datasets = [_named(parts[name][0], name) for name in self.names]
         first = self._datasets[0]
@@ -50,7 +50,8 @@ class Mixture:
                 raise ConfigError(
                     f"Mixture: corpus {name!r} has seq_len={dataset.seq_len}, "
                     f"eos_id={dataset.eos_id}, corpus {self.names[0]!r} has "
-                    f"seq_len={self.seq_len}, eos_id={self.eos_id}. Give all the same."
+                    f"seq_len={self.seq_len}, eos_id={self.eos_id}. Use the same values "
+                    "for all corpora."
                 )
         counts = integer_shares({name: parts[name][1] for name in self.names})
         self.shares = dict(zip(self.names, counts, strict=True))
@@ -139,8 +140,8 @@ def integer_shares(weights: Mapping[str, float]) -> list[int]:
     for (name, weight), count in zip(weights.items(), counts, strict=True):
         if count == 0:
             raise ConfigError(
-                f"Mixture: weight={weight} of {name!r} is below 1/{period} of the whole. "
-                "Raise it, or leave the corpus out."
+                f"Mixture: weight={weight} of {name!r} is below 1/{period} of the total "
+                "weight. Raise it, or remove the corpus."
             )
     return counts
 

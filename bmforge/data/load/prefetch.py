@@ -43,7 +43,7 @@ class Prefetcher(Generic[T]):
                 return item
         if self._error is not None:
             raise self._error
-        raise RuntimeError("take() on a prefetcher that was stopped")
+        raise RuntimeError("take() was called on a stopped prefetcher")
 
     def stop(self) -> None:
         """Stop the thread and discard its items; may be called more than once."""

@@ -19,9 +19,9 @@ def check_unread_members(results: Sequence[Any], is_allowed: bool) -> None:
     unread = funnel.dropped.get("unknown_kind")
     if unread and 2 * unread.text_bytes > funnel.read.text_bytes and not is_allowed:
         raise DataError(
-            f"{unread.text_bytes} of {funnel.read.text_bytes} bytes are {unread.documents} members "
-            "of archives of kinds that are not read. Convert them to .txt or .jsonl, or leave them "
-            "out with skip_unread=True (--skip-unread)."
+            f"{unread.text_bytes} of {funnel.read.text_bytes} bytes are in "
+            f"{unread.documents} archive members of unsupported formats. Convert them to "
+            ".txt or .jsonl, or leave them out with skip_unread=True (--skip-unread)."
         )
 
 
@@ -35,6 +35,6 @@ def check_any_left(results: Sequence[Any]) -> None:
     dropped = sorted(funnel.dropped.items(), key=lambda item: -item[1].documents)
     reasons = ", ".join(f"{rule} ({amount.documents})" for rule, amount in dropped)
     raise DataError(
-        f"no text is left after cleaning, of {funnel.read.documents} documents. Dropped were, by "
-        f"rule: {reasons or 'none'}. Check the input and the rules."
+        f"no text is left after cleaning, of {funnel.read.documents} documents. Dropped "
+        f"were, by rule: {reasons or 'none'}. Check the input and the rules."
     )

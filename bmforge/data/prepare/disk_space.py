@@ -35,7 +35,7 @@ def check_room(files: Sequence[Path] | None, out: Path, work: Path) -> None:
     need = int(_NEED_RATIO * text_bytes)
     if need > free + work_bytes:
         raise ConfigError(
-            f"out_dir={str(out)!r}: the work on {text_bytes / 1e9:.2f} GB of text needs about "
-            f"{need / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free. Free some, or name a "
-            "directory on another disk."
+            f"out_dir={str(out)!r}: preparing {text_bytes / 1e9:.2f} GB of text needs "
+            f"about {need / 1e9:.2f} GB of disk space, but {free / 1e9:.2f} GB are free. "
+            "Free some space, or choose a directory on another disk."
         )

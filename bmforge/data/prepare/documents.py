@@ -226,7 +226,7 @@ def _entries(
 
 
 def _never() -> Document:
-    raise AssertionError("an entry that may not be touched was parsed")
+    raise AssertionError("an entry that must be left unparsed was parsed")
 
 
 def _read_piece(piece: FileRange, options: ReadOptions) -> Iterator[Record]:
@@ -249,7 +249,7 @@ def _check_unchanged(task: DocumentsTask) -> None:
         try:
             status = os.stat(path)
         except OSError as error:
-            raise DataError(f"file {path!r} vanished while it was read ({error}).") from error
+            raise DataError(f"file {path!r} was removed while it was read ({error}).") from error
         if (status.st_size, status.st_mtime_ns) != (size_bytes, modified_ns):
             raise DataError(f"file {path!r} changed while it was read. Prepare again.")
 

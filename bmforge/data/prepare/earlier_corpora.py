@@ -77,7 +77,9 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
         try:
             settings = json.loads((folder / _SETTINGS).read_text("utf-8"))
             if settings["format"] != _FORMAT:
-                raise ValueError(f"format {settings['format']}, known is {_FORMAT}")
+                raise ValueError(
+                    f"format {settings['format']}, but the supported format is {_FORMAT}"
+                )
             if digest_file(folder / _DIGESTS) != settings["digest"]:
                 raise ValueError(f"{_DIGESTS} has other bytes than were written")
             threshold = settings["near_duplicates"]
@@ -87,8 +89,8 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
             ) from (error)
         if near is not None and threshold != near.threshold:
             raise ConfigError(
-                f"near_duplicates={near.threshold}, and the index of earlier={corpus!r} was made "
-                f"with {threshold}. Use the same, or prepare that corpus again."
+                f"near_duplicates={near.threshold}, and the index of earlier={corpus!r} "
+                f"was made with {threshold}. Use the same, or prepare that corpus again."
             )
         indexes.append(Earlier(folder, digest_file(folder / _SETTINGS)))
     return tuple(indexes)

@@ -219,8 +219,8 @@ class _Pool:
             return None
         if blame.entry < 0:
             raise ConfigError(
-                f"a worker process ended (exit code {code}) before it began. A script that uses "
-                'workers must do so under `if __name__ == "__main__":`; else give workers=0.'
+                f"a worker process ended (exit code {code}) before it started. A script must "
+                'start workers under `if __name__ == "__main__":`; else give workers=0.'
             )
         return blame
 
@@ -236,8 +236,8 @@ class _Pool:
             for earlier in part.blamed
         ):
             raise DataError(
-                f"{blame.name}: {describe_blame(blame)}, and this stage cannot leave it out. Take "
-                "it out of the input, or allow it more time or memory."
+                f"{blame.name}: {describe_blame(blame)}, and this stage cannot leave it "
+                "out. Take it out of the input, or allow it more time or memory."
             )
         if blame is not None:
             get_logger().warning("left out: %s (%s)", blame.name, describe_blame(blame))

@@ -34,8 +34,8 @@ def read_examples(sets: tuple[str, ...]) -> Iterator[tuple[str, str]]:
             yield from examples_of(option)
         else:
             raise ConfigError(
-                f"decontaminate={option!r} is no file. Give .jsonl files, or TASK=FOLDER such as "
-                "BoolQ=superglue."
+                f"decontaminate={option!r} is no file. Give .jsonl files, or TASK=FOLDER "
+                "such as BoolQ=superglue."
             )
 
 
@@ -81,8 +81,9 @@ class DropExamples:
         index = _open(self.sets)
         if not index.names:
             raise ConfigError(
-                f"decontaminate={list(self.sets)}: none of {index.too_short} texts is long enough "
-                "to be told from chance (8 words, or 15 Chinese characters)."
+                f"decontaminate={list(self.sets)}: none of {index.too_short} texts is "
+                "long enough to rule out a chance match (at least 8 words, or 15 "
+                "Chinese characters)."
             )
         return DropExamples(self.sets, self.cut, index.digest())
 

@@ -142,7 +142,7 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
     try:
         record = _rename_old_keys(tomllib.loads(path.read_text("utf-8")))
         if record["format"] not in _FORMATS:
-            raise ValueError(f"format {record['format']}, known are {_FORMATS}")
+            raise ValueError(f"format {record['format']}, but the supported formats are {_FORMATS}")
         report = PrepareReport(
             out_dir=out_dir,
             config=_read_settings(record["settings"]),

@@ -205,7 +205,7 @@ def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> N
     if config.workers and config.worker_memory_bytes < _LEAST_MEMORY_BYTES:
         raise ConfigError(
             f"worker_memory_bytes={config.worker_memory_bytes}: a worker needs at least "
-            f"{_LEAST_MEMORY_BYTES}, before it has read anything."
+            f"{_LEAST_MEMORY_BYTES} bytes to start."
         )
     check_fraction(config.validation_fraction)
     open_earlier(config.earlier, dedup_config(config))
@@ -258,9 +258,9 @@ def _check_same(
         )
     if changes:
         raise ConfigError(
-            f"out_dir={str(report.out_dir)!r} holds a corpus that was prepared otherwise: "
-            f"{'; '.join(changes)}. Choose another directory, or start over with overwrite=True "
-            "(--overwrite)."
+            f"out_dir={str(report.out_dir)!r} contains a corpus that was prepared with "
+            f"other options: {'; '.join(changes)}. Choose another directory, or start "
+            "over with overwrite=True (--overwrite)."
         )
     splits = ((report.train_prefix, report.train), (report.validation_prefix, report.validation))
     for prefix, count in splits:
@@ -281,9 +281,10 @@ def _check_free(out: Path) -> None:
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ConfigError(
-            f"out_dir={str(out)!r} holds {', '.join(names[:4])}{more} but no {RECORD_NAME}. Choose "
-            "a new or empty directory, or write into this one with overwrite=True (--overwrite), "
-            f"which replaces {', '.join(_PATTERNS)} and keeps the rest."
+            f"out_dir={str(out)!r} holds {', '.join(names[:4])}{more} but no "
+            f"{RECORD_NAME}. Choose a new or empty directory, or write to this one with "
+            f"overwrite=True (--overwrite), which replaces {', '.join(_PATTERNS)} and "
+            "keeps the rest."
         )
 
 

@@ -39,12 +39,12 @@ def check_spans(config: PrepareConfig) -> None:
     """Raise `ConfigError` if the minimum length of spans or paragraphs is too small."""
     if config.repeated_paragraphs is not None and config.repeated_paragraphs < 1:
         raise ConfigError(
-            f"repeated_paragraphs={config.repeated_paragraphs}: needed are 1 or more characters."
+            f"repeated_paragraphs={config.repeated_paragraphs}: must be at least 1 character."
         )
     if config.repeated_spans is not None and config.repeated_spans < _LEAST:
         raise ConfigError(
             f"repeated_spans={config.repeated_spans} (needed: {_LEAST} words or Chinese "
-            "characters or more, as shorter ones repeat in sound text too)."
+            "characters or more, as shorter spans also repeat in good text)."
         )
 
 

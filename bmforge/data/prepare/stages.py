@@ -210,8 +210,8 @@ def run_stages(
     text_bytes = last["text_bytes"]
     if not text_bytes:
         raise DataError(
-            "no text is left: all of it is in the earlier corpora, or repeats what is. Give other "
-            "inputs, or leave earlier out."
+            "no text is left: every document occurs in the earlier corpora, or "
+            "duplicates one that does. Give other inputs, or remove earlier."
         )
     folder = journal.folder("tokenizer")
 

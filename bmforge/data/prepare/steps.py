@@ -64,7 +64,7 @@ def choose_steps(
             cut = CutParagraphs(named)
             steps.append(DocumentStage("paragraphs", cut, cut.version))
     elif config.by_paragraph:
-        raise ConfigError("by_paragraph=True has no effect without languages. Name some.")
+        raise ConfigError("by_paragraph=True has no effect without languages. Set languages.")
     if tidy != TidyText(repair=False):
         steps.append(DocumentStage("tidy", _Tidy(tidy), tidy.version))
     if config.rules != "none":
@@ -79,12 +79,16 @@ def choose_steps(
         drop = DropExamples(config.decontaminate, config.cut_examples).opened()
         steps.append(DocumentStage("decontaminate", drop, drop.version))
     elif config.cut_examples:
-        raise ConfigError("cut_examples has no effect without decontaminate. Name test sets there.")
+        raise ConfigError(
+            "cut_examples has no effect without decontaminate. Set decontaminate to the test sets."
+        )
     if config.mask_private:
         mask = MaskPrivate(regions=tuple(region.upper() for region in config.phone_regions))
         steps.append(DocumentStage("mask_private", mask, mask.version, hides=True))
     elif config.phone_regions:
-        raise ConfigError("phone_regions has no effect without mask_private. Set it, too.")
+        raise ConfigError(
+            "phone_regions has no effect without mask_private. Set mask_private as well."
+        )
     return (*steps, *own)
 
 
@@ -115,8 +119,8 @@ def _named_languages(languages: Sequence[str]) -> tuple[str, ...]:
         return tuple(languages)
     if len(languages) > 1:
         raise ConfigError(
-            f"languages={tuple(languages)}: {_ANY!r} excludes other codes. Give it alone, or "
-            "leave it out."
+            f"languages={tuple(languages)}: {_ANY!r} cannot be combined with other "
+            "codes. Give it alone, or remove it."
         )
     return ()
 

@@ -95,8 +95,8 @@ def check_bpe(vocab_size: int, config: BpeConfig) -> None:
     special = config.special_tokens
     if len({END_OF_TEXT, *special}) != len(special) + 1 or not all(special):
         raise ConfigError(
-            f"bpe.special_tokens={special}: needed are different names that are not empty, without "
-            f"{END_OF_TEXT}, which is always there."
+            f"bpe.special_tokens={special}: the names must be different and not empty, "
+            f"without {END_OF_TEXT}, which is always added."
         )
     least = _SMALLEST_VOCABULARY + len(special)
     if vocab_size < least:
@@ -105,9 +105,9 @@ def check_bpe(vocab_size: int, config: BpeConfig) -> None:
             f"{1 + len(special)} special tokens)."
         )
     if config.min_frequency < 1:
-        raise ConfigError(f"bpe.min_frequency={config.min_frequency}: needed is 1 or more.")
+        raise ConfigError(f"bpe.min_frequency={config.min_frequency} (needed: at least 1).")
     if config.max_token_length is not None and config.max_token_length < 1:
-        raise ConfigError(f"bpe.max_token_length={config.max_token_length}: needed is 1 or more.")
+        raise ConfigError(f"bpe.max_token_length={config.max_token_length} (needed: at least 1).")
 
 
 def _make_pre_tokenizer(config: BpeConfig) -> tokenizers.pre_tokenizers.PreTokenizer:
@@ -143,8 +143,8 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
         if id is not None:
             return id
     raise DataError(
-        f"the tokenizer has no token {END_OF_TEXT!r}. Name its end-of-document token with eos_id, "
-        f"or with eos_token in a {CONFIG_FILE} in its directory."
+        f"the tokenizer has no token {END_OF_TEXT!r}. Set its end-of-document token with "
+        f"eos_id, or with eos_token in a {CONFIG_FILE} in its directory."
     )
 
 

@@ -34,7 +34,7 @@ def _epub_text(parts: ZipParts) -> str:
         except (*UNREADABLE, KeyError):
             parts.damaged += 1
     if parts.damaged and not any(chapters):
-        raise DataError("none of its chapters can be read.")
+        raise DataError("none of the book's chapters can be read.")
     return "\n\n".join(chapter for chapter in chapters if chapter)
 
 
@@ -65,7 +65,7 @@ def _find_package(parts: ZipParts) -> str:
 
     walk_xml(parts.read(_CONTAINER), begin, lambda name: None, lambda data: None)
     if not places:
-        raise DataError(f"{_CONTAINER} names no book.")
+        raise DataError(f"{_CONTAINER} does not list a book.")
     return places[0]
 
 

@@ -62,8 +62,9 @@ def find_messages(record: Any, location: str) -> tuple[list[Message], frozenset[
             return with_system(values, messages), _SHARED | {name}
     if {"chosen", "rejected"} <= values.keys():
         raise DataError(
-            f"{location} is preference data ('chosen' and 'rejected'), which this task does not "
-            "learn from. Use `bmforge train preferences`, or rename 'chosen' to 'messages'."
+            f"{location} is preference data ('chosen' and 'rejected'), which this task "
+            "does not support. Use `bmforge train preferences`, or rename 'chosen' to "
+            "'messages'."
         )
     question = next((name for name in _PAIRS if name in values), None)
     if question is None:

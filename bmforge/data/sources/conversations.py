@@ -92,7 +92,7 @@ def _suffix_of(file: Path) -> str:
 def _read_record(location: str, record: Any) -> ChatExample:
     messages, form_fields = find_messages(record, location)
     if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{location} has no message of the assistant, so nothing to learn.")
+        raise DataError(f"{location} has no message of the assistant to train on.")
     fields = {
         name: value
         for name, value in record.items()
@@ -134,8 +134,8 @@ def _parse(text: str, location: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{location} is not JSON ({error}). Needed is one object per line, or one list of "
-            "objects."
+            f"{location} is not JSON ({error}). The file must contain one object per "
+            "line, or one list of objects."
         ) from error
 
 

@@ -190,5 +190,5 @@ def _skip(stream: BinaryIO, count_bytes: int) -> None:
     while count_bytes:
         chunk = stream.read(min(_CHUNK_BYTES, count_bytes))
         if not chunk:
-            raise EOFError("it has become shorter than it was")
+            raise EOFError("the file has become shorter")
         count_bytes -= len(chunk)

@@ -113,9 +113,9 @@ def decode(
         decoded = damaged
     if "\0" in decoded.text:
         raise DataError(
-            f"{location} is binary (a zero byte at offset {raw.find(0)}), and text is "
-            "needed. Remove it from the input, or convert it, for example: iconv -f "
-            "UTF-16 -t UTF-8."
+            f"{location} is binary (a zero byte at offset {raw.find(0)}), but text is "
+            "needed. Remove the file from the input, or convert it, for example: iconv "
+            "-f UTF-16 -t UTF-8."
         )
     return decoded
 

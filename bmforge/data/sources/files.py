@@ -121,22 +121,23 @@ def list_files(
     """
     named = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not named:
-        raise DataError("no input was given. Name at least one file or directory.")
+        raise DataError("no input was given. Give at least one file or directory.")
     files: list[Path] = []
     for path in map(Path, named):
         if path.is_dir():
             files += _walk(path, [] if unread is None else unread)
         elif path.exists() and not path.is_file():
             raise DataError(
-                f"input {str(path)!r} is a pipe or a device: only `prepare` reads such, from a "
-                "copy. Write it to a file first."
+                f"input {str(path)!r} is a pipe or a device, which only `prepare` can "
+                "read. Write its content to a file first."
             )
         elif not path.exists():
             raise DataError(f"input {str(path)!r} does not exist. Check the path.")
         elif not _is_input(path):
             raise DataError(
-                f"input {str(path)!r} has an unknown suffix: known are {', '.join(_SUFFIXES)}, "
-                f"each also with {' or '.join(PACKED)} behind it. Rename or convert the file."
+                f"input {str(path)!r} has an unknown suffix (known: "
+                f"{', '.join(_SUFFIXES)}, optionally followed by {' or '.join(PACKED)}). "
+                "Rename or convert the file."
             )
         else:
             files.append(path)

@@ -85,7 +85,7 @@ def _parse_notebook(raw: bytes, where: Where, options: ReadOptions) -> Document:
         sources = (cell["source"] for cell in cells if cell["cell_type"] != "raw")
         texts = [source if isinstance(source, str) else "".join(source) for source in sources]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"file {str(where)!r} is no notebook ({error}).") from error
+        raise DataError(f"file {str(where)!r} is not a notebook ({error}).") from error
     text = "\n\n".join(text for text in texts if text.strip())
     return Document(text, where.source, where.whole(), scores=document.scores)
 
@@ -120,7 +120,7 @@ def read_json(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[
         raise DataError(f"file {str(where)!r} is not JSON ({error}). {_WAY_OUT}") from error
     records = loaded if isinstance(loaded, list) else [loaded]
     if not any(isinstance(record, dict | str) for record in records):
-        raise DataError(f"file {str(where)!r} holds neither objects nor texts. {_WAY_OUT}")
+        raise DataError(f"file {str(where)!r} contains neither objects nor texts. {_WAY_OUT}")
     for number, record in enumerate(records, 1):
         parse = partial(_parse_object, record, where, number, options, decoded.scores())
         yield Record(where.place(number), len(raw) // len(records), parse)
@@ -202,8 +202,8 @@ def find_text(record: Any, field: str, location: str) -> str:
                 if isinstance(record, dict):
                     seen = f"the fields {sorted(map(str, record))}"
                 raise DataError(
-                    f"{location}: no field {field!r}, the line holds {seen}. Name the field with "
-                    f"text_field=... (--text-field). {_WAY_OUT}"
+                    f"{location}: no field {field!r}, the line has {seen}. Select a "
+                    f"field with text_field=... (--text-field). {_WAY_OUT}"
                 )
     if not isinstance(text, str):
         raise DataError(

@@ -91,8 +91,9 @@ def _read_record(location: str, record: Any) -> list[PreferenceExample]:
     if mark is not None:
         return [_read_marked(values, mark, location, shared)]
     raise DataError(
-        f"{location} is no preference: it needs 'chosen' and 'rejected', with a 'prompt' or not; "
-        "'prompt', 'completion' and 'label'; or 'prompt', 'completions' and 'scores'."
+        f"{location} is no preference: it needs 'chosen' and 'rejected', with a 'prompt' "
+        "or not; 'prompt', 'completion' and 'label'; or 'prompt', 'completions' and "
+        "'scores'."
     )
 
 
@@ -181,8 +182,8 @@ def _split_messages(
     prompt = chosen[:end]
     if not prompt or not all(m[end]["role"] == "assistant" for m in (chosen, rejected)):
         raise DataError(
-            f"{location}: 'chosen' and 'rejected' have no common beginning before an answer of the "
-            "assistant. Give the messages before the answers as 'prompt'."
+            f"{location}: 'chosen' and 'rejected' have no common beginning before an "
+            "answer of the assistant. Give the messages before the answers as 'prompt'."
         )
     return prompt, chosen[end:], rejected[end:]
 
@@ -213,8 +214,8 @@ def _read_rated(values: Mapping[str, Any], location: str, shared: Any) -> Prefer
     fits = isinstance(answers, list) and isinstance(scores, list) and len(answers) == len(scores)
     if not fits or len(answers) < 2 or not all(isinstance(s, (int, float)) for s in scores):
         raise DataError(
-            f"{location}: 'completions' and 'scores' must be lists of one length, at least 2, with "
-            "numbers as scores."
+            f"{location}: 'completions' and 'scores' must be lists of one length, at "
+            "least 2, with numbers as scores."
         )
     order = sorted(range(len(scores)), key=lambda number: scores[number])
     pair = {"chosen": answers[order[-1]], "rejected": answers[order[0]]}
@@ -236,7 +237,7 @@ def _read_marked(
     elif answer is not None:
         answer = _read_content(answer, location, "completion")
     if answer is None or prompt is None or not prompt:
-        raise DataError(f"{location}: a marked answer needs 'prompt' and 'completion'.")
+        raise DataError(f"{location}: a labeled answer needs 'prompt' and 'completion'.")
     if isinstance(answer, list) and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(answer, str) and isinstance(prompt, list):

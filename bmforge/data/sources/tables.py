@@ -52,7 +52,7 @@ def _read_rows(
                 size = len("".join(row).encode("utf-8", "replace"))
                 yield Record(where.place(rows.line_num), size, parse)
     except csv.Error as error:
-        raise DataError(f"{where}:{rows.line_num}: no row of a table ({error}).") from error
+        raise DataError(f"{where}:{rows.line_num}: not a valid table row ({error}).") from error
 
 
 def _parse_row(
@@ -119,8 +119,8 @@ def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:
     top = options.text_field if options.text_field in names else options.text_field.split(".")[0]
     if top not in names:
         raise DataError(
-            f"file {str(where)!r} has no column {options.text_field!r}, it has {names}. Name one "
-            "with text_field=... (--text-field)."
+            f"file {str(where)!r} has no column {options.text_field!r} (columns: "
+            f"{names}). Choose one with text_field=... (--text-field)."
         )
     metadata_columns = [name for name in names if find_known({name: "x"})]
     return [top, *(name for name in metadata_columns if name != top)]

@@ -206,10 +206,10 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
     try:
         record = next(iter(warc.ArchiveIterator(io.BytesIO(raw), parse_http=False)), None)
         if record is None:
-            raise DataError(f"{record_where}: no WARC record.")
+            raise DataError(f"{record_where}: not a WARC record.")
         stated = int(record.headers.get("Content-Length", "0"))
         if record.headers.get("WARC-Block-Digest") and not record.verify_block_digest():
-            raise DataError(f"{record_where}: its digest is not that of its bytes.")
+            raise DataError(f"{record_where}: its digest does not match its bytes.")
         url = record.headers.get("WARC-Target-URI", "")
         date = record.headers.get("WARC-Date", "")[:10]
         kind = record.headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -228,7 +228,7 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
             body = record.reader.read()
             if len(body) != stated:
                 raise DataError(
-                    f"{record_where}: {len(body)} bytes are there, {stated} are said to be."
+                    f"{record_where}: it has {len(body)} bytes, but its header states {stated}."
                 )
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, DataError):

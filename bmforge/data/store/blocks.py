@@ -90,7 +90,7 @@ class BlockDataset:
         form: str = "pickle",
     ) -> None:
         if form not in _FORMS:
-            raise ConfigError(f"form={form!r}: known are {sorted(_FORMS)}.")
+            raise ConfigError(f"form={form!r}is unknown. Known: {sorted(_FORMS)}.")
         self.directory = Path(directory)
         self._load = _FORMS[form]
         self.files = _read_meta(self.directory / META_FILE, block_bytes)
@@ -105,9 +105,9 @@ class BlockDataset:
         if size != expected:
             state = "is missing" if size is None else f"has {size} bytes"
             raise DataError(
-                f"{str(path)!r} {state}; {META_FILE} promises "
-                f"{file.block_end - file.block_begin} blocks of {file.block_size} bytes. Get the "
-                "file again, or give the block_bytes it was written with."
+                f"{str(path)!r} {state}; {META_FILE} lists "
+                f"{file.block_end - file.block_begin} blocks of {file.block_size} bytes. "
+                "Download the file again, or pass the block_bytes it was written with."
             )
 
     def __len__(self) -> int:
@@ -133,8 +133,8 @@ class BlockDataset:
                 count += 1
         if count != file.nlines:
             raise DataError(
-                f"{str(self.directory / file.file_name)!r} has {count} records; {META_FILE} "
-                f"promises {file.nlines}. Get the file again."
+                f"{str(self.directory / file.file_name)!r} has {count} records; "
+                f"{META_FILE} lists {file.nlines}. Download the file again."
             )
 
     def file_of(self, block: int) -> BlockFile:
@@ -227,8 +227,9 @@ def _token_ids(record: Any, number: int) -> Sequence[int] | np.ndarray:
     if isinstance(record, list | tuple) and all(type(id) is int for id in record):
         return record
     raise DataError(
-        f"record {number} is a {type(record).__name__}, not a list of token ids. Give encode, a "
-        "function from a record to its ids (for text, a tokenizer's encode)."
+        f"record {number} is a {type(record).__name__}, not a list of token ids. Pass "
+        "encode, a function that converts a record to token ids (for text, a "
+        "tokenizer's encode)."
     )
 
 

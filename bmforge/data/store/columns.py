@@ -139,9 +139,8 @@ def read_columns(store: TokenStore) -> Columns:
         columns = _read(columns_path(store.prefix))
     if len(columns) != store.num_documents:
         raise DataError(
-            f"{str(columns_path(store.prefix))!r} speaks of {len(columns)} documents, the store "
-            "has "
-            f"{store.num_documents}. Copy both again."
+            f"{str(columns_path(store.prefix))!r} speaks of {len(columns)} documents, "
+            f"the store has {store.num_documents}. Copy both again."
         )
     return columns
 
@@ -149,8 +148,8 @@ def read_columns(store: TokenStore) -> Columns:
 def _read(path: Path) -> Columns:
     if not path.is_file():
         raise DataError(
-            f"{str(path)!r} is not there, so nothing is known of single documents. Prepare the "
-            "corpus again, with this version."
+            f"{str(path)!r} is not there, so nothing is known of single documents. "
+            "Prepare the corpus again, with this version."
         )
     try:
         with path.open("rb") as file:
@@ -159,13 +158,13 @@ def _read(path: Path) -> Columns:
         tables = {"license" if key == _OLD else key: table for key, table in head["names"].items()}
         names = {name: [str(value) for value in tables[name]] for name in NAMED}
         if head["format"] != _FORMAT:
-            raise ValueError(f"format {head['format']}, known is {_FORMAT}")
+            raise ValueError(f"format {head['format']}, but the supported format is {_FORMAT}")
         if path.stat().st_size != len(line) + head["documents"] * _ROW.itemsize:
             raise ValueError("it is cut off")
         rows = np.fromfile(path, dtype=_ROW, offset=len(line))
         for name in NAMED:
             if len(rows) and int(rows[name].max()) >= len(names[name]):
-                raise ValueError(f"a {name} has no name")
+                raise ValueError(f"a {name} has an empty name")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{str(path)!r} is damaged ({error}). Copy it again.") from error
     return Columns(names, rows)

@@ -96,8 +96,8 @@ def _parse(text: str) -> Condition:
     if match is None or match[1] not in columns:
         hint = suggest(match[1], columns) if match else ""
         raise ConfigError(
-            f"where={text!r} is no condition.{hint} Write NAME=VALUE, such as language=zh, "
-            f"date>=2020 or quality>=0.5; names are {', '.join(columns)}."
+            f"where={text!r} is no condition.{hint} Write NAME=VALUE, such as "
+            f"language=zh, date>=2020 or quality>=0.5; names are {', '.join(columns)}."
         )
     condition = Condition(*match.groups())
     if condition.column in NAMED and condition.sign not in ("=", "!="):
@@ -108,7 +108,9 @@ def _parse(text: str) -> Condition:
         try:
             float(condition.value)
         except ValueError:
-            raise ConfigError(f"where={text!r}: a quality is compared with a number.") from None
+            raise ConfigError(
+                f"where={text!r}: a quality must be compared with a number."
+            ) from None
     return condition
 
 
@@ -138,7 +140,7 @@ def select_store(store: TokenStore, conditions: Sequence[Condition]) -> TokenSto
             f"{name}: {', '.join(columns.names[name][1:9]) or 'unknown of all'}" for name in NAMED
         )
         raise DataError(
-            f"no document of {str(store.prefix)!r} is left by {conditions_text}. There are "
-            f"{listing}."
+            f"no document of {str(store.prefix)!r} satisfies {conditions_text}. Existing "
+            f"values: {listing}."
         )
     return SelectedStore(store, mask)

@@ -148,7 +148,7 @@ class _Set(_Name):
 
     def __call__(self, parts: list[Any]) -> set[Any]:
         if type(parts) is not list:
-            raise DataError("a set of something else than a list is refused.")
+            raise DataError("a set that is not built from a list is refused.")
         return set(parts)
 
 
@@ -160,7 +160,7 @@ class _Dtype:
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not _DTYPE.fullmatch(name):
             raise DataError(
-                f"an array of dtype {name!r:.40}: only arrays of plain numbers are read."
+                f"an array of dtype {name!r:.40}: only arrays of plain numbers are supported."
             )
         self.name = name
         self.order: Literal["<", ">", "|", "="] = "<"
@@ -168,7 +168,9 @@ class _Dtype:
     def __setstate__(self, state: Any) -> None:
         order = state[1]
         if order not in ("<", ">", "|", "=") or any(part is not None for part in state[2:5]):
-            raise DataError("an array with fields in it: only arrays of plain numbers are read.")
+            raise DataError(
+                "an array with fields in it: only arrays of plain numbers are supported."
+            )
         self.order = order
 
 
@@ -224,8 +226,9 @@ class _Reader(pickle.Unpickler):
         self.used_names = True
         if (module, name) not in _NAMES:
             raise DataError(
-                f"a pickle that names {module}.{name}"[:200] + ": it could run anything, so it is "
-                "refused. Only plain values and arrays of numbers are read"
+                f"a pickle that names {module}.{name}"[:200]
+                + ": it could run anything, so it is refused. Only plain values and "
+                "arrays of numbers are read"
             )
         return _NAMES[module, name]
 
@@ -282,7 +285,7 @@ def load_block_files(content: bytes) -> list[tuple[Any, ...]]:
     except _UNREADABLE as error:
         raise DataError(f"a damaged pickle ({type(error).__name__}: {error}).") from error
     if type(rows) is not list or not all(type(row) is tuple and len(row) == 6 for row in rows):
-        raise DataError("a pickle that is no list of data files is refused.")
+        raise DataError("a pickle that is not a list of data files is refused.")
     return rows
 
 
@@ -314,4 +317,4 @@ def _finish_container(record: Any, done: dict[int, Any]) -> Any:
         return {_finish(key, done): _finish(value, done) for key, value in record.items()}
     if type(record) in (list, tuple, set, frozenset):
         return type(record)(_finish(part, done) for part in record)
-    raise DataError("a pickle with a name in the place of a value is refused.")
+    raise DataError("a pickle with a name instead of a value is refused.")

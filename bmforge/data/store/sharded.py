@@ -137,7 +137,7 @@ def _open_all(path: Path) -> list[TokenStore]:
     try:
         record = json.loads(path.read_text("utf-8"))
         if record["format"] != _FORMAT:
-            raise ValueError(f"format {record['format']}, known is {_FORMAT}")
+            raise ValueError(f"format {record['format']}, but the supported format is {_FORMAT}")
         entries = [(e["name"], int(e["tokens"]), int(e["sequences"])) for e in record["shards"]]
         if not entries or any(Path(name).is_absolute() or ".." in name for name, *_ in entries):
             raise ValueError("it names no shards, or some that lie elsewhere")
@@ -150,8 +150,9 @@ def _open_all(path: Path) -> list[TokenStore]:
         store = TokenStore(path.parent / name)
         if (store.num_tokens, len(store)) != (tokens, sequences):
             raise DataError(
-                f"shard {str(path.parent / name)!r} has {store.num_tokens} tokens in {len(store)} "
-                f"sequences, {str(path)!r} says {tokens} in {sequences}. Copy both again."
+                f"shard {str(path.parent / name)!r} has {store.num_tokens} tokens in "
+                f"{len(store)} sequences, but {str(path)!r} states {tokens} in "
+                f"{sequences}. Copy both again."
             )
         stores.append(store)
     return stores

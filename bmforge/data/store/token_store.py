@@ -83,18 +83,20 @@ class TokenStore:
         if count and int(self.pointers[0]) != 0:
             raise DataError(
                 f"{str(idx_path)!r} is damaged: its first sequence begins at byte "
-                f"{int(self.pointers[0])}, needed is 0. Copy or write the store again."
+                f"{int(self.pointers[0])} instead of 0. Copy or write the store again."
             )
         if bin_path.stat().st_size != needed:
             raise DataError(
-                f"{str(bin_path)!r} has {bin_path.stat().st_size} bytes, but its index speaks of "
-                f"{needed}: one of the two is cut off or from another store. Copy both again."
+                f"{str(bin_path)!r} has {bin_path.stat().st_size} bytes, but its index "
+                f"speaks of {needed}: one of the two is cut off or from another store. "
+                "Copy both again."
             )
         marks = self.doc_idx
         if len(marks) and not (int(marks[0]) == 0 and 0 <= int(marks[-1]) <= count):
             raise DataError(
                 f"{str(idx_path)!r} is damaged: doc_idx runs from {int(marks[0])} to "
-                f"{int(marks[-1])}, there are {count} sequences. Copy or write the store again."
+                f"{int(marks[-1])}, but there are {count} sequences. Copy or write the "
+                "store again."
             )
 
     def __len__(self) -> int:
@@ -133,12 +135,12 @@ class TokenStore:
         """
         index = i + len(self) if i < 0 else i
         if not 0 <= index < len(self):
-            raise IndexError(f"sequence {i} of a store with {len(self)} sequences")
+            raise IndexError(f"sequence {i} is out of range for a store with {len(self)} sequences")
         size = int(self.sizes[index])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
             raise IndexError(
-                f"offset={offset}, length={length} is outside of the sequence of {size} tokens."
+                f"offset={offset}, length={length} is outside the sequence of {size} tokens."
             )
         start = int(self.pointers[index]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
@@ -148,7 +150,7 @@ class TokenStore:
         if isinstance(key, slice):
             start, stop, step = key.indices(len(self))
             if step != 1:
-                raise IndexError(f"slice with step {step}: a token store is sliced with step 1")
+                raise IndexError(f"slice with step {step} is not supported (needed: step 1)")
             return [self.get(i) for i in range(start, stop)]
         return self.get(key)
 
@@ -193,28 +195,28 @@ def _read_header(path: Path) -> tuple[np.dtype[np.integer], int, int]:
     if head[: len(MAGIC)] != MAGIC:
         hint = " (a legacy TNTIDX store: convert it)" if head.startswith(b"TNTIDX") else ""
         raise DataError(
-            f"{str(path)!r} is not a token store index{hint}: it begins with {head[:9]!r}, needed "
-            f"is {MAGIC!r}. Write the store with bmforge prepare."
+            f"{str(path)!r} is not a token store index{hint}: it begins with "
+            f"{head[:9]!r} instead of {MAGIC!r}. Write the store with bmforge prepare."
         )
     if len(head) < HEADER.size:
         raise DataError(f"{str(path)!r} is cut off inside its header. Copy or write it again.")
     _, version, code, sequences, marks = HEADER.unpack(head)
     if version != 1:
         raise DataError(
-            f"{str(path)!r} has version {version}, known is version 1: it comes from a newer "
-            "program. Export it there as version 1."
+            f"{str(path)!r} has version {version}, but only version 1 is supported. "
+            "Export it as version 1 with the program that wrote it."
         )
     if code not in DTYPE_CODES:
         raise DataError(
-            f"{str(path)!r} has dtype code {code}, token codes are {sorted(DTYPE_CODES)} (6 and 7 "
-            "are floats, not tokens). Write the store again with integers."
+            f"{str(path)!r} has dtype code {code}, token codes are {sorted(DTYPE_CODES)} "
+            "(6 and 7 are floats, not tokens). Write the store again with integers."
         )
     needed = HEADER.size + 12 * sequences + 8 * marks
     if path.stat().st_size != needed:
         raise DataError(
-            f"{str(path)!r} has {path.stat().st_size} bytes, its header speaks of {needed} "
-            f"({sequences} sequences, {marks} document marks): it is cut off or damaged. Copy or "
-            "write it again."
+            f"{str(path)!r} has {path.stat().st_size} bytes, its header speaks of "
+            f"{needed} ({sequences} sequences, {marks} document marks): it is cut off or "
+            "damaged. Copy or write it again."
         )
     return np.dtype(DTYPE_CODES[code]), sequences, marks
 
@@ -240,9 +242,10 @@ def check_vocabulary(store: TokenStore, vocab_size: int) -> int:
             if low < 0 or high >= vocab_size:
                 wrong = low if low < 0 else high
                 raise DataError(
-                    f"token store {str(store.prefix)!r} holds the token id {wrong}, the model's "
-                    f"vocabulary is vocab_size={vocab_size}. Set the model's vocab_size to at "
-                    f"least {high + 1}, or prepare the corpus with the model's own tokenizer."
+                    f"token store {str(store.prefix)!r} contains the token id {wrong}, "
+                    f"but the model has vocab_size={vocab_size}. Set the model's "
+                    f"vocab_size to at least {high + 1}, or prepare the corpus with the "
+                    "model's own tokenizer."
                 )
             largest = max(largest, high)
             bar.advance(len(part))

@@ -57,8 +57,8 @@ class TokenStoreWriter:
         taken = [str(path) for path in (self._bin_path, self._idx_path) if path.exists()]
         if taken and not overwrite:
             raise ConfigError(
-                f"{' and '.join(taken)} exist already. Choose another prefix, or replace the store "
-                "with overwrite=True."
+                f"{' and '.join(taken)} exist already. Choose another prefix, or replace "
+                "the store with overwrite=True."
             )
         self.dtype = best_dtype(vocab_size) if dtype is None else _layout_dtype(dtype)
         limits = np.iinfo(self.dtype)
@@ -170,9 +170,11 @@ def merge_stores(
         ConfigError: no prefix, or the output is one of the inputs or exists already.
     """
     if not prefixes:
-        raise ConfigError("merge_stores: prefixes is empty. Name at least one store.")
+        raise ConfigError("merge_stores: prefixes is empty. Give at least one store.")
     if Path(out_prefix).absolute() in [Path(prefix).absolute() for prefix in prefixes]:
-        raise ConfigError(f"merge_stores: {str(out_prefix)!r} is also an input. Name a new store.")
+        raise ConfigError(
+            f"merge_stores: {str(out_prefix)!r} is also an input. Choose another output."
+        )
     dtype = np.result_type(*[TokenStore(prefix).dtype for prefix in prefixes])
     with TokenStoreWriter(out_prefix, dtype, overwrite=overwrite) as writer:
         for prefix in prefixes:  # one at a time, as mapped pages count as memory
@@ -185,7 +187,7 @@ def _layout_dtype(dtype: np.dtype[np.integer] | str) -> np.dtype[np.integer]:
     dtypes = [np.dtype(name) for name in DTYPE_CODES.values()]
     if little not in dtypes:
         raise ConfigError(
-            f"dtype={np.dtype(dtype).name}: a token store holds {[d.name for d in dtypes]}."
+            f"dtype={np.dtype(dtype).name}: a token store supports {[d.name for d in dtypes]}."
         )
     return little
 

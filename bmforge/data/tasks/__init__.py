@@ -35,7 +35,7 @@ def find_task(name: str) -> BenchmarkTask:
     for task_name, task in TASKS.items():
         if task_name.lower() == name.lower():
             return task
-    raise ConfigError(f"no task {name!r}.{suggest(name, TASKS)} Known: {', '.join(TASKS)}.")
+    raise ConfigError(f"unknown task {name!r}.{suggest(name, TASKS)} Known: {', '.join(TASKS)}.")
 
 
 def read_task(name: str, folder: str | Path, split: str) -> list[TaskExample]:
@@ -51,6 +51,8 @@ def read_task(name: str, folder: str | Path, split: str) -> list[TaskExample]:
         DataError: no such file, or a line of it has the wrong format.
     """
     if name not in TASKS:
-        raise ConfigError(f"no task {name!r}.{suggest(name, TASKS)} Known: {', '.join(TASKS)}.")
+        raise ConfigError(
+            f"unknown task {name!r}.{suggest(name, TASKS)} Known: {', '.join(TASKS)}."
+        )
     task = TASKS[name]
     return list(task.read(find_split(task, folder, split)))

@@ -222,7 +222,7 @@ def score_task(
         ShapeError: the number of predictions differs from the number of examples.
     """
     if any(example.label is None for example in examples):
-        raise ConfigError(f"these examples of {name} have no labels; score another split.")
+        raise ConfigError(f"these examples of {name} have no labels. Evaluate another split.")
     score = _SCORES.get(name, _score_labels)
     return score(predicted, examples)
 
@@ -282,6 +282,6 @@ def _check_pairs(predicted: Sequence[Any], labels: Sequence[Any]) -> None:
     """Raise `ShapeError` if there are no examples, or not one prediction for each."""
     if len(predicted) != len(labels) or not labels:
         raise ShapeError(
-            f"{len(predicted)} predictions for {len(labels)} examples; needed is one for each, and "
-            "at least one."
+            f"{len(predicted)} predictions for {len(labels)} examples (needed: one "
+            "prediction per example, and at least one example)."
         )

@@ -66,7 +66,9 @@ def _read_c3(path: Path) -> Iterator[TaskExample]:
     for number, entry in enumerate(read_json(path)):
         location = f"{str(path)!r}, entry {number}"
         if not isinstance(entry, list) or len(entry) != 3:
-            raise DataError(f"{location}: a list of texts, one of questions and a name are needed.")
+            raise DataError(
+                f"{location}: a list of texts, a list of questions and a name are needed."
+            )
         named = TaskRecord(location, {"context": entry[0], "questions": entry[1], "name": entry[2]})
         context = "\n".join(named.texts("context"))
         for question in named.parts("questions"):

@@ -41,8 +41,9 @@ def right_options(example: TaskExample, options: Sequence[str]) -> list[int]:
     right = [number for number, option in enumerate(options) if option in example.answers]
     if not right:
         raise DataError(
-            f"example {example.idx} has no right answer among its choices {list(options)[:8]}; "
-            "a split without labels can be neither learned nor scored."
+            f"example {example.idx} has no correct answer among its choices "
+            f"{list(options)[:8]}; a split without labels cannot be used for training or "
+            "evaluation."
         )
     return right
 

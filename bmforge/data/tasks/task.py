@@ -71,8 +71,8 @@ def find_split(task: BenchmarkTask, folder: str | Path, split: str) -> Path:
     existing = next((path for path in looked if path.exists()), None)
     if existing is None:
         raise DataError(
-            f"{task.name} has no file for {split!r}: none of {', '.join(map(str, looked))} exists. "
-            "Name the folder that holds it."
+            f"{task.name} has no file for {split!r}: none of "
+            f"{', '.join(map(str, looked))} exists. Give the folder that contains it."
         )
     return existing
 
@@ -134,8 +134,8 @@ class TaskRecord:
         value = self.values[name]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise DataError(
-                f"{self.place}: {name}={value!r:.60} is a {type(value).__name__}, needed is a "
-                f"{kind.__name__}."
+                f"{self.place}: {name}={value!r:.60} is a {type(value).__name__} (needed: "
+                f"{kind.__name__})."
             )
         return value
 
@@ -153,7 +153,7 @@ def read_records(path: Path) -> Iterator[TaskRecord]:
                 values = json.loads(line)
             except json.JSONDecodeError as error:
                 raise DataError(
-                    f"{location}: no JSON ({error.msg}, column {error.colno})."
+                    f"{location}is not JSON ({error.msg}, column {error.colno})."
                 ) from error
             yield TaskRecord(location, values)
 
@@ -167,4 +167,4 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(read_text(path))
     except json.JSONDecodeError as error:
-        raise DataError(f"{str(path)!r}, line {error.lineno}: no JSON ({error.msg}).") from error
+        raise DataError(f"{str(path)!r}, line {error.lineno}is not JSON ({error.msg}).") from error

@@ -200,8 +200,8 @@ def open_held_out(path: str, seq_len: int, vocab_size: int, model: str | None) -
     prefix = Path(path) if report is None else report.validation_prefix
     if prefix is None:
         raise ConfigError(
-            f"{path!r} has no held-out part. Prepare it again with --validation-fraction, or name "
-            "its token store."
+            f"{path!r} has no validation data. Prepare it again with "
+            "--validation-fraction, or give another token store."
         )
     run_on_first(lambda: check_tokenizers((path,), model, None))
     store = open_store(prefix)
@@ -247,8 +247,8 @@ def _check_paths(config: CorpusConfig) -> None:
     check_split(config.split, config.validation, config.paths)
     if config.weights and (len(config.weights) != len(config.paths) or len(config.paths) == 1):
         raise ConfigError(
-            f"data.weights has {len(config.weights)} numbers for {len(config.paths)} paths; "
-            "several paths need one each, a single path none."
+            f"data.weights has {len(config.weights)} numbers for {len(config.paths)} "
+            "paths; several paths need one each, a single path none."
         )
 
 

@@ -120,9 +120,9 @@ class ExampleLoader:
         config.check()
         if len(source) == 0:
             raise DataError(
-                f"no example to learn from: data.paths={list(config.paths)} (needed: at least one "
-                "record). Check that the files are not empty, and that data.seq_len="
-                f"{config.seq_len} has room for an answer."
+                f"no example to learn from: data.paths={list(config.paths)} (needed: at "
+                "least one record). Check that the files are not empty, and that "
+                f"data.seq_len={config.seq_len} has room for an answer."
             )
         self._source, self._config = source, config
         self._rank, self._world = rank, world
@@ -174,9 +174,9 @@ class ExampleLoader:
         for key in ("seed", "dataset", "content"):
             if state.get(key) != own_state[key]:
                 raise ConfigError(
-                    f"loader state has {key}={state.get(key)}, this loader has {key}="
-                    f"{own_state[key]}: the order cannot go on; restore it or start a new "
-                    "run."
+                    f"loader state has {key}={state.get(key)}, this loader has "
+                    f"{key}={own_state[key]}: the order cannot go on; restore it or "
+                    "start a new run."
                 )
         self._samples = int(state["samples"])
 

@@ -112,8 +112,8 @@ class ImageFolder:
         self.classes = sorted(path.name for path in root.iterdir() if path.is_dir())
         if classes is not None and set(self.classes) - set(classes):
             raise DataError(
-                f"{folder!r} has the classes {sorted(set(self.classes) - set(classes))}, which are "
-                "not among those that are learned."
+                f"{folder!r} has the classes {sorted(set(self.classes) - set(classes))}, "
+                "which are not among those that are learned."
             )
         self.classes = list(classes or self.classes)
         self._files = [
@@ -190,7 +190,7 @@ def _open_image(path: Path, channels: int) -> Any:
     except ImportError as error:
         raise MissingDependencyError("Pillow", "images", "reading images") from error
     if channels not in _MODES:
-        raise ConfigError(f"model.num_channels={channels}: images have 1 channel or 3.")
+        raise ConfigError(f"model.num_channels={channels}: images need 1 or 3 channels.")
     try:
         with Image.open(path) as image:
             return image.convert(_MODES[channels])

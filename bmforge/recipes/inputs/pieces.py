@@ -91,8 +91,8 @@ def open_pieces(
     config.check()
     if longest < shortest:
         raise ConfigError(
-            f"data.seq_len={config.seq_len} leaves {longest} tokens of text a row; needed are at "
-            f"least {shortest}."
+            f"data.seq_len={config.seq_len} leaves room for {longest} tokens of text per "
+            f"row (needed: at least {shortest})."
         )
     check_where((), config.paths, config.split)
     check_split(config.split, config.validation, config.paths)
@@ -135,7 +135,7 @@ def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if kind is not None and not isinstance(tokenizer, kind):
         raise ConfigError(
-            f"{str(folder)!r} has a {type(tokenizer).__name__}, needed is a {kind.__name__}."
+            f"{str(folder)!r} has a {type(tokenizer).__name__} (needed: {kind.__name__})."
         )
     if len(tokenizer) > config.model.vocab_size:
         raise ConfigError(

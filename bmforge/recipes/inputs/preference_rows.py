@@ -202,8 +202,7 @@ class PreferencePairs(_Rows):
         for pair in pairs:
             if pair.chosen is None or pair.rejected is None:
                 raise DataError(
-                    "the data has answers marked good or bad, which are not pairs. Use the method "
-                    "kto."
+                    "the data has answers labeled good or bad instead of pairs. Use the method kto."
                 )
             cut += max(len(pair.chosen.ids), len(pair.rejected.ids)) > seq_len
             chosen, rejected = (_truncate(row, seq_len) for row in pair[:2] if row is not None)
@@ -310,8 +309,8 @@ def _next_prompt(prompts: Sequence[tuple[int, ...]], number: int) -> int:
         if prompts[(number + step) % count] != prompts[number]:
             return (number + step) % count
     raise DataError(
-        "all examples have one prompt; KTO compares answers with those to other prompts. Give at "
-        "least two prompts."
+        "all examples have one prompt; KTO compares answers with those to other "
+        "prompts. Give at least two prompts."
     )
 
 

@@ -49,12 +49,14 @@ def find_words(config: Any, task: BenchmarkTask, example: TaskExample) -> dict[s
         rows = [list(row) for row in find_published(task, example).words]
         if not rows:
             raise ConfigError(
-                f"{task.name} asks for a text: train on it with prompt-generate, not "
-                "prompt-classify."
+                f"{task.name} needs generated text. Train on it with prompt-generate "
+                "instead of prompt-classify."
             )
     names = task.label_names or tuple(map(str, range(len(rows))))
     if len(names) != len(rows):
-        raise ConfigError(f"{len(rows)} classes have words, and {task.name} has {len(names)}.")
+        raise ConfigError(
+            f"{len(rows)} classes have words, but {task.name} has {len(names)} classes."
+        )
     return dict(zip(names, rows, strict=True))
 
 
@@ -66,8 +68,8 @@ def open_words(
     if example.choices:
         if config.verbalizer_class:
             raise ConfigError(
-                f"verbalizer_class={config.verbalizer_class!r} has no effect on {task.name}, whose "
-                "examples bring their choices."
+                f"verbalizer_class={config.verbalizer_class!r} has no effect on "
+                f"{task.name}, whose examples contain their own choices."
             )
         return GenerationVerbalizer(words, tokenizer, rule=True, per_token=True)
     if config.verbalizer_class:
@@ -87,13 +89,13 @@ def _open_own_words(config: Any, words: dict[str, list[str]], tokenizer: Tokeniz
     ]
     if lacking:
         raise ConfigError(
-            f"{config.verbalizer_class!r} has no {', '.join(lacking)}, which a verbalizer says of "
-            "itself: see bmforge.testing.verbalizer_suite."
+            f"{config.verbalizer_class!r} has no {', '.join(lacking)}, which every "
+            "verbalizer must define. See bmforge.testing.verbalizer_suite."
         )
     trained = [name for name, _ in verbalizer.named_parameters()]
     if trained and not config.zero_shot:
         raise ConfigError(
-            f"{config.verbalizer_class!r} has parameters ({', '.join(trained)}), and a "
+            f"{config.verbalizer_class!r} has parameters ({', '.join(trained)}), but a "
             "run trains only the model's. Give --zero-shot, or train it with "
             "PromptClassifier."
         )

@@ -49,7 +49,8 @@ class PromptConfig(ExampleConfig):
         idle += ["validation_batches"] if self.validation_batches is not None else []
         if idle:
             raise ConfigError(
-                f"data.{idle[0]} has no effect in a run that writes its own answers. Leave it out."
+                f"data.{idle[0]} has no effect in a run that generates its own answers. "
+                "Leave it out."
             )
 
 
@@ -147,8 +148,8 @@ def find_stops(config: Any, tokenizer: Any, template: ChatTemplate | None) -> li
         stops.append(mark[0])
     if not stops:
         raise ConfigError(
-            "neither the model nor its tokenizer has an end token, so no answer could end. Set "
-            "eos_token in the tokenizer's config."
+            "neither the model nor its tokenizer has an end token, so generated answers "
+            "would never end. Set eos_token in the tokenizer's config."
         )
     return stops
 

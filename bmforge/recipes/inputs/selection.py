@@ -44,8 +44,8 @@ def check_where(where: Sequence[str], paths: Sequence[str], split: Sequence[floa
     ]
     if conditions and split:
         raise ConfigError(
-            f"data.split={tuple(split)} divides whole stores, and conditions choose documents. "
-            "Leave one of them out."
+            f"data.split={tuple(split)} divides whole stores, and conditions choose "
+            "documents. Leave one of them out."
         )
 
 
@@ -83,8 +83,8 @@ def train_prefix(path: str) -> Path:
         return directory / "train" / "tokens" if directory.is_dir() else directory
     above = directory.absolute().parent
     if (above / RECORD_NAME).exists():
-        raise DataError(f"{path!r} is a part of a prepared directory: give {str(above)!r} itself.")
+        raise DataError(f"{path!r} is inside a prepared directory. Give {str(above)!r} instead.")
     raise DataError(
-        f"{path!r} is no prepared directory: give one that `bmforge prepare` has written, or the "
-        "path of a token store without .bin/.idx."
+        f"{path!r} is not a prepared directory. Give an output directory of `bmforge "
+        "prepare`, or the path of a token store without .bin/.idx."
     )

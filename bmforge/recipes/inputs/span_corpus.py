@@ -81,8 +81,9 @@ class SpanCorpus:
     ) -> None:
         if config.target_len is None:
             raise ConfigError(
-                "target_len is not set. Preprocessed spans are packed, so say how long a target "
-                "may be (CPM-Pretrain's --dec-seq-length): --target-len 384."
+                "target_len is not set. Preprocessed spans are packed, so set the "
+                "maximum length of a target (CPM-Pretrain's --dec-seq-length): "
+                "--target-len 384."
             )
         self._length, self._longest = config.data.seq_len, config.target_len
         self._sentinels, self._vocab_size = sentinels, vocab_size
@@ -90,7 +91,7 @@ class SpanCorpus:
         self._bounds = [0, *accumulate(part.rows for part in self._parts)]
         if self._bounds[-1] == 0:
             raise DataError(
-                f"{list(prefixes)} hold no whole row of data.seq_len={self._length} tokens."
+                f"{list(prefixes)} contain less than one row of data.seq_len={self._length} tokens."
             )
         self.columns: Mapping[str, tuple[int, int]] = {
             "input_ids": (self._length, config.model.pad_token_id),

@@ -67,18 +67,19 @@ def check_split(split: Sequence[float], validation: object, paths: Sequence[str]
         return
     if len(split) > 3 or min(split) < 0 or split[0] <= 0:
         raise ConfigError(
-            f"data.split={tuple(split)} must be the shares to learn from, to validate on and to "
-            "leave out, such as 949 50 1: at most three, none below 0, the first above it."
+            f"data.split={tuple(split)} must be the shares to learn from, to validate on "
+            "and to leave out, such as 949 50 1: at most three, none below 0, the first "
+            "above it."
         )
     if validation:
         raise ConfigError(
-            f"data.split={tuple(split)} and data.validation={validation!r} both say what is held "
-            "out. Leave one of them out."
+            f"data.split={tuple(split)} and data.validation={validation!r} both say what "
+            "is held out. Leave one of them out."
         )
     if any(os.path.isdir(path) for path in paths):
         raise ConfigError(
-            "data.split divides bare token stores; a directory of `bmforge prepare` has its own "
-            "held-out part (prepare's --validation-fraction)."
+            "data.split is only supported for token stores; a directory of `bmforge "
+            "prepare` has its own validation data (prepare's --validation-fraction)."
         )
 
 
@@ -86,6 +87,6 @@ def refuse_split(split: Sequence[float]) -> None:
     """Raise `ConfigError` if shares are given to a recipe that reads no token stores."""
     if split:
         raise ConfigError(
-            f"data.split={tuple(split)} has no effect: it divides token stores, and this recipe "
-            "reads files. Name held-out ones with data.validation."
+            f"data.split={tuple(split)} has no effect: it divides token stores, and this "
+            "recipe reads files. Name held-out ones with data.validation."
         )

@@ -43,8 +43,9 @@ class TaskDataConfig(ExampleConfig):
             self._check_own()
         elif self.task is None:
             raise ConfigError(
-                "data.task is not set. Name a published task with --data.task (such as BoolQ or "
-                "ag_news), or give --data.labels and .jsonl files for a task of your own."
+                "data.task is not set. Choose a published task with --data.task (such "
+                "as BoolQ or ag_news), or give --data.labels and .jsonl files for a "
+                "custom task."
             )
         else:
             self._check_published(self.task)
@@ -52,8 +53,8 @@ class TaskDataConfig(ExampleConfig):
     def _check_own(self) -> None:
         if self.task is not None:
             raise ConfigError(
-                f"data.labels={list(self.labels)} are for a task of your own, and {self.task} has "
-                "its own. Leave data.task or data.labels out."
+                f"data.labels={list(self.labels)} are for a task of your own, and "
+                f"{self.task} has its own. Leave data.task or data.labels out."
             )
         if self.split:
             raise ConfigError("data.split divides token stores; name held-out files instead.")
@@ -61,8 +62,8 @@ class TaskDataConfig(ExampleConfig):
     def _check_published(self, task: str) -> None:
         if task not in TASKS:
             raise ConfigError(
-                f"data.task={task!r} is unknown.{suggest(task, TASKS)} Known: {', '.join(TASKS)}. "
-                "A task of your own has data.labels instead."
+                f"data.task={task!r} is unknown.{suggest(task, TASKS)} Known: "
+                f"{', '.join(TASKS)}. For a custom task, set data.labels instead."
             )
         if self.fields:
             raise ConfigError(

@@ -227,8 +227,9 @@ def decode_answer(
         row = id - len(tokenizer)
         if row >= len(ext_rows):
             raise DataError(
-                f"id={id} is no output: there are {len(tokenizer)} tokens and {len(ext_rows)} "
-                "extension rows; give the ext_rows of the batch that was decoded."
+                f"id={id} is no output: there are {len(tokenizer)} tokens and "
+                f"{len(ext_rows)} extension rows; give the ext_rows of the batch that "
+                "was decoded."
             )
         token = ext_rows[row] if row >= 0 else (id, 0)
         if row >= 0 and token not in names:
@@ -329,9 +330,10 @@ def _check_answers(
         hidden = [t for t in part if t in names and t not in shown] if segment.answer else []
         if hidden:
             raise UnwritableError(
-                f"the answer at {'.'.join(segment.path)} has {names[hidden[0]]!r}, which the "
-                "vocabulary cannot spell and the rest of the document does not show, so no model "
-                "could write it: show it there, or leave this document out"
+                f"the answer at {'.'.join(segment.path)} has {names[hidden[0]]!r}, which "
+                "the vocabulary cannot spell and the rest of the document does not "
+                "show, so no model could write it: show it there, or leave this "
+                "document out"
             )
 
 

@@ -55,8 +55,8 @@ def parse_document(line: bytes, where: str) -> dict[str, Any]:
         ) from error
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where} has {error.object[error.start]!r}, half of a surrogate pair, which is no "
-            "character: clean the text."
+            f"{where} has {error.object[error.start]!r}, half of a surrogate pair, which "
+            "is not a character: clean the text."
         ) from error
     except RecursionError as error:
         raise DataError(f"{where} is nested too deep to be read: flatten it.") from error

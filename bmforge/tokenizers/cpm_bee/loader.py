@@ -60,8 +60,9 @@ class DocumentLoader:
             )
         if global_batch_size % (micro_batch_size * world):
             raise ConfigError(
-                f"global_batch_size={global_batch_size} is no multiple of micro_batch_size="
-                f"{micro_batch_size} times world={world}: change one of them."
+                f"global_batch_size={global_batch_size} is not a multiple of "
+                f"micro_batch_size={micro_batch_size} times world={world}: change one of "
+                "them."
             )
         self.mixture = mixture
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
@@ -125,7 +126,7 @@ class DocumentLoader:
         missing = [key for key in own if key not in state]
         if missing:
             raise ConfigError(
-                f"loader state {sorted(state)} lacks {missing}: give the saved state."
+                f"loader state {sorted(state)} lacks {missing}: pass the saved state."
             )
         for key in ("seed", "dataset"):
             if state[key] != own[key]:

@@ -101,7 +101,7 @@ class _Walk(NamedTuple):
         if isinstance(data, dict):
             for key in self._ordered(data, path, within):
                 if not isinstance(key, str):
-                    raise DataError(f"the key {key!r} at {_shorten(path)} is no text.")
+                    raise DataError(f"the key {key!r} at {_shorten(path)} is not a text.")
                 key_path = (*path, key)
                 self.segments.append(Segment(key, parent, depth, key_path, within_answer=within))
                 below = within or (depth == 1 and key == ANSWER_KEY)

@@ -74,7 +74,7 @@ def choose_option(
         raise DataError(f"options={options!r}: there must be at least two texts.")
     names = [f"<option_{i}>" for i in range(len(options))]
     if answer is not None and not 0 <= answer < len(names):
-        raise DataError(f"answer={answer} is none of the options 0 to {len(names) - 1}.")
+        raise DataError(f"answer={answer} is not one of the options 0 to {len(names) - 1}.")
     return {
         "input": text,
         "options": dict(zip(names, options, strict=True)),
@@ -93,7 +93,7 @@ def fill_blanks(text: str, answers: Mapping[str, str] | None = None) -> Document
     if not blanks:
         raise DataError(f"the text {text[:40]!r} has no blank: write <mask_0> where one is.")
     if answers is not None and set(answers) != set(blanks):
-        raise DataError(f"answers for {sorted(answers)} were given, the text has {blanks}.")
+        raise DataError(f"answers for {sorted(answers)} were given, but the text has {blanks}.")
     return {"input": text, ANSWER_KEY: {blank: (answers or {}).get(blank, "") for blank in blanks}}
 
 
@@ -150,4 +150,4 @@ def _find_options(data: Any, depth: int = 0) -> list[tuple[str, ...]]:
 
 def _check_answer(answer: str, allowed: Sequence[str]) -> None:
     if answer and answer not in allowed:
-        raise DataError(f"answer={answer!r} is none of {', '.join(allowed)}.")
+        raise DataError(f"answer={answer!r} is not one of {', '.join(allowed)}.")

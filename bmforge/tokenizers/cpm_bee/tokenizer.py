@@ -60,8 +60,8 @@ class CPMBeeTokenizer(Tokenizer):
             )
         if len(ids) != len(tokens):
             raise ConfigError(
-                f"the vocabulary has {len(tokens) - len(ids)} tokens that are there twice (a line "
-                "break is '</n>', a space is '</_>'); leave one of each."
+                f"the vocabulary has {len(tokens) - len(ids)} tokens that are there "
+                "twice (a line break is '</n>', a space is '</_>'); leave one of each."
             )
         self._tokens, self._ids = list(tokens), ids
         self._decoder = list(ids)
@@ -227,8 +227,8 @@ def _split(text: str) -> Iterator[tuple[str, bool]]:
         mark_text = mark.group()
         if mark_text == "<":
             raise DataError(
-                f"'<' at character {mark.start()} of {_shorten(text)!r} begins no special token "
-                "such as <mask_0>: write << for the character itself."
+                f"'<' at character {mark.start()} of {_shorten(text)!r} begins no "
+                "special token such as <mask_0>: write << for the character itself."
             )
         plain += text[at : mark.start()]
         at = mark.end()

@@ -84,8 +84,8 @@ class ParallelAdapter(Delta):
             )
             if len(reads) != len(writes):
                 raise ConfigError(
-                    f"pair ({first!r}, {second!r}): the first means {len(reads)} modules, the "
-                    f"second {len(writes)}; each must have its other."
+                    f"pair ({first!r}, {second!r}): the first means {len(reads)} "
+                    f"modules, the second {len(writes)}; each must have its other."
                 )
             reads_at |= dict(zip(writes, reads, strict=True))
         self.options["reads_at"] = reads_at

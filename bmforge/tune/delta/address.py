@@ -281,7 +281,7 @@ def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parame
             owners = tuple(f"{name}." for name in find_places(model, [target]))
             matched = {n: p for n, p in named.items() if n.startswith(owners)}
         if not matched:
-            raise ConfigError(f"target {target!r} means modules without parameters.")
+            raise ConfigError(f"target {target!r} matches modules without parameters.")
         parameters |= matched
     return parameters
 
@@ -394,6 +394,7 @@ def _refuse(
         )
     left = " Or all that it means is excluded." if has_exclude else ""
     raise ConfigError(
-        f"target {target!r} matches no module of this {type(model).__name__}.{hint}{left} Targets "
-        f"are endings of names, globs, [r] with a regular expression, or {', '.join(WORDS)}."
+        f"target {target!r} matches no module of this "
+        f"{type(model).__name__}.{hint}{left} A target can be the end of a module name, "
+        f"a glob, [r] with a regular expression, or one of {', '.join(WORDS)}."
     )

@@ -96,8 +96,8 @@ class AttachedDelta:
         self.exclude, self.train_also = tuple(exclude), tuple(options.pop("train_also"))
         if name in deltas_of(model):
             raise ConfigError(
-                f"the model already has a delta {name!r}: give this one another name, or remove "
-                "that one."
+                f"the model already has a delta {name!r}. Give this delta another name, "
+                "or remove the other one."
             )
         self.options = self._settle_options({**self.defaults, **options})
         self.weight, self.merged = 1.0, False
@@ -136,9 +136,9 @@ class AttachedDelta:
         for key in options:
             if key not in option_names:
                 raise ConfigError(
-                    f"{type(self).__name__} has no option {key!r}.{suggest(key, option_names)} "
-                    "It has "
-                    f"{', '.join(option_names)}; besides targets, name, exclude, train_also and "
+                    f"{type(self).__name__} has no option "
+                    f"{key!r}.{suggest(key, option_names)} Options: "
+                    f"{', '.join(option_names)}, targets, name, exclude, train_also and "
                     "seed."
                 )
         return options
@@ -291,7 +291,7 @@ class AttachedDelta:
         `attach` adds them again. On a parallelized model they stay attached with weight 0.
         """
         if not self.is_attached():
-            raise ConfigError(f"delta {self.name!r} is detached already.")
+            raise ConfigError(f"delta {self.name!r} is already detached.")
         self._refuse_merged("detach")
         if is_laid_out(self.model):
             self.weigh_(0.0)
@@ -318,7 +318,7 @@ class AttachedDelta:
             if getattr(self.model.get_submodule(entry.owner), entry.slot, None) is not None
         ]
         if taken:
-            raise ConfigError(f"{taken[0]} has something else in the place of {self.name!r} now.")
+            raise ConfigError(f"{taken[0]} no longer contains {self.name!r}; it has been replaced.")
         for owner, slot, part in self.held:
             module = self.model.get_submodule(owner)
             if isinstance(part, BesidePart):
@@ -364,13 +364,13 @@ class AttachedDelta:
         """Raise `ConfigError` if the adapter does not support this weight now."""
         if self.kind in ("prefix", "prompt") and weight not in (0, 1):
             raise ConfigError(
-                f"weight={weight} is not possible for the {type(self).__name__} {self.name!r} (0 "
-                "or 1). Enable or disable it."
+                f"weight={weight} is not supported by the {type(self).__name__} "
+                f"{self.name!r} (allowed: 0 or 1)."
             )
         if self.merged and weight != self.weight:
             raise ConfigError(
-                f"adapter {self.name!r} is merged with weight={self.weight}, which cannot become "
-                f"{weight}. Call unmerge() first."
+                f"adapter {self.name!r} is merged with weight={self.weight}, which "
+                f"cannot be changed to {weight}. Call unmerge() first."
             )
 
     def _refuse_merged(self, what: str) -> None:

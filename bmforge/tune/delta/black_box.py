@@ -119,7 +119,7 @@ def _search(
         rows.copy_(start + moved.view_as(rows))
         value = float(score(model))
         if math.isnan(value):
-            raise ConfigError("score gave NaN: it must be a number, higher where better.")
+            raise ConfigError("score returned NaN. It must return a number (higher is better).")
         scores.append(value)
         if value > best:
             best, best_rows = value, rows.clone()

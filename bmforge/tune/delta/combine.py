@@ -94,8 +94,9 @@ def _concatenate(
         for owner, _, part in delta.held:
             if type(part) is not LowRank or part.magnitude is not None or part.bias is not None:
                 raise ConfigError(
-                    f"delta {delta.name!r} has at {owner} a {type(part).__name__}; Loras of linear "
-                    "layers, without magnitude and bias, can be combined so."
+                    f"delta {delta.name!r} has at {owner} a {type(part).__name__}; only "
+                    "Loras of linear layers, without magnitude and bias, can be "
+                    "combined."
                 )
             up = part.up.detach() * (weights[delta.name] * part.scale)
             factors.setdefault(owner, []).append((up, part.down.detach()))
@@ -103,7 +104,7 @@ def _concatenate(
     ranks = {owner: down.shape[0] for owner, (_, down) in joined.items()}
     refused = into in deltas_of(model)
     if refused:
-        raise ConfigError(f"the model already has a delta {into!r}: name another.")
+        raise ConfigError(f"the model already has a delta {into!r}. Choose another name.")
     usual = max(ranks.values())
     differing = {owner: r for owner, r in ranks.items() if r != usual}
     delta = Lora(model, list(joined), name=into, rank=usual, alpha=None, ranks=differing)
@@ -120,6 +121,6 @@ def _join(each: list[Factors], rank: int | None) -> Factors:
         return up, down
     left, sizes, right = torch.linalg.svd(up @ down, full_matrices=False)
     if rank > len(sizes):
-        raise ConfigError(f"rank={rank} is above {len(sizes)}, the smaller side of a layer.")
+        raise ConfigError(f"rank={rank} is above {len(sizes)}, the smaller dimension of a layer.")
     root = sizes[:rank].sqrt()
     return left[:, :rank] * root, root[:, None] * right[:rank]

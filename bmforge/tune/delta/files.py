@@ -192,8 +192,8 @@ def load_delta(
     if kind is not None and not isinstance(delta, kind):
         delta.remove()
         raise ConfigError(
-            f"{str(directory)!r} has a {type(delta).__name__}, not a {kind.__name__}. Use "
-            "load_delta, which takes any."
+            f"{str(directory)!r} contains a {type(delta).__name__}, not a "
+            f"{kind.__name__}. Use load_delta, which loads any kind."
         )
     delta.provenance = read_provenance(directory)
     return delta if trainable else delta.requires_grad_(False)
@@ -211,14 +211,14 @@ def _load(
     for version in (mark.get("version", 0), (own_config or {}).get("version", 0)):
         if version > _VERSION:
             raise ConfigError(
-                f"{str(directory)!r} is of version {version}; this bmforge reads {_VERSION}. "
-                "Update bmforge."
+                f"{str(directory)!r} has format version {version}, but this bmforge "
+                f"supports {_VERSION}. Update bmforge."
             )
     delta_type = _type_of(config, directory)
     if kind is not None and not issubclass(delta_type, kind):
         raise ConfigError(
-            f"{str(directory)!r} has a {delta_type.__name__}, not a {kind.__name__}. Use "
-            "load_delta, which takes any."
+            f"{str(directory)!r} contains a {delta_type.__name__}, not a "
+            f"{kind.__name__}. Use load_delta, which loads any kind."
         )
     config = config | mark.get("unfolded", {})
     options = _told(own_config) if own_config else peft_format.options_of(model, config, tensors)
@@ -274,8 +274,8 @@ def _type_of(config: Mapping[str, Any], directory: Path) -> type[AttachedDelta]:
     if delta_type is None:
         supported = ", ".join(name for name in by_peft if not name.startswith("BMFORGE"))
         raise ConfigError(
-            f"{str(directory)!r} is a {config.get('peft_type')!r}, which is not known to this "
-            f"version of bmforge. Of PEFT's methods it knows {supported}."
+            f"{str(directory)!r} has peft_type={config.get('peft_type')!r}, which this "
+            f"version of bmforge does not support (supported: {supported})."
         )
     return delta_type
 
@@ -344,8 +344,9 @@ def _check_base(
     if fingerprint is None or fingerprint == base:
         return
     raise CheckpointError(
-        f"the adapter in {str(directory)!r} was trained on another base (fingerprint {base}; this "
-        f"model has {fingerprint}). Open its base, or pass allow_other_base=True."
+        f"the adapter in {str(directory)!r} was trained on another base (fingerprint "
+        f"{base}; this model has {fingerprint}). Open its base model, or pass "
+        "allow_other_base=True."
     )
 
 

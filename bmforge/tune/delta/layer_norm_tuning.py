@@ -30,8 +30,8 @@ class LayerNormTuning(Delta):
     def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
         if options:
             raise ConfigError(
-                f"LayerNormTuning has no option {next(iter(options))!r} (it has none). Leave it "
-                "out."
+                f"LayerNormTuning has no option {next(iter(options))!r} (it has no "
+                "options). Remove it."
             )
         return options
 
@@ -42,7 +42,7 @@ class LayerNormTuning(Delta):
         for delta in deltas_of(self.model).values():
             if shared := sorted(own & set(delta.wholes())):
                 raise ConfigError(
-                    f"{shared[0]} is trained whole by adapter {delta.name!r} already. Exclude it."
+                    f"{shared[0]} is already fully trained by adapter {delta.name!r}. Exclude it."
                 )
         self.norm_names = list(names)
         self._whole_names = self._whole_names | own
@@ -60,7 +60,7 @@ class LayerNormTuning(Delta):
     def detach(self) -> LayerNormTuning:
         """Restore the base's values in the norms; `attach` sets the trained ones again."""
         if not self._attached:
-            raise ConfigError(f"adapter {self.name!r} is detached already.")
+            raise ConfigError(f"adapter {self.name!r} is already detached.")
         self._swap_()
         return self
 
@@ -85,8 +85,8 @@ class LayerNormTuning(Delta):
         """Raise `ConfigError` for a weight other than 0 or 1."""
         if weight not in (0, 1):
             raise ConfigError(
-                f"weight={weight} is not possible for the LayerNormTuning {self.name!r} (0 or 1). "
-                "Enable or disable it."
+                f"weight={weight} is not supported by the LayerNormTuning {self.name!r} "
+                "(allowed: 0 or 1)."
             )
 
     def weigh_(self, weight: float) -> LayerNormTuning:
@@ -108,6 +108,6 @@ class LayerNormTuning(Delta):
     def merge(self, dequantize: bool = False) -> LayerNormTuning:
         """Raise `ConfigError`: the trained values are in the model already."""
         raise ConfigError(
-            f"adapter {self.name!r} cannot be merged, because it trains the model's own norms. "
-            "Save the model: its norms have the trained values."
+            f"adapter {self.name!r} cannot be merged, because it trains the model's own "
+            "norms. Save the model instead: its norms have the trained values."
         )

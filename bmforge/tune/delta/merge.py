@@ -266,8 +266,8 @@ def _keys(model: nn.Module, target: str, chain: Iterable[_Link]) -> list[str]:
         needs = isinstance(part, Shift) or getattr(part, "bias", None) is not None
         if needs and not has_bias:
             raise ConfigError(
-                f"{target}, a {type(module).__name__}, has no bias to merge into. Save the adapter "
-                "next to the model, or exclude such layers."
+                f"{target}, a {type(module).__name__}, has no bias to merge into. Save "
+                "the adapter next to the model, or exclude layers without bias."
             )
         if has_bias and (needs or not _is_additive(part)):
             keys["bias"] = None
@@ -360,9 +360,9 @@ def _check_weights(
             is_whole = all(isinstance(link.part, TokenRows) for link in chain)
             if id(tensor) in shared and not is_whole:
                 raise ConfigError(
-                    f"{target}.{key} is tied to another weight, which merging would change as "
-                    "well. Open the model with tie_word_embeddings=False before attaching "
-                    f"{deltas[0].name!r}."
+                    f"{target}.{key} is tied to another weight, which merging would "
+                    "change as well. Open the model with tie_word_embeddings=False "
+                    f"before you attach {deltas[0].name!r}."
                 )
             if is_streamed(tensor):
                 raise ConfigError(f"{target}.{key} is streamed. Merge before its blocks stream.")

@@ -64,7 +64,7 @@ def dequantized_weight(model: nn.Module, target: str, allowed: bool) -> Tensor |
         return None
     if not allowed:
         raise ConfigError(
-            f"{target} has a quantized weight ({type(weight).__name__}). merge(dequantize=True) "
-            "replaces it by a plain one."
+            f"{target} has a quantized weight ({type(weight).__name__}). "
+            "merge(dequantize=True) replaces it with a plain one."
         )
     return weight.dequantize().detach()  # type: ignore[no-any-return]

@@ -252,7 +252,7 @@ def to_our_names(
         published_name, what, leaf = match.groups()
         key = _LEAVES.get(leaf)
         if key is None:
-            raise CheckpointError(f"{name} is no tensor of OpenDelta that is known.")
+            raise CheckpointError(f"{name} is not a known tensor of OpenDelta.")
         if what == "soft_prompt_layer":
             renamed[f"{_place(delta, 'embed')}.{key}"] = tensor
         elif what == "lora":
@@ -288,7 +288,9 @@ def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
             owner, _, leaf = name.rpartition(".")
             (own_name, *others) = published.get(owner, [owner])
             if others:
-                raise CheckpointError(f"{name} is fused here, of {own_name} and others.")
+                raise CheckpointError(
+                    f"{name} is part of a fused weight in this model, with {own_name} and others."
+                )
             renamed[f"{own_name}.{leaf}"] = tensor
     return renamed
 
@@ -299,7 +301,7 @@ def _place(delta: AttachedDelta, beginning: str) -> str:
         if owner.startswith(beginning) and list(part.parameters()):
             return f"{owner}.{slot}"
     raise CheckpointError(
-        f"the adapter has no module at {beginning!r}. Use the model that it was trained on."
+        f"the adapter has no module {beginning!r}. Use the model that the adapter was trained on."
     )
 
 
@@ -318,7 +320,7 @@ def _side(model: nn.Module, published: Mapping[str, list[str]], published_name: 
     for name in inside:
         if ".mlp." in name:
             return name[: name.index(".mlp.") + 4]
-    raise CheckpointError(f"{published_name} is no module of this {type(model).__name__}.")
+    raise CheckpointError(f"{published_name} is not a module of this {type(model).__name__}.")
 
 
 def _low_rank(
@@ -342,7 +344,7 @@ def _biases(
     published_name, _, leaf = name.rpartition(".")
     names = published.get(published_name, [published_name])
     if leaf != "bias":
-        raise CheckpointError(f"{name} is no tensor of OpenDelta that is known.")
+        raise CheckpointError(f"{name} is not a known tensor of OpenDelta.")
     modules: list[Any] = [model.get_submodule(n) for n in names]
     rows = [len(module.bias) for module in modules]
     biases = {}

@@ -75,5 +75,6 @@ def _read_stack(name: str, part: Any, first: Tensor, second: Tensor) -> dict[str
                 factors = {f"{key}_up": piece for key, piece in pieces}
                 return factors | {f"{key}_down": down for key in keys}
     raise CheckpointError(
-        f"{name}: factors of {tuple(first.shape)} and {tuple(second.shape)} fit no stack."
+        f"{name}: factors with shapes {tuple(first.shape)} and {tuple(second.shape)} do "
+        "not match a stack of experts."
     )

@@ -301,7 +301,8 @@ def _join_low_rank(
         if pieces[0] is not None:
             if len(present) != len(parts):
                 raise ConfigError(
-                    f"{key}: all of {', '.join(owners)}, one layer in files, must have it."
+                    f"{key}: all of {', '.join(owners)} must have it, because they are "
+                    "one layer in the file."
                 )
             factors[leaf] = torch.cat([p.detach() for p in pieces])
     return {f"{start}{leaf}": tensor.contiguous() for leaf, tensor in factors.items()}, split

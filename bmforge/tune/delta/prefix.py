@@ -32,7 +32,7 @@ class Prefix(Delta):
         can_shift = counts or bool(getattr(self.model, "biases_prefix", False))
         if options.setdefault("shift_positions", counts) and not can_shift:
             raise ConfigError(
-                f"shift_positions=True is not possible for a {type(self.model).__name__} (False). "
-                "Its positions do not come from one count of tokens."
+                f"shift_positions=True is not supported by a {type(self.model).__name__} "
+                "(allowed: False), because its positions are not a single token count."
             )
         return options

@@ -28,7 +28,8 @@ def check_patterns(delta: Any, names: Sequence[str]) -> None:
         if not excludes_of(names_in_model, (pattern,)):
             raise ConfigError(
                 f"exclude has {pattern!r}, which matches no module of this "
-                f"{type(delta.model).__name__}.{suggest(pattern, names_in_model)} Leave it out."
+                f"{type(delta.model).__name__}.{suggest(pattern, names_in_model)} Remove "
+                "the pattern."
             )
 
 

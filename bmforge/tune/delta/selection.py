@@ -171,8 +171,9 @@ def _check_per_sample(model: nn.Module, delta: AdapterLike) -> None:
     full_model = whole_model(model)
     if not all(_has_samples(full_model, part) for part in delta.held):
         raise ConfigError(
-            f"adapter {delta.name!r}, a {type(delta).__name__}, applies to whole batches: it "
-            "changes a module whose inputs are not divided by sample. Use use_deltas."
+            f"adapter {delta.name!r}, a {type(delta).__name__}, can only be applied to "
+            "whole batches, because it changes a module whose inputs are not separated "
+            "by sample. Use use_deltas."
         )
 
 

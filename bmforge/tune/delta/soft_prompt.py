@@ -79,15 +79,15 @@ class SoftPrompt(Delta):
         self.scores = []
         if not isinstance(getattr(model, "embed", None), nn.Embedding):
             raise ConfigError(
-                f"a {type(model).__name__} has no token embedding of ours in front of which a "
-                "prompt could stand."
+                f"a {type(model).__name__} has no token embedding of ours in front of "
+                "which a prompt could stand."
             )
         length = options.get("length", self.defaults["length"])
         limit = getattr(model, "position_limit", None)
         if limit is not None and length >= limit:
             raise ConfigError(
-                f"a prompt of length={length} leaves no room for text: the model has {limit} "
-                "positions."
+                f"a prompt of length={length} leaves no room for text: the model has "
+                f"{limit} positions."
             )
         super().__init__(model, **options)
 
@@ -148,8 +148,9 @@ def put_prompt_first(
     unknown = [k for k, v in kwargs.items() if v is not None and k not in _KNOWN]
     if args or unknown:
         raise ConfigError(
-            f"a soft prompt does not know what {', '.join(unknown) or 'more arguments'} would say "
-            "of its rows. Put ids from vocab_size on into input_ids yourself."
+            "a soft prompt does not support the arguments "
+            f"{', '.join(unknown) or 'more arguments'}. Put token ids of at least "
+            "vocab_size into input_ids yourself."
         )
     length = prompt.weight.shape[0]
     new = {**kwargs, "input_ids": prompt_ids(table, ids)}
@@ -157,7 +158,7 @@ def put_prompt_first(
         tensor = kwargs.get(name)
         if tensor is not None and tensor.shape != ids.shape:
             raise ConfigError(
-                f"a soft prompt lengthens {name} of the shape {tuple(ids.shape)}, not "
+                f"a soft prompt needs {name} with shape {tuple(ids.shape)}, not "
                 f"{tuple(tensor.shape)}."
             )
         if tensor is not None:

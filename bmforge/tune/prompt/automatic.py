@@ -54,7 +54,7 @@ def find_label_tokens(
         in_class = labels == number
         if not in_class.any() or in_class.all():
             raise ConfigError(
-                f"class {number} has {int(in_class.sum())} of {len(labels)} examples."
+                f"class {number} has {int(in_class.sum())} of the {len(labels)} examples."
             )
         likely = log_yes[in_class].sum(0).argsort(descending=True)[:num_candidates]
         factor = float(in_class.sum() / (~in_class).sum()) if balance else 1.0
@@ -105,8 +105,8 @@ class AutomaticVerbalizer(ManualVerbalizer):
         tokens = find_label_tokens(logits, labels, **self._options)
         if len(tokens) != self.num_classes:
             raise ConfigError(
-                f"the labels go up to class {len(tokens) - 1}, and there are {self.num_classes} "
-                "classes: give examples of every one."
+                f"the labels go up to class {len(tokens) - 1}, but there are "
+                f"{self.num_classes} classes. Give examples of every class."
             )
         self.words = [["<!>" + self._tokenizer.decode([id]) for id in row] for row in tokens]
         self._set_tokens([[[id] for id in row] for row in tokens])

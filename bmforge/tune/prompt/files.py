@@ -82,20 +82,20 @@ def _order(words: Any, file: Path, classes: Sequence[str]) -> list[list[str]]:
     if isinstance(words, dict):
         if classes and set(words) != set(map(str, classes)):
             raise ConfigError(
-                f"{str(file)!r} has words of {', '.join(words)}; the classes are "
-                f"{', '.join(map(str, classes))}."
+                f"{str(file)!r} has words of the classes {', '.join(words)}, but the "
+                f"task's classes are {', '.join(map(str, classes))}."
             )
         words = [words[str(name)] for name in classes] if classes else list(words.values())
     if not isinstance(words, list) or not all(isinstance(row, (str, list)) for row in words):
         raise ConfigError(
-            f"{str(file)!r} is no verbalizer: needed are the words of every class, as a list or as "
-            "a table class -> words."
+            f"{str(file)!r} is no verbalizer: needed are the words of every class, as a "
+            "list or as a table class -> words."
         )
     rows = [[row] if isinstance(row, str) else row for row in words]
     if classes and len(rows) != len(classes):
         raise ConfigError(
-            f"{str(file)!r} has words of {len(rows)} classes, and there are {len(classes)}: "
-            f"{', '.join(map(str, classes))}."
+            f"{str(file)!r} has words of {len(rows)} classes, but there are "
+            f"{len(classes)}: {', '.join(map(str, classes))}."
         )
     return rows
 

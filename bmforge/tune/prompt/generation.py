@@ -74,7 +74,7 @@ class GenerationVerbalizer(nn.Module):
         texts = [self.write(example, label) for label in range(self.num_classes)]
         tokens = self._tokenizer.encode_plain(texts)
         if not all(tokens):
-            raise ConfigError(f"class {tokens.index([])} has a text without tokens: {texts}.")
+            raise ConfigError(f"the text of class {tokens.index([])} has no tokens: {texts}.")
         return tokens
 
     def forward(self, scores: Tensor) -> Tensor:

@@ -60,8 +60,9 @@ class PromptGenerator(nn.Module):
         super().__init__()
         if template.num_masks != 1 or not template.asking.goes_on:
             raise ConfigError(
-                f"texts are written at one mask by a model that goes on from token to token; this "
-                f"template has {template.num_masks}, and is asked as {template.asking.kind!r}."
+                "generation needs one mask and a model that generates token by token; "
+                f"this template has {template.num_masks} masks, and its format is "
+                f"{template.asking.kind!r}."
             )
         self.model, self.template, self._write = model, template, write
         self.pad_id = template.tokenizer.pad_id or 0
@@ -123,8 +124,9 @@ class PromptGenerator(nn.Module):
         """
         if self.template.asking.kind not in _WRITING:
             raise ConfigError(
-                f"a model asked as {self.template.asking.kind!r} does not go on with a row: use "
-                "bmforge.infer's write_text, or fill_documents of CPM-Bee."
+                f"a template with the format {self.template.asking.kind!r} does not "
+                "support generation. Use bmforge.infer's write_text, or fill_documents "
+                "of CPM-Bee."
             )
         write = self._write or getattr(type(self.model), "generate", None)
         if write is None:

@@ -34,7 +34,7 @@ def read_lambda(node: ast.Lambda) -> Callable[[Any], str]:
     spec = node.args
     names = [argument.arg for argument in spec.args]
     if len(names) != 1 or spec.defaults or spec.vararg or spec.kwarg or spec.kwonlyargs:
-        raise ValueError("a lambda of one argument is needed")
+        raise ValueError("a lambda with one argument is needed")
     body = _compile(node.body, {*names})
 
     def process(value: Any) -> str:
@@ -43,7 +43,7 @@ def read_lambda(node: ast.Lambda) -> Callable[[Any], str]:
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise ValueError(f"{ast.unparse(node)} does not fit {value!r:.60} ({error})") from error
         if not isinstance(result, str):
-            raise ValueError(f"{ast.unparse(node)} returns {result!r:.60}, which is no text")
+            raise ValueError(f"{ast.unparse(node)} returns {result!r:.60}, which is not a text")
         return result
 
     return process
@@ -85,7 +85,7 @@ def _compile_method(name: str, owner: Expression, arguments: list[Expression]) -
 def _compile_loop(element: ast.expr, loop: ast.comprehension, names: set[str]) -> Expression:
     """Compile a comprehension without conditions to a function."""
     if loop.ifs or loop.is_async:
-        raise ValueError("a comprehension with conditions")
+        raise ValueError("a comprehension with conditions is not supported")
     targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]
     variables = [target.id for target in targets if isinstance(target, ast.Name)]
     source, is_numbered = loop.iter, False
@@ -93,7 +93,7 @@ def _compile_loop(element: ast.expr, loop: ast.comprehension, names: set[str]) -
         case ast.Call(func=ast.Name(id="enumerate"), args=[inner], keywords=[]):
             source, is_numbered = inner, True
     if len(variables) != 1 + is_numbered:
-        raise ValueError("a comprehension with other variables than its element and its number")
+        raise ValueError("a comprehension may only have its element and its index as variables")
     items = _compile(source, names)
     result = _compile(element, {*names, *variables})
 
@@ -110,7 +110,7 @@ def _piece(part: ast.expr) -> ast.expr:
     if not isinstance(part, ast.FormattedValue):
         return part
     if part.format_spec is not None or part.conversion != -1:
-        raise ValueError("an f-string with a format")
+        raise ValueError("an f-string with a format is not supported")
     return part.value
 
 
@@ -127,5 +127,5 @@ def _index(node: ast.expr) -> Any:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} is no text")
+        raise TypeError(f"{value!r:.40} is not text")
     return value

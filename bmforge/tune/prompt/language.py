@@ -69,9 +69,9 @@ def parse_template(text: str, needs_mask: bool = True) -> tuple[Piece, ...]:
 
 def _check_characters(text: str) -> None:
     if not isinstance(text, str):
-        raise TemplateError(f"a text is needed, not a {type(text).__name__}", "", 0)
+        raise TemplateError(f"the template must be a text, not a {type(text).__name__}", "", 0)
     if len(text) > _MAX_CHARS:
-        raise TemplateError(f"{len(text)} characters; at most {_MAX_CHARS} are read", text, 0)
+        raise TemplateError(f"{len(text)} characters (at most {_MAX_CHARS})", text, 0)
     for at, character in enumerate(text):
         if character == "\0" or "\ud800" <= character <= "\udfff":
             raise TemplateError(f"character {ord(character):#x} is not text", text, at)
@@ -99,7 +99,7 @@ def _find_end(text: str, begin: int) -> int:
                 return at + 1
         at += 1
     kind = f"the quote {quote}" if quote else "the brace that opens here"
-    raise TemplateError(f"{kind} is never closed: add {quote or '}'}", text, begin)
+    raise TemplateError(f"{kind} is not closed. Add {quote or '}'}", text, begin)
 
 
 def _read_piece(text: str, begin: int, end: int, spaced: bool) -> Piece:
@@ -122,7 +122,9 @@ def _read_piece(text: str, begin: int, end: int, spaced: bool) -> Piece:
     kind: Any = kinds[0]
     for key, allowed in _ONLY.items():
         if key in values and kind not in allowed:
-            raise fail(f"{key} is for {' and '.join(allowed)} pieces, this is {kind}")
+            raise fail(
+                f"{key} is only allowed in {' and '.join(allowed)} pieces, not in {kind} pieces"
+            )
     _check_value(kind, values.get(kind), fail)
     soft_id, duplicate = values.get("soft_id", 0), values.get("duplicate", 1)
     if "soft_id" in values and (not _is_count(soft_id)):
@@ -165,9 +167,9 @@ def _read_literal(piece: str, fail: Callable[[str], TemplateError]) -> Mapping[A
                     for key, value in pairs
                 }
     except SyntaxError as error:
-        raise fail(f"this is no literal ({error.msg}); values stand in quotes") from None
+        raise fail(f"this is not a literal ({error.msg}); values stand in quotes") from None
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise fail(f"only literals can stand here ({error!s:.60})") from None
+        raise fail(f"only literals are allowed here ({error!s:.60})") from None
     raise fail('needed is {"key": value, ...} or {"key"}')
 
 
@@ -176,7 +178,7 @@ def _check_value(kind: str, value: Any, fail: Callable[[str], TemplateError]) ->
     if kind in ("placeholder", "meta", "special", "text") and not isinstance(value, str):
         raise fail(f"{kind}={value!r} must be a text")
     if kind == "soft" and not isinstance(value, (str, type(None))):
-        raise fail(f"soft={value!r} must be words to begin as, or None")
+        raise fail(f"soft={value!r} must be the words that initialize the soft tokens, or None")
     if kind == "mask" and value is not None:
         raise fail(f"mask={value!r}: a mask has no value")
     if kind == "special" and value not in SPECIALS:
@@ -193,7 +195,7 @@ def _read_process(value: Any, fail: Callable[[str], TemplateError]) -> Callable[
         try:
             value = ast.parse(value.strip(), mode="eval").body
         except SyntaxError as error:
-            raise fail(f"{value!r:.40} is no lambda ({error.msg}).") from error
+            raise fail(f"{value!r:.40} is not a lambda ({error.msg}).") from error
     if isinstance(value, ast.Lambda):
         try:
             return read_lambda(value)

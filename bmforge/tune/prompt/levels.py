@@ -29,7 +29,7 @@ def score_levels(
         ConfigError: the number of names differs from the number of classes.
     """
     if len(classes) != scores.shape[-1]:
-        raise ConfigError(f"{len(classes)} names are given for {scores.shape[-1]} classes.")
+        raise ConfigError(f"{len(classes)} names were given for {scores.shape[-1]} classes.")
     parts = [name.split(sep) for name in classes]
     chances, levels = scores.log_softmax(-1), []
     for depth in range(1, max(map(len, parts)) + 1):

@@ -36,7 +36,7 @@ def register_post_processing(name: str, process: Process) -> None:
         ConfigError: the name is taken.
     """
     if name in _BUILT_IN and _BUILT_IN[name] is not process:
-        raise ConfigError(f"post-processing {name!r} is taken: choose another name.")
+        raise ConfigError(f"post-processing {name!r} is already registered. Choose another name.")
     _BUILT_IN[name] = process
 
 

@@ -90,8 +90,8 @@ def find_asking(model: Any) -> Asking:
     kind = _BY_TRAITS.get((traits.reads, traits.objective))
     if kind is None or traits.has_images:
         raise ConfigError(
-            f"{type(model).__name__} ({traits.objective}) cannot be asked with a template: it "
-            "reads no texts. Take a family that does."
+            f"{type(model).__name__} ({traits.objective}) cannot be used with a "
+            "template, because it does not read text. Use another family."
         )
     return ASKINGS[kind]
 
@@ -145,6 +145,6 @@ def check_marks(asking: Asking, tokenizer: Tokenizer, model: Any) -> None:
              if getattr(config, n, None) != id]  # fmt: skip
     if wrong:
         raise ConfigError(
-            f"the model has {', '.join(wrong)}: where blanks are it finds by these ids, which are "
-            f"others in the tokenizer. Give its config {needed}."
+            f"the model has {', '.join(wrong)}: it finds blanks by these ids, but the "
+            f"tokenizer has other ids. Set {needed} in its config."
         )

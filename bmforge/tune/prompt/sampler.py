@@ -34,14 +34,16 @@ def draw_few(
         ConfigError: neither or both counts, or more than a label has.
     """
     if (per_label > 0) == (total > 0):
-        raise ConfigError(f"per_label={per_label}, total={total}: give one of them, from 1 on.")
+        raise ConfigError(
+            f"per_label={per_label}, total={total}. Give exactly one of them, at least 1."
+        )
     generator = np.random.RandomState(seed)
     everything = list(range(len(labels)))
 
     def draw(places: list[int]) -> list[int]:
         if total:
             if total > len(places):
-                raise ConfigError(f"total={total}, but there are {len(places)} examples.")
+                raise ConfigError(f"total={total}, but there are only {len(places)} examples.")
             shuffled = list(places)
             generator.shuffle(shuffled)
             return shuffled[:total]

@@ -60,8 +60,8 @@ def search_templates(
     template = Template(_SHAPES[pairs], tokenizer, model)
     if template.asking.kind != "spans":
         raise ConfigError(
-            f"a model asked as {template.asking.kind!r} does not write what was cut out: take a T5 "
-            "or CPM-2."
+            f"a template with the format {template.asking.kind!r} cannot be used to "
+            "generate the removed text. Use a T5 or CPM-2."
         )
     source, mask = _read_source(model, template, examples, words, max_seq_len)
     first, second = template.blanks

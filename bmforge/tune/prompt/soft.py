@@ -146,9 +146,9 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
     ):
         if encoder:
             raise ConfigError(
-                f"encoder={encoder!r} has no effect if the model's config declares its soft "
-                "tokens, as in a run: they are trained directly. Train an encoder with "
-                "PromptClassifier."
+                f"encoder={encoder!r} has no effect if the model's config declares the "
+                "soft tokens, as in a run, because they are trained directly. Train an "
+                "encoder with PromptClassifier."
             )
         return attached
     if attached is not None:

@@ -103,10 +103,10 @@ class Template:
         following = self.pieces[first + 1 :]
         if following and behind == "refuse":
             raise ConfigError(
-                f"the template has {following[0].kind} {following[0].value or ''!r} behind its "
-                "mask, which a "
-                f"model of the kind {self.asking.kind!r} never reads: let the mask stand last, or "
-                "give behind='leave out' or behind='score'."
+                f"the template has {following[0].kind} {following[0].value or ''!r} "
+                f"behind its mask, which a model of the kind {self.asking.kind!r} never "
+                "reads: let the mask stand last, or give behind='leave out' or "
+                "behind='score'."
             )
         if behind == "score" and (not following or self.asking.form != "row"):
             raise ConfigError(
@@ -114,7 +114,9 @@ class Template:
                 "Leave it out."
             )
         if behind == "score" and any(map(_is_mask, following)):
-            raise ConfigError("behind='score' is for one mask, and the template has several.")
+            raise ConfigError(
+                "behind='score' needs a template with one mask, but this one has several."
+            )
         return behind
 
     def show(self, examples: Sequence[Any], answers: Sequence[str], between: str = "\n") -> None:
@@ -301,7 +303,7 @@ def fill_piece(piece: Piece, fields: Mapping[str, Any], meta: Mapping[str, Any])
             return _process_value(piece, values[piece.value])
     has = ", ".join(dict.fromkeys([*meta, *fields] if piece.kind == "meta" else fields))
     raise ConfigError(
-        f"the template asks for the {piece.kind} {piece.value!r}, and the example has: {has}."
+        f"the template needs the {piece.kind} {piece.value!r}, but the example has: {has}."
     )
 
 

@@ -83,7 +83,7 @@ def copy_head(model: Any) -> tuple[nn.Module, Tensor, float]:
     weight = last.matrix(torch.float32) if hasattr(last, "matrix") else last.weight
     if isinstance(weight, DTensor):
         raise ConfigError(
-            "the model is parallelized already. Build the verbalizer before parallelize."
+            "the model is already parallelized. Build the verbalizer before parallelize."
         )
     # The last layer is not copied: it is often larger than the rest of the head.
     head = nn.Identity() if module is last else copy.deepcopy(module, {id(last): nn.Identity()})
@@ -136,8 +136,8 @@ class PrototypeVerbalizer(nn.Module):
         super().__init__()
         if words is not None and (words.num_classes != num_classes or words.takes != "logits"):
             raise ConfigError(
-                f"words has {words.num_classes} classes and takes {words.takes}; needed are "
-                f"{num_classes} and a verbalizer that reads tokens at the mask."
+                f"words has {words.num_classes} classes and takes {words.takes}; needed "
+                f"are {num_classes} and a verbalizer that reads tokens at the mask."
             )
         if words is not None and num_classes < 2:
             raise ConfigError(
@@ -193,7 +193,9 @@ class PrototypeVerbalizer(nn.Module):
         """
         missing = sorted(set(range(self.num_classes)) - set(labels.tolist()))
         if missing:
-            raise ShapeError(f"classes {missing} have no example: a point needs at least one.")
+            raise ShapeError(
+                f"classes {missing} have no examples (needed: at least one per class)."
+            )
         trained = [self.project.weight, self.points]
         optimizer = torch.optim.Adam(trained, lr=lr)
         with torch.enable_grad():

@@ -35,8 +35,9 @@ def cut_parts(
     if excess > sum(lengths):
         fixed = sum(len(ids) for ids, _ in parts) - sum(lengths)
         raise ConfigError(
-            f"{name} does not fit: what may not be cut has {fixed} tokens, and there is room for "
-            f"{max(room, 0)}. Give a longer max_seq_len, or make a piece shortenable."
+            f"{name} does not fit: the pieces that are not shortenable have {fixed} "
+            f"tokens, but only {max(room, 0)} fit. Raise max_seq_len, or make a piece "
+            "shortenable."
         )
     if excess <= 0:
         return [list(ids) for ids, _ in parts]

@@ -185,7 +185,7 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
     ) -> None:
         if options.get("join") == "joint":
             raise ConfigError(
-                "join='joint' scores words, refinement tokens: give first, max or mean."
+                "join='joint' is not supported for refinement tokens (supported: first, max, mean)."
             )
         classes, rows = read_words(words)
         firsts = {row[0] for row in rows}
@@ -277,9 +277,11 @@ class PTRVerbalizer(nn.Module):
         super().__init__()
         self.classes, self.words = read_words(words)
         if len({len(row) for row in self.words}) != 1:
-            raise ConfigError("every class needs one word for each mask, all the same number.")
+            raise ConfigError("every class needs the same number of words, one per mask.")
         if options.get("join") == "joint":
-            raise ConfigError("join='joint' needs the masks for itself: give first, max or mean.")
+            raise ConfigError(
+                "join='joint' is not supported with several masks (supported: first, max, mean)."
+            )
         self.num_classes, self.per_mask = len(self.words), per_mask
         self.num_masks = len(self.words[0])
         self.tokens = [[spell_word(word, tokenizer) for word in row] for row in self.words]

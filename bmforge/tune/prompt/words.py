@@ -25,7 +25,9 @@ def read_words(words: Words) -> tuple[list[str], list[list[str]]]:
     rows = [[row] if isinstance(row, str) else list(row) for _, row in pairs]
     bad = [n for n, row in enumerate(rows) if not all(isinstance(w, str) and w for w in row)]
     if bad:
-        raise ConfigError(f"class {bad[0]} has {rows[bad[0]]!r:.60}: words are texts, not empty.")
+        raise ConfigError(
+            f"class {bad[0]} has {rows[bad[0]]!r:.60}: words must be texts that are not empty."
+        )
     classes = [str(name) for name, _ in pairs]
     check_left(classes, rows, "the list")
     return classes, rows
@@ -55,8 +57,8 @@ def check_shared(rows: Sequence[Sequence[str]]) -> None:
         for word in row:
             if owner.setdefault(word, number) != number:
                 raise ConfigError(
-                    f"the word {word!r} is of class {owner[word]} and of class {number}: it tells "
-                    "neither. Give each its own."
+                    f"the word {word!r} is of class {owner[word]} and of class {number}: "
+                    "it tells neither. Give each its own."
                 )
 
 

@@ -159,7 +159,7 @@ class OptimManager:
         states = state_dict["optimizers"]
         if len(states) != len(self.optimizers):
             raise CheckpointError(
-                f"the state is of {len(states)} optimizers; {len(self.optimizers)} were added."
+                f"the state has {len(states)} optimizers, but {len(self.optimizers)} were added."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             if isinstance(optimizer, AdamOptimizer):

@@ -68,7 +68,7 @@ def unpack_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
     saved = sum(len(group["params"]) for group in state["param_groups"])
     if saved != len(params):
         raise CheckpointError(
-            f"the state is of {saved} parameters; the optimizer has {len(params)}."
+            f"the state has {saved} parameters, but the optimizer has {len(params)}."
         )
     if keeps_whole(optimizer):
         return {"state": dict(state["state"]), "param_groups": state["param_groups"]}
@@ -87,8 +87,8 @@ def _unpack(param: Tensor, value: Any, is_whole: bool | None) -> Any:
     local_shape = local_tensor(param).shape
     if value.shape != local_shape:
         raise CheckpointError(
-            f"a state has shape={tuple(value.shape)}, here it is {tuple(local_shape)}: it is of "
-            "another "
-            "number of processes. Save it with gather=True."
+            f"a state has shape={tuple(value.shape)}, but here it is "
+            f"{tuple(local_shape)}: it was saved with another number of processes. Save "
+            "it with gather=True."
         )
     return _like(param, value.to(param.device))

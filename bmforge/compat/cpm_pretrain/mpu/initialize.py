@@ -86,8 +86,8 @@ class Groups:
         """
         if self.mesh is None or not self.is_ready:
             raise DistributedError(
-                "mpu knows no groups yet: call mpu.initialize_model_parallel(size), or "
-                "initialize_megatron(), first."
+                "the groups of mpu are not initialized. Call "
+                "mpu.initialize_model_parallel(size), or initialize_megatron(), first."
             )
         if axis == "data":
             axis = "dp_shard" if self.mesh["dp_replicate"].size() == 1 else "dp_replicate"
@@ -125,7 +125,8 @@ def initialize_model_parallel(model_parallel_size_: int, topology: Any = None) -
     """
     if groups.is_ready:
         raise DistributedError(
-            "mpu has its groups already: call mpu.destroy_model_parallel() before making others."
+            "the groups of mpu are already initialized. Call "
+            "mpu.destroy_model_parallel() before making others."
         )
     world = init_distributed()
     stages = topology.get_dim("pipe") if topology is not None else 1

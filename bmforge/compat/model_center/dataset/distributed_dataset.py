@@ -132,8 +132,8 @@ class DistributedDataset:
         block = state["block"]
         if strict and len(block) != self._world_size:
             raise ConfigError(
-                f"the state is of {len(block)} processes, these are {self._world_size}: start as "
-                "many, or pass strict=False."
+                f"the state has {len(block)} processes, but this run has "
+                f"{self._world_size}. Start as many, or pass strict=False."
             )
         self._update()
         count = len(self._times)

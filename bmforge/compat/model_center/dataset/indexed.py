@@ -68,7 +68,7 @@ class DistributedMMapIndexedDataset:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                raise IndexError(f"slice with step {step}: sequences are sliced with step 1")
+                raise IndexError(f"slice with step {step} is not supported (needed: step 1)")
             return [self[n] for n in range(start, stop)]
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of a share of {len(self)} sequences")

@@ -36,8 +36,7 @@ class Generation:
         window = options.pop("repetition_window", None)
         if window is not None:
             raise ConfigError(
-                f"repetition_window={window}: the penalty counts all that was written. Leave it "
-                "out."
+                f"repetition_window={window}: the penalty counts all generated tokens. Remove it."
             )
         config = self.configure(**options)
         ids, mask = self.encode(text_list)

@@ -64,7 +64,7 @@ class Attention(DistributedModule):
         more = {**_REST, "mask_value": float("-inf"), "pos_bias_type": "none", **others}
         if more["pos_bias_type"] not in _POSITIONS:
             raise ConfigError(
-                f"pos_bias_type={more['pos_bias_type']!r} is none of {', '.join(_POSITIONS)}."
+                f"pos_bias_type={more['pos_bias_type']!r} is not one of {', '.join(_POSITIONS)}."
             )
         self.dim_head, self.num_heads = dim_head, num_heads
         self.num_heads_kv = num_heads if more["num_heads_kv"] == -1 else more["num_heads_kv"]
@@ -160,7 +160,9 @@ class SparseSelfAttention(Attention):
     ) -> Tensor:
         """Attend; position bias and cache are not supported."""
         if position_bias is not None or use_cache or past_key_value is not None:
-            raise ConfigError("a window takes no position_bias and keeps no keys and values.")
+            raise ConfigError(
+                "position_bias and cached keys and values are not supported with attention_window."
+            )
         shape = (hidden_states.shape[0], hidden_states.shape[1])
         real = None if attention_mask is None else (attention_mask >= 0).long()
         chosen = None if attention_mask is None else (attention_mask > 0).long()

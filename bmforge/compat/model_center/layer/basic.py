@@ -245,7 +245,7 @@ class PatchEmbedding(DistributedModule):
     ) -> None:
         super().__init__()
         if not flatten:
-            raise ConfigError("flatten=False: patches are tokens here. For an image use Conv2d.")
+            raise ConfigError("flatten=False is not supported. For an image use Conv2d.")
         count = (img_size // patch_size) ** 2
         self.proj = Conv2d(in_chans, embed_dim, patch_size, patch_size, dtype=dtype)
         self.cls_token = _normal((1, 1, embed_dim), dtype, 0.0, 0.02)

@@ -220,8 +220,9 @@ class CPM1(_OldCall):
             return context
         if context is not None and bool(context.any()):
             raise ConfigError(
-                "context marks tokens that all may see, but the published CPM-1 reads from left to "
-                "right: pass context=None, or use CPM1Config(pos_bias_type='relative')."
+                "context marks tokens that every token attends to, but the published "
+                "CPM-1 is causal. Pass context=None, or use "
+                "CPM1Config(pos_bias_type='relative')."
             )
         return None
 
