@@ -7,11 +7,11 @@ the package that uses it.
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from bmforge.byte_sizes import parse_size
 from bmforge.errors import ConfigError
 
 __all__ = [
@@ -23,31 +23,7 @@ __all__ = [
     "QualityConfig",
     "QuickstartConfig",
     "TalkConfig",
-    "parse_size",
 ]
-
-# Unit of a size, in lower case -> bytes.
-_UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{letter}ib": 1 << (10 * n) for n, letter in enumerate("kmgt", 1)}
-_UNITS |= {f"{letter}b": 1000**n for n, letter in enumerate("kmgt", 1)}
-
-
-def parse_size(text: str, name: str = "size") -> int:
-    """Parse a size such as ``2GiB``, ``500 MB`` or ``123456`` into bytes.
-
-    Args:
-        text: number and unit: B, KB, MB, GB, TB (powers of 1000), KiB, ... TiB (powers of 1024).
-        name: name of the option, for the error message.
-
-    Raises:
-        ConfigError: invalid size.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(
-            f"invalid size: {name}={text!r} (a number and a unit, such as 2GiB, 1.5GB or 800MiB)."
-        )
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from bmforge.byte_sizes import parse_size
 from bmforge.cli.main import main
 from bmforge.cli.open_model import delta_bytes
 from bmforge.models import GPT2, GPT2Config
-from bmforge.settings import parse_size
 from bmforge.tune.delta import Lora
 
 

@@ -57,6 +57,7 @@ _FLOATS = (
     "softcapping",
 )
 _WRITES_TEXT = ("language_model", "sequence_to_sequence")
+_NO_TOKENS = {"tokenizer.ggml.model": "none"}
 
 
 def write_gguf(
@@ -114,9 +115,6 @@ def write_gguf(
     sync_directory(out.absolute().parent)
     get_logger().info("%s: %s, %s", out, type(model).__name__, kind)
     return out
-
-
-_NO_TOKENS = {"tokenizer.ggml.model": "none"}
 
 
 def check_target(out: Path, kind: str, overwrite: bool) -> None:
@@ -328,18 +326,16 @@ def _check_said(
     back = type(config).from_hf(to_raw(GgufHeader(Path("the new file"), values, tensors)))
     problems = []
     for field in fields(config):
-        if field.name in _UNSAID or field.name.endswith("dropout"):
-            continue
-        if field.name == "rope_scaling" and plan.extra:
+        is_unsaid = field.name in _UNSAID or field.name.endswith("dropout")
+        if is_unsaid or (field.name == "rope_scaling" and plan.extra):
             continue
         expected, got = getattr(config, field.name), getattr(back, field.name)
         if not _are_same(expected, got):
             problems.append(f"{field.name}={expected!r} (would be {got!r})")
     if problems:
         raise ConfigError(
-            f"GGUF cannot say of a {architecture.kind}: {'; '.join(problems)}. Such a model "
-            "would be "
-            "computed wrongly by others; keep it in Hugging Face's form."
+            f"GGUF cannot express these fields of a {architecture.kind}: {'; '.join(problems)}. "
+            "Keep the model in the Hugging Face format."
         )
 
 
