@@ -31,6 +31,7 @@ STARTS = {
     "openbmb/cpm-bee-1b": "cpm-bee-1b",
     "models/cpm-ant": "cpm-ant-10b",
     "tiny": "llama-3.2-1b",  # written by a block of the page
+    "runs/quickstart/export": "llama-3.2-1b",  # written by `bmforge quickstart`
     "models/eva2.0-base": "eva2.0-base",
 }
 

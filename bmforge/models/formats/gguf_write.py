@@ -99,17 +99,15 @@ def write_gguf(
     plan.extra = values.pop("tensors")
     _check_said(model, architecture, values, plan)
     if left_out:
-        get_logger().warning(
-            "GGUF's %s has no place for %s", architecture.kind, ", ".join(left_out)
-        )
+        get_logger().warning("GGUF's %s omits %s", architecture.kind, ", ".join(left_out))
     values |= to_metadata(model.provenance)
     partial = out.with_name(partial_name(out.name))
     try:
         _write(partial, architecture, {**values, **(tokens or _NO_TOKENS)}, plan)
         os.replace(partial, out)
     except OSError as error:
-        text = f"cannot write {str(out)!r} ({error}). Free some space, or name another directory."
-        raise CheckpointError(text) from error
+        advice = "Free some space, or name another directory."
+        raise CheckpointError(f"cannot write {str(out)!r} ({error}). {advice}") from error
     finally:
         partial.unlink(missing_ok=True)
     sync_directory(out.absolute().parent)
