@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 from fastapi.routing import APIRoute
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from bmforge.serve.errors import RequestError
+from bmforge.serve.serving import client_of, serving_of
 from bmforge.serve.strict_json import parse_json
 
 __all__ = ["GONE", "EventStream", "StrictRequest", "StrictRoute"]
@@ -21,7 +22,12 @@ GONE = 499  # nginx's status of a client that has disconnected
 
 
 class StrictRequest(Request):
-    """HTTP request with a limited body size, parsed by `parse_json`."""
+    """HTTP request with a limited body size, parsed by `parse_json`.
+
+    A large body is received and parsed within the server's `BodyBudget`.
+    """
+
+    _reserved = 0
 
     async def body(self) -> bytes:
         """Read the request body.
@@ -30,28 +36,39 @@ class StrictRequest(Request):
             RequestError: 413, too large by its Content-Length or by its actual size.
         """
         if not hasattr(self, "_body"):
-            most = self.app.state.serving.config.max_body_bytes
+            serving = serving_of(self)
+            most = serving.config.max_body_bytes
             too_large = RequestError(f"the body has more than {most} bytes", status=413)
-            if int(self.headers.get("content-length", "0")) > most:
+            expected = int(self.headers.get("content-length", most))  # chunked: not known before
+            if expected > most:
                 raise too_large
-            chunks, size = [], 0
+            if expected > _LARGE:
+                await serving.bodies.reserve(client_of(self), expected)
+                self._reserved = expected
+            body = bytearray()
             async for chunk in self.stream():
-                chunks.append(chunk)
-                size += len(chunk)
-                if size > most:
+                body += chunk
+                if len(body) > most:
                     raise too_large
-            self._body = b"".join(chunks)
+            self._body = bytes(body)
         return self._body
 
     async def json(self) -> Any:
         """Parse the request body; a large one is parsed in a thread."""
         if not hasattr(self, "_json"):
-            body, config = await self.body(), self.app.state.serving.config
+            body, serving = await self.body(), serving_of(self)
             if len(body) > _LARGE:
-                self._json = await run_in_threadpool(parse_json, body, config)
+                self._json = await serving.tokenize(partial(parse_json, body, serving.config))
             else:
-                self._json = parse_json(body, config)
+                self._json = parse_json(body, serving.config)
+            self.release()
         return self._json
+
+    def release(self) -> None:
+        """Release the memory that was reserved for the body."""
+        if self._reserved:
+            serving_of(self).bodies.release(client_of(self), self._reserved)
+            self._reserved = 0
 
 
 class StrictRoute(APIRoute):
@@ -62,7 +79,11 @@ class StrictRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(StrictRequest(request.scope, request.receive))
+            strict = StrictRequest(request.scope, request.receive)
+            try:
+                return await handler(strict)
+            finally:
+                strict.release()
 
         return handle
 

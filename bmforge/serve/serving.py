@@ -16,6 +16,7 @@ from bmforge.errors import ConfigError
 from bmforge.licenses import UNKNOWN
 from bmforge.provenance import Provenance
 from bmforge.serve.auth import ApiKeys
+from bmforge.serve.body_budget import BodyBudget
 from bmforge.serve.conversation import Prompter
 from bmforge.serve.errors import RequestError
 from bmforge.serve.limits import Admission
@@ -28,6 +29,7 @@ __all__ = ["Served", "Serving", "client_of", "key_of", "serving_of"]
 
 T = TypeVar("T")
 _TOKENIZING_THREADS = 2
+_BODIES = 4  # request bodies of the maximum size that are received at the same time
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,12 @@ class Serving:
         self.prompter = Prompter(self.main.engine, self.directory, self.config)
         self.rules = RuleChecker(self.config)
         self.admission = Admission(self.config)
+        self.bodies = BodyBudget(_BODIES * self.config.max_body_bytes)
         # Tokenizing is work for a core; more threads would only hold more memory at once.
         self._tokenizing = CapacityLimiter(_TOKENIZING_THREADS)
 
     async def tokenize(self, function: Callable[[], T]) -> T:
-        """Run a tokenizing function in one of a few threads, to keep the event loop free."""
+        """Run a parser or tokenizer in one of a few threads, to keep the event loop free."""
         return await to_thread.run_sync(function, limiter=self._tokenizing)
 
     @property

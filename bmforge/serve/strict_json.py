@@ -14,7 +14,9 @@ __all__ = ["json_depth", "parse_json"]
 
 # Whole strings, so that their contents are not counted, and structural characters. An unterminated
 # string matches to the end: searching one from each of its quotes would take quadratic time.
-_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{},:]', re.DOTALL)
+# Runs of plain characters match at once: one alternative per character takes five times longer, and
+# `re` holds Python's global lock meanwhile.
+_MARKS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{},:]', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MOST_DIGITS = 19  # digits of a 64-bit integer
 

@@ -1,0 +1,112 @@
+"""Measure a server's memory and health-check latency while it refuses large prompts.
+
+    python benchmarks/serve_floods.py MODEL [--context 1024] [--counts 1 16 64]
+
+Starts `bmforge serve`, sends COUNT prompts of 2 MB at once, and prints the growth of the resident
+memory at its peak and the latency of `/health` before and during them. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+TEXT = "a" * 2_000_000
+BODIES: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": TEXT},
+    "chat/completions": {"messages": [{"role": "user", "content": TEXT}]},
+}
+
+
+def memory(process: subprocess.Popen[bytes]) -> dict[str, float]:
+    """Return the resident memory of a process and its peak, in MiB."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    pairs = (line.split(":") for line in lines if line.startswith(("VmHWM", "VmRSS")))
+    return {name: int(value.split()[0]) / 1024 for name, value in pairs}
+
+
+async def latency_ms(client: httpx.AsyncClient, url: str) -> float:
+    """Return the latency of one health check in milliseconds."""
+    begin = time.perf_counter()
+    (await client.get(f"{url}/health")).raise_for_status()
+    return 1000 * (time.perf_counter() - begin)
+
+
+async def measure(process: subprocess.Popen[bytes], url: str, counts: list[int]) -> None:
+    """Print a row for every endpoint and number of prompts."""
+    limits = httpx.Limits(max_connections=max(counts) + 8)
+    async with httpx.AsyncClient(timeout=300, limits=limits) as client:
+        while True:
+            try:
+                await latency_ms(client, url)
+                break
+            except httpx.HTTPError:
+                await asyncio.sleep(0.3)
+        print("| endpoint | at once | status | MiB | /health alone | during: median, worst |")
+        print("|---|---|---|---|---|---|")
+        for path, fields in BODIES.items():
+            data = json.dumps({"model": "served", **fields}).encode()
+            for count in counts:
+                print(await measure_row(process, client, url, path, data, count), flush=True)
+
+
+async def measure_row(
+    process: subprocess.Popen[bytes],
+    client: httpx.AsyncClient,
+    url: str,
+    path: str,
+    data: bytes,
+    count: int,
+) -> str:
+    """Return the row of one number of prompts at once."""
+    alone = sorted([await latency_ms(client, url) for _ in range(30)])
+    Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # reset the peak
+    before = memory(process)["VmRSS"]
+    headers = {"content-type": "application/json"}
+    tasks = [
+        asyncio.create_task(client.post(f"{url}/v1/{path}", content=data, headers=headers))
+        for _ in range(count)
+    ]
+    during_ms = []
+    while not all(task.done() for task in tasks):
+        during_ms.append(await latency_ms(client, url))
+        await asyncio.sleep(0.01)
+    during_ms.sort()
+    growth = memory(process)["VmHWM"] - before
+    status = {task.result().status_code for task in tasks}
+    return (
+        f"| {path} | {count} | {status} | {growth:.1f} | {alone[15]:.0f} ms | "
+        f"{during_ms[(len(during_ms) - 1) // 2]:.0f} ms, {during_ms[-1]:.0f} ms |"
+    )
+
+
+def main() -> None:
+    """Start the server and measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 16, 64])
+    options = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "bmforge", "serve", options.model, "--port", str(port)]
+    command += ["--name", "served", "--context", str(options.context), "--no-log-requests"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            asyncio.run(measure(process, f"http://127.0.0.1:{port}", options.counts))
+        finally:
+            process.terminate()
+
+
+if __name__ == "__main__":
+    main()
