@@ -83,6 +83,13 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         headers, keys = Headers(scope=scope), self._serving.keys
+        version = scope["http_version"]
+        if not version.startswith("1."):  # such as the preface of HTTP/2, which h11 reads as 1.1
+            raise RequestError(
+                f"this is HTTP/{version} (supported: HTTP/1.0 and HTTP/1.1)",
+                status=505,
+                headers={"connection": "close"},
+            )
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy in front may have read another body than this server (RFC 9112, 6.1).
             raise RequestError(

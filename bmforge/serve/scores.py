@@ -94,7 +94,8 @@ class RerankRequest(Strict):
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Return the token ids of a text or of a conversation."""
     serving = serving_of(request)
-    tokenizer, name = serving.engine.tokenizer, body.model or serving.name
+    tokenizer = serving.engine.tokenizer
+    name = serving.name if body.model is None else body.model
     serving.find(name)
     if body.messages is not None:
         ids = (await read_prompt(body.as_chat(name), request)).ids
@@ -112,7 +113,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Return the text of token ids."""
     serving = serving_of(request)
-    serving.find(body.model or serving.name)
+    serving.find(serving.name if body.model is None else body.model)
     engine = serving.engine
     check_at_most("tokens", len(body.tokens), longest_prompt(engine, serving.config), "ids")
     unknown = [id for id in body.tokens if id >= len(engine.tokenizer)]
