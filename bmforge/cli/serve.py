@@ -26,6 +26,7 @@ from bmforge.device import find_devices
 from bmforge.errors import ConfigError, MissingDependencyError
 from bmforge.infer.engine import Engine, EngineConfig, RequestsConfig
 from bmforge.infer.engine.budget import check_budgets
+from bmforge.infer.engine.runtime_adapters import load_adapter_
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
@@ -48,13 +49,14 @@ def run_serve(command: ServeCommand) -> None:
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(package, "serve", "bmforge serve")
     from bmforge.provenance import describe_provenance, read_provenance
-    from bmforge.serve.auth import load_keys
+    from bmforge.serve.auth import load_admin_key, load_keys
     from bmforge.serve.lifecycle import bind_address, serve
     from bmforge.serve.sleeping import SleepingEngine
 
     _check(command)
     find_names(command.adapter)
     load_keys(command.config, os.environ)
+    load_admin_key(command.config, os.environ)
     source, memory = find_source(command.model), command.memory
     with_own_adapter(source, command.adapter)
     budget = memory.budget_bytes
@@ -78,7 +80,8 @@ def run_serve(command: ServeCommand) -> None:
         provenance = read_provenance(source.adapter or source.model)
         console.print("\n".join(describe_provenance(provenance)), markup=False)
         names = delta_names(find_names(command.adapter))
-        serve(engine, command.config, source.tokenizer, embedder, listener, names)
+        load = partial(load_adapter_, allow_other_base=memory.quantize is not None)
+        serve(engine, command.config, source.tokenizer, embedder, listener, names, load)
 
 
 def _check(command: ServeCommand) -> None:
@@ -90,6 +93,19 @@ def _check(command: ServeCommand) -> None:
         )
     if command.unload_after_s is not None and not 0 < command.unload_after_s < float("inf"):
         raise ConfigError(f"unload_after_s={command.unload_after_s} must be above 0.")
+    if command.config.allow_runtime_lora_updating:
+        planned = {
+            "unload_after_s": command.unload_after_s,
+            "device_budget": memory.budget_bytes,
+            "devices": memory.devices,
+        }
+        for name, value in planned.items():
+            if value is not None:
+                raise ConfigError(
+                    f"allow_runtime_lora_updating and {name}={value} exclude each other: the plan "
+                    "of the model's memory has no adapters that are loaded later. Leave one out, "
+                    "or give the adapters with --adapter NAME=DIR."
+                )
 
 
 def _open_engine(command: ServeCommand, source: ModelSource, budget: int | None) -> Engine:

@@ -19,8 +19,19 @@ from starlette.responses import Response
 from bmforge import __version__
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine
+from bmforge.infer.engine.runtime_adapters import load_adapter_
 from bmforge.logging import get_logger
-from bmforge.serve import encoding, health_routes, messages, page_routes, responses, routes, scores
+from bmforge.serve import (
+    adapters,
+    encoding,
+    health_routes,
+    messages,
+    page_routes,
+    responses,
+    routes,
+    scores,
+)
+from bmforge.serve.adapter_registry import LoadAdapter
 from bmforge.serve.api_description import describe_api
 from bmforge.serve.auth import ApiKeys, KeysFile
 from bmforge.serve.errors import RequestError, error_response, explain_types
@@ -42,6 +53,8 @@ def create_app(
     keys: ApiKeys | None = None,
     embedder: Engine | None = None,
     deltas: Mapping[str, str] | None = None,
+    admin: ApiKeys | None = None,
+    load_adapter: LoadAdapter = load_adapter_,
 ) -> FastAPI:
     """Return an ASGI application that serves an engine.
 
@@ -54,26 +67,23 @@ def create_app(
         keys: API keys; None allows requests from this machine only.
         embedder: engine of a second model for embeddings, named `ServeConfig.embedding_name`.
         deltas: map from names in requests to names of the model's adapters.
+        admin: key that may load and remove adapters, see `ServeConfig`.
+        load_adapter: function that loads an adapter at run time.
     """
     config = config or ServeConfig()
     name = config.name or (directory.resolve().name if directory else None) or "model"
-    if embedder is None and config.embedding_name is not None:
-        raise ConfigError(
-            f"embedding_name={config.embedding_name!r} has no effect without a second "
-            "model for embeddings. Give one, or remove it."
-        )
+    _check(engine, config, embedder, admin)
     second = None
     if embedder is not None:
         second = Served(config.embedding_name or "embedding", embedder, ("embeddings",))
     main = Served.of(name, engine)
-    serving = Serving(main, config, keys or ApiKeys(), directory, second, deltas or {})
+    all_keys = (keys or ApiKeys(), admin or ApiKeys())
+    serving = Serving(main, config, *all_keys, directory, second, deltas or {}, load_adapter)
 
     @asynccontextmanager
     async def live(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [
-            asyncio.create_task(_let_sleep(engine)),
-            asyncio.create_task(_reread_keys(serving)),
-        ]
+        works = (_let_sleep(engine), _reread_keys(serving))
+        tasks = [asyncio.create_task(work) for work in works]
         yield
         for task in tasks:
             task.cancel()
@@ -86,13 +96,41 @@ def create_app(
     app = FastAPI(title="bmforge", version=__version__, lifespan=live, **pages)
     app.state.serving = serving
     app.openapi = partial(describe_api, app, bool(serving.keys))  # type: ignore[method-assign]
-    for part in (routes, responses, messages, encoding, scores, health_routes, page_routes):
+    parts = (routes, responses, messages, encoding, scores, adapters, health_routes, page_routes)
+    for part in parts:
         app.include_router(part.router)
     app.add_middleware(Gate, serving=serving)
     app.add_exception_handler(RequestError, _tell_refusal)
     app.add_exception_handler(RequestValidationError, _tell_types)
     app.add_exception_handler(HTTPException, _tell_http)
     return app
+
+
+def _check(
+    engine: AnyEngine, config: ServeConfig, embedder: Engine | None, admin: ApiKeys | None
+) -> None:
+    """Raise `ConfigError` for options that have no effect or that the engine cannot support."""
+    if embedder is None and config.embedding_name is not None:
+        raise ConfigError(
+            f"embedding_name={config.embedding_name!r} has no effect without a second "
+            "model for embeddings. Give one, or remove it."
+        )
+    if not config.allow_runtime_lora_updating:
+        return
+    if not admin:
+        raise ConfigError(
+            "allow_runtime_lora_updating needs an admin key. Give admin=ApiKeys([KEY])."
+        )
+    if isinstance(engine, SleepingEngine):
+        raise ConfigError(
+            "allow_runtime_lora_updating needs an engine that stays open: it would lose the loaded "
+            "adapters. Leave idle unloading out."
+        )
+    if not engine.model.traits.writes:
+        raise ConfigError(
+            "allow_runtime_lora_updating needs a model that generates text. Give such a model, or "
+            "leave the option out."
+        )
 
 
 async def _let_sleep(engine: AnyEngine) -> None:

@@ -16,9 +16,16 @@ from bmforge.errors import BmforgeError, ConfigError
 from bmforge.files import read_bytes
 from bmforge.logging import get_logger
 from bmforge.serve.errors import RequestError
-from bmforge.serve.settings import KEYS_VARIABLE, ServeConfig, is_loopback
+from bmforge.serve.settings import ADMIN_VARIABLE, KEYS_VARIABLE, ServeConfig, is_loopback
 
-__all__ = ["ApiKeys", "KeysFile", "check_origin", "is_allowed_origin", "load_keys"]
+__all__ = [
+    "ApiKeys",
+    "KeysFile",
+    "check_origin",
+    "is_allowed_origin",
+    "load_admin_key",
+    "load_keys",
+]
 
 _KEY = re.compile(r"[!-~]{16,512}")
 _READING = ("GET", "HEAD")
@@ -130,6 +137,21 @@ def load_keys(config: ServeConfig, environment: Mapping[str, str]) -> ApiKeys:
             "allow_no_key where everybody who reaches the address may ask."
         )
     return keys
+
+
+def load_admin_key(config: ServeConfig, environment: Mapping[str, str]) -> ApiKeys:
+    """Read the admin key, which may load and remove adapters; none without the option.
+
+    Raises:
+        ConfigError: the option is set and the key is not, or the key is too short.
+    """
+    text = environment.get(ADMIN_VARIABLE, "").strip()
+    if config.allow_runtime_lora_updating and not text:
+        raise ConfigError(
+            f"allow_runtime_lora_updating needs an admin key. Set {ADMIN_VARIABLE} to a text such "
+            "as `openssl rand -hex 24` writes."
+        )
+    return ApiKeys([text]) if config.allow_runtime_lora_updating else ApiKeys()
 
 
 class KeysFile:

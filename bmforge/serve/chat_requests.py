@@ -107,7 +107,7 @@ async def open_chat(body: ChatRequest, request: Request) -> RunningChat:
     tools = _check(body, serving)
     rule = tools.rule or find_constraint(body.response_format, body.outputs)
     with ExitStack() as stack:
-        stack.enter_context(serving.admission.enter(client_of(request)))
+        stack.enter_context(serving.admit(request, served))
         if rule is not None:
             await serving.rules.check(rule, client_of(request), "tools" if tools.rule else None)
         prompt = await serving.tokenize(partial(serving.prompter.write, body, tools))
@@ -129,9 +129,9 @@ async def open_chat(body: ChatRequest, request: Request) -> RunningChat:
 async def read_prompt(body: ChatRequest, request: Request) -> EncodedPrompt:
     """Build the prompt of a chat request without generating an answer."""
     serving = serving_of(request)
-    serving.find(body.model, "chat")
+    served = serving.find(body.model, "chat")
     tools = _check(body, serving)
-    with serving.admission.enter(client_of(request)):
+    with serving.admit(request, served):
         return await serving.tokenize(partial(serving.prompter.write, body, tools))
 
 

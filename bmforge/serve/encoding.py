@@ -23,7 +23,7 @@ from bmforge.serve.limits import check_at_most
 from bmforge.serve.live_requests import GoneError, unless_gone
 from bmforge.serve.openai_types import DocumentsRequest, EmbeddingRequest
 from bmforge.serve.request_runner import check_engine
-from bmforge.serve.serving import Serving, client_of, serving_of
+from bmforge.serve.serving import Serving, serving_of
 
 __all__ = ["encode_inputs", "finish_task", "router"]
 
@@ -103,7 +103,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         )
     # The engine computes many short texts in one batch, so a text is less work than a request.
     work = -(-len(inputs) // config.max_prompts)
-    with serving.admission.enter(client_of(request), work):
+    with serving.admit(request, served, work):
         rows = await serving.tokenize(partial(encode_inputs, engine, inputs))
         most = longest_prompt(engine, config)
         for ids in rows:
@@ -151,7 +151,7 @@ async def documents(body: DocumentsRequest, request: Request) -> Response:
     check_at_most("documents", len(body.documents), config.max_prompts, "documents")
     check_at_most("examples", len(body.examples or ()), config.max_prompts, "documents")
     options = _read_options(body, serving)
-    with serving.admission.enter(client_of(request), len(body.documents)):
+    with serving.admit(request, served, len(body.documents)):
         all_options = {"delta": served.delta, "deadline_s": config.request_s, **options}
         submit = partial(served.engine.submit_documents, body.documents, **all_options)
         try:

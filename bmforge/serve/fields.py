@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
+from bmforge.serve.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from bmforge.serve.messages_types import CountRequest, MessagesRequest
 from bmforge.serve.openai_types import (
     ChatRequest,
@@ -36,6 +37,8 @@ ENDPOINTS: dict[str, type[BaseModel]] = {
     "/v1/rerank": RerankRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/load_lora_adapter": LoadAdapterRequest,
+    "/v1/unload_lora_adapter": UnloadAdapterRequest,
 }
 
 # Fields that cannot change an answer: identities, hints for storage and caches, padding of events.

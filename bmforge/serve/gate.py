@@ -21,6 +21,8 @@ __all__ = ["Gate"]
 
 # They reveal only that the server runs, and are requested by health checks without keys.
 _OPEN = ("/health", "/ready")
+# They need the admin key; ordinary keys are rejected.
+_ADMIN = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _HEADERS = {
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -106,8 +108,20 @@ class Gate:
         state = scope.setdefault("state", {})
         check_origin(self._serving.config, bool(keys), scope["method"], headers)
         path = scope["path"].removeprefix(self._serving.config.root_path)
-        if keys and path not in _OPEN:
+        if path in _ADMIN:
+            self._check_admin(headers)
+        elif keys and path not in _OPEN:
             state["key"] = keys.find(_authorization(headers))
+
+    def _check_admin(self, headers: Headers) -> None:
+        """Check the admin key of a request that loads or removes an adapter."""
+        if not self._serving.config.allow_runtime_lora_updating:
+            raise RequestError(
+                "this server does not load adapters at run time. Start it with "
+                "--allow-runtime-lora-updating.",
+                status=403,
+            )
+        self._serving.admin.find(_authorization(headers))
 
     def _note(self, scope: Scope, seen: _Seen, seconds: float) -> None:
         """Count and log a request, without its content and query string."""

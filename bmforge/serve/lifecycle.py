@@ -21,9 +21,11 @@ from fastapi import FastAPI
 
 from bmforge.errors import BmforgeError, ConfigError
 from bmforge.infer import Engine
+from bmforge.infer.engine.runtime_adapters import load_adapter_
 from bmforge.logging import get_logger
+from bmforge.serve.adapter_registry import LoadAdapter
 from bmforge.serve.app import create_app
-from bmforge.serve.auth import load_keys
+from bmforge.serve.auth import load_admin_key, load_keys
 from bmforge.serve.connection import DeadlineProtocol
 from bmforge.serve.serving import Serving
 from bmforge.serve.settings import MAX_HEAD_BYTES, ServeConfig, is_loopback
@@ -103,6 +105,7 @@ def serve(
     embedder: Engine | None = None,
     listener: socket.socket | None = None,
     deltas: Mapping[str, str] | None = None,
+    load_adapter: LoadAdapter = load_adapter_,
 ) -> None:
     """Serve an engine until the process is stopped (SIGINT, SIGTERM).
 
@@ -113,15 +116,23 @@ def serve(
         embedder: engine of a second model for embeddings.
         listener: socket of `bind_address`; None creates one.
         deltas: adapters, see `create_app`.
+        load_adapter: loads an adapter at run time.
 
     Raises:
         ConfigError: the address is in use or not of this machine, or a key is required.
         EngineFailedError: the engine has failed, and the server has stopped.
     """
     config = config or ServeConfig()
-    keys = load_keys(config, os.environ)
+    keys, admin = load_keys(config, os.environ), load_admin_key(config, os.environ)
     app = create_app(
-        engine, config, directory=directory, keys=keys, embedder=embedder, deltas=deltas
+        engine,
+        config,
+        directory=directory,
+        keys=keys,
+        embedder=embedder,
+        deltas=deltas,
+        admin=admin,
+        load_adapter=load_adapter,
     )
     with listener or bind_address(config) as bound:
         try:

@@ -34,7 +34,7 @@ from bmforge.serve.http_json import GONE, EventStream, StrictRoute
 from bmforge.serve.openai_types import ChatRequest, CompletionRequest
 from bmforge.serve.prompt_scores import PromptEcho, read_echo, scored_tokens
 from bmforge.serve.request_runner import start, whole_answers
-from bmforge.serve.serving import Serving, client_of, key_of, serving_of
+from bmforge.serve.serving import client_of, key_of, serving_of
 
 __all__ = ["router"]
 
@@ -61,17 +61,17 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
     """Handle a text completion request."""
     begin = time.monotonic()
     serving = serving_of(request)
-    serving.find(body.model, "completions")
+    served = serving.find(body.model, "completions")
     check_limits(body, serving.config)
     rule = find_constraint(None, body.outputs)
     texts = (p for p in body.prompts if isinstance(p, str))
     check_size(texts, serving.engine, serving.config, "prompt")
     with ExitStack() as stack:
-        stack.enter_context(serving.admission.enter(client_of(request), len(body.prompts)))
+        stack.enter_context(serving.admit(request, served, len(body.prompts)))
         if rule is not None:
             await serving.rules.check(rule, client_of(request))
         rows = await serving.tokenize(partial(_encode, body, serving.engine.tokenizer))
-        engine_requests = await _ask(body, request, serving, rule, rows)
+        engine_requests = await _ask(body, request, served.delta, rule, rows)
         live = await start(serving, engine_requests, sum(map(len, rows)), begin)
         live.key = key_of(request)
         stack.callback(serving.end, live)
@@ -100,14 +100,15 @@ def _encode(body: CompletionRequest, tokenizer: Any) -> list[list[int]]:
 async def _ask(
     body: CompletionRequest,
     request: Request,
-    serving: Serving,
+    delta: str | None,
     rule: Any,
     rows: list[list[int]],
 ) -> list[EngineRequest]:
     """Build the engine requests for all prompts."""
+    serving = serving_of(request)
     engine, config = serving.engine, serving.config
     length = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    salt, delta = salt_of(request, body.cache_salt), serving.find(body.model).delta
+    salt = salt_of(request, body.cache_salt)
     engine_requests = []
     for prompt, ids in zip(body.prompts, rows, strict=True):
         most = longest_answer(max(length, 1), len(ids), engine, config)

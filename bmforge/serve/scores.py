@@ -21,7 +21,7 @@ from bmforge.serve.limits import check_at_most
 from bmforge.serve.live_requests import GoneError
 from bmforge.serve.message_types import Message, Strict, Tool
 from bmforge.serve.openai_types import ChatRequest, Ids, Texts, make_chat
-from bmforge.serve.serving import Serving, client_of, serving_of
+from bmforge.serve.serving import Serving, serving_of
 
 __all__ = ["router"]
 
@@ -192,7 +192,7 @@ async def _embed(
     if not all(texts):
         raise RequestError(f"{field} has an empty text", field, code="invalid_value")
     check_size(texts, served.engine, config, field)
-    with serving.admission.enter(client_of(request), -(-len(texts) // config.max_prompts)):
+    with serving.admit(request, served, -(-len(texts) // config.max_prompts)):
         rows = await serving.tokenize(partial(encode_inputs, served.engine, list(texts)))
         longest = longest_prompt(served.engine, config)
         if any(len(ids) > longest for ids in rows):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,8 +14,10 @@ from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request as HTTPRequest
 
 from bmforge.errors import ConfigError
+from bmforge.infer.engine.runtime_adapters import load_adapter_
 from bmforge.licenses import UNKNOWN
 from bmforge.provenance import Provenance
+from bmforge.serve.adapter_registry import AdapterRegistry, LoadAdapter
 from bmforge.serve.auth import ApiKeys
 from bmforge.serve.body_budget import BodyBudget
 from bmforge.serve.conversation import Prompter
@@ -73,17 +76,21 @@ class Serving:
         main: main model.
         config: limits.
         keys: API keys.
+        admin: key that may load and remove adapters.
         directory: directory of the main model, with its chat template.
         embedder: second model, for embeddings.
-        deltas: map from names in requests to names of the main model's adapters.
+        deltas: map from names in requests to names of the main model's adapters, at the start.
+        load_adapter: function that loads an adapter at run time.
     """
 
     main: Served
     config: ServeConfig
     keys: ApiKeys
+    admin: ApiKeys = field(default_factory=ApiKeys)
     directory: Path | None = None
     embedder: Served | None = None
     deltas: Mapping[str, str] = field(default_factory=dict)
+    load_adapter: LoadAdapter = load_adapter_
     live: LiveRequests = field(default_factory=LiveRequests)
     metrics: Metrics = field(default_factory=Metrics)
     began: int = field(default_factory=lambda: int(time.time()))
@@ -94,6 +101,7 @@ class Serving:
         Raises:
             ConfigError: two models have the same name.
         """
+        self.adapters = AdapterRegistry(self.main.engine, self.deltas, self.load_adapter)
         names = [model.name for model in self.models]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(
@@ -141,9 +149,28 @@ class Serving:
         """All models: the main model, the main model with each adapter, and the embedding model."""
         main = self.main
         tuned = [
-            Served(name, main.engine, main.abilities, delta) for name, delta in self.deltas.items()
+            Served(name, main.engine, main.abilities, delta)
+            for name, delta in self.adapters.names.items()
         ]
         return [main, *tuned, *([] if self.embedder is None else [self.embedder])]
+
+    @contextmanager
+    def admit(self, request: HTTPRequest, served: Served, count: int = 1) -> Iterator[None]:
+        """Count a request for as long as it runs, and keep its adapter attached.
+
+        Args:
+            request: HTTP request.
+            served: model that it names.
+            count: number of engine requests, such as prompts.
+
+        Raises:
+            RequestError: 429 or 503, see `Admission.enter`.
+        """
+        with (
+            self.admission.enter(client_of(request), count),
+            self.adapters.use(served.delta),
+        ):
+            yield
 
     def end(self, live: LiveRequest) -> None:
         """Unregister a request; a running one is cancelled and releases its memory."""

@@ -11,12 +11,13 @@ from urllib.parse import urlsplit
 
 from bmforge.errors import ConfigError
 
-__all__ = ["KEYS_VARIABLE", "MAX_HEAD_BYTES", "ServeConfig", "is_loopback"]
+__all__ = ["ADMIN_VARIABLE", "KEYS_VARIABLE", "MAX_HEAD_BYTES", "ServeConfig", "is_loopback"]
 
 ToolCallParser = Literal[
     "deepseek_v3", "glm45", "hermes", "llama3_json", "minicpm", "mistral", "qwen3_coder"
 ]
 KEYS_VARIABLE = "BMFORGE_API_KEYS"
+ADMIN_VARIABLE = "BMFORGE_ADMIN_KEY"
 MAX_HEAD_BYTES = 16 << 10
 
 
@@ -68,6 +69,9 @@ class ServeConfig:
         schema_memory_bytes: memory limit in bytes for compiling a schema.
         schema_s: time limit in seconds for compiling a schema, waiting included.
         template_s: time limit in seconds for rendering the chat template.
+        allow_runtime_lora_updating: let the holder of the admin key, the environment variable
+            BMFORGE_ADMIN_KEY, load and remove adapters of the model with /v1/load_lora_adapter
+            and /v1/unload_lora_adapter.
         max_connections: maximum number of open connections.
         max_requests: maximum number of running and waiting requests; more are rejected (503).
         max_requests_per_key: maximum number of those per key, or per address without keys.
@@ -115,6 +119,7 @@ class ServeConfig:
     schema_memory_bytes: int = 512 << 20
     schema_s: float = 6.0
     template_s: float = 2.0
+    allow_runtime_lora_updating: bool = False
     max_connections: int = 512
     max_requests: int = 128
     max_requests_per_key: int = 64

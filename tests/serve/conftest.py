@@ -17,7 +17,7 @@ from tokenizers import decoders, pre_tokenizers
 from bmforge.infer import Engine, EngineConfig
 from bmforge.models import Llama, LlamaConfig
 from bmforge.serve.app import create_app
-from bmforge.serve.auth import load_keys
+from bmforge.serve.auth import ApiKeys, load_keys
 from bmforge.serve.lifecycle import GracefulServer, bind_address, make_server
 from bmforge.serve.serving import Serving
 from bmforge.serve.settings import ServeConfig
@@ -102,13 +102,20 @@ def start(engine: Engine, model_directory: Path) -> Start:
         place: Path | None = None,
         embedder: Any = None,
         deltas: Any = None,
+        admin: str = "",
         **limits: Any,
     ) -> Iterator[Running]:
         config = ServeConfig(**{"port": 0, "grace_s": 5.0, "log_requests": False, **limits})
         place = place if other else model_directory
         given = load_keys(config, {"BMFORGE_API_KEYS": keys})
         app = create_app(
-            other or engine, config, directory=place, keys=given, embedder=embedder, deltas=deltas
+            other or engine,
+            config,
+            directory=place,
+            keys=given,
+            embedder=embedder,
+            deltas=deltas,
+            admin=ApiKeys([admin]) if admin else None,
         )
         listener = bind_address(config)
         server = make_server(app, listener)

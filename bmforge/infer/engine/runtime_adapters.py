@@ -1,0 +1,54 @@
+"""Load and remove adapters of an engine's model while requests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bmforge.tune.delta import list_deltas, load_delta, use_deltas
+
+__all__ = ["load_adapter_", "remove_adapter_"]
+
+
+def load_adapter_(
+    engine: Any, directory: Path, name: str, *, allow_other_base: bool = False
+) -> None:
+    """Attach a saved adapter between two steps of the engine, disabled until requests select it.
+
+    Running sequences are recomputed from their tokens, so their answers do not change.
+
+    Args:
+        engine: engine that holds its whole model in memory.
+        directory: directory of the adapter, in a format that `load_delta` reads.
+        name: new name of the adapter in the model.
+        allow_other_base: True to accept an adapter that was trained on another base model, such as
+            the model before quantization.
+
+    Raises:
+        CheckpointError: no adapter, or one that does not fit the model, which is unchanged.
+        ConfigError: an unknown type or setting of the adapter.
+    """
+
+    def load() -> None:
+        model = engine.model
+        enabled = {key: delta.weight for key, delta in list_deltas(model).items() if delta.weight}
+        load_delta(model, directory, name=name, allow_other_base=allow_other_base, trainable=False)
+        use_deltas(model, list(enabled), enabled)
+        engine.weights_changed()
+
+    engine.call(load)
+
+
+def remove_adapter_(engine: Any, name: str) -> None:
+    """Detach an adapter between two steps of the engine, after the last request that uses it.
+
+    Args:
+        engine: engine of the model.
+        name: name of the adapter in the model.
+    """
+
+    def remove() -> None:
+        list_deltas(engine.model)[name].remove()
+        engine.weights_changed()
+
+    engine.call(remove)

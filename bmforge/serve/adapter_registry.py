@@ -1,0 +1,130 @@
+"""Registry of the adapters of a served model; they can be loaded and removed at run time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+
+from bmforge.errors import BmforgeError
+from bmforge.infer.engine.runtime_adapters import load_adapter_, remove_adapter_
+from bmforge.logging import get_logger
+from bmforge.serve.errors import RequestError
+
+__all__ = ["AdapterRegistry", "LoadAdapter"]
+
+LoadAdapter = Callable[[Any, Path, str], None]
+
+
+class AdapterRegistry:
+    """Adapters that requests select by the name of a model.
+
+    Its methods may be called by the thread of the event loop only.
+
+    Args:
+        engine: engine of the main model.
+        names: map from names in requests to names in the model, of the adapters at the start.
+        load: function that loads an adapter, with the arguments engine, directory, and name in
+            the model.
+
+    Attributes:
+        names: map from names in requests to names in the model.
+    """
+
+    def __init__(
+        self, engine: Any, names: Mapping[str, str], load: LoadAdapter = load_adapter_
+    ) -> None:
+        self._engine, self.names, self._load_ = engine, dict(names), load
+        self._users: dict[str, int] = {}
+        self._leaving: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._count = 0
+        self._changing = asyncio.Lock()
+
+    @contextmanager
+    def use(self, inner: str | None) -> Iterator[None]:
+        """Keep an adapter attached for as long as a request runs.
+
+        Args:
+            inner: name in the model; None is the base model.
+        """
+        if inner is None:
+            yield
+            return
+        self._users[inner] = self._users.get(inner, 0) + 1
+        try:
+            yield
+        finally:
+            self._users[inner] -= 1
+            if not self._users[inner]:
+                del self._users[inner]
+                if inner in self._leaving:
+                    task = asyncio.get_running_loop().create_task(self._detach(inner))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+
+    async def load(self, name: str, directory: Path, taken: Callable[[], list[str]]) -> None:
+        """Load an adapter under a new name.
+
+        Args:
+            name: name in requests.
+            directory: directory of the adapter.
+            taken: function that returns the names of all models.
+
+        Raises:
+            RequestError: the name is taken, there is no adapter, or it does not fit the model.
+        """
+        async with self._changing:
+            if name in taken():
+                raise RequestError(
+                    f"lora_name={name!r} is already the name of a model. Give another name, or "
+                    "unload that adapter first.",
+                    "lora_name",
+                )
+            if not await run_in_threadpool(directory.is_dir):
+                raise RequestError(
+                    f"lora_path={str(directory)!r} is not a directory of this server. Give the "
+                    "directory of a saved adapter.",
+                    "lora_path",
+                    status=404,
+                    code="not_found",
+                )
+            self._count += 1  # names are not used again: cached prompts belong to a name
+            inner = f"loaded{self._count}"
+            try:
+                await run_in_threadpool(self._load_, self._engine, directory, inner)
+            except BmforgeError as error:
+                raise RequestError(str(error), "lora_path", code="invalid_value") from error
+            self.names[name] = inner
+        get_logger().info("adapter %r loaded from %s", name, directory)
+
+    async def unload(self, name: str) -> None:
+        """Remove an adapter for new requests; running ones keep it until they end.
+
+        Raises:
+            RequestError: there is no adapter with this name.
+        """
+        inner = self.names.pop(name, None)
+        if inner is None:
+            raise RequestError(
+                f"lora_name={name!r} is not a loaded adapter. GET /v1/models lists all models.",
+                "lora_name",
+                status=404,
+                code="not_found",
+            )
+        self._leaving.add(inner)
+        if inner not in self._users:
+            await self._detach(inner)
+        get_logger().info("adapter %r removed", name)
+
+    async def _detach(self, inner: str) -> None:
+        """Remove an unused adapter from the model; a failed engine keeps it until it is closed."""
+        self._leaving.discard(inner)
+        try:
+            await run_in_threadpool(remove_adapter_, self._engine, inner)
+        except BmforgeError as error:
+            get_logger().error("an adapter could not be removed from the engine: %s", error)
