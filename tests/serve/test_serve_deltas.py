@@ -139,5 +139,5 @@ def test_names_are_each_ones_own(model_directory: Path, given: list[str], tmp_pa
         find_names(["ann=nowhere"])
     place = write_model(tmp_path / "ann", num_layers=1)
     with Engine(place, config=EngineConfig(max_tokens=64)) as engine:  # noqa: SIM117
-        with pytest.raises(ConfigError, match="'ann' names a model and a delta"):
+        with pytest.raises(ConfigError, match="'ann' is the name of more than one model"):
             create_app(engine, directory=place, deltas={"ann": "delta0"})
