@@ -21,8 +21,8 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
     ("source", "problem"),
     [
         (LOOP, "runs longer than 0.3 s"),
-        ("{% for i in range(99999) %}ab{% endfor %}", "more than 1000 characters"),
-        ("{{ messages[0].content * 2000 }}", "more than 1000 characters"),
+        ("{% for i in range(99999) %}ab{% endfor %}", "longer than 1000 characters"),
+        ("{{ messages[0].content * 2000 }}", "longer than 1000 characters"),
         ("{{ raise_exception('no system') }}", "no system"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
     ],
