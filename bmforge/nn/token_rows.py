@@ -116,10 +116,11 @@ def attach_token_rows_(model: nn.Module, name: str, indices: Mapping[str, Any]) 
                 f"{type(module).__name__}. Name the token embedding."
             )
         _check_indices(numbers, table.shape[0])
-        rows = TokenRows(tuple(numbers), table.shape[1], find_like(module))
+        width = table.shape[1]
+        rows = TokenRows(tuple(numbers), width, find_like(module))
         for other, tied in model.named_modules():
             if getattr(tied, "weight", None) is table and hasattr(tied, "forward"):
-                part = parts.setdefault(other, TokenRows(rows.indices, table.shape[1], table))
+                part = parts.setdefault(other, TokenRows(rows.indices, width, table))
                 if part.indices != rows.indices:
                     raise ConfigError(
                         f"trainable_token_indices of {owner} and of {other}, which share one "
