@@ -38,7 +38,7 @@ def check_vocabularies(student: Any, teacher: Any, vocabularies: tuple[Any, Any]
         counts = [len(vocabulary) for vocabulary in vocabularies]
         raise ConfigError(
             f"student and teacher have different tokenizers ({counts[0]} and {counts[1]} tokens, "
-            "or other ids), so that a token id means different texts. Use models with the same one."
+            "or different ids). Use models with the same tokenizer."
         )
 
 

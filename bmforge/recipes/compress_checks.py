@@ -69,10 +69,10 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
     )
     if other is not None:
         raise ConfigError(
-            f"distill.teacher={config.teacher!r} has another vocabulary than the model: "
-            f"{other!r} is {student_vocabulary[other]} in the model, "
-            f"{teacher_vocabulary.get(other)} there. A teacher predicts its own tokens: "
-            "take one with the same tokenizer."
+            f"distill.teacher={config.teacher!r} and the model have different vocabularies: token "
+            f"{other!r} has id {student_vocabulary[other]} in the model and "
+            f"{teacher_vocabulary.get(other)} in the teacher. Use a teacher with the same "
+            "tokenizer."
         )
 
 

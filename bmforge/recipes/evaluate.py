@@ -271,7 +271,7 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
     else:
         raise ConfigError(
             f"a {type(model).__name__} with the head {model.config.head!r} cannot be "
-            f"evaluated on {name}."
+            f"evaluated on {name}. Use a model with a language model head or a classifier."
         )
     return partial(form(task, examples, tokenizer, reading).measure, model, subject.rows)
 

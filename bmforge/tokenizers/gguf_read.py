@@ -365,7 +365,7 @@ def _word_pieces(vocabulary: _Vocabulary) -> Any:
     named = [_as_word_piece(token) for token in vocabulary.tokens]
     ids = {token: id for id, token in enumerate(named) if vocabulary.types[id] != UNUSED}
     if len(ids) != sum(kind != UNUSED for kind in vocabulary.types):
-        raise vocabulary.damaged("two of its tokens are one word piece")
+        raise vocabulary.damaged("two tokens are the same word piece")
     unknown = _as_word_piece(next(iter(vocabulary.of(UNKNOWN)), "[UNK]"))
     if unknown not in ids:
         raise vocabulary.damaged("it has no unknown token")

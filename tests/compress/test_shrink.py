@@ -93,8 +93,8 @@ def test_plans_are_json() -> None:
         ("llama", {"target": "parameters", "keep_ratio": 0.001}, "out of reach"),
         ("llama", {"target": "parameters", "num_heads": 2}, "both say how large"),
         ("llama", {"hidden_size": 64}, "must be below"),
-        ("cpm_bee", {"hidden_size": 16}, "keep their width"),
-        ("bert", {"num_heads": 2, "uniform": True}, "nothing published has fields"),
+        ("cpm_bee", {"hidden_size": 16}, "cannot be pruned"),
+        ("bert", {"num_heads": 2, "uniform": True}, "the published config has no fields"),
         (
             "cpm2",
             {"layers": {"encoder.layers.0": {"attn": False}}, "by": "taylor"},

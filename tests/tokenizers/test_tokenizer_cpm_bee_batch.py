@@ -195,7 +195,7 @@ def test_constraints_of_ones_own():
     assert batch.allowed[0][0] is None
     written = [batch.decode(0, [[], ids], tokenizer)["<ans>"] for ids in batch.allowed[0][1]]
     assert written == [{"b": "", "c": "好吃"}, {"b": "", "c": "𠮷"}]
-    with pytest.raises(DataError, match="'é', which the vocabulary cannot spell"):
+    with pytest.raises(DataError, match="'é', which is neither in the vocabulary"):
         encode_prompt(document, tokenizer, constraints={("c",): ["é"]})
     with pytest.raises(ConfigError, match="name the slots"):
         encode_prompt(document, tokenizer, constraints={("d",): ["a"]})

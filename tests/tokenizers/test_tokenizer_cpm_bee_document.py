@@ -209,7 +209,7 @@ BAD = [
     ({"<foo>": "a", "<ans>": ""}, "<foo> is unknown"),
     ({"input": "a</s>b", "<ans>": ""}, "</s> marks where texts begin"),
     ({"input": "1 < 2", "<ans>": ""}, "at input: '<' at character 2"),
-    ({"input": "a", "<ans>": "a𠮷"}, r"has '𠮷', which the vocabulary cannot spell"),
+    ({"input": "a", "<ans>": "a𠮷"}, r"contains '𠮷', which is neither in the vocabulary"),
     ({"input": "a", "<ans>": {"b": "<option_3>"}}, "has '<option_3>'"),
     ("text", "a document is a dict"),
 ]

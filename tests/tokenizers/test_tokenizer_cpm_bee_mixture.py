@@ -86,7 +86,7 @@ def test_long_documents_are_left_out_and_bad_ones_named():
     mixed = TaskMixture([TaskSource("x", good + long)], tokenizer, 64)
     made = [mixed.instance(number) for number in range(6)]
     assert sum(instance is None for instance in made) == len(mixed.skipped) == 1
-    with pytest.raises(DataError, match=r"task 'x', document 5 .*cannot spell"):
+    with pytest.raises(DataError, match=r"task 'x', document 5 .*cannot be generated"):
         list(map(TaskMixture([TaskSource("x", good + bad)], tokenizer, 64).instance, range(6)))
     lenient = TaskMixture([TaskSource("x", good + bad)], tokenizer, 64, skip_bad=True)
     assert sum(lenient.instance(number) is None for number in range(6)) == 1

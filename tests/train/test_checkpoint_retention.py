@@ -192,7 +192,7 @@ def test_room_for_as_many_as_are_kept(is_told: bool, tmp_path: Path, monkeypatch
         assert isinstance(checkpointer.last_error, NoRoomError)
         if is_told:
             assert re.search(
-                r"needs 0\.065 GB, and 0\.00\d GB are free", str(checkpointer.last_error)
+                r"0\.065 GB are needed, and 0\.00\d GB are free", str(checkpointer.last_error)
             )
             assert begun == ["snapshot"]
     assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000004"]

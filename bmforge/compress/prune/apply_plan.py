@@ -110,8 +110,8 @@ def check_plan(
     reason = "; ".join(own_fields(settled.config))
     if uniform and reason:
         raise ConfigError(
-            f"uniform=True: nothing published has fields for {reason}. Give all layers the same "
-            "sizes, such as the class allows, or leave uniform out."
+            f"uniform=True: the published config has no fields for {reason}. Give all layers the "
+            "same sizes, or leave uniform out."
         )
     return plan, settled, reason
 
@@ -138,7 +138,8 @@ def _check_plain(model: Any, plan: PruningPlan) -> None:
         )
     if plan.hidden is not None and model.fixed_width:
         raise ConfigError(
-            f"the hidden states of a {type(model).__name__} keep their width: {model.fixed_width}."
+            f"the hidden size of a {type(model).__name__} cannot be pruned: {model.fixed_width}. "
+            "Leave hidden_size out of the plan."
         )
 
 

@@ -192,7 +192,7 @@ def _keep_heads(
         ("num_kv_heads", spec.num_kv_heads, groups),
     ):
         if have > most:
-            raise ConfigError(f"{what}={have} is more than the {most} that it has.")
+            raise ConfigError(f"{what}={have} exceeds the layer's {most}. Give at most {most}.")
     if (heads, groups) != (spec.num_heads, spec.num_kv_heads):
         for key, part in (("heads", "attn"), ("cross_heads", "cross_attn")):
             own = getattr(block.spec, part)

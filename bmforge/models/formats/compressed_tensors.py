@@ -123,8 +123,8 @@ def _find(raw: Mapping[str, Any]) -> CompressedTensorsScheme | None:
     if problems:
         raise ConfigError(
             f"the quantization_config of this {METHOD} checkpoint has unsupported fields: "
-            f"{'; '.join(problems)} (supported: integer weights of 4 or 8 bits by groups or rows, "
-            "alone or with dynamic 8-bit integer tokens). Take such a checkpoint, or the "
+            f"{'; '.join(problems)} (supported: 4-bit or 8-bit integer weights, per group or per "
+            "channel, also with dynamic per-token int8 activations). Use such a checkpoint, or the "
             "unquantized model."
         )
     bits, group, has_tokens, is_symmetric = forms.pop()

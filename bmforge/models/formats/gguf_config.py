@@ -243,7 +243,10 @@ def _minicpm(raw: dict[str, Any], own: _Metadata) -> None:
     """Convert the precomputed factors on residuals and logits back to config fields."""
     raw["scale_depth"] *= math.sqrt(raw["num_hidden_layers"])
     if not raw["dim_model_base"] > 0:
-        raise CheckpointError(f"{str(own.header.path)!r} has an invalid minicpm.logit_scale.")
+        raise CheckpointError(
+            f"{str(own.header.path)!r} has an invalid minicpm.logit_scale (allowed: numbers above "
+            "0). Convert the model again."
+        )
     raw["dim_model_base"] = round(raw["hidden_size"] / raw["dim_model_base"])
 
 

@@ -330,10 +330,9 @@ def _check_answers(
         hidden = [t for t in part if t in names and t not in shown] if segment.answer else []
         if hidden:
             raise UnwritableError(
-                f"the answer at {'.'.join(segment.path)} has {names[hidden[0]]!r}, which "
-                "the vocabulary cannot spell and the rest of the document does not "
-                "show, so no model could write it: show it there, or leave this "
-                "document out"
+                f"the answer at {'.'.join(segment.path)} contains {names[hidden[0]]!r}, which is "
+                "neither in the vocabulary nor in the rest of the document, so it cannot be "
+                "generated: add it to an input field, or leave this document out"
             )
 
 

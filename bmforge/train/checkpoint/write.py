@@ -179,7 +179,7 @@ def _check_room(shares: list[_ShareWeight]) -> None:
     needed = sum(share.needed_bytes for share in shares) + _MARGIN_BYTES
     free = shares[0].free_bytes
     if needed > free:
-        raise NoRoomError(f"it needs {needed / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free")
+        raise NoRoomError(f"{needed / 1e9:.3f} GB are needed, and {free / 1e9:.3f} GB are free")
 
 
 def _raise_failure(final: Path, outcome: _Outcome) -> None:
