@@ -70,8 +70,8 @@ def _check(config: CompressConfig, batches: Batches, own: Sequence[Method]) -> N
     _check_gates(config, own)
     if batches is not None and not config.is_calibrated:
         raise ConfigError(
-            f"batches have no effect: {', '.join(config.names) or 'the config'} uses no calibration "
-            "data. Leave them out."
+            f"batches have no effect: {', '.join(config.names) or 'the config'} uses no "
+            "calibration data. Leave them out."
         )
     if batches is None and config.is_calibrated:
         raise ConfigError(

@@ -87,7 +87,7 @@ def test_plans_are_json() -> None:
             {"num_heads": 2, "num_kv_heads": 1, "tensor_parallel": 4},
             "num_heads=2 is not divisible",
         ),
-        ("llama", {"head_dim": 3}, "tear a rotary pair: the nearest that fits is 4"),
+        ("llama", {"head_dim": 3}, "split a rotary pair. The nearest valid value is 4"),
         ("llama", {"intermediate_size": 41}, "intermediate_size=41 is more than the 40"),
         ("llama", {"num_experts": 2}, "no layer of this Llama has such parts"),
         ("llama", {"target": "parameters", "keep_ratio": 0.001}, "out of reach"),

@@ -201,7 +201,7 @@ BAD = [
     ({"input": "a", "<ans>": None}, "at <ans> is None"),
     ({"input": 3, "<ans>": ""}, "at input is 3 of type int"),
     ({"input": ["a"], "<ans>": ""}, "lists as dicts"),
-    ({3: "a", "<ans>": ""}, "key 3 at the top is no text"),
+    ({3: "a", "<ans>": ""}, "key 3 at .* is not a text"),
     ({"input": "<mask_0>", "<ans>": {"<mask_1>": ""}}, r"<ans>\.<mask_1> names no blank"),
     ({"input": "a", "<ans>": {"<mask_0>": ""}}, "there are none"),
     ({"input": "a", "<ans>": {"b": {"<option_0>": ""}}}, "names no blank"),
@@ -210,7 +210,7 @@ BAD = [
     ({"input": "a</s>b", "<ans>": ""}, "</s> marks where texts begin"),
     ({"input": "1 < 2", "<ans>": ""}, "at input: '<' at character 2"),
     ({"input": "a", "<ans>": "a𠮷"}, r"contains '𠮷', which is neither in the vocabulary"),
-    ({"input": "a", "<ans>": {"b": "<option_3>"}}, "has '<option_3>'"),
+    ({"input": "a", "<ans>": {"b": "<option_3>"}}, "contains '<option_3>'"),
     ("text", "a document is a dict"),
 ]
 

@@ -199,10 +199,9 @@ def _tokens_of(
         if len(more.texts) != len(extension.texts):
             unseen = [name for id, name in more.texts.items() if id not in extension.texts]
             raise DataError(
-                f"the allowed answer {text!r} of {where} has {unseen[0]!r}, which the "
-                "vocabulary cannot spell and the document does not show, so it cannot "
-                "be written: show it in the document, for example as an option, or "
-                "allow another."
+                f"the allowed answer {text!r} of {where} contains {unseen[0]!r}, which is neither "
+                "in the vocabulary nor in the document, so it cannot be generated. Add it to the "
+                "document, for example as an option, or allow another answer."
             )
         allowed.append(tuple(tokens))
     return tuple(allowed)
