@@ -17,7 +17,7 @@ from test_serve_process import served
 from test_serve_sockets import endless, message, read_all, until
 
 pytestmark = pytest.mark.long
-REFUSED = {400, 403, 404, 405, 408, 413, 429, 431, 503}
+REFUSED = {400, 403, 404, 405, 408, 413, 429, 431, 503, 505}
 PLAIN: dict[str, Any] = {
     "model": "tiny", "messages": [{"role": "user", "content": "天气"}], "max_tokens": 4,
     "temperature": 0, "stop": ["x"], "n": 1, "logit_bias": {"7": 1}, "top_p": 0.5,
