@@ -318,8 +318,8 @@ def make_step(filter: Any) -> DocumentStage:
     """Convert a datatrove filter to a step of `prepare`.
 
     Args:
-        filter: object with a method ``filter`` that returns True to keep a document, or that and a
-            reason, such as datatrove's `BaseFilter`.
+        filter: object with a method ``filter`` that returns True to keep a document, or a pair
+            of True or False and a reason, such as datatrove's `BaseFilter`.
     """
     name = str(getattr(filter, "name", type(filter).__name__))
     plain = "_".join("".join(c if c.isalnum() else " " for c in name).lower().split())

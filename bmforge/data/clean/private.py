@@ -44,7 +44,7 @@ class PrivateDataKind:
         check: function that returns True for a valid match; None accepts all matches.
         meaning: description for users.
         sign: cheap pattern that matches in every text with private data of this kind; the full
-            pattern is searched only if it does.
+            pattern is searched only after a match of this one.
     """
 
     pattern: re.Pattern[str]

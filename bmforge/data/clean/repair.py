@@ -92,7 +92,7 @@ def _is_sure(text: str, decoded: str, wrong: str) -> bool:
 
 
 def _stands_together(text: str) -> bool:
-    """Return True if most Chinese characters are next to others, unlike accents in Latin text."""
+    """Return True if most Chinese characters are adjacent, unlike accents in Latin text."""
     runs = [len(run) for run in HAN_RUN.findall(text)]
     return 2 * sum(length for length in runs if length > 1) > sum(runs)
 

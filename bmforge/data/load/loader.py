@@ -180,7 +180,7 @@ class DataLoader:
 
 @dataclass(frozen=True)
 class _StepMaker:
-    """Builds the micro-batches of a step; the prefetch thread holds this instead of the loader."""
+    """Builds the micro-batches of a step, so that the prefetch thread needs no loader."""
 
     dataset: Dataset
     global_batch_size: int

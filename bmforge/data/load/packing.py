@@ -38,7 +38,7 @@ class Dataset(Protocol):
     def held_out_rows(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows of the held-out pass in stream order, and the real tokens in each."""
+        """Return rows of the held-out pass in stream order, and the non-padding tokens per row."""
 
     def fingerprint(self) -> int:
         """Return a 63-bit hash that changes whenever the order of samples would change."""
@@ -129,7 +129,7 @@ class PackedDataset:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return rows in stream order, zero-padded after the end of the stream, and their lengths.
 
-        Shape: numbers (B,), rows (B, T), real tokens per row (B,).
+        Shape: numbers (B,), rows (B, T), non-padding tokens per row (B,).
         """
         rows = np.zeros((len(numbers), self.seq_len), dtype=np.int64)
         lengths = np.empty(len(numbers), dtype=np.int64)

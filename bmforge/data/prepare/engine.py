@@ -1,4 +1,4 @@
-"""Runs the parts of a stage, here or in worker processes that a bad document may crash.
+"""Runs the parts of a stage in this process, or in workers that a bad document may crash.
 
 Only the parent writes the journal; a worker only writes files. Each worker publishes the entry that
 it processes in shared memory. The parent kills a worker that exceeds the time limit of one entry

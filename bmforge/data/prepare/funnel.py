@@ -65,7 +65,7 @@ class Funnel:
             self.change(step, documents, characters)
 
     def missing(self) -> Amount:
-        """Return the documents neither kept nor dropped: none if the counts are consistent."""
+        """Return the amount of documents neither kept nor dropped; zero if the counts agree."""
         gone = [self.kept, *self.dropped.values()]
         return Amount(
             self.read.documents - sum(amount.documents for amount in gone),

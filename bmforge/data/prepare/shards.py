@@ -65,7 +65,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class _Cut:
-    """An input file, and the offsets at which it may be cut (from `Parts`)."""
+    """An input file, and the offsets at which it can be split (from `Parts`)."""
 
     file: InputFile
     at: tuple[tuple[int, int], ...] = ()
@@ -82,7 +82,7 @@ def plan_shards(
 ) -> ShardPlan:
     """Divide the input files into shards; None means Python's help topics.
 
-    A large file of lines, compressed or not, is cut at line ends, Parquet between row groups,
+    A large file of lines, compressed or not, is split at line ends, Parquet between row groups,
     archives between members; small files are grouped. A file whose size and modification time match
     an earlier plan in `work` is not read again.
 

@@ -54,10 +54,10 @@ def split_documents(
 ) -> Split:
     """Choose documents with about `fraction` of all bytes for validation.
 
-    The documents are visited in the order of a hash of (seed, digest); each is taken if it still
-    fits. If a tenth of the bytes or more is then missing, as with few documents, the end of a
-    document that did not fit is held out too. So the choice depends on the set of documents and the
-    seed, not on their order.
+    The documents are visited in the order of a hash of (seed, digest); each one that fits into the
+    remaining size is selected. If a tenth of the bytes or more is then missing, as with few
+    documents, the end of a document that did not fit is held out too. So the choice depends on the
+    set of documents and the seed, not on their order.
 
     Args:
         digests: one `text_digest` per document, all different.

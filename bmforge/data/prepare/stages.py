@@ -72,7 +72,7 @@ _SAMPLE_BYTES = 1 << 28  # of text that a tokenizer is trained on, which takes t
 
 @dataclass(frozen=True)
 class StageKeys:
-    """The key of each stage's parts; a disabled stage has none."""
+    """Keys of the parts of each stage; a disabled stage has no keys."""
 
     documents: list[str]
     duplicates: str

@@ -29,7 +29,7 @@ Counts = dict[str, list[int]]
 def choose_grouping(inputs: Iterable[InputFile]) -> str:
     """Return how sources are grouped for counting: by ``"file"``, by ``"folder"``, or ``"all"``.
 
-    It is the finest one that gives at most 40 groups, and depends on the inputs alone.
+    The result is the finest grouping that gives at most 40 groups, and depends on the inputs alone.
     """
     paths = [file.path for file in inputs]
     if paths == [TOPICS]:
@@ -54,10 +54,11 @@ class Summary:
     Attributes:
         sources: per source group and outcome (name of the rule that dropped the document, or
             ``kept``): number of documents, and their raw bytes.
-        languages, scripts, licenses, terms, years: per value of the metadata, kept documents:
-            number, bytes of text, tokens.
-        origins: per license and host (or file): number of kept documents, bytes.
-        lengths: per k, kept documents of 2^(k-1) to 2^k - 1 tokens: number, bytes, tokens.
+        languages, scripts, licenses, terms, years: per value of the metadata: number, bytes of
+            text, and tokens of the kept documents.
+        origins: per license and host (or file): number and bytes of the kept documents.
+        lengths: per k: number, bytes and tokens of the kept documents with 2^(k-1) to 2^k - 1
+            tokens.
         clusters: number of near-duplicate clusters per size.
     """
 

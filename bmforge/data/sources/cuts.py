@@ -1,7 +1,7 @@
 """Divides large files into ranges for shards, and reads one range of a file.
 
-Text files are cut at line ends; compressed ones at line ends of the decompressed data, so that each
-range decompresses everything before it; Parquet between row groups; archives between members.
+Text files are split at line ends; compressed ones at line ends of the decompressed data, so that
+each range decompresses everything before it; Parquet between row groups; archives between members.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Cuts = tuple[tuple[int, int], ...]
 
 
 class Parts(NamedTuple):
-    """Offsets at which a file may be cut.
+    """Offsets at which a file can be split.
 
     Attributes:
-        at: pairs of the offset of a cut (decompressed byte, row, or member position) and the number
-            of the line, row or member that begins there.
+        at: pairs of the offset of a split (decompressed byte, row, or member position) and the
+            number of the line, row or member that begins there.
         units: size of the whole file in decompressed bytes, rows, or members.
         size_bytes: decompressed size of the whole file.
     """
@@ -44,9 +44,10 @@ class Parts(NamedTuple):
 
 
 def how_to_cut(path: Path) -> str:
-    """Return how a file may be cut: ``"lines"``, ``"packed"``, ``"rows"``, ``"members"`` or "".
+    """Return the kind of position at which a file can be split.
 
-    ``"packed"`` means line ends of a compressed file; "" means that the file cannot be cut.
+    The result is ``"lines"``, ``"packed"`` (line ends of a compressed file), ``"rows"`` or
+    ``"members"``; "" means that the file cannot be split.
     """
     with path.open("rb") as file:
         head = file.read(SAMPLE_BYTES)
@@ -100,9 +101,9 @@ class LineCutter:
 
 
 def find_parts(path: Path, how: str, every_bytes: int) -> Parts:
-    """Find the cut offsets of a compressed text file (at most 16), Parquet file, or archive.
+    """Find the offsets at which to split a compressed text file (at most 16), Parquet, or archive.
 
-    A damaged file is not cut, so that its reader reports the error.
+    A damaged file is not split, so that its reader reports the error.
     """
     if how == "members":
         return Parts(*find_members(path, _kind(path), every_bytes))

@@ -117,7 +117,7 @@ def _parse(page: str, where: Where) -> Any:
 
 
 def _find(tree: Any, selectors: tuple[tuple[str, str], ...]) -> str:
-    """Return the first nonempty attribute that some CSS selectors match, or ""."""
+    """Return the first nonempty attribute value of elements that the CSS selectors match, or ""."""
     for selector, attribute in selectors:
         element = tree.document.query_selector(selector)
         value = element.getattr(attribute, "") if element is not None else ""

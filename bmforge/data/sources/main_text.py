@@ -1,9 +1,10 @@
 """Extracts the main text of a web page, and checks it against the visible text.
 
-An extractor (resiliparse or trafilatura) decides which blocks are main text. Both lose some: a list
-close to the body, a page without an article element. So the lines of the visible text are compared
-with the extractor's. A lost sentence between two lines that the extractor kept is restored. If much
-text before or after them is lost, the lines that the other extractor keeps are added.
+An extractor (resiliparse or trafilatura) decides which blocks are main text. Both lose some main
+text, for example a list close to the body, or a page without an article element. So the lines of
+the visible text are compared with the extractor's. A lost sentence between two lines that the
+extractor kept is restored. If much text before or after these two lines is lost, the lines that the
+other extractor keeps are added.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ def _make_line(raw: str, linked: int) -> _Line:
 
 
 def _lines_in(lines: list[_Line], text: str) -> list[bool]:
-    """Return, for each visible line, whether the extractor's text contains it."""
+    """Return one flag per visible line: True if the extractor's text contains the line."""
     reader_lines = {_SPACE.sub("", _BULLET.sub("", line)) for line in text.split("\n")}
     joined, searches, flags = _SPACE.sub("", text), 0, []
     for line in lines:

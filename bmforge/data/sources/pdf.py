@@ -125,7 +125,7 @@ def join_pages(pages: list[str]) -> str:
 
 
 def _shapes(lines: list[str], at: int, page: int) -> set[tuple[bool, str]]:
-    """Return the forms in which a header or footer may recur on other pages; else empty.
+    """Return the forms in which a header or footer may recur on other pages; empty for other lines.
 
     The forms are the line itself, and the line with one number replaced by its difference from the
     page number.

@@ -92,7 +92,7 @@ def word_task(task: BenchmarkTask, example: TaskExample) -> Wording:
     """Return the prompt templates of a task.
 
     Args:
-        task: task without or with its own templates.
+        task: task; if it has no own templates, a generic template is used.
         example: an example of the task, whose fields a generic template lists.
     """
     if task.name in _WORDINGS:
