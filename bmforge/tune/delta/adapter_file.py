@@ -18,7 +18,10 @@ MARK = "bmforge"
 
 
 def copies_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors on the CPU, those that share memory copied: safetensors refuses them."""
+    """Return the tensors on the CPU, with copies of those that share memory.
+
+    safetensors refuses to write tensors that share memory.
+    """
     separate: dict[str, Tensor] = {}
     starts: set[int] = set()
     for name, tensor in tensors.items():

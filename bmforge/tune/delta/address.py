@@ -208,10 +208,9 @@ def published_names(model: Any) -> dict[str, list[str]]:
 
 
 def all_names(model: Any) -> dict[str, list[str]]:
-    """Map all alternative names of a model's modules to the names that they have in it.
+    """Map all alternative names of a model's modules to their names in the model.
 
-    Alternative names are those in published checkpoints, also of bmforge models nested in the
-    model;
+    Alternative names are those in published checkpoints, also for bmforge models inside the model;
     those that a module declares itself (`published_modules`, as in the old model classes); and
     published container modules with exactly the contents of a bmforge module (``h.0.attn``).
     """

@@ -146,7 +146,7 @@ _LAST: dict[str, tuple[type[nn.Module], ...]] = {
 def part_around(model: nn.Module, name: str) -> str:
     """Return the attention or MLP whose last projection is `name`; for others, `name` itself.
 
-    For an expert that processes all tokens it is the mixture of experts that contains it.
+    For an expert that processes all tokens, the result is the mixture of experts around the expert.
     """
     owner, _, last = name.rpartition(".")
     if last not in _LAST or not isinstance(model.get_submodule(owner), _LAST[last]):

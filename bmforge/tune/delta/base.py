@@ -40,8 +40,8 @@ __all__ = ["AttachedDelta"]
 class AttachedDelta:
     """Adapter: modules of one kind, attached to a model's layers under one name.
 
-    Constructing it attaches it and freezes the rest of the model. On a base of half precision or
-    integers, an adapter is fp32, and casts its inputs and outputs.
+    The constructor attaches the adapter and freezes the rest of the model. On a base of half
+    precision or integers, an adapter is fp32, and casts its inputs and outputs.
 
     Args:
         model: any `nn.Module`; on meta or not, not yet parallelized.
@@ -56,13 +56,13 @@ class AttachedDelta:
     Attributes:
         default_targets: common words of the default targets; those that a model lacks are skipped.
         defaults: default values of the options.
-        stands_behind: True if the adapter needs the complete output of a module: a target that is
-            the last projection of an attention or MLP is replaced by that attention or MLP.
+        stands_behind: True if the adapter needs the complete output of a module: a target that
+            is the last projection of an attention or MLP is replaced by that attention or MLP.
         peft_options: map from PEFT's names of options to those in `nn.part_kinds`; both are
             accepted.
         peft_type: `peft_type` of its directories: PEFT's name, or one that begins with BMFORGE.
         peft_reads: further PEFT types that compute the same once they are saved.
-        origin: config of the PEFT directory that it was loaded from; written back on saving.
+        origin: config of the PEFT directory from which it was loaded; written back on saving.
         extra: tensors of that directory outside the adapter; written back on saving.
         provenance: data and licenses that a loaded adapter was trained on.
 
@@ -268,7 +268,7 @@ class AttachedDelta:
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Set whether the adapter's parameters are trained; False freezes the attached adapter."""
+        """Train the adapter's parameters; False freezes the parameters of the attached adapter."""
         for parameter in self.parameters():
             parameter.requires_grad_(requires_grad)
         return self

@@ -27,7 +27,8 @@ class Delta(AttachedDelta):
         """Attach a detached adapter again to the same modules.
 
         Raises:
-            ConfigError: it is attached, or is not compatible with the adapters that are merged now.
+            ConfigError: the adapter is attached already, or is not compatible with the adapters
+                that are merged now.
         """
         super().attach()
         if base_weights_of(self.model):
@@ -45,9 +46,10 @@ class Delta(AttachedDelta):
             dequantize: True to replace torchao's quantized weights with plain ones first.
 
         Raises:
-            ConfigError: a kind that no weight can hold; a weight that is quantized, shared or
-                streamed; an adapter that is merged or detached already; or one that can only be
-                merged together with others (`merge_deltas`). Nothing is changed then.
+            ConfigError: a kind of adapter that cannot be merged into weights; a weight that is
+                quantized, shared or streamed; an adapter that is merged or detached already; or one
+                that can only be merged together with others (`merge_deltas`). Nothing is changed
+                then.
 
         Memory: a copy of every changed weight, until it is unmerged.
         """

@@ -174,9 +174,10 @@ def load_delta(
         model: base model with its weights; not parallelized.
         directory: directory written by bmforge, PEFT or OpenDelta.
         name: name of the adapter in the model.
-        allow_other_base: True to accept a base model other than the one that it was trained on.
+        allow_other_base: True to accept a base model other than the one that the adapter was
+            trained on.
         kind: required adapter type; None accepts any.
-        trainable: True to leave it trainable; else it is frozen with the base.
+        trainable: True to leave the adapter trainable; False freezes it with the base.
 
     Raises:
         CheckpointError: no adapter, or one that does not fit: trained on another base, or with
@@ -294,7 +295,10 @@ def _told(own_config: Mapping[str, Any]) -> dict[str, Any]:
 def _ranks_of_blocks(
     model: nn.Module, options: dict[str, Any], blocks: Mapping[str, list[int]]
 ) -> None:
-    """Set the ranks of adapters written block by block; exclude modules without a block."""
+    """Set the LoRA rank and alpha of every bmforge layer that is part of a fused layer in the file.
+
+    The file lists one rank per bmforge layer; layers with rank 0 are removed from the targets.
+    """
     names = peft_format.Names(model)
     scale = options["alpha"] / options["rank"]
     for published, ranks in blocks.items():

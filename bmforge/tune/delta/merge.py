@@ -49,7 +49,7 @@ Values = dict[str, dict[str, Tensor]]
 def merge_deltas(
     model: nn.Module, names: Sequence[str] | None = None, dequantize: bool = False
 ) -> None:
-    """Merge several adapters together, as DoRA and IA3 need if others share their layers.
+    """Merge several adapters at once, as DoRA and IA3 require if others share their layers.
 
     Args:
         model: model with adapters.
@@ -191,8 +191,8 @@ def _refuse_part(delta: AttachedDelta, part: Any) -> None:
 def _chain(model: nn.Module, target: str) -> list[_Link]:
     """Return all adapter modules that act on a layer's output, in the order in which they apply.
 
-    Adapter modules of the layer come before those of the attention or MLP that the layer ends. In
-    each group, those that belong to no `Delta` come first, then the others by the time of
+    Adapters on the layer itself come before those on the attention or MLP whose output projection
+    it is. In each group, adapters that belong to no `Delta` come first, then the others in order of
     attachment.
     """
     owners = [target]
@@ -320,7 +320,7 @@ def _merged_values(
 def _apply_low_rank(
     part: LowRank, weight: float, values: dict[str, Tensor], base: dict[str, Tensor], module: Any
 ) -> None:
-    """Add a LoRA update to the weight values, or replace them with those of a DoRA."""
+    """Add a LoRA update to the weight values, or replace the values for DoRA."""
     up, down = full_precision(part.up), full_precision(part.down)
     turned = isinstance(part, EmbeddingLowRank) or not hasattr(module, "out_features")
     added = part.scale * (up @ down)

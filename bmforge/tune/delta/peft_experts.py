@@ -1,7 +1,7 @@
 """Loads PEFT's LoRA adapters on stacked experts (`target_parameters`).
 
 PEFT has one pair of factors for all experts of a stack, gate and up projection fused; bmforge has
-one pair per matrix. The loaded adapter computes the same; it is saved in bmforge's format.
+one pair per matrix. The loaded adapter gives the same outputs; it is saved in bmforge's format.
 Source: PEFT 0.21, `ParamWrapper`.
 """
 

@@ -1,4 +1,4 @@
-"""Splits PEFT's tensors of a fused layer (`c_attn`) into those of our separate layers."""
+"""Splits PEFT's tensors of a fused layer (`c_attn`) into those of bmforge's separate layers."""
 
 from __future__ import annotations
 

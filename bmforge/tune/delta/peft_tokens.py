@@ -37,14 +37,14 @@ def token_owner(key: str, prefix: str) -> str:
 
 
 def layer_parts(delta: AttachedDelta) -> list[Held]:
-    """Return the parts of an adapter without the trained rows of single tokens."""
+    """Return the modules of an adapter, except those with trained rows of single tokens."""
     return [part for part in delta.held if not isinstance(part.part, TokenRows)]
 
 
 def token_indices_of(
     names: Any, indices: Any, owners: list[str], fits: Callable[[str, Any], bool]
 ) -> dict[str, list[int]]:
-    """Return our names of the layers with trained rows -> their token ids.
+    """Return the token ids of the trained rows, by bmforge's name of the layer.
 
     Args:
         names: the map of published module names (`peft_format.Names`).
@@ -90,18 +90,18 @@ def _biased_heads(model: Any, indices: Mapping[str, Any]) -> list[str]:
 
 
 def can_write_tokens(delta: AttachedDelta, names: Any) -> bool:
-    """Return True if PEFT computes the same from the adapter's trained rows."""
+    """Return True if PEFT gives the same outputs with the adapter's trained rows."""
     indices = delta.options.get("trainable_token_indices") or {}
     is_known = all(owner in names.theirs for owner in indices)
     return is_known and not _biased_heads(names.model, indices)
 
 
 def read_token_rows(delta: AttachedDelta, owners: list[str], tensor: Tensor) -> dict[str, Tensor]:
-    """Return trained rows by our names.
+    """Return trained rows by bmforge's tensor names.
 
     Args:
-        delta: adapter with parts for them.
-        owners: our names of the layer.
+        delta: adapter with modules for the trained rows.
+        owners: bmforge's names of the layer.
         tensor: the rows.
     """
     parts = [h for h in delta.held if isinstance(h.part, TokenRows) and h.owner in owners]
@@ -109,7 +109,7 @@ def read_token_rows(delta: AttachedDelta, owners: list[str], tensor: Tensor) -> 
 
 
 def write_token_rows(delta: AttachedDelta, names: Any, prefix: str) -> dict[str, Tensor]:
-    """Return the trained rows by PEFT's names; those of tied layers once, as PEFT does.
+    """Return the trained rows by PEFT's names; rows of tied layers occur once, as in PEFT.
 
     Args:
         delta: adapter with all its modules, unsharded.

@@ -24,7 +24,7 @@ _PROMPTS = ("PREFIX_TUNING", "PROMPT_TUNING")
 
 
 def can_write(delta: AttachedDelta) -> bool:
-    """Return True if PEFT would compute the same from this adapter in PEFT's format."""
+    """Return True if PEFT would give the same outputs with this adapter in PEFT's format."""
     model = whole_model(delta.model)
     wholes = delta.wholes()
     if delta.peft_type not in _METHODS or any(map(_is_of_a_part(delta), wholes)):

@@ -15,8 +15,8 @@ class Prefix(Delta):
     """Prefix tuning: trained keys and values to which every query attends.
 
     Options: `length`, `std`; `inner`, the width of two layers that compute the prefix in training
-    and are folded into it when it is saved; and `shift_positions`: whether the text's positions
-    start at `length`, as in PEFT (default for decoders that count positions), or at 0.
+    and are folded into it when it is saved; and `shift_positions`: True if the text's positions
+    start at `length`, as in PEFT (default for decoders that count positions), False for 0.
 
     Source: Li and Liang, "Prefix-Tuning" (2021).
     """

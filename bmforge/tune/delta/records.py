@@ -73,7 +73,7 @@ def embedding_name(model: Any) -> str:
     """Return the name of a model's token embedding.
 
     Raises:
-        ConfigError: the model has none.
+        ConfigError: the model has no token embedding.
     """
     table = getattr(model, "embed", None)
     if table is None and hasattr(model, "get_input_embeddings"):

@@ -81,11 +81,12 @@ def use_deltas(
     Args:
         model: model with adapters; parallelized or not.
         names: adapters to enable; () disables all.
-        weights: factor on the output of each, by name or in the order of `names`; None means 1.
+        weights: factor on the output of each adapter, by name or in the order of `names`; None
+            means 1.
 
     Raises:
-        ConfigError: an unknown name, a weight that an adapter does not support, or a merged adapter
-            whose weight would change. No adapter is changed then.
+        ConfigError: an unknown name, a weight that an adapter does not support, or a merged
+            adapter whose weight would change. No adapter is changed then.
     """
     chosen = [names] if isinstance(names, str) else list(names)
     for name in chosen:

@@ -195,7 +195,7 @@ def _numbers(owner: _Node, run: Sequence[_Node]) -> str:
 def _spelled(target: str) -> str:
     """Write a target in user syntax: a subset of numbers needs a regular expression.
 
-    A module name that is also a common word does too, since the word would match more modules.
+    So does a module name that is also a common word, since the word would match more modules.
     """
     if target in WORDS:
         return f"[r]^{target}$"

@@ -43,7 +43,7 @@ def find_label_tokens(
         logits: (N, V); labels: (N,)
 
     Raises:
-        ConfigError: a class without examples, or one that has all.
+        ConfigError: a class has no examples, or has all of them.
     """
     if score not in ("llr", "ce"):
         raise ConfigError(f"score={score!r} is unknown. Known: llr, ce.")

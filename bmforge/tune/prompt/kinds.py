@@ -59,7 +59,7 @@ class PTRTemplate(Template):
         text, tokenizer, model, options: as for `Template`.
 
     Raises:
-        ConfigError: the text has one mask, or the model reads no text after the first.
+        ConfigError: the text has one mask, or the model reads no text after the first mask.
 
     Source: Han et al., "PTR: Prompt Tuning with Rules for Text Classification" (2021).
     """
@@ -78,7 +78,8 @@ class PrefixTemplate(Template):
     Args:
         text, tokenizer, model: as for `Template`.
         length: number of trained keys and values per attention.
-        inner: width of the layers that compute them in training; 0 trains them directly.
+        inner: width of the layers that compute the prefix in training; 0 trains the prefix
+            directly.
         options: further options of `Template`.
 
     Attributes:

@@ -57,13 +57,13 @@ class Piece:
     Args:
         kind: type of the piece.
         value: text, name of the field or meta entry, special token, or words of a soft piece.
-        spaced: True if a space precedes it.
-        shortenable: True if its text may be truncated when the prompt is too long.
+        spaced: True if a space precedes the piece.
+        shortenable: True if the piece's text may be truncated when the prompt is too long.
         soft_id: pieces with the same id share their rows; 0 for none.
         duplicate: number of repetitions of a soft piece.
         same: True to share one set of rows among the repetitions.
         process: function applied to the example's text; None for none.
-        at: character index in the template's text where it begins.
+        at: index of the piece's first character in the template's text.
     """
 
     kind: Kind
@@ -85,7 +85,7 @@ class Wrapped:
         text: text to tokenize; for a soft row, the word that initializes it.
         kind: "text" for any piece that is tokenized.
         soft: number of the soft row, from 1; 0 for none.
-        shortenable: True if it may be truncated.
+        shortenable: True if the text may be truncated.
     """
 
     text: str

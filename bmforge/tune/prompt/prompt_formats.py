@@ -137,7 +137,7 @@ def check_marks(asking: Asking, tokenizer: Tokenizer, model: Any) -> None:
     """Check that the model's config and the tokenizer use the same tokens for blanks.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: the tokens differ.
     """
     config = getattr(model, "config", None)
     needed = {field: tokenizer.role_id(role) for field, role in asking.marks}

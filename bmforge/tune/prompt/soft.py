@@ -31,7 +31,7 @@ class SoftRow:
     """Initialization of one trained (soft) row.
 
     Args:
-        token: id of the token whose embedding initializes it; -1 initializes at random.
+        token: id of the token whose embedding initializes the row; -1 initializes at random.
         word: text of that token.
     """
 
@@ -116,7 +116,7 @@ def token_table(model: Any) -> nn.Embedding:
     """Return the token embedding of a bmforge or transformers model.
 
     Raises:
-        ConfigError: the model has none.
+        ConfigError: the model has no token embedding.
     """
     table = getattr(model, "embed", None)
     if table is None and hasattr(model, "get_input_embeddings"):

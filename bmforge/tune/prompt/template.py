@@ -48,7 +48,7 @@ class Template:
 
     Raises:
         TemplateError: the text is not a valid template.
-        ConfigError: the model or the tokenizer does not support it.
+        ConfigError: the model or the tokenizer does not support the template.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Template:
         )  # fmt: skip
 
     def question_of(self, answer: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens of the answer that the prompt contains; equal ones share a prompt."""
+        """Return the answer tokens that the prompt contains; equal tokens share a prompt."""
         if self.behind == "score":
             return tuple(answer)
         return tuple(answer[:-1]) if self.asking.goes_on else (0,) * len(answer)

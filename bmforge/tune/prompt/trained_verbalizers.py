@@ -1,6 +1,6 @@
 """Trained verbalizers: a head with one row per class (WARP), and class prototypes.
 
-They read the last hidden states at the mask, not token scores.
+Both read the last hidden states at the mask, not token scores.
 Sources: Hambardzumyan et al., "WARP: word-level adversarial reprogramming" (2021); Cui et al.,
 "Prototypical verbalizer for prompt-based few-shot tuning" (2022).
 """

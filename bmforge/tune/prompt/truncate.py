@@ -19,7 +19,7 @@ def cut_parts(
     """Truncate the shortenable parts of a prompt by just enough tokens; return all parts.
 
     Args:
-        parts: ids of every part, and whether it may be truncated.
+        parts: (ids, flag) of every part; the flag is True if the part may be truncated.
         room: maximum number of tokens of all parts together.
         cut: "tail" removes tokens from the end, starting with the last part; "head" from the
             beginning, starting with the first; "balanced" from the end of all, in proportion.

@@ -37,7 +37,7 @@ def check_left(classes: Sequence[str], rows: Sequence[Sequence[str]], after: str
     """Check that every class still has label words.
 
     Raises:
-        ConfigError: a class has none.
+        ConfigError: a class has no label words.
     """
     empty = [name for name, row in zip(classes, rows, strict=True) if not row]
     if empty:
@@ -50,7 +50,7 @@ def check_shared(rows: Sequence[Sequence[str]]) -> None:
     """Check that no word belongs to two classes.
 
     Raises:
-        ConfigError: there is such a word.
+        ConfigError: a word belongs to two classes.
     """
     owner: dict[str, int] = {}
     for number, row in enumerate(rows):
@@ -68,7 +68,7 @@ def spell_word(word: str, tokenizer: Tokenizer) -> list[int]:
     Many tokenizers distinguish words from word parts by the leading space.
 
     Raises:
-        ConfigError: the tokenizer cannot encode it.
+        ConfigError: the tokenizer cannot encode the word.
     """
     bare = word.removeprefix("<!>") if word.startswith("<!>") else word.lstrip(" ")
     is_bare = word.startswith("<!>") or has_chinese(bare)
