@@ -33,8 +33,8 @@ class AnswerWriter:
         max_num_seqs: maximum number of answers in a batch.
         max_tokens: maximum length of a prompt with its answer.
         options: generation options of every answer, without the seed.
-        make_copy: function that returns a plain model of the same structure with weights; None
-            refuses models that need one.
+        make_copy: function that returns a plain model of the same structure with weights; with
+            None, a model that needs a copy raises an error.
 
     Raises:
         ConfigError: the model cannot be batched, or needs a copy and there is none.
@@ -75,7 +75,7 @@ class AnswerWriter:
 
     @property
     def runs_natively(self) -> bool:
-        """Whether native kernels run all blocks, so that scores have the bits of sampling."""
+        """True if native kernels run all blocks, so that scores have the bits of sampling."""
         model = self._copy or self._model
         with evaluating(model):  # as in `write`: dropout is for torch alone
             return NativeStep().knows(model.layers)
@@ -116,7 +116,7 @@ class AnswerWriter:
     def write_on(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], limits: Sequence[int]
     ) -> list[Completion]:
-        """Return one more turn for each prompt, with the weights of the last `write`.
+        """Generate one more turn for each prompt, with the weights of the last `write`.
 
         Args:
             prompts: token ids of prompts and answers so far.
@@ -135,9 +135,9 @@ class AnswerWriter:
             return [handle.wait()[0] for handle in handles]
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probability of every token but the first, as sampled, at the weights now.
+        """Return the log-probability of every token but the first under the current weights.
 
-        The native kernels give them the bits that they have when they are sampled.
+        With native kernels the values are bit-identical to those of sampling.
 
         Args:
             rows: token ids of prompts with their answers.
@@ -154,9 +154,9 @@ class AnswerWriter:
         return [[token.logprob for token in tokens if token is not None] for tokens in scored]
 
     def _take_weights(self) -> int:
-        """Make the engine use the trained weights of now, and return their version.
+        """Make the engine use the current trained weights, and return their version.
 
-        The model must be in evaluation mode already: the engine notices that change as well.
+        The model must be in evaluation mode already, since the engine detects mode changes as well.
         """
         if self._copy is not None:
             self._fill_copy()

@@ -57,7 +57,7 @@ def keep_reference_(
         batch_size: examples per forward.
         model: initial model; all ranks call this together.
 
-    Comm: that of the forwards, and one all-reduce of two numbers per example.
+    Comm: the collectives of the forwards, and one all-reduce of two numbers per example.
     """
     path = Path(run_dir) / _FILE
     names = [source.fingerprint for source in sources]
@@ -71,7 +71,7 @@ def keep_reference_(
 
 
 def _read(path: Path, names: Sequence[str]) -> list[Tensor] | None:
-    """Load the cached values for these sources; None if the file is missing or has others."""
+    """Load the cached values for these sources; None if the file is missing or does not match."""
     if not path.is_file():
         return None
     try:

@@ -39,7 +39,8 @@ class PairScores(NamedTuple):
 
     Args:
         chosen, rejected: summed log-probability of the answer's tokens under the policy.
-        reference_chosen, reference_rejected: the same under the reference; 0 without one.
+        reference_chosen, reference_rejected: the same values under the reference model; 0
+            without a reference model.
         chosen_length, rejected_length: number of scored tokens.
 
     Shape:

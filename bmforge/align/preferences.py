@@ -147,8 +147,8 @@ class UnpairedObjective:
 
     Row 2i is answer i, row 2i + 1 the same prompt with the answer to another prompt, from which z,
     the divergence of policy and reference, is estimated. z is the mean over the whole optimizer
-    step, clamped at 0 afterwards, so it does not depend on how the step is cut into micro-batches.
-    Batches have ``is_good``, (B,); see `PairObjective` for the others.
+    step, clamped at 0 afterwards, so it does not depend on the division of the step into
+    micro-batches. Batches have ``is_good``, (B,); see `PairObjective` for the others.
 
     Args:
         options: coefficients of the loss.
@@ -224,7 +224,7 @@ def _has_score(labels: Tensor) -> Tensor:
 
 
 def _mean(values: Tensor, is_real: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of the values over real pairs, and the number of real pairs."""
+    """Return the sum of the values over non-padding pairs, and the number of these pairs."""
     return values.detach().where(is_real, 0).sum(), is_real.sum()
 
 

@@ -48,7 +48,10 @@ def _score(
 
 
 def _score_whole(model: Any, batch: Batch, temperature: float) -> Tensor:
-    """Return the log-probabilities outside of a step, where a pipeline shares its outputs."""
+    """Return a batch's log-probabilities outside of a training step.
+
+    There all stages of a pipeline have the outputs, so that a result always exists.
+    """
     scores = _score(model, batch, temperature)
     assert scores is not None
     return scores.logprobs
@@ -101,7 +104,7 @@ class PolicyObjective:
         return count_items(_mask_of(batch["labels"]), self._policy)
 
     def prepare(self, model: Any, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Add the sampler's log-probabilities at the weights of this update, if they are wanted."""
+        """Add the sampling kernels' log-probabilities under the current weights, if required."""
         if self._score_rows is None:
             return micro_batches
         exact = _score_exactly(self._score_rows, micro_batches)
@@ -175,7 +178,7 @@ class PolicyScores:
     Args:
         model: trained model.
         temperature: temperature of the rollouts.
-        with_old: True to compute those of the trained policy.
+        with_old: True to compute the old log-probabilities, those of the trained policy.
         reference: reference policy; None without one.
     """
 

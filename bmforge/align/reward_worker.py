@@ -102,7 +102,7 @@ async def _wait_for(out: Any) -> Any:
 
 
 def _run_tool(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
-    """Return the result of a tool as text: a text itself, anything else as JSON."""
+    """Run a tool and return its result as text: strings unchanged, other values as JSON."""
     out = function(**arguments)
     out = asyncio.run(_wait_for(out)) if inspect.isawaitable(out) else out
     return out if isinstance(out, str) else json.dumps(out, ensure_ascii=False, default=str)

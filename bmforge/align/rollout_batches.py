@@ -22,13 +22,13 @@ class RolloutAnswer:
     """One generated answer of a rollout.
 
     Args:
-        prompt: number of its prompt in the order of the run.
+        prompt: number of the answer's prompt in the order of the run.
         prompt_ids: token ids of the prompt.
         ids: token ids of the answer, the end token included.
         text: text of the answer.
         sampler: log-probability of each token as sampled.
         finish_reason: reason why the answer ended.
-        rewards: reward of each function; None where it gave none.
+        rewards: reward of each function; None if the function gave no reward.
         reward: weighted sum; None if no function gave a reward.
         advantage: advantage of each token; empty before it is computed.
         is_masked: True if the answer is excluded from the loss.
@@ -55,7 +55,7 @@ class RolloutAnswer:
 
     @property
     def mask(self) -> list[bool]:
-        """Whether the model wrote each token."""
+        """One flag per token: True if the model generated the token."""
         return self.is_written or [True] * len(self.ids)
 
     def to_state(self) -> dict[str, Any]:

@@ -28,13 +28,13 @@ class PromptRow:
 
 @dataclass(kw_only=True)
 class RolloutConfig:
-    """Writing and scoring of answers.
+    """Options for generating and scoring answers.
 
     Args:
         num_generations: answers per prompt (default: 8).
         max_new_tokens: maximum length of an answer in tokens (default: 512).
-        temperature: divisor of the logits of all policies (default: 1). Top-k, top-p and penalties
-            are not offered: the trained policy would not be the one that was sampled.
+        temperature: divisor of the logits of all policies (default: 1). Top-k, top-p and
+            penalties are not offered: the trained policy would not be the one that was sampled.
         steps_per_generation: optimizer steps among which the answers of a rollout are divided
             (default: 1).
         num_iterations: passes over the answers of a rollout (default: 1).
@@ -42,13 +42,13 @@ class RolloutConfig:
         overlong_tokens: number of last tokens before max_new_tokens over which up to 1 is
             subtracted from the reward, linearly (DAPO; default: 0, off).
         max_num_seqs: maximum number of answers that are written at once (default: 64).
-        tools: functions that answers may call between turns: module:function or file.py:function,
-            with annotations and a docstring. Prompts must be conversations.
+        tools: functions that answers may call between turns: module:function or
+            file.py:function, with annotations and a docstring. Prompts must be conversations.
         max_turns: maximum number of turns that the model writes with tools (default: 5).
         tool_timeout_s: time limit of a call of a tool in seconds (default: 10).
-        exact_logprobs: the loss takes the values of log-probabilities from the kernels that sample
-            (gradients are torch's), so that the ratio of sampler and trained policy is exactly 1 at
-            the first update. For CPUs; costs one more forward per update.
+        exact_logprobs: the loss takes the values of log-probabilities from the kernels that
+            sample (gradients are torch's), so that the ratio of sampler and trained policy is
+            exactly 1 at the first update. For CPUs; costs one more forward per update.
         log_completions: number of prompts per rollout whose answers are written to
             ``completions.jsonl`` (default: 4).
     """

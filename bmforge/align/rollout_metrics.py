@@ -106,7 +106,7 @@ class CompletionLog:
         """Write the answers for the first prompts of a rollout.
 
         Args:
-            step: first step that trains on them.
+            step: first step that trains on the answers.
             answers: answers of the rollout.
             prompts: content of each answer's prompt.
         """

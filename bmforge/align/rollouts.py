@@ -35,8 +35,9 @@ class RolloutRanks(NamedTuple):
     """Position of a process in the layout of a run.
 
     Args:
-        rank, size: data-parallel rank and number of them; their rows of a step differ.
-        process, processes: rank and number of processes, which write different answers.
+        rank, size: data-parallel rank and number of data-parallel ranks, which train on
+            different rows.
+        process, processes: rank and number of processes, which generate different answers.
     """
 
     rank: int = 0
@@ -271,8 +272,8 @@ class RolloutLoader:
     def _score_policies(self) -> dict[int, list[float]]:
         """Set the policies' log-probabilities; return the KL of each token by answer number.
 
-        They are computed in the micro-batches of the update, so that the ratio of the first update
-        is exactly 1: other shapes could give slightly different numbers.
+        The log-probabilities are computed in the micro-batches of the update, so that the ratio of
+        the first update is exactly 1: other shapes could give slightly different numbers.
         """
         assert self._scores is not None
         numbers = {id(answer): number for number, answer in enumerate(self._answers)}
@@ -353,7 +354,7 @@ class RolloutLoader:
         """Resume exactly after the last step of a saved run, with any number of ranks.
 
         Raises:
-            ConfigError: the state is of other prompts, another seed or other sizes.
+            ConfigError: the state belongs to other prompts, another seed or other sizes.
         """
         for key, value in self._identity().items():
             if state.get(key) != value:

@@ -18,7 +18,7 @@ __all__ = ["FunctionCall", "ToolFunction", "ToolTurns"]
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A call in an answer.
+    """Call of a function in an answer.
 
     Args:
         name: name of the function.
@@ -36,7 +36,7 @@ class ToolFunction(Protocol):
         """Return the result as text; any exception is a failure of the call."""
 
     def close(self) -> None:
-        """Release its process."""
+        """End the process of the function."""
 
 
 class ToolTurns:
@@ -45,7 +45,7 @@ class ToolTurns:
     A call that raises, hangs or has wrong arguments gives the model the error as its result.
 
     Args:
-        functions: name -> function.
+        functions: functions by name.
         parse: function from the text of a turn to its calls.
         encode: function from the messages of results to the token ids between two turns.
         decode: function from the token ids of a turn to its text.
@@ -72,11 +72,11 @@ class ToolTurns:
         max_tokens: int,
         seed_of: Callable[[int, int], int],
     ) -> None:
-        """Write the further turns of answers, in place.
+        """Generate the further turns of answers, in place.
 
         Args:
             answers: answers after their first turn.
-            writer: writer of answers.
+            writer: generator of answers.
             max_tokens: maximum length of a whole answer in tokens, results included.
             seed_of: function (index of the answer, turn) -> random seed of the turn.
         """

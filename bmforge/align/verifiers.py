@@ -1,7 +1,7 @@
 """Built-in reward functions for verifiable answers: 1 for a correct answer, else 0.
 
-They import nothing heavy, since `reward_worker` runs them in a separate process: a user's regular
-expression may take exponential time.
+The verifiers import nothing heavy, since `reward_worker` runs them in a separate process: a user's
+regular expression may take exponential time.
 """
 
 from __future__ import annotations
