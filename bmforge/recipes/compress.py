@@ -73,7 +73,7 @@ class CompressRunConfig:
         compress: compression methods and their options.
         steps: training steps of each phase.
         task: task that phases with steps train on, such as "pretrain" or "BoolQ".
-        run: fields of the task's runs: `data`, `train`, `layout`, ...; see `bmforge train`.
+        run: training options of the task (`data`, `train`, `layout`, ...), as for `bmforge train`.
         calibration: texts for methods that need activations of the model.
         evaluate: tasks and texts to evaluate on before and after each phase.
         speed: measure the reading and generation speed of the original model and of each phase.

@@ -72,13 +72,13 @@ def hide_tokens(ids: Sequence[int], task: str, seed: tuple[int | str, ...]) -> E
 
     Args:
         ids: token ids of the whole text with its begin and end; at least 2.
-        task: "mlm" hides tokens anywhere but the first, "lm" the last ones; the number is uniform
-            between one and all but the first.
+        task: "mlm" hides tokens anywhere but the first, "lm" the last ones; the number is
+            uniform between one and all but the first.
         seed: random seed of the hidden positions.
 
     Returns:
-        ``input_ids``, ``context`` (0 where hidden), ``segment`` and ``labels``: the next token
-        where that one is hidden.
+        ``input_ids``, ``context`` (0 where hidden), ``segment`` and ``labels`` (the next token, if
+        that token is hidden).
     """
     length = len(ids)
     count = 1 + draw_below(length - 1, derive_key(*seed, "count"))

@@ -1,4 +1,4 @@
-"""Searches the best adapter for a task (type, targets, size) by successive halving.
+"""Searches for the best adapter (type, targets, size) for a task by successive halving.
 
 All candidates train for a few steps; the better ones continue, until one is left. A repeated call
 in the same directory resumes the search; `search.html` shows its state.
@@ -79,12 +79,12 @@ class SearchConfig:
 
 @dataclass(kw_only=True)
 class DeltaSearchConfig(TaskTuneConfig):
-    """Config to search the best adapter for a task; other fields are `TaskTuneConfig`'s.
+    """Config to search for the best adapter for a task; other fields are `TaskTuneConfig`'s.
 
     Args:
         search: search space.
-        train: training loop of the last round; earlier rounds are shorter in proportion to their
-            number of candidates.
+        train: training loop of the last round; earlier rounds are shorter in proportion to
+            their number of candidates.
     """
 
     run_dir: Path = Path("runs/delta-search")

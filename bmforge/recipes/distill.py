@@ -1,6 +1,6 @@
 """On-policy distillation (`bmforge train distill`): the student generates the answers.
 
-The loss compares its distribution with the teacher's at every token.
+The loss compares the student's distribution with the teacher's at every token.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def _held_out_batches(
     config: DocumentConfig,
     rows: World,
 ) -> Iterator[Batch]:
-    """Yield this rank's batches of one pass; a rank without data yields one without labels."""
+    """Yield this rank's batches of one pass; a rank without data yields a batch without labels."""
     all_batches = iter_documents(
         documents, tokenizer, max_length=config.seq_len, batch_size=config.micro_batch_size
     )

@@ -72,7 +72,7 @@ def read_labeled(config: QualityConfig) -> tuple[list[str], list[str]]:
 
 
 def _read(config: QualityConfig) -> Iterator[tuple[str, object, bool]]:
-    """Yield each text with its label, and whether the label means good."""
+    """Yield (text, label, flag); the flag is True if the label means high quality."""
     for path in config.labeled:
         for file in find_conversation_files(path):
             for location, record in read_records(file):

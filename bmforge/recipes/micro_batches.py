@@ -16,8 +16,8 @@ def settle_batch(config: Any, world_size: int) -> Any:
     """Return the data config with the global batch size computed from gradient accumulation.
 
     Raises:
-        ConfigError: the number of passes is not whole, two global batch sizes are given, or
-            the pipeline schedule does not support this number of micro-batches.
+        ConfigError: the number of accumulation steps is not an integer, two global batch sizes
+            are given, or the pipeline schedule does not support this number of micro-batches.
     """
     data, rows = config.data, config.layout.row_groups(world_size)
     steps = getattr(data, "grad_accum_steps", None)

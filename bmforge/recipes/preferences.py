@@ -77,16 +77,16 @@ class PreferencesConfig(RunConfig):
             `chosen` and `rejected` (texts or messages) or, for kto, `prompt`, `completion` and
             `label`.
         template: chat template: a file, or a name (chatml, llama3, ...); None selects the
-            tokenizer's own, or a plain one. It is exported with the model.
+            tokenizer's own, or a plain one. The template is exported with the model.
         method: dpo, robust, hinge, ipo, sigmoid_norm, simpo, orpo, cpo or kto.
         beta: strength of the preference term; None selects the method's default: 0.1, or 2 for
             simpo.
-        label_smoothing: assumed share of wrong preferences, below 0.5; dpo becomes conservative DPO
-            (default: 0).
+        label_smoothing: assumed share of wrong preferences, below 0.5; dpo becomes conservative
+            DPO (default: 0).
         simpo_gamma: reward margin of simpo; None is 0.5.
-        nll_weight: factor of the chosen answers' negative log-likelihood per token (`rpo_alpha` or
-            `cpo_alpha`); None selects the method's default: 1 for orpo and cpo, else 0.
-        nll_on_prompt: compute that likelihood over the prompt too, as TRL's ORPO does.
+        nll_weight: factor of the chosen answers' negative log-likelihood per token (`rpo_alpha`
+            or `cpo_alpha`); None selects the method's default: 1 for orpo and cpo, else 0.
+        nll_on_prompt: compute the negative log-likelihood over the prompt too, as TRL's ORPO does.
         desirable_weight, undesirable_weight: factors of good and bad answers in kto; None is 1.
         reference: adapter (the model with its adapter off), copy (a frozen second model) or
             precomputed (log-probabilities computed once before training and kept in the run

@@ -78,8 +78,8 @@ class Form:
 
     Args:
         fits: predicate on a family's traits.
-        config: class of its config, without `model`.
-        run: function that runs it.
+        config: config class of the task, without `model`.
+        run: function that runs the task.
     """
 
     fits: Callable[[Traits], bool]
@@ -112,7 +112,7 @@ class Recipe:
 
     Args:
         config: config class; its fields are the options, and `model` the family's.
-        run: function that runs it.
+        run: function that runs the recipe.
         about: description of the recipe.
         task: name of the task.
     """
@@ -317,7 +317,7 @@ def find_recipe(
 def read_config(recipe: Recipe, file: str | None) -> Any:
     """Return a recipe's default config, updated with the fields of a TOML file.
 
-    For a task with a model, fields of `model` that the file omits are that model's.
+    For a task with a model, fields of `model` that the file omits have the values of that model.
 
     Raises:
         ConfigError: the file is missing, is not TOML, or does not fit the recipe.

@@ -28,17 +28,17 @@ _WIDE_BYTES = 4
 
 
 def reference_copy(model: nn.Module) -> Resident:
-    """Return the frozen reference of the policy: fp32 weights in the layout of the policy."""
+    """Return the memory of the policy's frozen reference: fp32 weights in the policy's layout."""
     return Resident("reference", _fp32_bytes(model), is_sharded=True)
 
 
 def teacher_copy(model: nn.Module) -> Resident:
-    """Return the teacher of on-policy distillation: fp32 weights, whole on every process."""
+    """Return the memory of the distillation teacher: fp32 weights, replicated on every process."""
     return Resident("teacher", _fp32_bytes(model), is_sharded=False)
 
 
 def rollout_copy(model: nn.Module, precision: str) -> Resident:
-    """Return the plain copy of the trained model that writes rollouts, in the compute dtype."""
+    """Return the memory of the plain model copy that generates rollouts, in the compute dtype."""
     width = parse_dtype(precision).itemsize
     size = sum(
         tensor.numel() * (width if tensor.dtype == torch.float32 else tensor.element_size())
@@ -48,7 +48,7 @@ def rollout_copy(model: nn.Module, precision: str) -> Resident:
 
 
 def rollout_cache(config: Any, precision: str, max_num_seqs: int, max_tokens: int) -> Resident:
-    """Return the KV cache of the rollouts' engine.
+    """Return the memory of the KV cache of the rollouts' engine.
 
     Args:
         config: config of the model.
@@ -65,10 +65,10 @@ def rollout_cache(config: Any, precision: str, max_num_seqs: int, max_tokens: in
 
 
 def list_resident_models(config: Any, policy: nn.Module, processes: int) -> tuple[Resident, ...]:
-    """Return the residents of a recipe's run.
+    """Return the memory of all models and caches of a run besides the trained model.
 
     Args:
-        config: config of any recipe; those without references and rollouts have no residents.
+        config: config of any recipe; recipes without references and rollouts have no such models.
         policy: trained model on meta, with its adapter.
         processes: number of processes.
     """

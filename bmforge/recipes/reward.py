@@ -35,9 +35,9 @@ class RewardConfig(RunConfig):
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with `prompt`,
             `chosen` and `rejected` (texts or messages), and optionally `margin` or scores.
         template: chat template: a file, or a name (chatml, llama3, ...); None selects the
-            tokenizer's own, or a plain one. It is exported with the model.
-        center_rewards_coefficient: factor of the squared sum of both rewards, which keeps rewards
-            near 0 (default: 0; 0.01 is usual).
+            tokenizer's own, or a plain one. The template is exported with the model.
+        center_rewards_coefficient: factor of the squared sum of both rewards, which keeps
+            rewards near 0 (default: 0; 0.01 is usual).
     """
 
     new_head: bool = True

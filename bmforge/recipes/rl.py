@@ -40,8 +40,8 @@ class ReinforcementConfig(RunConfig):
         reward: reward functions NAME[=WEIGHT]: module:function or file.py:function with TRL's
             signature; the verifiers exact:COLUMN, number:COLUMN, choice:COLUMN, regex:PATTERN,
             length:TOKENS and json_schema:FILE; dir:REWARD_MODEL; or an http address.
-        reward_timeout_s: time limit of a call of a reward function in seconds; its answers are then
-            not scored by it (default: 60).
+        reward_timeout_s: time limit in seconds of one call of a reward function, which gives no
+            reward to the answers of a call that times out (default: 60).
         template: chat template of prompts that are conversations, as in `train conversations`.
     """
 

@@ -61,7 +61,7 @@ def open_turns(
     stops: Sequence[int],
     decode: Callable[[Sequence[int]], str],
 ) -> ToolTurns:
-    """Return the turns of a run's answers.
+    """Return the `ToolTurns` of a run, which continues answers with tool calls.
 
     Args:
         functions: result of `open_functions`.

@@ -99,19 +99,19 @@ class RunConfig:
 
     Args:
         run_dir: directory of the run.
-        init_from: initial model: directory, hub id or short name; its sizes apply except for given
-            fields of `model`. None initializes the weights randomly.
-        model_changes: given fields of `model` with `init_from`, filled in by the command line; None
-            selects those that differ from the recipe's defaults.
+        init_from: initial model: directory, hub id or short name; its sizes apply except for
+            given fields of `model`. None initializes the weights randomly.
+        model_changes: given fields of `model` with `init_from`, filled in by the command line;
+            None selects those that differ from the recipe's defaults.
         new_head: initialize the task's head if `init_from`'s model has none.
         family: family of `model`; filled in by the command line for `run.toml`.
         changes: changes of the model before it is parallelized, as JSON or a file of it; see
             `models.changes`. New weights are initialized with `seed`.
         adapter: train an adapter instead of the model; see `adapters.AdapterConfig`.
-        base_dtype: storage of the weights that an adapter's run freezes: fp32, bf16, fp16, or int8
-            and int4 (QLoRA); None selects the precision of the computation.
-        epochs: passes over the training data, which set train.steps. None trains train.steps; on
-            the command line `conversations` takes 3 without either.
+        base_dtype: dtype in which an adapter run stores the frozen base weights: fp32, bf16,
+            fp16, or int8 and int4 (QLoRA); None selects the precision of the computation.
+        epochs: passes over the training data, which set train.steps. None trains train.steps;
+            on the command line `conversations` defaults to 3 if neither is given.
         freeze_base: train only modules attached by changes, and with `new_head` the head.
         seed: random seed of the weight initialization.
         train: training loop.
@@ -122,16 +122,16 @@ class RunConfig:
         compile: compile the blocks.
         prefetch: number of sharded units gathered ahead.
         export: write a Hugging Face directory ``run_dir/export`` at the end.
-        export_dtype: dtype of the exported weights; None selects that of `init_from`'s weights, or
-            fp32 without it.
-        push_to_hub: repository OWNER/NAME of the Hugging Face hub that gets the export (default:
-            none). A new repository is private.
+        export_dtype: dtype of the exported weights; None selects that of `init_from`'s weights,
+            or fp32 without `init_from`.
+        push_to_hub: repository OWNER/NAME of the Hugging Face hub that gets the export
+            (default: none). A new repository is private.
         license: SPDX id of the export's license (default: none).
         wandb_project: Weights & Biases project to log to (default: none).
-        timeout_s: seconds that a process may wait for another one that does not answer; then all
-            end with an error that names it (default: 600).
-        override: fields or tables that a resumed run changes on purpose, such as train.optim.lr or
-            data.global_batch_size; "data" also accepts a corpus that has grown, in a new order.
+        timeout_s: seconds that a process may wait for another one that does not answer; then
+            all processes end with an error that names this one (default: 600).
+        override: fields or tables that a resumed run changes on purpose, such as train.optim.lr
+            or data.global_batch_size; "data" also accepts a corpus that has grown, in a new order.
     """
 
     run_dir: Path = Path("runs/run")

@@ -101,8 +101,8 @@ def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator
 def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | None:
     """Return the reason why `config` may not run in `run_dir`, or None.
 
-    A field that the run.toml of an earlier version lacks had its default. Fields and tables that
-    the config's `override` names may differ.
+    Fields missing from a run.toml of an earlier version are taken to have their default. Fields and
+    tables that the config's `override` names may differ.
     """
     file = run_dir / _FILE
     if not file.exists():

@@ -88,12 +88,13 @@ class ConversationsConfig(RunConfig):
     """Config to fine-tune on conversations; other fields are `RunConfig`'s.
 
     Args:
-        data: `paths` are .jsonl, .json or .parquet files, or folders of them, with one conversation
-            a record: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
-            "content": "..."}], "tools": [...]}; ShareGPT's, Alpaca's and prompt/completion forms
-            are read as well. Longer conversations than `seq_len` are truncated.
+        data: `paths` are .jsonl, .json or .parquet files, or folders of them, with one
+            conversation a record: {"messages": [{"role": "user", "content": "..."}, {"role":
+            "assistant", "content": "..."}], "tools": [...]}; ShareGPT's, Alpaca's and
+            prompt/completion forms are read as well. Longer conversations than `seq_len` are
+            truncated.
         template: chat template: a file, or a name (chatml, llama3, ...); None selects the
-            tokenizer's own, or a plain one. It is exported with the model.
+            tokenizer's own, or a plain one. The template is exported with the model.
     """
 
     data: ConversationData = field(default_factory=ConversationData)

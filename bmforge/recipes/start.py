@@ -155,7 +155,7 @@ def record_given(config: Any, file: str | Path | None, options: Sequence[str]) -
     """Record in a config which fields of `model` were given by its file and options.
 
     Args:
-        config: a `RunConfig`, read from them.
+        config: a `RunConfig` that was read from the file and the options.
         file: the TOML file.
         options: command line options, ``--field.path VALUE`` ...
     """

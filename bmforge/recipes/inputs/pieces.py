@@ -125,8 +125,8 @@ def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
         kind: required class of the tokenizer; None accepts any.
 
     Raises:
-        ConfigError: there is none, it has another class, it has more tokens than the model, or the
-            text was prepared with another one.
+        ConfigError: the run has no tokenizer, the tokenizer has another class or more tokens
+            than the model, or the text was prepared with another tokenizer.
     """
     folder = find_tokenizer(config)
     data = config.data
