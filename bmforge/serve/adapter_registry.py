@@ -76,7 +76,8 @@ class AdapterRegistry:
             taken: function that returns the names of all models.
 
         Raises:
-            RequestError: the name is taken, there is no adapter, or it does not fit the model.
+            RequestError: the name is taken, the directory has no adapter, or the adapter does
+                not fit the model.
         """
         async with self._changing:
             if name in taken():

@@ -58,7 +58,7 @@ def create_app(
 ) -> FastAPI:
     """Return an ASGI application that serves an engine.
 
-    Connection deadlines are not part of it; `serve` adds them.
+    The application has no connection deadlines; `serve` adds them.
 
     Args:
         engine: engine, which the caller closes.

@@ -56,7 +56,7 @@ class ApiKeys:
         return len(self._digests)
 
     def find(self, authorization: str | None) -> str:
-        """Return the name of the API key in an Authorization header; it identifies the client.
+        """Return the name of the API key in an Authorization header, which identifies the client.
 
         Programs send ``Bearer KEY``; a browser sends the key as a Basic password.
 
@@ -140,7 +140,7 @@ def load_keys(config: ServeConfig, environment: Mapping[str, str]) -> ApiKeys:
 
 
 def load_admin_key(config: ServeConfig, environment: Mapping[str, str]) -> ApiKeys:
-    """Read the admin key, which may load and remove adapters; none without the option.
+    """Read the key that may load and remove adapters; None if the option is off.
 
     Raises:
         ConfigError: the option is set and the key is not, or the key is too short.

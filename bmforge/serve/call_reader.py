@@ -90,7 +90,7 @@ class CallReader:
 
     Args:
         form: format of the calls.
-        schemas: schemas of the functions; a call of another one is text.
+        schemas: schemas of the functions; a call of any other function is returned as text.
     """
 
     def __init__(self, form: ToolFormat, schemas: Schemas) -> None:
@@ -130,7 +130,7 @@ class CallReader:
             yield from _whole(call)
 
     def _find_open(self) -> tuple[str, bool]:
-        """Return the text before the next call, and whether a call begins after it."""
+        """Return the text before the next call, and True if a call begins after this text."""
         if self._is_start and "" in self._form.open:
             stripped = self._pending.lstrip()
             if not stripped:

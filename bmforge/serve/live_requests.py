@@ -93,7 +93,7 @@ class LiveRequest:
             handle.cancel()
 
     async def pieces(self) -> AsyncIterator[tuple[int, OutputDelta] | None]:
-        """Yield (prompt index, piece) as pieces arrive; None periodically if none does.
+        """Yield (prompt index, piece) as pieces arrive; None periodically while none arrives.
 
         Raises:
             RequestError: the engine failed, or too much text is unread.

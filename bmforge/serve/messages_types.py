@@ -165,7 +165,10 @@ def messages_chat(body: CountRequest) -> ChatRequest:
 
 
 def _thinking(body: CountRequest) -> dict[str, Any]:
-    """Return the reasoning that is requested; with "adaptive", the chat template's default."""
+    """Return the chat options that enable, disable and limit the model's reasoning.
+
+    The type "adaptive" keeps the default of the chat template.
+    """
     if body.thinking is None:
         return {}
     kind = body.thinking.type
@@ -177,7 +180,7 @@ def _output(body: CountRequest) -> dict[str, Any]:
     """Return the effort and the format of the answer in OpenAI's fields.
 
     Raises:
-        RequestError: the format has both its names.
+        RequestError: the format is given under both of its names.
     """
     config = body.output_config or OutputConfig()
     if config.format is not None and body.output_format is not None:

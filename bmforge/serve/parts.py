@@ -34,7 +34,7 @@ class CallStart:
 
 @dataclass(frozen=True)
 class CallPiece:
-    """Piece of a tool call's arguments; the call is the one that started last.
+    """Piece of the arguments of the tool call that started last.
 
     Args:
         text: piece of the arguments' JSON.

@@ -36,7 +36,7 @@ class PromptEcho:
         return writer.write_prompt(self.first, tokens)
 
     def as_prompt_logprobs(self, top: int) -> list[dict[str, Any] | None] | None:
-        """Return the log-probabilities in vLLM's format: by token id, with the prompt's own."""
+        """Return the log-probabilities in vLLM's format: by token id, including the prompt's."""
         if self.tokens is None:
             return None
         return [None, *(_by_id(token, top) for token in self.tokens)]

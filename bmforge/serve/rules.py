@@ -28,7 +28,7 @@ _FIELD = {"json": "response_format", "regex": "structured_outputs", "lark": "str
 
 
 class RuleChecker:
-    """Compiles constraints in separate processes, and caches whether they are valid.
+    """Validates constraints by compiling them in separate processes, and caches the results.
 
     Args:
         config: limits.
@@ -50,8 +50,8 @@ class RuleChecker:
             name: request field that holds the rule (default: by the kind of the rule).
 
         Raises:
-            RequestError: too large or too deep, with an external reference, unsupported, or too
-                slow to compile.
+            RequestError: the constraint is too large or too deep, has an external reference, is
+                unsupported, or takes too long to compile.
         """
         name = name or _FIELD[rule.kind]
         size = len(rule.source.encode())

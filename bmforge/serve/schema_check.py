@@ -1,8 +1,8 @@
 """Program that compiles a schema, regular expression or grammar in a separate process.
 
-A short schema can need more time and memory than available (many patterns that must hold together).
-Its compiler cannot be interrupted and ignores its limits; a process can be killed.
-This file is also the program of that process. It imports nothing of bmforge, and ends soon after a
+A short schema can need more time and memory than available, for example if many patterns must match
+at once. Its compiler cannot be interrupted and ignores its limits; a process can be killed. This
+file is also the program of that process. It imports nothing of bmforge, and ends soon after a
 killed parent because its own time is limited.
 """
 

@@ -48,7 +48,7 @@ class TokenizeRequest(Strict):
         return self
 
     def as_chat(self, model: str) -> ChatRequest:
-        """Convert to a chat request, whose prompt is tokenized."""
+        """Convert the conversation to a chat request, whose prompt is tokenized."""
         names = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
         fields = self.model_dump(include={"messages", *names}, exclude_none=True)
         if self.tools:  # so that tools are shown with every template
@@ -64,7 +64,7 @@ class DetokenizeRequest(Strict):
 
 
 class ScoreRequest(Strict):
-    """Request for the similarity of text pairs: one text with each, or pair by pair."""
+    """Request for the similarity of text pairs: one text with several others, or pair by pair."""
 
     model: str
     text_1: str | Texts

@@ -160,7 +160,7 @@ class Serving:
 
         Args:
             request: HTTP request.
-            served: model that it names.
+            served: model that the request names.
             count: number of engine requests, such as prompts.
 
         Raises:

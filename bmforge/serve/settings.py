@@ -40,10 +40,10 @@ class ServeConfig:
         allow_hosts: host names that requests without a key may use, in addition to localhost.
         allowed_origins: origins of other sites whose pages may send requests, such as
             https://chat.example.org; * is all and needs keys.
-        tool_call_parser: format of tool calls (default: found from the chat template): deepseek_v3,
-            glm45, hermes, llama3_json, minicpm, mistral or qwen3_coder.
-        split_reasoning: return the reasoning of thinking models in reasoning_content instead of in
-            the text.
+        tool_call_parser: format of tool calls (default: found from the chat template):
+            deepseek_v3, glm45, hermes, llama3_json, minicpm, mistral or qwen3_coder.
+        split_reasoning: return the reasoning of thinking models in reasoning_content instead of
+            in the text.
         grace_s: time in seconds for running requests when the server is stopped.
         receive_s: time limit in seconds for receiving a request.
         idle_s: time in seconds after which an idle connection is closed.
@@ -70,11 +70,12 @@ class ServeConfig:
         schema_s: time limit in seconds for compiling a schema, waiting included.
         template_s: time limit in seconds for rendering the chat template.
         allow_runtime_lora_updating: let the holder of the admin key, the environment variable
-            BMFORGE_ADMIN_KEY, load and remove adapters of the model with /v1/load_lora_adapter
-            and /v1/unload_lora_adapter.
+            BMFORGE_ADMIN_KEY, load and remove adapters of the model with /v1/load_lora_adapter and
+            /v1/unload_lora_adapter.
         max_connections: maximum number of open connections.
         max_requests: maximum number of running and waiting requests; more are rejected (503).
-        max_requests_per_key: maximum number of those per key, or per address without keys.
+        max_requests_per_key: maximum number of running and waiting requests per key, or per
+            address without keys.
         max_rate_per_min: maximum number of requests per key or address and minute.
         max_unread_bytes: generated text buffered for a slow client before its request is cancelled.
         log_requests: log path, status and duration of every request.

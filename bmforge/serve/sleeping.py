@@ -26,11 +26,11 @@ class ReopeningError(BmforgeError, RuntimeError):
 class SleepingEngine:
     """Loads an engine on demand, and unloads it after an idle time.
 
-    It offers the part of `Engine` that the server needs, for any thread.
+    The class has the methods of `Engine` that the server needs; any thread may call them.
 
     Args:
-        open_engine: function that creates the engine; called immediately, so that errors are raised
-            now.
+        open_engine: function that creates the engine; called immediately, so that errors are
+            raised now.
         directory: directory of the model.
         idle_s: time in seconds without requests after which the engine is unloaded.
         clock: monotonic time in seconds.

@@ -28,10 +28,11 @@ class ToolFormat:
     Args:
         name: name in `--tool-call-parser`.
         marks: texts that a chat template of this format contains.
-        open: texts before calls; an empty one means that an answer that begins with ``{`` is one.
+        open: texts before calls; the empty text means that an answer that begins with ``{`` is
+            a call.
         close: text after calls; empty if the answer ends with them.
-        parse: function from the text between both, and the schemas of the functions, to the calls;
-            None if the text is no call.
+        parse: function from the text between the marks, and the schemas of the functions, to
+            the calls; None if the text is no call.
         is_json: True if the text is one JSON object, whose arguments can be streamed.
     """
 
