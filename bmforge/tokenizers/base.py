@@ -216,7 +216,7 @@ def open_directory(directory: str | os.PathLike[str]) -> Path:
     """Return `directory` as a path, after checking that it exists.
 
     Raises:
-        DataError: it is not a directory.
+        DataError: no directory exists at this path.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -238,7 +238,7 @@ def parse_vocabulary(
         strip: True to strip whitespace around tokens.
 
     Raises:
-        DataError: not UTF-8, empty, or with a duplicate token.
+        DataError: the file is not UTF-8, is empty, or has a duplicate token.
     """
     try:
         text = content.decode("utf-8")

@@ -32,14 +32,14 @@ class ChatTemplate:
     """Chat template that renders conversations as text.
 
     Args:
-        source: Jinja source; None writes ``Role: text`` and a newline for every message, with the
-            EOS token after each assistant message.
+        source: Jinja source; None writes ``Role: text`` and a newline for every message, with
+            the EOS token after each assistant message.
         tokenizer: tokenizer with the template's `bos_token`, `eos_token` and further special
             tokens.
         limits: time and length limits of one rendering (default: none).
 
     Attributes:
-        source: Jinja source, that of the plain template included.
+        source: Jinja source, also of the plain template.
         variables: names of the variables that the template reads, such as ``tools``.
 
     Raises:
@@ -156,8 +156,8 @@ def _plain_source(marks: Mapping[str, str]) -> str:
 def find_template(folder: Path) -> str | None:
     """Return the chat template source of a model directory or GGUF file; None without one.
 
-    It is read from ``chat_template.jinja``, else from tokenizer_config.json. Of several templates
-    the one named ``default`` is used, and ``tool_use`` for conversations with tools, as
+    The template is read from ``chat_template.jinja``, else from tokenizer_config.json. Of several
+    templates the one named ``default`` is used, and ``tool_use`` for conversations with tools, as
     transformers does; both are joined into one source.
 
     Args:

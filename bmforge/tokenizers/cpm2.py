@@ -174,7 +174,7 @@ class CPM2Tokenizer(Tokenizer):
 
 
 class EVATokenizer(CPM2Tokenizer):
-    """Tokenizer of EVA: that of CPM-2, with half-width punctuation and ``…`` as three dots.
+    """Tokenizer of EVA: CPM-2's with half-width punctuation, and ``…`` as three dots.
 
     A text is one utterance; join the ids of several utterances with `sep_id`.
 

@@ -64,7 +64,8 @@ class FastTokenizer(Tokenizer):
         """Open ``tokenizer.json``, with the special tokens from transformers' other files.
 
         If only ``vocab.json`` with ``merges.txt`` (GPT-2, OPT, RoBERTa), BERT's ``vocab.txt`` or
-        T5's ``spiece.model`` exists, a tokenizer.json is built from it, and saved instead of it.
+        T5's ``spiece.model`` exists, a tokenizer.json is built from these files, and saved instead
+        of them.
         """
         folder = open_directory(directory)
         content = find_tokenizer_json(folder)

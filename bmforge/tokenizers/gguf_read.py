@@ -145,7 +145,8 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
     """Convert the tokenizer of a GGUF file.
 
     Raises:
-        DataError: there is none, one of an unknown kind, or one that contradicts itself.
+        DataError: the file has no tokenizer, an unsupported type of tokenizer, or inconsistent
+            data.
     """
     kind: Any = header.metadata.get("tokenizer.ggml.model")
     build = _KINDS.get(kind) if isinstance(kind, str) else None

@@ -104,7 +104,7 @@ class GLMTokenizer(Tokenizer):
 
     @property
     def mask_ids(self) -> list[int]:
-        """Ids of all kinds of blanks in this vocabulary."""
+        """Ids of the blank tokens ([MASK], [sMASK], [gMASK]) that this vocabulary contains."""
         return [self._specials[token] for token in _BLANKS if token in self._specials]
 
     def token_to_id(self, token: str) -> int | None:
@@ -221,8 +221,8 @@ class GLMTokenizer(Tokenizer):
 
         Args:
             inputs: result of `prepare`.
-            max_gen_length: number G of tokens to generate. With targets, the length of the longest
-                target if it is shorter.
+            max_gen_length: number G of tokens to generate. With targets, the length of the
+                longest target if it is shorter.
             targets: texts to fill in, for training.
 
         Returns:
@@ -231,8 +231,8 @@ class GLMTokenizer(Tokenizer):
             (B, T+G), position_ids (B, 2, T+G), attention_mask (B, 1, T+G, T+G) and labels
             (B, T+G), -100 where there is no target, aligned with the logits (not shifted).
 
-        Shape: inputs (B, T). ``position_ids[:, 0]`` is the position in the text, for generated
-            tokens that of the blank; ``position_ids[:, 1]`` is 0 in the text and counts generated
+        Shape: inputs (B, T). ``position_ids[:, 0]`` is the position in the text; generated tokens
+        have the position of the blank; ``position_ids[:, 1]`` is 0 in the text and counts generated
             tokens from 1.
 
         Raises:

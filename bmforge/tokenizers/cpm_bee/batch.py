@@ -158,7 +158,7 @@ class BestFit:
         """Add an item of `length` tokens to an open sequence, or to a new one if none has space.
 
         Raises:
-            DataError: it is longer than a sequence.
+            DataError: the item is longer than a sequence.
         """
         if length > self.max_length:
             raise DataError(

@@ -71,7 +71,7 @@ class AnswerSlot(NamedTuple):
     """Position of one answer in an encoded document.
 
     Attributes:
-        path: keys under ``<ans>`` that lead to it; () if ``<ans>`` itself is the text.
+        path: keys under ``<ans>`` that lead to the answer; () if ``<ans>`` itself is the text.
         segment: index of its segment.
         start: index of its ``<s>`` in the ids.
         stop: index after its last token.

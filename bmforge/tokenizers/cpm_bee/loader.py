@@ -1,8 +1,8 @@
 """Data loader for CPM-Bee: packs the samples of a task mixture into micro-batches.
 
-Instances are packed by best fit; a step takes the oldest sequences as soon as there are more than
-it needs. The contents of the open sequences are part of the state, as sample numbers, so a run
-resumes exactly.
+Instances are packed by best fit; an optimizer step takes the oldest sequences as soon as there are
+more than a global batch. The contents of the open sequences are part of the state, as sample
+numbers, so a run resumes exactly.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ __all__ = ["DocumentLoader", "iter_documents"]
 class DocumentLoader:
     """Yields this rank's micro-batches of one optimizer step after another, endlessly.
 
-    Each is a dict of the tensors listed in `collate_rows`, padded to the mixture's window. Every
-    rank packs all sequences and keeps its own, so they do not depend on the world size.
+    Each micro-batch is a dict of the tensors listed in `collate_rows`, padded to the mixture's
+    window. Every rank packs all sequences and keeps its share, so the packing does not depend on
+    the world size.
 
     Args:
         mixture: source of the instances.

@@ -291,8 +291,9 @@ class TaskMixture:
 def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
     """Read a mixture file, which is a JSON list of sources.
 
-    Each is an object with ``path`` (a .jsonl file, relative to the mixture file), ``task_name``,
-    and optionally ``weight``, ``transforms``, ``incontext_weight`` and ``dataset_name``.
+    Each source is an object with ``path`` (a .jsonl file, relative to the mixture file),
+    ``task_name``, and optionally ``weight``, ``transforms``, ``incontext_weight`` and
+    ``dataset_name``.
 
     Raises:
         ConfigError: the file has another format.

@@ -31,7 +31,7 @@ class Segment(NamedTuple):
         text: the key or text.
         parent: index of the parent segment; -1 for the root.
         depth: depth below the root.
-        path: keys that lead to it, including itself if it is a key.
+        path: keys that lead to the segment, including the segment itself if it is a key.
         answer: True for a text under ``<ans>``, which the model generates.
         within_answer: True for keys and texts under ``<ans>``.
     """
@@ -60,7 +60,8 @@ def flatten_document(
         max_nesting: maximum depth of a text below the root.
 
     Raises:
-        DataError: not such a dict, too deep, or no text under ``<ans>``.
+        DataError: the document is not a nested dict of texts, is too deep, or has no text under
+            ``<ans>``.
     """
     if not isinstance(document, dict):
         raise DataError(

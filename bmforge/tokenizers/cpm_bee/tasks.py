@@ -51,7 +51,7 @@ def rate_text(
     """Build a document that asks for a rating of `text` between `lowest` and `highest`.
 
     Raises:
-        DataError: not a range of 2 to 11 ratings, or `answer` is outside of it.
+        DataError: the range does not have 2 to 11 ratings, or `answer` is outside of the range.
     """
     if not (0 <= lowest < highest < lowest + _MOST_RATINGS):
         raise DataError(

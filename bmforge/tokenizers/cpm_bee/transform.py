@@ -37,7 +37,8 @@ class Transform:
         shape: nested dict of texts; dots in keys separate nested keys.
 
     Raises:
-        ConfigError: not such a dict, or source and target differ in their number of stars.
+        ConfigError: `shape` is not a nested dict of texts, or source and target differ in their
+            number of stars.
     """
 
     def __init__(self, shape: Mapping[str, Any]) -> None:
