@@ -82,7 +82,7 @@ def find_name(package: str, inside: str, name: str) -> Any:
     """Return the object that replaces `package.inside.name`.
 
     Raises:
-        ImportError: it has no counterpart; the message names the alternative.
+        ImportError: the name has no counterpart; the message names the alternative.
     """
     row = _find_row(_table_of(package), f"{inside}.{name}")
     if row is None or row.state != "gone":

@@ -25,11 +25,11 @@ class BMMoE:
 
         Args:
             model: any model.
-            config: a `ConfigParser`, whose `first_FFN_module` are parts of names.
+            config: a `ConfigParser`, whose `first_FFN_module` lists parts of module names.
             forward_fn: ``(model, loss_func, targets, *args, **kwargs)`` -> output.
 
         Raises:
-            ConfigError: a part that matches no name.
+            ConfigError: an entry that matches no module name.
         """
         section = config.get("MoEfication")
         if not section["is_moefy"]:

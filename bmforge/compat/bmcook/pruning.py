@@ -58,8 +58,8 @@ class BMPrune:
             config: a `ConfigParser`.
 
         Raises:
-            ConfigError: the model is pruned already, a part matches no name, or a size is not
-                divisible by 4.
+            ConfigError: the model is pruned already, a pattern matches no module name, or a
+                size is not divisible by 4.
         """
         section = config.get("pruning")
         if not section["is_pruning"]:

@@ -30,7 +30,7 @@ class BMQuant:
             None if the config disables quantization.
 
         Raises:
-            ConfigError: a part that matches no name.
+            ConfigError: a pattern that matches no module name.
         """
         section = config.get("quantization")
         if not section["is_quant"]:

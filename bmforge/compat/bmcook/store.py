@@ -103,7 +103,7 @@ def save_masks(file_name: str, model: nn.Module | None = None) -> None:
 
 @torch.no_grad()
 def load_masks(file_name: str, model: nn.Module | None = None) -> None:
-    """Set the weights to zero that are masked in a file written by `save_masks`.
+    """Set all weights to zero that are masked in a file written by `save_masks`.
 
     Args:
         file_name: file of `save_masks`.

@@ -80,10 +80,10 @@ class CookTrainer:
         Args:
             cook_config: a `ConfigParser`.
             model: model to compress.
-            optimizer: optimizer of its parameters.
-            teacher: teacher for distillation; it gets the same inputs.
-            quant_layer_cls: class of the projection for `mse_hidn_proj`; every kind of linear layer
-                is quantized.
+            optimizer: optimizer of the model's parameters.
+            teacher: teacher for distillation, which gets the same inputs.
+            quant_layer_cls: class of the projection for `mse_hidn_proj`; every kind of linear
+                layer is quantized.
 
         Raises:
             ConfigError: no model, one that is prepared already, or settings that do not fit it.

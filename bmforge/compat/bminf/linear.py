@@ -17,9 +17,8 @@ _LARGEST = 127
 class QuantizedLinear(quantized.QuantizedLinear):
     """Linear layer with int8 weights (a scale per row) and int8 activations (a scale per token).
 
-    Weights are packed for the kernels; `weight_quant` and `weight_scale` return them in BMInf's
-    form.
-    Weights get no gradient, inputs get that of the dequantized weights.
+    Weights are packed for the kernels; `weight_quant` and `weight_scale` return them unpacked, as
+    in BMInf. Only inputs get a gradient, computed with the dequantized weights.
 
     Args:
         linear: plain layer, whose bias is kept; or transformers' Conv1D.

@@ -130,7 +130,7 @@ class _Model:
     def _write(
         self, model: Any, decoder: Decoder, start: Sequence[int], config: GenerationConfig
     ) -> tuple[str, bool]:
-        """Generate a continuation; return the new ids, and whether an end token was generated."""
+        """Generate a continuation; return the new ids, and True if an end token was generated."""
         ids = torch.tensor([start], device=self.engine.device)
         nothing = torch.zeros_like(ids[:, 0])
         with evaluating(model), torch.no_grad():
@@ -168,7 +168,8 @@ class CPM1(_Model):
             stop_tokens: further end tokens.
 
         Returns:
-            The new text, and whether it is finished (also when the model has no position left).
+            The new text, and True if the text is finished (also when the model has no position
+            left).
 
         Raises:
             ConfigError: an empty prompt, an unknown token, or an option out of range.
@@ -303,7 +304,7 @@ class EVA(_Model):
             truncation_length: maximum number of input tokens; older utterances are dropped whole.
 
         Returns:
-            The answer, and whether it is finished.
+            The answer, and True if the answer is finished.
 
         Raises:
             ConfigError: an empty context, or an option out of range.

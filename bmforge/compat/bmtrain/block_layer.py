@@ -1,4 +1,4 @@
-"""Alias module with BMTrain's module path of the blocks; the code is in `block.py`."""
+"""Alias at BMTrain's import path `block_layer`; the code is in `block.py`."""
 
 from bmforge.compat.bmtrain.block import Block, TransformerBlockList
 from bmforge.compat.bmtrain.names import NAMES

@@ -1,4 +1,4 @@
-"""Alias module with BMTrain's module path of `config`; the code is in `runtime.py`."""
+"""Alias at BMTrain's import path `global_var` of `config`; the code is in `runtime.py`."""
 
 from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config, rank, world_size

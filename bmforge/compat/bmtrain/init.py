@@ -1,4 +1,4 @@
-"""Alias module with BMTrain's path of `init_distributed`; the code is in `runtime.py`."""
+"""Alias at BMTrain's import path `init` of `init_distributed`; the code is in `runtime.py`."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Alias module with BMTrain's path of `DistributedModule`; the code is in `module.py`."""
+"""Alias at BMTrain's import path `layer` of `DistributedModule`; the code is in `module.py`."""
 
 from bmforge.compat.bmtrain.module import DistributedModule
 from bmforge.compat.bmtrain.parameter import DistributedParameter

@@ -1,6 +1,6 @@
 """BMTrain's `nccl` module over torch.distributed: collectives between storages.
 
-A tensor that fills its storage may replace the storage.
+A tensor that fills its storage may be passed instead of the storage.
 """
 
 from __future__ import annotations

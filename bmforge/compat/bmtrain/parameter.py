@@ -64,9 +64,9 @@ class Origin:
         group: group name for `grouped_parameters`.
         tp_mode: True if tensor-parallel processes have separate gradients.
         tp_split_dim: dim that tensor parallelism splits; -1 is none.
-        in_block: True if a `Block` gathers it together with others.
-        stage: pipeline stage that has it; None is all.
-        is_empty: True if it was created on the meta device and has no values yet.
+        in_block: True if a `Block` gathers the parameter together with others.
+        stage: pipeline stage that has the parameter; None means all stages.
+        is_empty: True if the parameter was created on the meta device and has no values yet.
     """
 
     init_method: Callable[[Tensor], Any] | None = None
@@ -101,7 +101,7 @@ class DistributedParameter(metaclass=_IsDistributed):
         requires_grad: see torch.nn.Parameter.
         init_method: function that fills the full parameter in `init_parameters`.
         group: see `grouped_parameters`.
-        tp_mode: True if tensor-parallel processes have different parts or uses of it.
+        tp_mode: True if tensor-parallel processes have different parts or uses of the parameter.
         tp_split_dim: dim that is split between them; -1 is none.
 
     Raises:
@@ -176,7 +176,7 @@ def need_values(model: nn.Module) -> None:
     """Raise an error if a parameter or buffer has no values.
 
     Raises:
-        ConfigError: some were created on the meta device and never filled.
+        ConfigError: a parameter or buffer was created on the meta device and never filled.
     """
     empty = [
         n for n, p in model.named_parameters() if (o := origin_of(p)) is not None and o.is_empty
@@ -294,7 +294,7 @@ class _Method:
         self._function, self._param = function, None if param is None else weakref.ref(param)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the function; with arguments, call torch's own `gather` instead."""
+        """Gather the sharded parameter, as in BMTrain; with arguments, call `torch.gather`."""
         param = None if self._param is None else self._param()
         if param is None:
             raise ConfigError(

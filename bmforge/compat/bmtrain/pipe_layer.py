@@ -1,4 +1,4 @@
-"""Alias module with BMTrain's path of the pipeline; the code is in `pipeline.py`."""
+"""Alias at BMTrain's import path `pipe_layer`; the code is in `pipeline.py`."""
 
 from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.pipeline import PipelineTransformerBlockList

@@ -79,8 +79,8 @@ class PipelineTransformerBlockList(TransformerBlockList):
 
         Args:
             args: `num_hidden` hidden states, then further arguments of the blocks.
-            batch_related: whether each further argument has a batch dim (default: tensors with as
-                many dims and rows as the first argument).
+            batch_related: one flag per further argument, True if the argument has a batch dim
+                (default: tensors with as many dims and rows as the first argument).
             return_hidden_states: also return the inputs of each block.
             kwargs: the same for every block and process; they get no gradient.
         """

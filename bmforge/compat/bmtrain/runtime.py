@@ -175,7 +175,7 @@ class Config(Mapping[str, Any]):
         """Raise an error if `init_distributed` was not called.
 
         Raises:
-            DistributedError: it was not called.
+            DistributedError: `init_distributed` was not called.
         """
         if not self.is_ready:
             raise DistributedError(f"{what} needs bmt.init_distributed() to be called first.")
@@ -209,8 +209,8 @@ class Config(Mapping[str, Any]):
     def own_random(self, is_training: bool) -> Iterator[None]:
         """Context manager: use different dropout seeds on data-parallel processes.
 
-        It takes effect in the outermost module only. All processes have the same global seed, so
-        that weights are initialized alike.
+        The context manager takes effect in the outermost module only. All processes have the same
+        global seed, so that weights are initialized alike.
         """
         enters = is_training and not self._is_inside and self.is_ready and torch.is_grad_enabled()
         if not enters or self["world_size"] == 1:

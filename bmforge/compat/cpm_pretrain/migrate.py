@@ -249,7 +249,10 @@ class _Places:
             self.out.dropped.append((name, entry.note or f"see {', '.join(entry.fields)}"))
 
     def _is_ours(self, name: str) -> bool:
-        """Return True if the recipe supports an argument; if not, list the argument if given."""
+        """Return True if the recipe supports the argument.
+
+        Otherwise an argument that was given is added to the list of unsupported arguments.
+        """
         only = _TABLE[name].only
         if not only or (only == "t5") is self.is_t5:
             return True

@@ -45,8 +45,8 @@ class Rows:
         size: data-parallel size.
 
     Attributes:
-        strides: tensor-parallel size if a weight stacks several matrices, whose order on disk
-            depends on it; else None.
+        strides: tensor-parallel size for models with fused weights, because the order of the
+            fused matrices on disk depends on this size; None for other models.
     """
 
     strides: int | None = None
@@ -61,7 +61,7 @@ class Rows:
         """Raise an error if the dataset has too few samples for the given number of steps.
 
         Raises:
-            DataError: it has fewer.
+            DataError: the dataset has too few samples.
         """
         needed = steps * self.micro_batches * self.size * self.batch_size
         if len(self.dataset) < needed:

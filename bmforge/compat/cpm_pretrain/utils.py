@@ -34,9 +34,9 @@ def get_ltor_masks_and_position_ids(
     Args:
         data: token ids.
         eod_token: id of the end-of-document token.
-        reset_position_ids: True to restart positions after it.
-        reset_attention_mask: True to prevent attention across it.
-        eod_mask_loss: True to exclude it from the loss.
+        reset_position_ids: True to restart positions after this token.
+        reset_attention_mask: True to prevent attention across this token.
+        eod_mask_loss: True to exclude this token from the loss.
 
     Shape:
         data: (B, T) -> (B or 1, 1, T, T) booleans (True is masked), (B, T), (B, T)

@@ -40,13 +40,13 @@ _EMBED_NORMS = ("embed_norm", "embeddings.LayerNorm")
 
 
 class DeltaBase(nn.Module):
-    """A delta model; constructing it modifies the backbone.
+    """A delta model, whose constructor modifies the backbone.
 
     Args:
         backbone_model: any model; it is modified in place.
         modified_modules: target modules (default: those of the type).
-        exclude_modules: name prefixes or targets to leave out (default: language-model heads, if
-            `modified_modules` is None).
+        exclude_modules: name prefixes or targets to leave out (default: language-model heads,
+            if `modified_modules` is None).
         unfrozen_modules: parameters that `freeze_module` leaves trainable; "deltas" is all deltas.
         common_structure: accepted and ignored; common names are always known.
         interactive_modify: not supported; `bmforge tree --html` draws the page.

@@ -47,7 +47,7 @@ class BaseDeltaConfig:
     """Config of a delta model.
 
     Args:
-        values: field values; others have their defaults.
+        values: values by field name; missing fields have their defaults.
 
     Attributes:
         delta_type: type of the delta model.

@@ -38,7 +38,7 @@ def read_config(path: str | Path, beside: Path | None = None) -> Migrated:
         beside: directory for `files` (templates and words that are written in the config).
 
     Raises:
-        ConfigError: the file is no such config.
+        ConfigError: the file is not an OpenPrompt config.
         MissingDependencyError: PyYAML is not installed.
     """
     file = Path(path)

@@ -153,7 +153,7 @@ class MixedTemplate(ManualTemplate):
 class SoftTemplate(MixedTemplate):
     """Template preceded by `num_tokens` soft tokens.
 
-    They are initialized with the standard deviation of the embedding, or from words that soft
+    The tokens are initialized with the standard deviation of the embedding, or from words that soft
     pieces name.
     """
 
@@ -180,7 +180,7 @@ class PrefixTuningTemplate(MixedTemplate):
     Args:
         model, tokenizer, text: as `MixedTemplate`.
         num_token: length of the prefix.
-        mid_dim: width of the layers that compute it; 0 trains it directly.
+        mid_dim: width of the layers that compute the prefix; 0 trains the prefix directly.
         options: arguments of the original without effect here: every attention has a prefix.
     """
 

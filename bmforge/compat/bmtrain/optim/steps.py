@@ -27,7 +27,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Check that `OptimManager` supports an optimizer.
 
     Raises:
-        ConfigError: it does not; the message names alternatives.
+        ConfigError: the optimizer is not supported; the message names alternatives.
     """
     if isinstance(optimizer, LBFGS):
         raise ConfigError(

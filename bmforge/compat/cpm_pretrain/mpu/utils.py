@@ -15,7 +15,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
     """Raise an error unless the denominator divides the numerator.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the denominator does not divide the numerator.
     """
     if numerator % denominator:
         raise ConfigError(f"{denominator} does not divide {numerator}: choose a multiple of it.")

@@ -21,12 +21,12 @@ class CPM2_Dataset(Dataset[Any]):  # noqa: N801
     """Pairs of sources and targets, padded to their maximum lengths.
 
     An index returns `ctx`, `tgt` padded with -100, `len_ctx` and `len_tgt`, or None for a skipped
-    pair;
-    a slice returns them stacked.
+    pair; a slice returns these values stacked.
 
     Args:
         ctx: sources.
-        tgt: targets; one that is a token too long is cut, a longer one is skipped with its source.
+        tgt: targets; a target that is one token too long is cut, a longer one is skipped with its
+            source.
         max_source_length: padded length of sources; pairs with a longer source are skipped.
         max_target_length: padded length of targets, which have one more position.
     """

@@ -1,7 +1,7 @@
 """ModelCenter's block datasets, which are written in blocks and read by several processes.
 
-It reads ModelCenter's and CPM-Live's files and writes CPM-Live's form. Records are plain values and
-arrays of numbers; nothing in a file is executed.
+The module reads ModelCenter's and CPM-Live's files and writes CPM-Live's form. Records are plain
+values and arrays of numbers; nothing in a file is executed.
 """
 
 from __future__ import annotations

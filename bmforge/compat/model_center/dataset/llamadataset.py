@@ -9,7 +9,10 @@ __all__ = ["DATASET", "LlamaRows"]
 
 
 class LlamaRows(GPT2Rows):
-    """One split of a task, encoded for Llama; the answer is not a target."""
+    """One split of a task, encoded for Llama.
+
+    The answer's token is not in `targets`: a program compares the logits at `index` with `labels`.
+    """
 
     adds_answer = False
     place = 1

@@ -20,8 +20,8 @@ class DistributedDataLoader:
     """Batches of a process's part of a dataset; all processes have the same number of batches.
 
     With `shuffle` each epoch has another order, and processes have the same number of samples, for
-    which a few are repeated. Without, as in evaluation, every sample occurs exactly once, and the
-    last batches may differ in size.
+    which a few are repeated. Without `shuffle`, as in evaluation, every sample occurs exactly once,
+    and the last batches may differ in size.
 
     Args:
         dataset: dataset with a length and samples of tensors.

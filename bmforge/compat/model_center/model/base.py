@@ -48,7 +48,7 @@ class TextInputs(NamedTuple):
 
     Attributes:
         ids, embeds: token ids or embeddings; one of them is None.
-        given: the one that is not None.
+        given: the argument that is not None.
         width: number of tokens, cached ones included.
         cache: KV cache to extend; None keeps none.
     """

@@ -21,7 +21,7 @@ class Later:
     """Lazy value, computed on first access with the gradient mode of the original call.
 
     Args:
-        make: function that computes it, or raises an error with the reason.
+        make: function that computes the value, or raises an error with the reason.
         can_be: False if `make` raises; by position the value is None then.
     """
 

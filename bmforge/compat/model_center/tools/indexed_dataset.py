@@ -128,7 +128,8 @@ class MMapIndexedDatasetBuilder:
         """Write the index of the token store.
 
         Raises:
-            ConfigError: its path is not that of the tokens with `.idx`.
+            ConfigError: the path of the index is not the path of the token file with the suffix
+                `.idx`.
         """
         if os.fspath(index_file) != index_file_path(self._prefix):
             raise ConfigError(

@@ -4,7 +4,7 @@
         --tokenizer_path vocab --output_path corpus --output_prefix cpm1_lm
 
 The text is `INPUT` + `UID` + ".txt"; the store is `PREFIX_document_context_UID`. A document is
-`<s>`, its ids without unknown ones, `<eod>`, in pieces of 512; what has fewer than 32 is left out.
+`<s>`, its ids without unknown ones, `<eod>`, in pieces of 512; pieces below 32 are dropped.
 """
 
 from __future__ import annotations

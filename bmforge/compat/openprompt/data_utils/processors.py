@@ -40,7 +40,10 @@ def _cells_error(path: Path, number: int, cells: Sequence[str], wanted: int) -> 
 
 
 def _csv_rows(labels: Sequence[str], fields: int) -> Reader:
-    """Return a reader for CSV rows: a class from 1, then texts; all but the last are joined."""
+    """Return a reader for CSV rows with a 1-based class index and then text columns.
+
+    All text columns but the last are joined into one.
+    """
 
     def read(path: Path, split: str) -> Iterator[Values]:
         for number, cells in enumerate(csv.reader(io.StringIO(read_text(path))), 1):

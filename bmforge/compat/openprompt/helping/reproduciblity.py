@@ -1,4 +1,4 @@
-"""Alias module with OpenPrompt's (misspelled) module path of `set_seed`."""
+"""Alias at OpenPrompt's (misspelled) import path of `set_seed`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alias module with OpenPrompt's module path of `PrefixTuningTemplate`."""
+"""Alias at OpenPrompt's import path of `PrefixTuningTemplate`."""
 
 from bmforge.compat.openprompt.templates import PrefixTuningTemplate
 
