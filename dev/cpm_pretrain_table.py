@@ -29,7 +29,7 @@ def render() -> str:
     """Return the table."""
     parts = [BEGIN]
     for title, arguments in ARGUMENTS.items():
-        parts.append(f"\n### {title}\n\n| CPM-Pretrain | here | |\n|---|---|---|\n")
+        parts.append(f"\n### {title}\n\n| CPM-Pretrain | bmforge | note |\n|---|---|---|\n")
         parts += [row(name, argument) for name, argument in arguments.items()]
     return "".join([*parts, "\n", END])
 

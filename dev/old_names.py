@@ -3,7 +3,7 @@
     python dev/old_names.py
     python dev/old_names.py bmtrain CHECKOUT/bmtrain    # public names there that the table lacks
 
-The tables stand in `bmforge/compat/*/names.py`; the text around them on the pages stays.
+The tables are in `bmforge/compat/*/names.py`; the text around them on the pages stays.
 `tests/compat/test_old_names.py` checks the tables and the pages.
 """
 
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from bmforge.compat.names import PAGES, Row, Table
+from bmforge.compat.names import PAGES, Row, Table, replacement_text
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 END = "<!-- end of names -->\n"
@@ -30,15 +30,15 @@ def table_of(package: str) -> Table:
 def row_text(row: Row) -> str:
     """Return the line of a row."""
     names = ", ".join(f"`{name}`" for name in row.names)
-    note = f"use {row.note}" if row.state == "gone" else row.note
+    note = replacement_text(row.note) if row.state == "gone" else row.note
     return f"| {names} | {row.state} | {note} |\n"
 
 
 def render(package: str) -> str:
-    """Return a package's tables, between markers."""
+    """Return the tables of a package between the two markers."""
     parts = [f"<!-- names of {package}: written by dev/old_names.py -->\n"]
     for title, rows in table_of(package).items():
-        parts.append(f"\n#### {title}\n\n| name | here | |\n|---|---|---|\n")
+        parts.append(f"\n#### {title}\n\n| name | status | note |\n|---|---|---|\n")
         parts += map(row_text, rows)
     return "".join([*parts, "\n", END])
 

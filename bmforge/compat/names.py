@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 
 from bmforge.errors import ConfigError, suggest
 
-__all__ = ["PAGES", "STATES", "Row", "Table", "find_gone", "missing_names", "read_names"]
+__all__ = [
+    "PAGES",
+    "STATES",
+    "Row",
+    "Table",
+    "find_gone",
+    "missing_names",
+    "read_names",
+    "removed_message",
+    "replacement_text",
+]
 
 STATES = ("same", "changed", "gone")
 # Old package -> its page in docs/.
@@ -33,7 +43,7 @@ class Row(NamedTuple):
         names: dotted, below the old package (`Block`, `store.save`, `Block.reference`).
         state: "same"; "changed", and the note says how; "gone", and the note says what to use.
         note: change that a program must consider; for a name that is gone, the text after the word
-            "Use".
+            "Use", or "nothing: REASON" if the program does not need the name any more.
     """
 
     names: tuple[str, ...]
@@ -77,6 +87,18 @@ def find_gone(table: Table) -> Iterator[tuple[str, str]]:
                 yield from ((name, row.note) for name in row.names)
 
 
+def replacement_text(note: str) -> str:
+    """Return the advice for a removed name: "use REPLACEMENT", or "not needed: REASON"."""
+    unneeded = note.removeprefix("nothing")
+    return f"use {note}" if unneeded == note else f"not needed{unneeded}"
+
+
+def removed_message(name: str, note: str) -> str:
+    """Return the error message for a removed name, given the note in its row."""
+    advice = replacement_text(note)
+    return f"{name} is gone. {advice[0].upper()}{advice[1:]}."
+
+
 def missing_names(
     package: str, table: Table, names: Sequence[str], inside: str = ""
 ) -> Callable[[str], Any]:
@@ -97,7 +119,7 @@ def missing_names(
     def missing(name: str) -> Any:
         use = dict(find_gone(table)).get(before + name)
         if use is not None:
-            raise ImportError(f"{package}.{before}{name} is gone. Use {use}. {page}")
+            raise ImportError(f"{removed_message(f'{package}.{before}{name}', use)} {page}")
         hint = suggest(name, names)
         raise AttributeError(f"bmforge.compat.{package} has no {before + name!r}.{hint} {page}")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bmforge.compat.names import PAGES, Row, Table
+from bmforge.compat.names import PAGES, Row, Table, removed_message
 
 __all__ = ["UpstreamFinder", "install", "module_paths"]
 
@@ -128,7 +128,7 @@ def _find_row(table: Table, name: str, last: bool = False) -> Row | None:
 def _advice(package: str, name: str, row: Row | None) -> str:
     page = f"See docs/{PAGES[package]}."
     if row is not None and row.state == "gone":
-        return f"{package}.{name} is gone. Use {row.note}. {page}"
+        return f"{removed_message(f'{package}.{name}', row.note)} {page}"
     return f"{package}.{name} has no counterpart in bmforge. {page}"
 
 

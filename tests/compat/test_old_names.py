@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bmforge.compat.names import PAGES, Row, read_names
+from bmforge.compat.names import PAGES, Row, read_names, removed_message
 from bmforge.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def test_names_are_what_the_table_says(package: str) -> None:
                 look_up(package, name)
             # A method, or what is in something that is gone, is only not there.
             if is_told(package, name):
-                assert said.match(re.escape(f"{name} is gone. Use {row.note}"))
+                assert said.match(re.escape(removed_message(name, row.note)))
 
 
 def is_told(package: str, name: str) -> bool:

@@ -6,37 +6,42 @@ __all__ = ["NAMES"]
 
 NAMES = read_names("""
 # Delta models
-LoraModel | changed | also `rank`, `alpha` and `modified_keys`; `exclude_modules` is honoured; \
-on transformers' Conv1D and embeddings too
-AdapterModel | changed | stands where it is named; nothing is computed to learn sizes
-LowRankAdapterModel | changed | any `low_rank_rank`
-CompacterModel | changed | starts as no change at all
-ParallelAdapterModel | changed | reads what goes into an attention, adds to what it makes
-BitFitModel | changed | biases are added, and detach; norms without a bias too
-PrefixModel SoftPromptModel | changed | of models of bmforge and of the ModelCenter names
+LoraModel | changed | also has `rank`, `alpha` and `modified_keys`; applies `exclude_modules`; \
+supports transformers' Conv1D and embeddings
+AdapterModel | changed | applied exactly at the named module; sizes are read without a \
+forward pass
+LowRankAdapterModel | changed | supports any `low_rank_rank`
+CompacterModel | changed | initially does not change the output
+ParallelAdapterModel | changed | takes the input of the attention and adds to its output
+BitFitModel | changed | biases are added and can be detached; supports norms without a bias
+PrefixModel SoftPromptModel | changed | only for models of bmforge and of the ModelCenter API
 delta_models.LoraModel delta_models.AdapterModel delta_models.LowRankAdapterModel \
 delta_models.CompacterModel delta_models.ParallelAdapterModel delta_models.BitFitModel \
-delta_models.PrefixModel delta_models.SoftPromptModel | changed | likewise; in one module
+delta_models.PrefixModel delta_models.SoftPromptModel | changed | as above; all types are in one \
+module
 AutoDeltaModel AutoDeltaModel.from_config | same
-AutoDeltaModel.from_finetuned | changed | directories of ours, of PEFT and of OpenDelta; no server
-auto_delta.AutoDeltaModel auto_delta.AutoDeltaConfig | changed | likewise
+AutoDeltaModel.from_finetuned | changed | opens directories of bmforge, PEFT and OpenDelta; no \
+server
+auto_delta.AutoDeltaModel auto_delta.AutoDeltaConfig | changed | as above
 
-# What they do
-DeltaBase | changed | its parameters are the delta's
-basemodel.DeltaBase | changed | likewise
+# Methods of delta models
+DeltaBase | changed | its parameters are those of the delta
+basemodel.DeltaBase | changed | as above
 DeltaBase.from_config | same
-DeltaBase.freeze_module | changed | may be called again; what is named thaws, and is saved
-DeltaBase.set_active_state_dict | changed | a hook, which copies keep; may be called again
+DeltaBase.freeze_module | changed | can be called again; the named modules are unfrozen and saved
+DeltaBase.set_active_state_dict | changed | a hook, which copies of the module keep; can be \
+called again
 DeltaBase.log | same
 DeltaBase.attach | changed | works for every type, in any order
-DeltaBase.detach | changed | likewise
-DeltaBase.save_finetuned | changed | PEFT's two files, OpenDelta's `config.json` and a card; never \
-a pickle
-DeltaBase.from_finetuned | changed | what is missing, unexpected or of another backbone is an error
+DeltaBase.detach | changed | works for every type, in any order
+DeltaBase.save_finetuned | changed | writes PEFT's two files, OpenDelta's `config.json` and a \
+model card; never a pickle
+DeltaBase.from_finetuned | changed | missing or unexpected tensors and a different backbone raise \
+an error
 DeltaBase.trainable_parameters_names DeltaBase.frozen_parameters_names | same
 DeltaBase.trainable_parameters DeltaBase.num_trainable_parameters | same
 DeltaBase.num_total_parameters DeltaBase.find_key DeltaBase.find_module | same
-DeltaBase.create_config_from_model | changed | `config` is there from the start
+DeltaBase.create_config_from_model | changed | `config` is set from the start
 DeltaBase.add_all_delta_to_backbone DeltaBase.mark_as_delta DeltaBase.update_module \
 DeltaBase.replace_module DeltaBase.modify_module DeltaBase.insert_module \
 DeltaBase.insert_sequential_module DeltaBase.insert_parallel_module | gone | a type of \
@@ -47,20 +52,21 @@ BitFitModel.add_bias_to_modules_have_bias_or_known_type | gone | attach_part_ of
 
 # Configs
 AutoDeltaConfig AutoDeltaConfig.from_dict | same
-AutoDeltaConfig.from_finetuned | changed | directories alone
-BaseDeltaConfig delta_configs.BaseDeltaConfig | changed | fields are checked
+AutoDeltaConfig.from_finetuned | changed | reads directories only
+BaseDeltaConfig delta_configs.BaseDeltaConfig | changed | fields are validated
 BaseDeltaConfig.from_dict BaseDeltaConfig.to_dict BaseDeltaConfig.to_json_string | same
-BaseDeltaConfig.from_finetuned BaseDeltaConfig.save_finetuned | changed | directories alone
+BaseDeltaConfig.from_finetuned BaseDeltaConfig.save_finetuned | changed | directories only
 BaseDeltaConfig.get_config_dict BaseDeltaConfig.to_json_file BaseDeltaConfig.to_diff_dict \
-BaseDeltaConfig.update BaseDeltaConfig.dict_torch_dtype_to_str | gone | to_dict and to_json_string
+BaseDeltaConfig.update BaseDeltaConfig.dict_torch_dtype_to_str | gone | to_dict and \
+to_json_string
 delta_configs.LoraConfig delta_configs.AdapterConfig delta_configs.LowRankAdapterConfig | same
 delta_configs.ParallelAdapterConfig delta_configs.BitFitConfig delta_configs.PrefixConfig | same
 delta_configs.CompacterConfig delta_configs.SoftPromptConfig | changed | fields that never worked \
-have their default alone
+accept only their default
 
-# Looking at models
-Visualization visualization.Visualization | changed | came from bigmodelvis; the tree of `bmforge \
-tree`
+# Inspecting models
+Visualization visualization.Visualization | changed | originally in bigmodelvis; shows the tree \
+of `bmforge tree`
 Visualization.structure_graph | changed | without `common_structure`, `mapping` and `only_common`
 utils.inspect.inspect_module_statistics utils.inspect.inspect_optimizer_statistics | same
 inspect.inspect_module_statistics inspect.inspect_optimizer_statistics | same
@@ -69,15 +75,15 @@ inspect.num_trainable_parameters inspect.num_total_parameters inspect.num_delta_
 utils.interactive web interactive PortApplication PortApplication.run hello submit colorfy \
 expand_part dfs | gone | `bmforge tree MODEL --html page.html`
 
-# Inside
+# Internals
 CommonStructureMap CommonStructureMap.load CommonStructureMap.transform \
-CommonStructureMap.find_sub_common_structure transform | gone | the common words of \
+CommonStructureMap.find_sub_common_structure transform | gone | the common module names of \
 bmforge.tune.delta.address
 set_axis_order GlobalSetting global_setting | gone | nothing
 SaveLoadMixin SaveLoadMixin.add_configs_when_saving SaveLoadMixin.compute_saving \
 SaveLoadMixin.create_yml SaveLoadMixin.create_delta_center_args \
-SaveLoadMixin.create_default_usage SaveLoadMixin.create_default_name DeltaCenterArguments | gone | \
-DeltaBase.save_finetuned
+SaveLoadMixin.create_default_usage SaveLoadMixin.create_default_name DeltaCenterArguments | gone \
+| DeltaBase.save_finetuned
 LoraArguments | gone | delta_configs.LoraConfig
 LowRankLinear LowRankLinear.reset_parameters | gone | bmforge.nn.low_rank
 InterFaceMixin InterFaceMixin.count_layer InterFaceMixin.get_layer_count AdapterLayer \
