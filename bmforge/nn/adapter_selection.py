@@ -27,13 +27,13 @@ __all__ = [
 
 
 class AdapterChoice(NamedTuple):
-    """How one adapter module is applied in a call.
+    """Weight and samples with which one adapter module is applied in a call.
 
     Args:
         weight: factor on the module's output; 0 disables the module.
         samples: indices of the samples to which the module is applied; None applies it to all.
-        batched: computes this module together with others in two batched products; used in
-            calls without gradients.
+        batched: `BatchedLowRank` that computes this module and others in two batched products;
+            used in calls without gradients.
     """
 
     weight: float
@@ -82,7 +82,7 @@ def run_with_selection(selection: Selection | None) -> Iterator[None]:
 
 
 def choice_of(module: Any) -> AdapterChoice:
-    """Return how an adapter module is applied in the current call."""
+    """Return the `AdapterChoice` of an adapter module in the current call."""
     selection = _ACTIVE.selection
     choice = None if selection is None else selection.choices.get(module)
     return AdapterChoice(getattr(module, "adapter_weight", 1.0)) if choice is None else choice

@@ -96,7 +96,7 @@ class RunBlocks(Protocol):
 
 
 class KeyValueCache(Protocol):
-    """KV cache interface used by attention: append new keys and values, get all of them back."""
+    """KV cache of attention: `append` stores new keys and values and returns all stored ones."""
 
     # Number of prefix tokens before those that `length` counts; set before the first tokens.
     extra_length: int

@@ -106,14 +106,14 @@ class _Tile(NamedTuple):
         return flat[first : first + rows * heads]
 
     def cut_shared(self, tensor: Tensor) -> Tensor:
-        """Select this tile from a broadcastable (B or 1, N or 1, T or 1, S) tensor, flattened."""
+        """Select this tile of a broadcastable (B or 1, N or 1, T or 1, S) tensor, and flatten."""
         tensor = tensor[:, :, self.tokens] if tensor.shape[2] > 1 else tensor
         tensor = tensor[:, self.heads] if tensor.shape[1] > 1 else tensor
         tensor = tensor[self.rows] if tensor.shape[0] > 1 else tensor
         return tensor.expand(*self.size[:2], *tensor.shape[2:]).flatten(0, 1)
 
     def put(self, target: Tensor, part: Tensor, tokens: slice, first: bool) -> None:
-        """Write (or, unless `first`, add) a result to this tile of (B or 1, N, T, ...).
+        """Write a result to this tile of (B or 1, N, T, ...), or add it unless `first` is set.
 
         If the target has batch size 1, the result is summed over the tile's sequences.
         """

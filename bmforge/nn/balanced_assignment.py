@@ -77,7 +77,7 @@ def _count_places(affinity: Tensor) -> Tensor:
 
 
 def _run_auction(affinity: Tensor, prices: Tensor, places: Tensor, step: Tensor) -> Tensor:
-    """Run the auction and return the expert of every token, (M,); raises `prices` (E,) in place."""
+    """Run the auction, raising `prices` (E,) in place; return the expert of every token, (M,)."""
     tokens, experts = affinity.shape
     numbers = torch.arange(tokens, device=affinity.device)
     owners = torch.full_like(numbers, -1)

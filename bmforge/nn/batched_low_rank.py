@@ -52,7 +52,7 @@ class BatchedLowRank:
 
 
 class _InBatch:
-    """Placeholder for an adapter that another adapter's `BatchedLowRank` computes."""
+    """Placeholder for a LoRA module that the `BatchedLowRank` of another module computes."""
 
     @staticmethod
     def join(inputs: tuple[Any, ...], out: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ class Block(nn.Module):
         return _weigh(self.mlp_share, x, added)
 
     def _adds_and_norms(self, x: Tensor) -> bool:
-        """Return True if one kernel can add the attention and compute the norm of the MLP."""
+        """Return True if one kernel can add the attention output and apply the MLP's norm."""
         norm: Any = getattr(self, "mlp_norm", None)
         if type(norm) is not RMSNorm or norm.offset:
             return False
@@ -262,9 +262,9 @@ class Block(nn.Module):
         part: Callable[[Tensor], Tensor],
         scales: tuple[float, float],
     ) -> Tensor:
-        """Return a sublayer's output for the norm of `x`, which backward computes again.
+        """Return a sublayer's output for the norm of `x`; backward recomputes the norm.
 
-        So `x` must not change in between.
+        `x` must therefore not be changed in place before backward.
         """
         into, out = scales
         again = hold_weights(norm)
@@ -272,7 +272,10 @@ class Block(nn.Module):
         return self._shrink(read, out)
 
     def _keep_or_drop(self, before: Tensor, after: Tensor) -> Tensor:
-        """Skip the block at random (LayerDrop); it is computed anyway, since other ranks wait."""
+        """Return `before` instead of `after` with the probability `layer_drop` (LayerDrop).
+
+        The block is computed in both cases, because other ranks wait for its collectives.
+        """
         if not self.layer_drop or not self.training:
             return after
         sample = self.agree(torch.rand((), device=before.device))
@@ -297,7 +300,7 @@ def _times(x: Tensor, factor: float) -> Tensor:
 
 
 def _scales(part: AttentionSpec | MLPSpec | MoESpec | None) -> tuple[float, float]:
-    """Return the input factors of a sublayer's first projections and of its last projection."""
+    """Return two factors of a sublayer: on the input of its first and of its last projections."""
     if part is None:
         return 1.0, 1.0
     # The last projection is linear, so its factor is applied to its output, the smaller tensor.

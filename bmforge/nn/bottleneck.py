@@ -1,8 +1,8 @@
 """Bottleneck adapters: down-projection, activation, up-projection.
 
-They add ``scale * up(act(down(h)))``, where h is the module's output (an adapter), its input (a
-parallel adapter), or the input of another module. The two matrices have one of three forms: plain,
-a product of two thin matrices, or a sum of Kronecker products.
+An adapter adds ``scale * up(act(down(h)))`` to the output of a module. h is the module's output (an
+adapter), its input (a parallel adapter), or the input of another module. The two matrices have one
+of three forms: plain, a product of two thin matrices, or a sum of Kronecker products.
 
 Source: Houlsby et al., "Parameter-efficient transfer learning for NLP" (2019); He et al., "Towards
 a unified view of parameter-efficient transfer learning" (2022), for the parallel form; Karimi
@@ -170,7 +170,7 @@ class Bottleneck(BesidePart):
             self.register_parameter(key, nn.Parameter(tensor))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Describe the tensors: all are replicated."""
+        """Return the tensors' initialization; all tensors are replicated."""
         return {key: TensorNote(draw) for key, (_, draw) in self.shapes.items()}
 
     def forward(self, h: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class Bottleneck(BesidePart):
         return x @ self._kronecker(stem) + bias
 
     def _kronecker(self, stem: str) -> Tensor:
-        """Return one weight matrix, the sum of Kronecker products, (in, out)."""
+        """Return one weight matrix (in, out), a sum of Kronecker products."""
         rule = getattr(self, "down_rule" if self.options.shared_rule else f"{stem}_rule")
         if self.options.rank:
             right = getattr(self, f"{stem}_left") @ getattr(self, f"{stem}_right")
@@ -224,7 +224,7 @@ class BottleneckInput(BesidePart):
         self.held: list[Tensor] = []
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return {}: a reader has no tensors."""
+        """Return an empty dictionary: the module has no tensors."""
         return {}
 
     def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Shift(BesidePart):
         self.bias = nn.Parameter(torch.empty(width, dtype=like.dtype, device=like.device))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Describe the bias: zeros, sharded like the module's output channels."""
+        """Return the initialization (zeros) and sharding (by output channel) of the bias."""
         return {"bias": TensorNote("zeros", _ENDS)}
 
     def forward(self) -> Tensor:
@@ -75,7 +75,7 @@ class Gain(BesidePart):
         self.weight = nn.Parameter(torch.empty(width, dtype=like.dtype, device=like.device))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Describe the factors: ones, sharded like the module's channels."""
+        """Return the initialization (ones) and sharding (by channel) of the factors."""
         return {"weight": TensorNote("ones", {"row": 0} if self.enters else _ENDS)}
 
     def forward(self, x: Tensor) -> Tensor:

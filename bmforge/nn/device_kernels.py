@@ -1,7 +1,7 @@
 """Operators for accelerators: RMS norm, addition with RMS norm, and attention to cached pages.
 
-Each is one Triton kernel, or torch's operations where Triton is missing. They have no gradient, and
-`torch.compile`, which fuses norms itself, does not see them.
+Every operator is one Triton kernel, or a sequence of torch operations without Triton. The operators
+have no gradient and are not used under `torch.compile`, which fuses norms itself.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _WIDEST_ROW = 1 << 15
 
 
 def takes_device_kernels(x: Tensor, *others: Tensor) -> bool:
-    """Return True if the operators of this module support the tensors: on an accelerator, plain,
-    contiguous, of one dtype, without gradients.
+    """Return True if the operators of this module support these tensors.
+
+    The tensors must be on an accelerator, plain, contiguous, of one dtype and without gradients.
     """
     if x.is_cpu or x.is_meta or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
@@ -56,11 +57,11 @@ def attend_pages(
     """Return the attention of single tokens to the cached pages of their sequences.
 
     Args:
-        query: queries, one token a row.
+        query: queries, one token per row.
         pages: keys and values of all pages.
-        scales: their scales if they are int8.
+        scales: scales of the keys and values if these are int8.
         tables: page numbers of each row.
-        ends: number of tokens that each row attends to, itself included.
+        ends: number of tokens that each row attends to, including its own token.
         scale: factor on the scores.
         window: sliding window in tokens; None is no limit.
 

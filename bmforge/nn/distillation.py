@@ -25,9 +25,9 @@ __all__ = ["HeadInput", "linear_distillation"]
 
 
 class HeadInput(NamedTuple):
-    """Inputs of a head, whose logits are ``hidden @ weight.T + bias`` plus `added` products.
+    """Inputs of a head, whose logits are ``hidden @ weight.T + bias`` plus the `added` products.
 
-    With `softcap` they are capped at the end, see `losses.TiledLogits`.
+    With `softcap` the sum is capped, see `losses.TiledLogits`.
 
     Shape:
         hidden: (M, D); weight: (V, D); bias: (V,); added: (M, R) and (V, R) each
@@ -115,7 +115,7 @@ class _LinearDistillation(TiledLoss):
 
 
 class _Pair:
-    """Loss and gradient of a chunk of tokens, computed from tiles of both heads' logits.
+    """Accumulates the loss and gradient of a chunk of tokens over tiles of both heads' logits.
 
     With z the teacher's and y the student's logits, divided by the temperature, and p the teacher's
     softmax, the loss is ``sum p (z - y) - logsumexp z + logsumexp y``, accumulated with running
@@ -134,7 +134,7 @@ class _Pair:
         self._tops: dict[int, Tensor] = {}
 
     def add_(self, student: Tensor, teacher: Tensor, first: int) -> None:
-        """Accumulate one tile, columns from `first` on; turn both tensors into exponentials."""
+        """Accumulate one tile, columns from `first` on; overwrite it with exponentials."""
         student.div_(self._temperature)
         teacher.div_(self._temperature)
         gap = teacher - student
@@ -165,7 +165,7 @@ class _Pair:
     def differentiate_(
         self, student: Tensor, teacher: Tensor, first: int, is_exponential: bool
     ) -> None:
-        """Turn a tile of the student into the gradient of its logits, in place."""
+        """Overwrite a tile of the student's logits with the gradient of the loss."""
         weight = self._kept * self._temperature / self._mass
         for tile, top, normalizer, part in zip(
             (student, teacher), self._tops[first], self._top, weight, strict=True

@@ -22,7 +22,7 @@ _SHIFT = _BETA * math.log(-_LOW / _HIGH)
 
 
 def log_alpha_of(sparsity: float) -> float:
-    """Return the log alpha at which a hard concrete gate is closed with this probability.
+    """Return the log alpha for which a hard concrete gate is closed with probability `sparsity`.
 
     Raises:
         ConfigError: `sparsity` is not between 0 and 1.
@@ -72,7 +72,7 @@ class HardConcrete(nn.Module):
         self.noise: Tensor | None = None
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Describe `delta`: initialized close to zero, but different for each gate."""
+        """Return the initialization of `delta`: close to zero, but different for each gate."""
         return {"delta": TensorNote(0.01)}
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class HardConcrete(nn.Module):
         return self._scale(x, values.repeat_interleave(self.width // self.units))
 
     def _scale(self, x: Tensor, wide: Tensor) -> Tensor:
-        """Scale this rank's features by their slice of `wide`, the values of all features."""
+        """Scale this rank's features; `wide` has the gate values of the features of all ranks."""
         rank, size = self.share
         if size > 1:
             wide = wide.narrow(0, rank * -(-self.width // size), x.shape[-1])
@@ -166,9 +166,9 @@ class HeadDims(HardConcrete):
 
 
 class HiddenWidth(HardConcrete):
-    """Gate on the hidden dimensions of the whole model, at every layer that writes them.
+    """Gate on the hidden dimensions of the whole model, applied at every layer that writes them.
 
-    Without an argument, the module returns its values, which norms use.
+    Called without an argument, the module returns the gate values, which norms use.
 
     Shape:
         x: (..., D) -> same; returns (D,) without x

@@ -157,13 +157,13 @@ class LMHead(nn.Linear):
         return bias
 
     def _shifts(self) -> list[Tensor]:
-        """Return the biases of the attached bias adapters, (V,) each."""
+        """Return the (V,) biases of the attached bias adapters."""
         shifts = (part for _, part in beside_parts(self) if isinstance(part, Shift))
         weighted = [(part, weight_of(part)) for part in shifts]
         return [part() * w if w != 1 else part() for part, w in weighted if w]
 
     def _added(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each LoRA adapter's low-rank hidden states, (..., R), and rows, (V, R).
+        """Return a pair per LoRA adapter: low-rank hidden states, (..., R), and rows, (V, R).
 
         Raises:
             ConfigError: an attached adapter is of a kind that the fused loss does not support.

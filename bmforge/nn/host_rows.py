@@ -90,7 +90,7 @@ class _GELU(torch.autograd.Function):
 
 
 def _bend(x: Tensor, grad: Tensor | None) -> Tensor:
-    """Return GELU of `x` or, if the output's gradient is given, the gradient of `x`."""
+    """Return GELU of `x`; if the gradient of the output is given, return the gradient of `x`."""
     out = torch.empty_like(x)
     _load().gelu(*_settings(x), x.numel(), *_at(x, grad, out))
     return out

@@ -94,7 +94,10 @@ def _note_rows(base: str, shape: tuple[int, ...], cuts: Mapping[str, int]) -> Te
 
 
 def _note_scales(base: str, shape: tuple[int, ...], cuts: Mapping[str, int]) -> TensorNote:
-    """Describe the scales: sharded like the rows; replicated if the columns are sharded."""
+    """Return the initialization and sharding of the scales.
+
+    Scales are sharded like the rows, and replicated if the columns are sharded.
+    """
     return TensorNote(Derived(base, shape, _scales_only), cuts, trains=False)
 
 
@@ -113,7 +116,7 @@ class RowStore:
         self.scale = _frozen(scale)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Describe the tensors: sharded like the plain weight."""
+        """Return the tensors' initialization and sharding, which are those of the plain weight."""
         shape = tuple(self.weight.shape)
         return {
             "weight": _note_rows("weight", shape, _BY_ROWS | {"row": 1}),
@@ -210,7 +213,7 @@ class Int8Experts(Experts):
         return _GroupedProduct.apply(x, getattr(self, key), getattr(self, f"{key}_scale"), ends)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Describe the tensors: each expert is sharded along its hidden width."""
+        """Return the tensors' initialization and sharding, by the experts' hidden width."""
         notes = {}
         for key in _EXPERT_KEYS:
             if getattr(self, key) is None:

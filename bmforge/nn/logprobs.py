@@ -118,7 +118,7 @@ class _TokenScores(TiledSoftmax):
         self._moment = torch.zeros_like(self._mass)
 
     def add_(self, logits: Tensor, first: int) -> None:
-        """Accumulate one tile, columns from `first` on; turn it into exponentials in place."""
+        """Accumulate one tile, columns from `first` on; overwrite the tile with exponentials."""
         before, mass = self._top, self._mass
         shifted = logits.clone() if self._with_entropy else None
         super().add_(logits, first)
@@ -162,7 +162,7 @@ class _Derivative:
         self._entropy = entropy
 
     def differentiate_(self, tile: Tensor, tokens: slice, first: int) -> None:
-        """Turn a tile of logits into their gradient, in place."""
+        """Overwrite a tile of logits with the gradient of the loss."""
         vocab, labels = self._options.vocab, self._labels[tokens]
         softmax = TiledSoftmax(labels, vocab, tile.dtype)
         # A loss of an ignored token may have a NaN gradient: select, do not multiply.

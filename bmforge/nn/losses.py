@@ -43,7 +43,7 @@ _WIDENED_ROWS = 512
 
 
 class Tiling(NamedTuple):
-    """Number of tokens and columns per tile.
+    """Number of tokens and of columns per tile.
 
     `keeps` is True if the logits of all columns of a chunk stay in memory.
     """
@@ -264,7 +264,7 @@ class TiledLogits:
         return tile
 
     def again(self, tokens: slice, first: int, size: int) -> Tensor:
-        """Return a stored tile as left by `TiledSoftmax.add_`, or recompute its logits."""
+        """Return a stored tile, overwritten by `TiledSoftmax.add_`, or recompute its logits."""
         make = self._tile if self._tiling.keeps else self.make
         return make(tokens, first, size)
 
@@ -275,7 +275,7 @@ class TiledLogits:
         return self._wide[number, : count * size].view(count, size)
 
     def narrow(self, tile: Tensor, scale: Tensor) -> Tensor:
-        """Cast the gradient of a tile, times `scale`, to the dtype of the matrix products."""
+        """Return a tile's gradient times `scale`, in the dtype of the matrix products."""
         if self._slope is not None:
             tile.mul_(self._slope)
         if self._narrow is None:

@@ -184,7 +184,7 @@ class LowRank(BesidePart):
         return cls(*sizes, options, find_like(module))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Describe the tensors: `up` starts at zero, and both are sharded to match the layer."""
+        """Return the initialization (`up` is zero) and the sharding, which matches the layer."""
         outs = {"column": 0, "key_value": 0, "head": 0}
         spread = 1 / math.sqrt(3 * self.down.shape[1])
         notes = {"down": TensorNote(spread, {"row": 1}), "up": TensorNote("zeros", outs)}
@@ -202,8 +202,8 @@ class LowRank(BesidePart):
 
         Args:
             x: input of the layer.
-            want: result: "added" is the update, "factors" is (low, up), "all" is (low, up,
-                down, magnitude).
+            want: selected result: "added" returns the update, "factors" returns (low, up),
+                "all" returns (low, up, down, magnitude).
         """
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
@@ -265,7 +265,7 @@ def join_with_magnitude(
 
 @torch.no_grad()
 def settle_magnitude_(module: nn.Module, part: nn.Module) -> None:
-    """Set DoRA magnitudes to the norms of the layer's rows, so that training starts unchanged.
+    """Set DoRA magnitudes to the norms of the layer's rows, which leaves outputs unchanged.
 
     Does nothing if the adapter has no magnitude, or if layer or adapter are on the meta device.
     """
@@ -309,7 +309,7 @@ class EmbeddingLowRank(LowRank):
         return cls(table.num_embeddings, table.embedding_dim, options, find_like(table))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Describe the tensors: replicated; `down`, the lookup table, starts at zero."""
+        """Return the initialization: `down`, the lookup table, is zero. Both are replicated."""
         return {"down": TensorNote("zeros"), "up": TensorNote(1.0)}
 
     def forward(self, x: Tensor, want: str = "added") -> Any:
@@ -355,7 +355,7 @@ class ExpertsLowRank(BesidePart):
         return cls(module.stack_sizes(), options, find_like(experts))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Describe the tensors: sharded along the dims in which the experts are sharded."""
+        """Return the tensors' initialization and sharding, along the same dims as the experts."""
         notes = {}
         for key in self.keys:
             is_last = key == "down_proj"

@@ -150,7 +150,7 @@ class PackedStore(nn.Module):
             raise ConfigError(f"{problem}.")
 
     def _tensors(self, prefix: str = "") -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the packed integers, the scales and the minima (scales and minima as floats)."""
+        """Return the packed integers, and the scales and minima as floats."""
         scales: Any = getattr(self, f"{prefix}scales")
         minima: Any = getattr(self, f"{prefix}minima")
         floats = self.spec.scale_type
@@ -262,7 +262,7 @@ class MatrixStore(PackedStore):
             setattr(self, key, getattr(other, key))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Describe the tensors: initialized like the plain weight, then packed.
+        """Return the tensors' initialization: that of the plain weight, then packed.
 
         The first columns are stored as outliers.
         """
@@ -366,7 +366,7 @@ class PackedRows:
 
 
 def _find_outliers(weight: Tensor, spec: QuantSpec, count: int) -> Tensor:
-    """Return, in order, the input columns that cause most of the squared quantization error.
+    """Return, in ascending order, the input columns with the largest quantization error.
 
     The error of a group depends on its largest value, which determines the scale, so the error is
     attributed to the column of that value.

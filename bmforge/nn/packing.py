@@ -160,7 +160,7 @@ class PackedMatrix(NamedTuple):
 
 
 class Integers(NamedTuple):
-    """Quantized matrix before packing; its value is ``values * scales + minima`` per group.
+    """Quantized matrix before packing; a group's weights are ``values * scales + minima``.
 
     Shape:
         values: (rows, columns) int8; scales and minima: (rows, groups)

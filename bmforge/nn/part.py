@@ -2,8 +2,9 @@
 
 A part *attached to* a module (such as a LoRA) is a child module that a forward hook runs: the base
 module keeps its name, class and weights. A *replacement* of a module (such as a linear layer with
-int8 weights) has the same name and interface. Both describe how each of their tensors is
-initialized and sharded, so that initialization and layouts need no special cases.
+int8 weights) has the same name and interface. Parts and replacements return a `TensorNote` for each
+of their tensors, with its initialization and sharding, so that initialization and layouts need no
+special cases.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class TensorNote:
 
 
 def tensor_notes(module: nn.Module) -> Mapping[str, TensorNote]:
-    """Return the descriptions of a part's own tensors by name; {} for any other module."""
+    """Return the `TensorNote` of each of a part's own tensors by name; {} for any other module."""
     notes = getattr(module, "tensor_notes", None)
     return notes() if callable(notes) else {}
 
@@ -106,7 +107,7 @@ class BesidePart(nn.Module):
     adapter_weight: float = 1.0
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the descriptions of the adapter's own tensors by name."""
+        """Return the `TensorNote` of each of the adapter's own tensors by name."""
         raise TypeError(f"{type(self).__name__} defines no tensor_notes")
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
@@ -208,7 +209,7 @@ def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
 
 
 def detach_part_(module: nn.Module, name: str) -> BesidePart:
-    """Remove an adapter and return it; the module is as before the attachment."""
+    """Remove an adapter from a module, which is then as before, and return the adapter."""
     part = module._modules.pop(name)
     assert isinstance(part, BesidePart)
     left = [other for _, other in beside_parts(module)]

@@ -111,7 +111,7 @@ def add_parts_(
     name: str,
     build: Callable[[str, nn.Module], BesidePart],
 ) -> None:
-    """Attach an adapter to each of these modules; change nothing if one module is unsupported.
+    """Attach an adapter to each of the named modules, or to none if one module is unsupported.
 
     Args:
         model: any model.
@@ -155,7 +155,7 @@ def _add_beside_(
 def add_low_ranks_(
     model: nn.Module, names: Sequence[str], options: LowRankOptions, name: str
 ) -> None:
-    """Attach low-rank parts to modules, and before them the trained rows of single tokens."""
+    """Attach LoRA modules to modules, after the trained token rows (`trainable_token_indices`)."""
     name = name or "low_rank"
     owners = attach_token_rows_(model, name, options.trainable_token_indices)
     try:
@@ -169,7 +169,7 @@ def add_low_ranks_(
 def add_bottlenecks_(
     model: nn.Module, names: Sequence[str], options: BottleneckOptions, name: str
 ) -> None:
-    """Attach bottlenecks to modules, and `Reader`s to the modules whose input they read."""
+    """Attach bottlenecks to modules, and a `BottleneckInput` to each module that one reads."""
     name = name or "bottleneck"
     far = {n: at for n, at in options.reads_at.items() if n != at}
     if unknown := sorted(set(far) - set(names)):
@@ -212,7 +212,7 @@ def put_prefixes_(
 
 
 def put_prompts_(model: nn.Module, names: Sequence[str], options: LengthOptions, name: str) -> None:
-    """Attach trained rows (a soft prompt) to the token embedding, after the vocabulary's rows."""
+    """Attach a soft prompt (trained rows after the vocabulary's rows) to the token embedding."""
 
     tokens: Any = getattr(model, "embed", None)
     if getattr(model, "foreign", None) is not None:  # transformers' forward knows no prompt's ids

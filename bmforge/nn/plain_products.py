@@ -1,6 +1,6 @@
 """Reference implementation of the products in torch; the kernels must match it bit for bit.
 
-It is used if there is no compiler, and every compiled kernel is verified against it once.
+It is used without a compiler, and every compiled kernel is compared with it once.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def gives_torchs_bits(kernels: Kernels) -> bool:
 
 
 def _rows_alike(kernels: Kernels, x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if the kernels for plain weights match the reference for all token counts."""
+    """Return True if the kernels for plain weights match the reference for any number of tokens."""
     narrow = weight.to(dtype)
     want = multiply_rows_plain(x, narrow)
     return all(

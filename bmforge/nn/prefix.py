@@ -73,7 +73,7 @@ class KeyValuePrefix(nn.Module):
             self.register_parameter(f"{what}_bias", bias)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Describe the tensors: sharded like key-value heads."""
+        """Return the tensors' initialization and sharding, by key-value head."""
         cuts = {"key_value": 0}
         if not self.inner:
             return dict.fromkeys(("key", "value"), TensorNote(self.std, cuts))
@@ -112,7 +112,7 @@ def put_before(
     bias: Tensor | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Prepend a prefix to keys, values, mask and bias; return all four.
+    """Prepend a prefix to keys, values, mask and bias; return these four tensors.
 
     Args:
         prefix: keys and values for all rows.
@@ -121,7 +121,7 @@ def put_before(
         value: values of the tokens.
         mask: True where a query may attend; None for no mask.
         causal: use a causal mask if there is no mask, no bias and more than one query.
-        bias: bias of the attention scores; 0 for the prefix, unless it has its columns.
+        bias: bias of the attention scores; a bias without columns for the prefix gets zeros there.
 
     Shape:
         prefix: (K, P, H); others as in `nn.attention.mix_values`, with P + S keys instead of S

@@ -60,7 +60,7 @@ _PANEL_NUMBERS = 1 << 20
 
 @cache
 def load_variant(name: str) -> Kernels | None:
-    """Return the kernels of one variant; None if they do not compile or their results differ."""
+    """Return the kernels of one variant; None if they do not compile or do not match torch."""
     kernels = compile_variant(name)
     if kernels is not None and not gives_torchs_bits(kernels):
         say_once(
@@ -131,7 +131,7 @@ def multiply_packed(
 
 
 def keeps_dtype(x: Tensor) -> bool:
-    """Return True if `multiply_packed` takes activations in half precision on their device."""
+    """Return True if `multiply_packed` supports half-precision activations on this device."""
     return not (x.is_cpu or x.is_meta) and x.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -140,9 +140,9 @@ def _multiply_on_device(
 ) -> Tensor:
     """Return ``x @ matrix.T + bias`` on an accelerator.
 
-    Up to 64 tokens, Triton's kernels give the CPU's bits. For more tokens, or without Triton, the
-    weights are dequantized and the activations are not quantized, which is faster there and nearer
-    to the exact product.
+    For up to 64 tokens, the results of the Triton kernels are bit-identical to those of a CPU. For
+    more tokens, or without Triton, the weights are dequantized and the activations are not
+    quantized, which is faster there and more accurate.
 
     Shape:
         x: (T, columns), contiguous -> (T, rows), in its dtype
@@ -227,7 +227,10 @@ def _multiply_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_watched() -> bool:
-    """Return True while tracing, compiling or in a functorch transform, which miss kernels."""
+    """Return True while tracing or compiling, or in a functorch transform.
+
+    None of these can trace calls of compiled kernels.
+    """
     if torch.compiler.is_compiling():
         return True
     modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
@@ -250,7 +253,10 @@ def _spec_of(numbers: list[int], matrix: PackedMatrix) -> QuantSpec:
 
 
 def numbers_of(spec: QuantSpec) -> list[int]:
-    """Encode a QuantSpec as integers for the custom ops: bits, group size, float activations."""
+    """Encode a QuantSpec as a list of integers for the custom operators.
+
+    The list is bits, group size, and 1 for float activations.
+    """
     return [spec.bits, spec.group_size, int(spec.activations == "float")]
 
 

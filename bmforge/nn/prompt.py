@@ -1,7 +1,7 @@
 """Soft prompts: trained rows that extend a token embedding.
 
-Token ids beyond the embedding's last row select rows of its optional child `table.prompt`. So
-batches, masks, positions and caches treat a prompt like any other ids.
+Token ids beyond the embedding's last row select rows of its optional child `table.prompt`. Batches,
+masks, positions and caches therefore treat the ids of a prompt like any other ids.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ExtraEmbeddings(nn.Module):
         self.weight = nn.Parameter(torch.zeros(length, width))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Describe the tensor: replicated, initialized from N(0, std^2)."""
+        """Return the initialization of the rows, N(0, std^2); they are replicated."""
         return {"weight": TensorNote(self.std)}
 
     def forward(self, rows: Tensor) -> Tensor:

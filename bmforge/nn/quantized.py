@@ -1,7 +1,7 @@
 """Linear layers, heads, embeddings and experts with packed integer weights.
 
-They replace the plain modules and support the same calls. Gradients flow to the input through the
-dequantized weights; the rounding of activations uses a straight-through estimator.
+These modules replace the plain modules and support the same calls. Gradients flow to the input
+through the dequantized weights; the rounding of activations uses a straight-through estimator.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class QuantizedExperts(PackedStore, Experts):
         return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Describe the tensors: initialized like the plain stacks, then packed."""
+        """Return the tensors' initialization: that of the plain stacks, then packed."""
         notes: dict[str, TensorNote] = {}
         for key, shape in self._sizes.items():
             notes |= self._notes(f"{key}_", key, shape)

@@ -75,8 +75,8 @@ def draw_normal_(
         name: parameter name, which seeds the generator together with `seed`.
         std: standard deviation.
         seed: random seed of the initialization.
-        derived: computes the tensor from samples of another shape; None uses the samples
-            themselves.
+        derived: source of a tensor that is computed from samples of another shape; None uses
+            the samples directly.
     """
     box = local_box(tensor)
     if box.numel == 0:

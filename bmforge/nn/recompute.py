@@ -18,7 +18,7 @@ __all__ = ["call_and_drop", "hold_weights"]
 
 
 class _Dropped(NamedTuple):
-    """Replacement of a saved tensor: the function that recomputes it."""
+    """Placeholder for a saved tensor, with the function that recomputes the tensor."""
 
     make: Callable[[], Tensor]
     shape: torch.Size
@@ -78,7 +78,7 @@ def call_and_drop(
 ) -> Tensor:
     """Return ``function(value)``; backward recomputes `value` by `make` instead of saving it.
 
-    It only calls the function where recomputation cannot help: without gradients, under
+    `value` is saved as usual where recomputation cannot help: without gradients, under
     `torch.compile` (which decides itself), for tensor subclasses, and inside other saved-tensor
     hooks (activation checkpointing saves nothing there, and autograd's hooks do not nest).
 

@@ -1,4 +1,4 @@
-"""Interfaces of the hooks that parallel layouts set: identity by default, else collectives."""
+"""Interfaces of the hooks that parallel layouts set; without a layout a hook is the identity."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class TiledSoftmax:
         return self._kept
 
     def add_(self, logits: Tensor, first: int) -> None:
-        """Accumulate one tile, columns from `first` on; turn it into exponentials in place."""
+        """Accumulate one tile, columns from `first` on; overwrite the tile with exponentials."""
         index, is_inside = self.find(logits, first)
         self._picked += logits.gather(1, index).where(is_inside, 0)
         top = torch.maximum(self._top, logits.amax(-1, keepdim=True))
@@ -59,7 +59,7 @@ class TiledSoftmax:
         return ((self._mass.log() + self._top - self._picked).where(self._kept, 0)).sum()
 
     def differentiate_(self, tile: Tensor, first: int, is_exponential: bool) -> None:
-        """Turn a tile (exponentials from `add_`, or logits) into the gradient of its logits."""
+        """Overwrite a tile (exponentials from `add_`, or logits) with the gradient of the loss."""
         weight = self._kept / self._mass
         if is_exponential:
             tile.mul_((self._tops[first] - self._top).exp_().mul_(weight))
@@ -69,7 +69,7 @@ class TiledSoftmax:
         tile.scatter_add_(1, index, -is_inside.to(tile.dtype))
 
     def find(self, tile: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Return each token's target column within a tile, and whether it is in the tile."""
+        """Return each token's target column in a tile, and a mask of targets inside the tile."""
         index = self._target - first
         is_inside = (index >= 0) & (index < tile.shape[1]) & self._kept
         return index.where(is_inside, 0), is_inside

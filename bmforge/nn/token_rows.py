@@ -1,7 +1,7 @@
-"""Trained rows of single tokens, which replace the rows of an embedding and of a head tied to it.
+"""Trained rows of single tokens, which replace rows of an embedding and of a head tied to it.
 
-Only the rows of the chosen tokens are trained and saved; all others stay those of the base. It is
-what PEFT calls `trainable_token_indices`.
+Only the rows of the chosen tokens are trained and saved; all other rows remain those of the base
+model. PEFT calls this method `trainable_token_indices`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOKENS_SLOT = "_tokens"
 
 
 class TokenRows(BesidePart):
-    """Rows that replace those of some tokens in an embedding or a linear layer over the vocabulary.
+    """Trained rows that replace the rows of some tokens in an embedding or a vocabulary head.
 
     Args:
         indices: token ids, in the order of the rows.
@@ -45,18 +45,21 @@ class TokenRows(BesidePart):
         self.weight = nn.Parameter(empty)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the notes: replicated, and set to the base's rows by `settle_rows_`."""
+        """Return the initialization of the rows; they are replicated.
+
+        `settle_rows_` then sets the rows to those of the base module.
+        """
         return {"weight": TensorNote("zeros")}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the trained rows in the dtype of x.
 
-        It is a module call, so that parallel layouts can expose the local shards of the tensors.
+        The rows are read by a module call, so that parallel layouts can expose the local shards.
         """
         return self.weight.to(x.dtype)
 
     def factors(self, x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (..., n) and (V, n), whose product is the change of a head's logits.
+        """Return two factors, (..., n) and (V, n), whose product is the change of a head's logits.
 
         Args:
             x: hidden states.
@@ -85,7 +88,7 @@ class TokenRows(BesidePart):
         return changed if weight == 1 else out + weight * (changed - out)
 
     def extra_repr(self) -> str:
-        """Show the number of tokens."""
+        """Return the number of tokens as text."""
         return f"{len(self.indices)} tokens"
 
 
@@ -136,7 +139,7 @@ def attach_token_rows_(model: nn.Module, name: str, indices: Mapping[str, Any]) 
 
 
 def _check_indices(numbers: Any, rows: int) -> None:
-    """Raise `ConfigError` unless these are different ids of a table."""
+    """Raise `ConfigError` unless `numbers` is a list of distinct token ids below `rows`."""
     is_list = isinstance(numbers, (list, tuple)) and len(numbers) > 0
     if not is_list or not all(type(n) is int and 0 <= n < rows for n in numbers):
         raise ConfigError(
@@ -148,9 +151,9 @@ def _check_indices(numbers: Any, rows: int) -> None:
 
 @torch.no_grad()
 def settle_rows_(module: nn.Module, part: nn.Module) -> None:
-    """Initialize trained rows to the base's, so that the part starts as a no-op.
+    """Set trained rows to the base module's rows, so that outputs are initially unchanged.
 
-    It does nothing for other parts, or if layer or part are on meta.
+    Does nothing for other adapters, or if layer or adapter are on the meta device.
     """
     if not isinstance(part, TokenRows) or part.weight.is_meta:
         return

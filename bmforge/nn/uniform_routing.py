@@ -17,8 +17,8 @@ __all__ = ["run_uniform", "can_run_uniform"]
 def can_run_uniform(experts: Any, kind: type) -> bool:
     """Return True if `run_uniform` supports these experts in this call.
 
-    It is for inference only: backward would allocate a full-size gradient for every expert.
-    Sharded, streamed, quantized and adapted experts use other code paths.
+    `run_uniform` is for inference only: backward would allocate a full-size gradient for every
+    expert. Sharded, streamed, quantized and adapted experts use other code paths.
     """
     plain = type(experts) is kind and not wrappers_of(experts)
     plain = plain and not any(True for _ in beside_parts(experts))

@@ -125,7 +125,7 @@ class WindowAttention(Attention):
         return mixed.transpose(1, 2).reshape(rows, length + padding, -1)[:, :length]
 
     def _in_reach(self, x: Tensor, mask: WindowMask) -> Tensor:
-        """View (B, T, D) as the keys of each block: (B * blocks, N, block + 2 * reach, H).
+        """Return each block's keys as a view of (B, T, D): (B * blocks, N, block + 2 * reach, H).
 
         Sequences are concatenated, so the first block of a sequence overlaps the previous sequence;
         `allowed` masks these keys.
@@ -163,11 +163,11 @@ class WindowAttention(Attention):
         return mixed.scatter(1, mask.chosen[..., None].expand_as(out), out.to(mixed.dtype))
 
     def _see_all_at_once(self, query: Tensor, x: Tensor, mask: WindowMask) -> Tensor:
-        """Attend from G global tokens to all tokens without projecting all: (B, G, N * H).
+        """Compute the attention of G global tokens to all tokens: (B, G, N * H).
 
-        The projections are applied to the few global tokens instead: ``q (W x + b) = (q W) x + q
-        b`` and ``p (W x + b) = W (p x) + b sum(p)``. This needs T x D x G x N instead of T x D x D
-        products.
+        All other tokens are not projected. The projections are applied to the few global tokens
+        instead: ``q (W x + b) = (q W) x + q b`` and ``p (W x + b) = W (p x) + b sum(p)``. This
+        needs T x D x G x N instead of T x D x D products.
         """
         assert mask.seen_by_chosen is not None
         query = query.unflatten(-1, (-1, self.head_dim))

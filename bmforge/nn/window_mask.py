@@ -125,7 +125,10 @@ def _count_globals(is_global: Tensor, limit: int | None) -> int:
 def _seen_by_chosen(
     near: Tensor, chosen: Tensor, is_chosen: Tensor, documents: Tensor | None
 ) -> Tensor:
-    """Return the keys to which global tokens attend; unused slots attend to all, to avoid NaN."""
+    """Return a mask of the keys to which global tokens attend; unused slots attend to all keys.
+
+    A slot without keys would result in NaN.
+    """
     seen = near[:, None, :]
     if documents is not None:
         seen = seen & (documents.gather(1, chosen)[:, :, None] == documents[:, None, :])
@@ -154,7 +157,7 @@ def _allow_in_blocks(p: _MaskInputs) -> Tensor:
     span = p.block + 2 * p.reach
 
     def cut(flags: Tensor, fill: int) -> tuple[Tensor, Tensor]:
-        """Return each block's own values, (B, blocks, block), and keys, (B, blocks, span)."""
+        """Return each block's query flags, (B, blocks, block), and key flags, (B, blocks, span)."""
         own = F.pad(flags, (0, padding), value=fill)
         wide = F.pad(own, (p.reach, p.reach), value=fill)
         return own.unflatten(1, (-1, p.block)), wide.unfold(1, span, p.block)

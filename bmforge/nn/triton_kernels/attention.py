@@ -16,12 +16,14 @@ def attend_pages(
     PART: tl.constexpr, WINDOW: tl.constexpr, IS_INT8: tl.constexpr, S: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend from one token's queries of one KV head to PART tokens of its pages, S a turn.
+    """Compute the attention of one token's queries, for one KV head, to PART tokens of its pages.
+
+    Each iteration processes S tokens.
 
     Args:
         query: (rows, K * GROUP, H).
-        keys: (pages, K, 16, H); the values as well.
-        key_scales: (pages, K, 16) if IS_INT8, else not read; the values' as well.
+        keys: (pages, K, 16, H); `values` has the same shape.
+        key_scales: (pages, K, 16) if IS_INT8, else not read; `value_scales` has the same shape.
         tables: page numbers of each row, (rows, width) int32.
         ends: number of tokens that each row attends to, (rows,) int32.
         part: unnormalized result, (rows, K, parts, BR, H) fp32.
@@ -76,7 +78,7 @@ def join_parts(
     part, stats, out, parts,
     K: tl.constexpr, GROUP: tl.constexpr, BR: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts of `attend_pages` to the attention of each row, (rows, K * GROUP, H)."""
+    """Combine the partial results of `attend_pages` to the output, (rows, K * GROUP, H)."""
     row, head = tl.program_id(0), tl.program_id(1)
     r, h = tl.arange(0, BR), tl.arange(0, BH)
     in_head = h < H

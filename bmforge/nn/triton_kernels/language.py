@@ -1,4 +1,4 @@
-"""Triton's language for the files of kernels, which can be imported without Triton too."""
+"""Imports Triton's language for the kernel files, so that they can be imported without Triton."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["jit", "tl"]
 
 
 def _import_language() -> tuple[Any, Any]:
-    """Return `triton.jit` and `triton.language`, or what kernels need to be defined without them.
+    """Return `triton.jit` and `triton.language`, or stubs with which kernels can be defined.
 
-    Kernels are never called without Triton, as `load_triton` then returns none.
+    Without Triton the kernels are never called, because `load_triton` returns None.
     """
     try:
         return import_module("triton").jit, import_module("triton.language")

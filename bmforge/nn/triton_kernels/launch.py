@@ -35,8 +35,8 @@ class TritonKernels:
     """The kernels for one kind of device.
 
     Args:
-        emulates: compute dot products of bytes without NVIDIA's instruction.
-        has_tensor_cores: Triton can use the device's integer tensor cores (from sm_80 on).
+        emulates: compute dot products of bytes without NVIDIA's dp4a instruction.
+        has_tensor_cores: whether Triton can use the device's int8 tensor cores (sm_80 or later).
     """
 
     emulates: bool
@@ -199,11 +199,11 @@ class TritonKernels:
         """Return the attention of single tokens to the pages of their sequences.
 
         Args:
-            query: queries, one token a row; N is a multiple of K.
+            query: queries, one token per row; N is a multiple of K.
             pages: keys and values of all pages.
-            scales: their scales if they are int8.
+            scales: scales of the keys and values if these are int8.
             tables: page numbers of each row.
-            ends: number of tokens that each row attends to, itself included.
+            ends: number of tokens that each row attends to, including its own token.
             scale: factor on the scores.
             window: sliding window in tokens; None is no limit.
 
@@ -228,7 +228,10 @@ class TritonKernels:
 
 
 def _in_pairs(matrix: PackedMatrix) -> tuple[Tensor, Tensor]:
-    """Return scales and minima, fp16 ones as 32-bit words of two; the scales for no minima."""
+    """Return scales and minima, with two fp16 values per 32-bit word.
+
+    If the matrix has no minima, the scales are returned twice.
+    """
     scales, minima = matrix.scales, matrix.minima
     minima = scales if minima is None else minima
     if scales.dtype != torch.float16:

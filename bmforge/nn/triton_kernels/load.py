@@ -67,11 +67,13 @@ def load_triton(device: torch.device) -> TritonKernels | None:
 
 
 def find_difference(kernels: TritonKernels, device: torch.device) -> str:
-    """Return the first result that differs from the CPU's, or the error of a kernel; "" if none.
+    """Return a description of the first result that differs from the CPU's; "" if all are equal.
+
+    The description may also be the error of a kernel.
 
     Args:
         kernels: kernels to check.
-        device: device that runs them.
+        device: device that runs the kernels.
     """
     try:
         for spec in _SPECS:

@@ -1,8 +1,8 @@
 """Triton kernels for products of packed matrices with few tokens.
 
-Each gives the bits of `multiply_plain`: integer sums of a group are exact, and the groups' terms
-are added in order. A tree (`tl.sum`) would change most results in the last bits. Fusing of
-multiplications and additions must be off when the kernels are launched.
+Results are bit-identical to those of `multiply_plain`: the integer sums of a group are exact, and
+the groups' terms are added in order. A tree reduction (`tl.sum`) would change the last bits of most
+results. Fused multiply-add must be off when the kernels are launched.
 """
 
 from bmforge.nn.triton_kernels.language import jit, tl
@@ -80,10 +80,10 @@ def add_in_order(total, terms, C: tl.constexpr):
 
 @jit
 def add_groups(total, terms, minimum_terms, R: tl.constexpr, C: tl.constexpr, PLAIN: tl.constexpr):
-    """Add the terms (R, C) of C groups to total (R,), each followed by its minimum's unless PLAIN.
+    """Add the terms (R, C) of C groups to total (R,).
 
     Args:
-        PLAIN: the matrix has no minima; `minimum_terms` is not read.
+        PLAIN: the matrix has no minima. Otherwise the minimum's term is added after each group's.
     """
     if PLAIN:
         return add_in_order(total, terms, C)
@@ -94,7 +94,7 @@ def add_groups(total, terms, minimum_terms, R: tl.constexpr, C: tl.constexpr, PL
 
 @jit
 def load_inside(address, inside, EVEN: tl.constexpr):
-    """Load values, 0 for groups behind the last one; without a mask if EVEN."""
+    """Load values, with 0 for groups beyond the last one; EVEN loads without a mask."""
     if EVEN:
         return tl.load(address)
     else:
@@ -106,8 +106,8 @@ def load_scales(scales, g, panel, GROUPS: tl.constexpr, C: tl.constexpr, PAIRS: 
     """Load the scales of C groups of a panel, (C, 16) in fp32.
 
     Args:
-        PAIRS: scales are fp16, passed as 32-bit words of two. Loads below four bytes a thread are
-            not asynchronous, so that every turn of the loop would wait for them.
+        PAIRS: scales are fp16, passed as 32-bit words of two. Loads below four bytes per thread
+            are not asynchronous, so every iteration of the loop would wait for them.
     """
     address = panel * GROUPS + g
     inside = (g < GROUPS)[:, None]
@@ -139,15 +139,15 @@ def multiply_few(
     PLAIN: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRS: tl.constexpr, EMULATE: tl.constexpr,
     STAGES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Multiply T tokens with one panel of 16 rows by dp4a; C groups of G columns a turn.
+    """Multiply T tokens by one panel of 16 rows by dp4a; each iteration multiplies C groups.
 
     Args:
         packed: (panels, blocks, 16) int32 words.
         scales: (panels, groups, 16); 32-bit words of two fp16 numbers if PAIRS.
         minima: minima in the form of the scales; ignored if PLAIN.
         values: quantized activations, (tokens, K / 4) int32 words.
-        value_scales: their scales, (tokens, groups) fp32.
-        sums: their sums by groups, (tokens, groups) int32.
+        value_scales: scales of the activations, (tokens, groups) fp32.
+        sums: sums of the activations by group, (tokens, groups) int32.
         bias: (N,); not read unless HAS_BIAS.
         out: (tokens, N).
     """
@@ -213,9 +213,9 @@ def multiply_wide_groups(
     PLAIN: tl.constexpr, HAS_BIAS: tl.constexpr, EMULATE: tl.constexpr,
     STAGES: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
-    """`multiply_few` for groups of any width, such as group_sums rows; BB blocks of a group a turn.
+    """`multiply_few` for groups of any width, such as whole rows.
 
-    Scales and minima are passed in their dtype.
+    Each iteration multiplies BB blocks of a group. Scales and minima are passed in their own dtype.
     """
     GROUPS: tl.constexpr = K // G
     B: tl.constexpr = G * BITS // 32
@@ -282,9 +282,10 @@ def multiply_tiles(
     PLAIN: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRS: tl.constexpr,
     STAGES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Multiply 16 or more tokens with one panel by integer tensor cores; C groups a turn.
+    """Multiply at least 16 tokens by one weight panel on int8 tensor cores.
 
-    Args as `multiply_few`, but packed (panels, blocks, 64) uint8 and values (tokens, K) int8.
+    Each iteration multiplies C groups. Args as `multiply_few`, but packed (panels, blocks, 64)
+    uint8 and values (tokens, K) int8.
     """
     GROUPS: tl.constexpr = K // G
     B: tl.constexpr = G * BITS // 32

@@ -49,9 +49,10 @@ def add_rms_norm(
     x, residual, weight, total, out, eps,
     D: tl.constexpr, BD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``total = residual + x`` and ``out = weight * total / rms(total)``, a row a program.
+    """Compute ``total = residual + x`` and ``out = weight * total / rms(total)`` per row.
 
-    The sum is rounded to the dtype of x before its mean square is taken, as torch does.
+    A program computes one row. The sum is rounded to the dtype of x before its mean square is
+    computed, as torch does.
     """
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
