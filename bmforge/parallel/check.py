@@ -38,7 +38,7 @@ class Rules(PipelineRules, Cuts, Protocol):
 
     @property
     def tensor_parallel(self) -> tuple[Cut, ...]:
-        """Modules that tensor parallelism shards, and how."""
+        """Sharding style of each module that tensor parallelism shards."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def find_division(
     """Build the plan of `parallelize`, or raise one `ConfigError` that lists all problems.
 
     Args:
-        half: pair of the blocks' compute precision and a flag: keep fp32 master weights of
+        half: pair: compute precision of the blocks, and whether to keep fp32 master weights of
             trained 16-bit parameters.
     """
     precision, master_weights = half
@@ -221,7 +221,7 @@ def _half_dtype(precision: str, problems: list[str]) -> torch.dtype | None:
 
 
 def _split_ties(model: nn.Module, units: Sequence[Unit]) -> list[str]:
-    """Return one problem per tied parameter whose modules are in different sharding units."""
+    """Return a problem for each tied parameter whose modules are in different sharding units."""
     gathered = {unit.name for unit in units if unit.is_gathered}
     owners: dict[int, set[str]] = {}
     names: dict[int, str] = {}

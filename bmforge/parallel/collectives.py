@@ -1,7 +1,8 @@
 """Differentiable collectives at the boundaries of the model's sharded regions.
 
-Each has a counterpart in backward: a copy in forward is a sum in backward, a gather in forward is
-a reduce-scatter in backward, and vice versa. In a group of one process all of them do nothing.
+Every collective has a counterpart in backward: a copy in forward is a sum in backward, a gather in
+forward is a reduce-scatter in backward, and vice versa. In a group of one process the collectives
+do nothing.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ def own_gradient(x: Tensor) -> Tensor:
     """Return `x` unchanged; its gradient tensor shares no memory with other gradients.
 
     An addition without a reduction (position embeddings of a single row) passes the same gradient
-    tensor to all its inputs. Autograd copies such a tensor before it accumulates into it, but not
-    inside a DTensor.
+    tensor to all its inputs. Autograd copies a shared gradient before it accumulates into it,
+    except inside a DTensor.
     """
     return _OwnGradient.apply(x)
 

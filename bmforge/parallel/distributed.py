@@ -177,7 +177,7 @@ def run_everywhere(function: Callable[[], T]) -> T:
 
 
 def _sendable(problem: Exception | None) -> Exception | None:
-    """Return an exception that can be pickled: the given one, or a DistributedError.
+    """Return an exception if it can be pickled, otherwise a DistributedError with its text.
 
     All ranks receive the returned exception.
     """

@@ -148,8 +148,9 @@ class _ScaleBackward(torch.autograd.Function):
 def _view_shared(share: float, parameter: Tensor) -> Tensor:
     """Return this process's experts; scale their gradient by `share` (1 / ep).
 
-    Gradients are averaged over all processes with different tokens. These experts saw the tokens of
-    `ep` processes and are averaged over the other processes only, so a division by `ep` is missing.
+    Gradients are averaged over all processes with different tokens. The local experts processed the
+    tokens of `ep` processes, but their gradients are averaged over the other processes only, so a
+    division by `ep` is missing.
     """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return _ScaleBackward.apply(local, share)
@@ -169,8 +170,8 @@ def _dispatch_far(
     Args:
         inner: dispatch function for experts that are all local.
         group: process group, with equally many experts per process.
-        x: tokens, as in `inner`.
-        index: experts chosen for each token, as in `inner`.
+        x: tokens, as for `inner`.
+        index: experts chosen for each token, as for `inner`.
         num_experts: number of experts of all processes.
         run: function that computes this process's experts.
     """

@@ -97,9 +97,9 @@ class FailureDetector:
             self._occasion = before
 
     def _find_failed(self, occasion: str) -> str:
-        """Let the watching thread find the failed ranks, and return its report.
+        """Wait for the watching thread to find the failed ranks, and return its report.
 
-        A call of the store could block the main thread forever.
+        A call of the store from the main thread could block forever.
         """
         if not self._is_watching:
             return "which rank failed is not known outside of FailureDetector.watching()"

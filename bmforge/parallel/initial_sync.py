@@ -18,7 +18,7 @@ __all__ = ["start_alike_"]
 def start_alike_(model: nn.Module, mesh: DeviceMesh) -> None:
     """Broadcast those parameters and buffers of rank 0 that differ on another process.
 
-    Without this, replicas with different initial weights would stay different, since only gradients
+    Otherwise replicas with different initial weights would stay different, because only gradients
     are averaged. Tensors on meta are initialized or loaded later, equally on all processes.
 
     Args:

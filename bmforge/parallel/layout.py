@@ -241,7 +241,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 def counts_here(mesh: DeviceMesh | None, *axes: str) -> bool:
     """Return True if this process has rank 0 on all axes except `axes`.
 
-    Values that are replicated along those other axes are counted on such processes only, so once.
+    Values that are replicated along the other axes are counted only on such processes.
     """
     return all(axis_rank(mesh, axis) == 0 for axis in _AXES if axis not in axes)
 
@@ -272,7 +272,7 @@ def rows_agree(mesh: DeviceMesh | None, digest: int) -> bool:
 def sum_over_axes(values: Tensor, mesh: DeviceMesh | None, *axes: str) -> Tensor:
     """Sum values over the processes along `axes`; return the same sum on every process.
 
-    Values must be equal along the other axes and count once.
+    Values must be equal along the other axes, and each is added once.
 
     Comm: one all-reduce over all processes.
     """

@@ -1,7 +1,7 @@
 """`parallelize`: applies a parallel layout to a model, in a fixed order.
 
-validation -> tensor and sequence -> context -> expert -> recompute -> compile per block -> shard
-per unit. Each step is a function in its own file. It does nothing at size 1, so one process and
+The order is validation, tensor and sequence, context, expert, recompute, compile per block, shard
+per unit. Each step is a function in its own file, which does nothing at size 1, so one process and
 many processes run the same code.
 """
 

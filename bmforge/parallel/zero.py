@@ -186,7 +186,7 @@ class _OneBuffer:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, *arguments: Any, **more: Any
     ) -> None:
-        """Copy the input to the output if they differ; newer torch versions do not call this."""
+        """Copy the input to the output if they differ; unused by newer torch versions."""
         if output_tensor is not input_tensor:
             output_tensor.copy_(input_tensor)
 
@@ -314,9 +314,9 @@ def groups_of_state(state: Any) -> list[Any]:
 def reshard_(model: nn.Module) -> None:
     """Free the gathered parameters, so that the model keeps only its shards.
 
-    Backward does this by itself. After a forward without backward (evaluation, generation) the
-    root, and with ZeRO-2 every unit, still has whole parameters, which the optimizer does not
-    update.
+    Backward reshards the parameters by itself. After a forward without backward (evaluation,
+    generation), the root module, and with ZeRO-2 every unit, still has whole parameters, which the
+    optimizer does not update.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -150,8 +150,8 @@ def _mix_gathered(
 ) -> Tensor:
     """Compute attention of this rank's queries over the all-gathered keys and values.
 
-    Causal attention has no explicit mask, except with attention dropout and, as `is_plain` says,
-    with an `inner` that is more than a softmax of products (capped scores).
+    Causal attention is computed without an explicit mask, unless attention has dropout, or
+    `is_plain` is False because `inner` is more than a softmax of products (capped scores).
     """
     if not isinstance(mask, MaskWithShare):
         return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
@@ -165,7 +165,7 @@ def _mix_gathered(
 
 
 def _behind(pair: Tensor, *prefix: Pair) -> Tensor:
-    """Concatenate keys and values to (B, K, T, 2 H), and append them to those of a prefix."""
+    """Concatenate keys and values to (B, K, T, 2 H), and prepend those of a prefix."""
     parts = [
         torch.cat(each, -1).to(pair.dtype).expand(pair.shape[0], -1, -1, -1) for each in prefix
     ]
@@ -294,7 +294,7 @@ def _own_tokens(group: dist.ProcessGroup, total: int) -> slice:
 
 
 def _join_tokens(group: dist.ProcessGroup, scores: Tensor, total: int) -> Tensor:
-    """Return the scores of all tokens, of which every process computed its own.
+    """All-gather the scores, of which every process computed a share of the tokens.
 
     All processes then compute the same loss over all tokens, and their gradients of a token's
     scores are summed, which scales them by the number of processes.

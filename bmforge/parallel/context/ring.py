@@ -36,10 +36,10 @@ class _KeyTile(NamedTuple):
     Args:
         queries: chunk of the queries.
         keys: slice of the local keys.
-        columns: positions of these keys in the sequence; None for prefix keys, which all
-            queries see.
-        diagonal: True if queries and keys are the same tokens and attention is causal; False if
-            every query sees every key.
+        columns: positions of the keys in the sequence; None for prefix keys, which all queries
+            attend to.
+        diagonal: whether queries and keys are the same tokens of causal attention; otherwise
+            every query attends to every key.
     """
 
     queries: Chunk

@@ -140,10 +140,9 @@ class TokenShare:
 
         Args:
             x: hidden states, (B, T, D).
-            masks: any key -> mask (B or 1, 1, T or 1, S), None, or a mask of another kind.
-            inputs: further arguments of the blocks; `rope` and `local_rope` are
-                sharded, and `bias`, any key -> bias
-                (B or 1, N, T, S).
+            masks: dictionary of masks (B or 1, 1, T or 1, S), None, or masks of another kind.
+            inputs: further arguments of the blocks; `rope`, `local_rope` and the dictionary
+                `bias` of biases (B or 1, N, T, S) are sharded.
         """
         inputs = dict(inputs)
         for name in ("rope", "local_rope"):
@@ -170,8 +169,8 @@ class MaskWithShare(NamedTuple):
     """Attention mask together with the assignment of tokens to processes.
 
     Args:
-        mask: mask of this process's queries and all keys; the whole mask with `by_heads` or if it
-            is not a mask over queries and keys.
+        mask: mask of this process's queries and all keys. With `by_heads`, or if it is not a
+            mask over queries and keys, the whole mask.
         share: token assignment of the sequence.
     """
 
@@ -194,7 +193,7 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TokenCut:
-    """Factory of `TokenShare` objects for sequences of any length; see there for the fields."""
+    """Factory of `TokenShare` objects for any sequence length, with the same fields."""
 
     group: dist.ProcessGroup
     zigzag: bool

@@ -196,7 +196,8 @@ class Wire:
     """Sends and receives the messages of one run of a schedule.
 
     Sends return at once. The tensors of a message are released when a message arrives that its
-    receiver sent later. So only the messages that the schedule has in flight stay in memory.
+    receiver has sent afterwards. Only the messages that are in flight in the schedule thus occupy
+    memory.
     """
 
     def __init__(self, route: Route, link: Link) -> None:
@@ -222,7 +223,7 @@ class Wire:
         self._outgoing[peer].append(_Outgoing(message, parcel, works))
 
     def receive(self, message: StageMessage) -> Tensors:
-        """Wait for a message; its tensors require a gradient if the sender's did."""
+        """Wait for a message; its tensors require a gradient if those of the sender did."""
         peer = self._route.peer(self._rank, message)
         self._post_until(peer, message)
         if message not in self._incoming:

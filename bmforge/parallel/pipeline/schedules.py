@@ -39,10 +39,10 @@ W: Kind = "backward_weight"
 
 
 class Action(NamedTuple):
-    """One action: `kind` of stage `stage` on micro-batch `micro_batch`.
+    """One action of a rank on a stage and a micro-batch.
 
-    "backward" computes the gradients of the stage's input and weights together. "backward_input"
-    computes those of the input, "backward_weight" afterwards those of the weights.
+    The kind "backward" computes the gradients of the stage's input and weights together;
+    "backward_input" computes that of the input, and later "backward_weight" those of the weights.
     """
 
     kind: Kind
@@ -167,7 +167,7 @@ def _interleaved_zero_bubble(w: _Writer) -> None:
 def _zbv(w: _Writer) -> None:
     """Write the ZBV schedule (Qi et al., section 6).
 
-    It is written for at least 2p - 1 micro-batches and truncated to the requested number.
+    The schedule is written for at least 2p - 1 micro-batches and truncated to the requested number.
     """
     down, up = w.rank, 2 * w.num_ranks - 1 - w.rank
     total = max(2 * w.num_ranks - 1, w.num_micro_batches)
@@ -327,7 +327,7 @@ def write_schedule(
 def smallest_schedule(name: str, ranks: int, per_rank: int | None) -> Schedule | None:
     """Build the schedule with the smallest supported number of micro-batches, or return None.
 
-    It serves to look up the rank of each stage.
+    The result is used to look up the rank of each stage.
     """
     counts = range(1, 16 * ranks + 1)
     fits = (n for n in counts if not problems(name, ranks, n, per_rank))

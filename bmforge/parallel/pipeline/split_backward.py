@@ -106,7 +106,7 @@ def backward_input(
 ) -> WeightBackward:
     """Accumulate the gradients of the inputs into their `.grad`; return the weight half.
 
-    Without inputs everything is left to the second half.
+    Without inputs the weight half computes the whole backward.
 
     Args:
         outputs: gradient edges of the outputs, see `torch.autograd.graph.get_gradient_edge`.

@@ -59,13 +59,13 @@ class Cutting:
 def cut_blocks(costs: Sequence[float], ends: tuple[float, float], stages: int) -> list[int]:
     """Return the number of blocks per stage that minimizes the cost of the most expensive stage.
 
-    Among such partitions it returns the one with the least sum of squared costs, so that the other
+    Among several such partitions the result has the least sum of squared costs, so that the other
     stages are balanced too.
 
     Args:
         costs: cost of every block, in order.
         ends: additional costs of the first and the last stage.
-        stages: number of stages, at most the number of blocks; each gets at least one.
+        stages: number of stages, at most the number of blocks; every stage gets at least one block.
     """
     count = len(costs)
     sums = [0.0]
@@ -235,7 +235,7 @@ def drop_the_rest_(
     """Remove the modules that belong to none of `stages`; return the shared parameters.
 
     Returns:
-        stages of each parameter that other stages also have, by its name
+        dictionary from the name of each parameter that other stages also have to its stages
     """
     shared = {}
     for name, homes in cutting.homes.items():

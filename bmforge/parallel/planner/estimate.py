@@ -282,7 +282,7 @@ class Estimator:
         shards: int,
         ranks: Sequence[Rank],
     ) -> tuple[Times, float]:
-        """Return the times of the slowest rank, and the most trained parameters of any rank."""
+        """Return the times of the slowest rank, and the most trained parameters on any rank."""
         layout, request = choice.layout, self.request
         work = [count_work(trace, rank.counts, rank.last) for rank in ranks]
         seconds = [

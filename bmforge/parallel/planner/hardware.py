@@ -86,7 +86,7 @@ def find_device(
 ) -> Device:
     """Return a device by name; the given figures override those of the table.
 
-    A name that is not in the table requires both figures; the other figures are those of the device
+    A name that is not in the table requires both figures; all other values are those of the device
     with the nearest FLOPS.
 
     Raises:

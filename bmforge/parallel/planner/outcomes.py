@@ -37,8 +37,8 @@ _OF_THE_DEVICE = {"aten::native_layer_norm", "aten::native_layer_norm_backward"}
 class Outcomes:
     """Runs operators on fake tensors; repeated calls take the result's metadata from the cache.
 
-    An entry is verified when it is created: if it does not reproduce the operator's result, it is
-    discarded and the operator always runs.
+    A cache entry is verified when it is created: if it does not reproduce the operator's result, it
+    is discarded, and the operator itself runs in every call.
     """
 
     def __init__(self) -> None:
@@ -122,8 +122,8 @@ def _learn_on_meta(
 ) -> Maker | None:
     """Build a cache entry by running the operator on meta tensors, faster than on fake tensors.
 
-    Returns None if that is impossible: the arguments have no device or several devices, or the
-    operator fails on meta tensors.
+    Returns None if the arguments have no device or several devices, or the operator fails on meta
+    tensors.
     """
     tensors = list(tensors_of((args, kwargs)))
     devices = {t.fake_device for t in tensors if isinstance(t, FakeTensor)}

@@ -1,12 +1,12 @@
 """Computes the peak memory of a model of any depth from a trace of three blocks.
 
 Between the start of one block and the start of the next, a middle block adds the same bytes every
-time. So the memory curve of a deeper model is that of the short model plus this difference once per
-further block, at the end of the second block in forward and in backward. Over the added blocks the
-curve is linear in the block index, so its maximum is at one of its ends, and both were traced.
-Blocks of other kinds add the difference of their own traces; the first and last block are assumed
-to be of the first kind. Stacks are counted separately, as a pipeline rank may have many blocks of
-the encoder and none of the decoder.
+time. The memory curve of a deeper model is therefore that of the short model plus this difference
+for each further block, at the end of the second block in forward and in backward. Over the added
+blocks the curve is linear in the block index, so its maximum is at one of its ends, and both were
+traced. For blocks of other kinds the difference of their own traces is added; the first and last
+block are assumed to be of the first kind. Stacks are counted separately, as a pipeline rank may
+have many blocks of the encoder and none of the decoder.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ class Share:
 
     Args:
         counts: per stack, number of blocks of every kind.
-        in_flight: micro-batches whose activations are alive at once on this rank.
+        in_flight: number of micro-batches whose activations are alive at once on this rank.
         first: whether the modules before the blocks are on this rank.
         last: whether the modules after the blocks are on this rank.
         shard_ratio: number of shards in the trace divided by that in the plan.
         offloaded: fraction of the optimizer's states and master weights that is offloaded.
-        half: blocks compute in 16 bits; the device keeps 16-bit copies of offloaded parameters.
-        gradients_leave: gradients of offloaded parameters are offloaded too.
+        half: whether blocks compute in 16 bits; the device then keeps 16-bit copies of
+            offloaded parameters.
+        gradients_leave: whether gradients of offloaded parameters are offloaded too.
     """
 
     counts: Counts
@@ -134,7 +135,7 @@ def _whole_curve(lives: list[Curve], trace: StepTrace, share: Share, last: bool)
 
 
 def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bool) -> Curve:
-    """Return the memory that the additional blocks add, before (or after) the middle block."""
+    """Return the memory curves that the untraced blocks add, before or after the middle block."""
     added = np.zeros_like(lives[0])
     for live, (each, extra) in zip(lives, _further(trace, share.counts), strict=True):
         for marks, step in zip(_steps(trace), _steps(each), strict=True):
@@ -160,7 +161,7 @@ def _steps(trace: StepTrace) -> Iterator[tuple[Mark, Mark]]:
 def _held_in_flight(curve: Curve, trace: StepTrace, share: Share) -> float:
     """Return the bytes of the micro-batches that wait for their backward on this rank.
 
-    These are their activations and, except on the first rank, their received messages; one more
+    The bytes are those of activations and, except on the first rank, of received messages; one more
     message is in transit.
     """
     number = trace.micro_batches - 1

@@ -133,7 +133,7 @@ def _find_least(rows: Sequence[PlanRow], estimator: Estimator) -> PlanRow | None
 
 @dataclass(frozen=True)
 class _Look:
-    """Result for one layout: its estimates, or the reason why it is impossible."""
+    """Estimates of one layout, or the reason why the layout is impossible."""
 
     layout: Layout
     rows: tuple[PlanRow, ...] = ()
@@ -186,7 +186,7 @@ class _Looker:
         return looks
 
     def _find_rows(self, layout: Layout) -> Iterator[PlanRow]:
-        """Yield the best estimate, and one with recompute if that could be faster."""
+        """Yield the best estimate of a layout, and one with recompute if that could be faster."""
         share = self._rows_of_a_process(layout)
         plain = self._best(layout, False, share)
         yield plain
@@ -210,8 +210,8 @@ class _Looker:
     def _best(self, layout: Layout, recompute: bool, share: int) -> PlanRow:
         """Return the fastest estimate that fits, or that of a single row if none fits.
 
-        The largest micro-batch that fits is searched twice: with the optimizer on the device and
-        offloaded.
+        The largest micro-batch that fits is searched twice: with the optimizer on the device, and
+        with the optimizer offloaded.
         """
         tried: dict[int, PlanRow] = {}
         axes = recompute, layout.tp, layout.cp

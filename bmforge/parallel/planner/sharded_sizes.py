@@ -33,10 +33,10 @@ def held_bytes(
     ends: tuple[set[str], set[str]],
     counts: Callable[[Tensor], bool],
 ) -> tuple[int, dict[str, int], tuple[int, int]]:
-    """Return the bytes of the selected tensors: total, per block of each stack, and per end.
+    """Return the bytes of the selected tensors: in total, per block of each stack, and per end.
 
-    A tensor at both ends, such as a tied head, exists if either end exists, so it is counted for
-    neither end.
+    The ends are the modules before the first and after the last block, such as embedding and head.
+    A tensor that both ends use, such as a tied head, is counted in the total but not per end.
     """
 
     def find(*modules: nn.Module) -> dict[int, Tensor]:

@@ -199,7 +199,7 @@ def _stage_link_time(work: StepWork, cluster: Cluster, layout: Layout) -> float:
 
 
 def _offload_time(work: StepWork, cluster: Cluster) -> float:
-    """Return the seconds of optimizer offload: gradient copies, weight copies and AdamW overlap."""
+    """Return the seconds of optimizer offload, whose copies overlap with AdamW."""
     local = work.parameters * work.trained / work.shards * work.offloaded
     out = local * _GRADIENT_BYTES / (cluster.device.host_gb_s * 1e9 * _LINK)
     beside = min(cluster.per_node, cluster.count)

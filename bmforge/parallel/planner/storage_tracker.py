@@ -90,7 +90,7 @@ class Follower(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled in this mode, so torch may keep its compiler on."""
+        """Return False, so that torch keeps its compiler enabled; this mode compiles nothing."""
         return False
 
     def __torch_dispatch__(
@@ -116,10 +116,10 @@ class Follower(TorchDispatchMode):
         return out
 
     def shorten(self, pieces: Iterable[T], size_of: Callable[[T], Hashable]) -> Iterator[T]:
-        """Yield only the first two pieces of every size; the cost of the second is multiplied.
+        """Yield only the first two pieces of every size, and multiply the cost of the second.
 
-        For loops that do the same work for every piece of one size: later iterations use as much
-        memory as the second one, so only the work has to be multiplied.
+        Used for loops that do the same work for every piece of one size: later iterations use as
+        much memory as the second one, so only the work has to be multiplied.
         """
         counts: dict[Hashable, int] = {}
         recorded = []

@@ -36,7 +36,7 @@ _MOST_FILES = 2000
 def default_directory() -> Path:
     """Return the default trace cache directory: `bmforge/plan` in the user's cache directory.
 
-    That is `$XDG_CACHE_HOME`, or ``~/.cache``.
+    The user's cache directory is `$XDG_CACHE_HOME`, or ``~/.cache``.
     """
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "bmforge" / "plan"

@@ -19,10 +19,10 @@ class Resident:
     """A frozen model or a buffer that stays in memory besides the trained model.
 
     Args:
-        name: part of the memory in tables, such as "reference".
+        name: name of its category in memory tables, such as "reference".
         nbytes: size in bytes before sharding.
-        is_sharded: whether it has the layout of the trained model; otherwise every process has all
-            of it.
+        is_sharded: whether it is sharded like the trained model; otherwise every process has a
+            full copy.
     """
 
     name: str

@@ -139,7 +139,7 @@ def _cut_around(name: str, module: nn.Module, styles: Mapping[str, Cut]) -> Cut 
 
 
 def _dims_of(module: Any, cut: Cut | None) -> Mapping[str, int]:
-    """Return the sharded dim of each parameter, as given by the adapter itself or by the style."""
+    """Return the sharded dim of each parameter, given by an adapter's notes or by the style."""
     if cut is None:
         return {}
     if not callable(getattr(module, "tensor_notes", None)):
@@ -216,7 +216,7 @@ def _cut_parameters_(
     between: View,
     new: dict[int, nn.Parameter],
 ) -> Iterator[tuple[str, View]]:
-    """Turn a module's own parameters into DTensors; yield the view of each used in computation."""
+    """Turn a module's own parameters into DTensors; yield a view of each for computation."""
     dims = _dims_of(module, cut)
     # An adapter attached to a replicated module, such as an unsharded MLP, is used like its base.
     is_cut = cut is not None and bool(CUT_DIMS[cut.style])

@@ -71,7 +71,7 @@ class TensorGroup:
         return sum_scatter_tokens(self.pad(x), self.group)
 
     def take(self, x: Tensor) -> Tensor:
-        """Return this rank's share of replicated tokens."""
+        """Return this rank's shard of replicated tokens."""
         return take_tokens(self.pad(x), self.group)
 
     def restore(self, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def _mix_all_tokens(tensor: TensorGroup, inner: Callable[..., Any], x: Tensor) -
 
 
 def draw_apart_(module: nn.Module, tensor: TensorGroup) -> None:
-    """Make a module use different random numbers on each rank, such as for dropout.
+    """Make a module use different random numbers on each rank, for example for dropout.
 
     The seed comes from the default generator, which stays equal on all ranks; recomputation
     therefore repeats the same numbers.
@@ -159,7 +159,7 @@ def _draw_apart(
 
 
 def hide(parameter: Tensor) -> None:
-    """Return None in place of the bias, which is added after the all-reduce instead."""
+    """Return None instead of the bias, which is added after the all-reduce."""
 
 
 def add_up_(module: Any, tensor: TensorGroup) -> None:

@@ -28,7 +28,7 @@ def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
     now: dict[str, int | None] = {}
 
     def span() -> tuple[nn.Module, nn.Module]:
-        """Return the first and the last block that run; a pipeline stage runs only some of them."""
+        """Return the first and the last block that run; a pipeline stage runs only some blocks."""
         stack_span = as_stack_(stack).span
         if stack_span is None:
             return blocks[0], blocks[-1]
@@ -58,7 +58,7 @@ def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
 
 
 def _note_tokens_(block: nn.Module, tensor: TensorGroup) -> None:
-    """Tell a block's sublayers the sequence length, as an argument that recomputation repeats."""
+    """Pass the sequence length to a block's sublayers as an argument, which recompute repeats."""
     wrap_forward_(block, partial(_note_tokens, tensor), "tokens")
 
 
