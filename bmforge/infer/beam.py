@@ -106,7 +106,7 @@ class _Beams:
         return (_pick(origin, best) + first_row).flatten()
 
     def _finish(self, ids: Tensor, scores: Tensor, stops: Tensor) -> None:
-        """Merge the beams that have just ended into the finished beams, and keep the best N."""
+        """Merge the beams that ended in this step into the finished beams; keep the best N."""
         num_beams = self.running.shape[1]
         ended = stops.clone()
         ended[:, num_beams:] = False  # candidates beyond N only replace ended beams
@@ -139,7 +139,7 @@ class _Beams:
         return enough or self.all_stopped or not bool(self.open.any())
 
     def best(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the `count` best beams of every prompt and their scores, cut to the longest."""
+        """Return the `count` best beams of every prompt, cut to the longest, and their scores."""
         end = int(self.finished_length[:, :count].max())
         rows = self.finished_ids[:, :count, :end].flatten(0, 1)
         return rows, self.finished[:, :count].flatten()

@@ -84,7 +84,7 @@ class KVCache:
         return self._memory[layer]
 
     def skip(self, tokens: int) -> None:
-        """Count new tokens that no layer of this process stores, as on some pipeline stages."""
+        """Advance the length by tokens that no layer of this process (a pipeline stage) stores."""
         self.length = self.stored + tokens - self.extra_length
 
     def reorder(self, indices: Tensor) -> None:

@@ -1,8 +1,7 @@
 """Conversations with text-generating models, with prompts rendered by a chat template.
 
-A decoder continues the prompt; an encoder-decoder reads the prompt with a blank at its end and
-fills the blank; so does GLM. The models were trained on conversations in these formats. EVA and
-CPM-Bee have their own formats, in `openbmb/`.
+A decoder continues the prompt. An encoder-decoder and GLM read the prompt with a blank at its end
+and fill the blank. EVA and CPM-Bee have their own formats, in `openbmb/`.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class Conversation:
         return [*self._system, *self.history]
 
     def _read(self, turns: Sequence[Message]) -> list[int]:
-        """Return the prompt's token ids, dropping the oldest turns until an answer fits."""
+        """Return the prompt's token ids, without the oldest turns if the answer would not fit."""
         limit, new_tokens = self._limit, self.options.max_new_tokens
         for first in range(0, len(turns), 2):  # drop a question together with its answer
             messages = [*self._system, *turns[first:]]

@@ -93,7 +93,7 @@ class Decoder:
         return out.logits[:, -1].float()
 
     def _is_outdated(self, start: int, end: int) -> bool:
-        """Return True if some row's cached keys have the rotation of a shorter sequence."""
+        """Return True if cached keys of a row were rotated for a shorter sequence."""
         rope = getattr(self.model.spec, "rope", None)
         if rope is None or rope.kind not in ("dynamic", "longrope") or not start:
             return False
@@ -111,7 +111,7 @@ class Decoder:
         return nullcontext() if step is None else step.undisturbed()
 
     def _chosen(self) -> dict[str, Any]:
-        """Return the `adapter_names` argument of the model call; {} if it is not needed."""
+        """Return the `adapter_names` argument of the model call; {} if no row selects adapters."""
         if self.adapter_names is None:
             return {}
         if self._selection is None:  # the same for every token, until rows are reordered
@@ -212,7 +212,7 @@ class Seq2SeqDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def reorder(self, rows: Tensor) -> None:
-        """Same as `Decoder.reorder`; the source is not reordered, as copies of a row share it."""
+        """Same as `Decoder.reorder`, without the source, which all copies of a row share."""
         if not self._is_pipelined:
             super().reorder(rows)
             return

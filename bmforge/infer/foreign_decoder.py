@@ -92,7 +92,7 @@ class ForeignDecoder(Decoder):
 def _rotates_anew(model: TransformersModel, length: int) -> bool:
     """Return True if rotary frequencies change before a sequence has this length.
 
-    They do so with dynamic and longrope scaling, at the length of pretraining.
+    The frequencies of dynamic and longrope scaling change at the length of pretraining.
     """
     text = model.foreign.config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None) or {}

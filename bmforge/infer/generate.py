@@ -311,7 +311,7 @@ def _check_tensors(**values: Any) -> None:
 
 
 def _describe_prompt(table: Any) -> str:
-    """Return a phrase about the soft-prompt rows of an embedding for error messages, or ""."""
+    """Return a phrase about an embedding's soft-prompt rows for error messages; "" without rows."""
     more = count_ids(table) - table.num_embeddings
     return f" and a prompt of {more} rows behind" if more else ""
 

@@ -15,7 +15,7 @@ __all__ = ["GenerationConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """Generation options with the names and defaults of transformers, but without top-k.
+    """Generation options with the names and defaults of transformers, but top-k is off.
 
     A field that is not given has the value of the model's generation_config.json or, if that has
     none, the default of this class.
@@ -42,7 +42,7 @@ class GenerationConfig:
         early_stopping: when a beam search ends: False by a heuristic, True as soon as
             `num_beams` rows are finished, "never" only when no better row is possible.
         num_return_sequences: number of continuations per prompt, in adjacent rows.
-        eos_token_id: one or several end tokens; None uses config.json's, () none.
+        eos_token_id: one or several end tokens; None uses those in config.json, () means none.
         pad_token_id: padding token of rows that ended early; None uses that of config.json or
             else the first end token.
         stop_strings: strings before which the text ends; only for requests to an engine, which

@@ -37,7 +37,7 @@ _MASK = (1 << 64) - 1
 
 
 def is_one_of(ids: Tensor, tokens: tuple[int, ...]) -> Tensor:
-    """Return a boolean tensor that tells which ids are among `tokens`, in the shape of `ids`."""
+    """Return a boolean mask of the ids that are among `tokens`, in the shape of `ids`."""
     if not tokens:
         return torch.zeros_like(ids, dtype=torch.bool)
     return torch.isin(ids, torch.tensor(tokens, device=ids.device))

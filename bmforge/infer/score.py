@@ -291,7 +291,7 @@ def _pad(
 
 
 def _score(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
-    """Return the log-probability of each answer, and how many of its tokens are the argmax.
+    """Return the log-probability of each answer, and its number of tokens that are the argmax.
 
     Shape:
         returns (B, 2); rows are at most `width` wide
@@ -327,7 +327,7 @@ def _read_apart(model: Any, pairs: Sequence[Pair], device: torch.device, width: 
 
 
 def _sum(logits: Tensor, ids: Tensor, counted: Tensor) -> Tensor:
-    """Return per row the log-probability of the counted ids, and how many are the argmax.
+    """Return per row the log-probability of the counted ids, and the number that are the argmax.
 
     Shape:
         logits: (B, T, V); ids, counted: (B, T); returns (B, 2)

@@ -118,7 +118,7 @@ class Answer:
     def draw(self, scores: Tensor) -> Draw | None:
         """Return the input of `choose_batch` for the next token.
 
-        Returns None if the choice depends on the text so far.
+        Returns None if the choice of the token depends on the text so far.
         """
         if not self._is_plain or len(self.ids) < self.config.min_new_tokens:
             return None
@@ -192,7 +192,7 @@ class Answer:
         return draw_number(self.config.seed, self.index, len(self.ids))
 
     def _pick(self, scores: Tensor) -> tuple[int, Tensor]:
-        """Return the next token and the processed scores from which it was chosen."""
+        """Return the next token, and the processed scores from which this token was chosen."""
         config, row = self.config, scores[None]
         seen_ids = torch.tensor([self._known()], dtype=torch.int64, device=scores.device)
         nothing = torch.zeros(1, dtype=torch.int64, device=scores.device)

@@ -1,9 +1,9 @@
 """Detects changes of a model's weights or structure, after which cached keys are invalid.
 
-It compares the modules, their plain attributes and hooks, and the identity, version, address and
-content checksum of every tensor. The checksum is needed because fused optimizers, ``Tensor.data``
-and NumPy write without raising ``Tensor._version``. Streamed weights change their address in every
-step, so their address and content are not compared.
+The comparison covers the modules, their plain attributes and hooks, and the identity, version,
+address and content checksum of every tensor. The checksum is needed because fused optimizers,
+``Tensor.data`` and NumPy write without raising ``Tensor._version``. Streamed weights change their
+address in every step, so their address and content are not compared.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _find_objects(model: nn.Module) -> Iterator[Any]:
 
 
 def _find_facts(model: nn.Module, is_shared: bool) -> list[Any]:
-    """Return the compared facts of a model, collected by one plain loop, as it runs often."""
+    """Return the facts of a model that are compared, collected by one fast loop."""
     facts: list[Any] = []
     left = [model]
     while left:
@@ -96,8 +96,8 @@ def _facts_of(tensor: Tensor, is_shared: bool) -> tuple[int, int, int, int]:
 def _checksum(tensor: Tensor, is_sampled: bool) -> int:
     """Return a linear hash of a tensor's bytes modulo 2**64, with a weight per position.
 
-    The weight of word (i, j) in rows of `_COLUMNS` words is r_i + c_j with random r and c. So sums
-    over rows and columns suffice, and exchanged neurons are detected too.
+    The weight of word (i, j) in rows of `_COLUMNS` words is r_i + c_j with random r and c. The hash
+    therefore needs only sums over rows and columns, and also detects exchanged neurons.
     """
     data = tensor.reshape(-1)
     if is_sampled:

@@ -57,7 +57,7 @@ class Divided:
 
 @dataclass(frozen=True)
 class _Block:
-    """Size of a block in bytes: of its streamed and of its resident tensors."""
+    """Size of a block in bytes: streamed tensors and resident tensors."""
 
     name: str
     moving: int
@@ -180,9 +180,9 @@ def _share_out(
 ) -> list[Collection[str]]:
     """Return the names of the blocks of each device.
 
-    Blocks fill one device after the other. If they do not all fit, each device gets consecutive
-    blocks in proportion to its memory, which balances the transfers. Blocks that share tensors stay
-    together on the first device.
+    Blocks fill one device after the other. If not all blocks fit, each device gets consecutive
+    blocks in proportion to its memory, which balances the transfers. Blocks that share tensors are
+    placed together on the first device.
     """
     order = [block for stack in reversed(stacks) for block in stack]
     if len(free) == 1:

@@ -119,7 +119,7 @@ class Draft:
         self._step.cache.copy_page(source, target)
 
     def fill(self, parts: Several[SequenceChunk]) -> list[SequenceChunk]:
-        """Return the parts with their placeholders replaced by draft tokens."""
+        """Return the chunks with their placeholders replaced by draft tokens."""
         self._step.cut()
         alive = {part.sequence for part in parts}
         self._known = {s: n for s, n in self._known.items() if s in alive or s.pages}
@@ -154,13 +154,13 @@ class Draft:
         ]
 
     def _open(self, parts: Several[SequenceChunk], guessed: dict[int, list[int]]) -> list[int]:
-        """Return the indices of the parts that need more draft tokens."""
+        """Return the indices of the chunks that need more draft tokens."""
         return [n for n, tokens in guessed.items() if len(tokens) < len(parts[n].guessed)]
 
     def _write(
         self, parts: Several[SequenceChunk], guessed: dict[int, list[int]], left: Several[int]
     ) -> list[torch.Tensor]:
-        """Return the draft model's logits after the last draft token of each of these parts."""
+        """Return the draft model's logits after the last draft token of each of these chunks."""
         rows = []
         for number in left:
             part = parts[number]

@@ -104,7 +104,7 @@ def read_states(model: Any, rows: dict[str, Tensor]) -> Tensor:
 
 
 def _behind_prompt(model: Any, rows: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
-    """Prepend the model's soft prompt to the rows; return the rows and the prompt's length."""
+    """Prepend the model's soft prompt to the rows; return the new rows and the prompt's length."""
     if "input_ids" not in rows:
         return rows, 0
     ids, _, added = with_prompt(model.whole().embed, rows["input_ids"])

@@ -38,7 +38,7 @@ KV_CACHE_DTYPES = {
 
 
 def _weigh(model: Any) -> int:
-    """Return the approximate number of bytes that one step of a model reads."""
+    """Return the approximate number of weight bytes that one step of a model reads."""
     return sum(packed_bytes(tensor) for tensor in model.parameters())
 
 
@@ -72,7 +72,7 @@ class Job:
         return self.handle.done
 
     def over(self, now_s: float) -> FinishReason | None:
-        """Return the reason why the job must end (cancelled or past its deadline), or None."""
+        """Return the reason why the job must end ("cancelled" or past its deadline), or None."""
         if self.handle.is_cancelled:
             return "cancelled"
         late = self._deadline_s is not None and now_s >= self._deadline_s
@@ -254,7 +254,7 @@ class PackedJobs:
     def _go_on(
         self, job: Job, part: SequenceChunk, scores: Tensor, chosen: dict[Answer, TokenChoice]
     ) -> None:
-        """Choose a sequence's next tokens from a part's logits; an error ends the job."""
+        """Choose a sequence's next tokens from a chunk's logits; an error ends the job."""
         if _reads_prompt(part):
             job.sequences[part.sequence].score_prompt(part.start, scores)
             scores = scores[-1:]
@@ -305,12 +305,12 @@ class PackedJobs:
 
 
 def _reads_prompt(part: SequenceChunk) -> bool:
-    """Return True if a part's logits give log-probabilities of prompt tokens."""
+    """Return True if a chunk's logits are needed for log-probabilities of prompt tokens."""
     return part.sequence.scores_prompt and part.start < part.sequence.prompt_length
 
 
 def _count_logits(part: SequenceChunk) -> int:
-    """Return the number of trailing tokens of a part whose logits are needed."""
+    """Return the number of trailing tokens of a chunk whose logits are needed."""
     if _reads_prompt(part):
         return part.end - part.start
     return 1 + len(part.guessed) if part.is_last else 0

@@ -1,7 +1,7 @@
 """Describes blocks for the native step: pointers, sizes and kinds, read from the modules.
 
-A block with anything unsupported (a hook, an unknown child or class, a hook of a parallel layout)
-is not described, and torch runs it.
+A block with an unsupported element (a hook, an unknown child or class, a hook of a parallel layout)
+has no description, and torch runs it.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _require(*conditions: bool) -> None:
 
 
 def _address(tensor: Tensor | None) -> int | None:
-    """Return the address of a plain tensor in host memory; None for None."""
+    """Return the address of a plain tensor in host memory; None if there is no tensor."""
     if tensor is None:
         return None
     _require(type(tensor) in (Tensor, nn.Parameter), tensor.is_cpu, tensor.is_contiguous())
@@ -340,7 +340,7 @@ def _describe_experts(mlp: Any, watch: Watch) -> Any:
 
 
 def _describe_stack(experts: Any, key: str) -> Any:
-    """Return the descriptions of all experts' matrices `key`; None if they have none."""
+    """Return the descriptions of all experts' matrices `key`; None if they have no such matrix."""
     sizes = experts.stack_sizes().get(key)
     if sizes is None:
         return None
@@ -375,7 +375,7 @@ def _describe_stack(experts: Any, key: str) -> Any:
 
 
 def expert_sizes(layer: Any) -> dict[str, int] | None:
-    """Return the buffer sizes for a described layer's experts; None if it has none."""
+    """Return the buffer sizes of a described layer's experts; None if the layer has no experts."""
     if not layer.experts:
         return None
     experts = _Experts.from_address(layer.experts)

@@ -141,7 +141,7 @@ class _AnyCall:
         return _Rope(cos.data_ptr(), sin.data_ptr(), _stride(cos, 0), cos.shape[-1])
 
     def _place(self, pages: Iterable[tuple[Tensor, int]]) -> Any:
-        """Store the page table (int32) and the position of every token."""
+        """Store the page table (int32) and the position of every token for the native step."""
         page_list = list(pages)
         self._kept += [tensor for tensor, _ in page_list]
         places = (_Place * len(page_list))(
@@ -308,7 +308,11 @@ class PackedCall(_AnyCall):
         self._masks, self._biases = (_Mask * 1)(), (_Bias * 1)()
 
     def takes(self, segment: BlockSegment) -> bool:
-        """Return True if all blocks have only self-attention and fit the cache; allocate it."""
+        """Return True if the native step supports all blocks of the segment.
+
+        Every block may have only causal self-attention, and its keys and values must fit the layout
+        of the cache; this method allocates their cache buffers.
+        """
         if not self.fits(segment):
             return False
         for block, layer in zip(segment.blocks, segment.layers or (), strict=True):

@@ -33,7 +33,7 @@ _INPUTS = frozenset({"rope", "cache", "memory", "memory_mask"})
 
 @cache
 def load_step(variant: str | None = None) -> ctypes.CDLL | None:
-    """Return the compiled step of a variant (default: the fastest); None if it cannot compile."""
+    """Return the compiled step of a variant (default: the fastest); None if compilation fails."""
     if variant is None:
         kernels = load_kernels()
         return None if kernels is None else load_step(kernels.name)
@@ -89,12 +89,12 @@ class NativeStep:
         self._rests, self._has_looked = rests, False
 
     def look_again(self) -> None:
-        """Check for changed blocks in the next call."""
+        """Check in the next call whether blocks were changed."""
         self._has_looked = False
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Context manager: assume that blocks do not change; only the first call checks.
+        """Context manager in which blocks are assumed not to change; only the first call checks.
 
         The check reads about a megabyte of Python objects, which are no longer in the CPU cache
         after each token.

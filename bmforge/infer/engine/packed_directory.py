@@ -74,7 +74,7 @@ def quantize_source(
     cleanup: ExitStack,
     options: Mapping[str, Any],
 ) -> Path:
-    """Quantize a model directory into a temporary directory, and return the latter.
+    """Quantize a model directory into a temporary directory; return the temporary directory.
 
     Args:
         source: model directory.

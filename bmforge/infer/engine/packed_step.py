@@ -46,7 +46,7 @@ _FEW_TOKENS = 16
 def can_pack(model: Any) -> bool:
     """Return True if the model supports sequences concatenated into one row.
 
-    Causal decoders with bmforge's cache do.
+    Causal decoders that use bmforge's KV cache support it.
     """
     traits = model.traits
     reads = traits.writes and (traits.reads, traits.objective) == ("left", "next token")
@@ -57,7 +57,8 @@ def can_pack(model: Any) -> bool:
 def shares_passes(model: Any) -> bool:
     """Return True if requests share torch's forward passes, with results equal up to rounding.
 
-    They do if weights are streamed in every pass, or on an accelerator, which needs large batches.
+    Passes are shared if weights are streamed in every pass, and on accelerators, which need large
+    batches.
     """
     streamers = getattr(laid_out(model), "streamers", ())
     return bool(streamers) or not next(model.parameters()).is_cpu
@@ -86,7 +87,7 @@ class PackedStep:
         self._is_together = False
 
     def look_again(self) -> None:
-        """Check for changed blocks in the next step."""
+        """Check in the next step whether blocks were changed, for example by attaching adapters."""
         self._native.look_again()
 
     def cut(self) -> ChunkRules:
@@ -101,7 +102,7 @@ class PackedStep:
         return ChunkRules() if self._is_together else ChunkRules(_STRETCH)
 
     def _outdates(self, rope: RopeSpec, before: int, after: int) -> bool:
-        """Return True if keys of a shorter sequence must be recomputed; see `outdates_keys`."""
+        """Return True if the keys of a shorter sequence must be recomputed; see `outdates_keys`."""
         shift = int(self.model.positions_behind_prefix(torch.zeros(1, dtype=torch.long))[0])
         return bool(before) and outdates_keys(rope, before + shift, after + shift)
 

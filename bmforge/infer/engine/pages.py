@@ -1,7 +1,7 @@
 """Page allocator of the KV cache with reference counts and a prefix cache.
 
 A page stores `PAGE_TOKENS` tokens of every layer. Sequences with equal beginnings share pages. A
-full page may be registered under a hash of all tokens up to its end. It can then be found by this
+full page may be registered under a hash of all tokens up to its end. The page can be found by this
 hash until it is evicted, even after its last sequence ended.
 
 Source: Kwon et al., "Efficient memory management for large language model serving with

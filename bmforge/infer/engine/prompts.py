@@ -106,7 +106,7 @@ class PromptReader:
     def _read_prompt(
         self, prompt: str | Sequence[int], config: GenerationConfig
     ) -> tuple[tuple[int, ...], GenerationConfig, Sequence[int]]:
-        """Return the prompt's ids, the config with its end tokens, and the ids without text."""
+        """Return the prompt's ids, the config with end tokens, and the ids hidden from text."""
         model, tokenizer = self._model, self._tokenizer
         if not isinstance(prompt, str):
             ids = tuple(prompt)

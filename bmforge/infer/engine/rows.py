@@ -1,7 +1,7 @@
 """Unbatched requests: each runs alone through `Decoder`, interleaved with the others.
 
-These are requests to encoder-decoders and to models with their own prompt format (GLM, CPM-Ant,
-CPM-Bee, EVA), and beam searches. Their results do not depend on other requests.
+Unbatched requests are beam searches, and requests to encoder-decoders and to models with their own
+prompt format (GLM, CPM-Ant, CPM-Bee, EVA). Their results do not depend on other requests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class UnbatchedRunner:
         self.count = max(config.num_beams, config.num_return_sequences)
 
     def step(self) -> bool:
-        """Run until the next model call; return True if there is more to do."""
+        """Run until the next model call; return True if the request has not ended."""
         return self._turns.step()
 
     def stop(self) -> None:

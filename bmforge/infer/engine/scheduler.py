@@ -112,7 +112,7 @@ class SequenceChunk:
 
     @property
     def is_last(self) -> bool:
-        """Whether the sequence's next token is chosen after this part."""
+        """Whether the sequence's next token is chosen after this chunk."""
         return self.end - len(self.guessed) == len(self.sequence.tokens)
 
     @property
@@ -173,7 +173,7 @@ class Scheduler:
             )
 
     def fork(self, sequence: Sequence, order: tuple[int, int]) -> Sequence:
-        """Return a copy of a sequence that shares its pages; queue it if it must wait."""
+        """Return a copy of a sequence that shares its pages; the copy is queued if it must wait."""
         twin = Sequence(order, list(sequence.tokens), sequence.keys.copy(), sequence.longest)
         twin.lookup = None if sequence.lookup is None else sequence.lookup.fresh()
         twin.prompt_length, twin.cached = sequence.prompt_length, sequence.cached
@@ -206,7 +206,7 @@ class Scheduler:
         return list(self._copies.values())
 
     def plan(self) -> list[SequenceChunk]:
-        """Plan the next step: return its parts, oldest first, or [] if there is no work.
+        """Plan the next step: return its chunks, oldest first, or [] if there is no work.
 
         Generated tokens are planned before prompts, so that a long prompt does not delay other
         answers.
@@ -231,7 +231,7 @@ class Scheduler:
         return parts
 
     def finish(self, part: SequenceChunk) -> None:
-        """Record that a part has been computed and its next token appended."""
+        """Record that a chunk has been computed and its next token appended."""
         sequence = part.sequence
         sequence.stored = min(part.end, len(sequence.tokens) - 1)
         full = self.cut.keeps(sequence) // PAGE_TOKENS
@@ -240,7 +240,7 @@ class Scheduler:
         sequence.registered = max(sequence.registered, full)
 
     def _plan_one(self, sequence: Sequence, room: int, parts: list[SequenceChunk]) -> int:
-        """Add a part of a sequence if it gets pages; return the part's number of tokens."""
+        """Add a chunk of a sequence if it gets pages; return the chunk's number of tokens."""
         most = self.cut.most(sequence)
         if self.cut.unit is None:
             most = min(most, room)
@@ -305,9 +305,9 @@ class Scheduler:
         return True
 
     def _take(self, sequence: Sequence, parts: list[SequenceChunk]) -> int | None:
-        """Allocate a page, preempting the newest sequences; None if it preempts this sequence.
+        """Allocate a page, preempting the newest sequences; None if this sequence is preempted.
 
-        Planned parts of a preempted sequence are removed.
+        Planned chunks of a preempted sequence are removed.
         """
         while (page := self.pages.take()) is None:
             last = self.running[-1]

@@ -26,7 +26,7 @@ _TRIED, _SHARE, _PAUSE = 16, 0.4, 64
 
 
 class _Guesses(ABC):
-    """Base class: speculator of one sequence, which pauses if few draft tokens are accepted.
+    """Base class of speculators of one sequence, which pause if few draft tokens are accepted.
 
     Args:
         share: minimum acceptance rate.

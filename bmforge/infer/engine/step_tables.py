@@ -1,4 +1,4 @@
-"""Integers that describe a step of the model, sent to each device in one copy."""
+"""Integer tensors that describe a step of the model, sent to each device in one copy."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class StepRow:
 
 @dataclass(frozen=True)
 class TablesOnDevice:
-    """The integers of a step on one device; T tokens of all rows.
+    """The integer tensors of a step on one device, for the T tokens of all rows.
 
     Args:
         ids: token ids.
         positions: positions of the tokens in their sequences.
         pages: page of each token.
-        offsets: place of each token in its page.
+        offsets: position of each token in its page.
         scored: indices of the tokens whose logits are needed.
         row_pages: pages of each row.
         page_tables: pages of each token's sequence, on accelerators if no row has many tokens.
@@ -68,7 +68,7 @@ class TablesOnDevice:
 
 
 class StepTables:
-    """Builds the integers of a step on the host, and sends them to devices.
+    """Builds the integer tensors of a step on the host, and sends them to devices.
 
     Args:
         rows: sequences and positions of the tokens.
@@ -99,7 +99,7 @@ class StepTables:
         self._on_device: dict[torch.device, TablesOnDevice] = {}
 
     def at(self, device: torch.device) -> TablesOnDevice:
-        """Return the integers on a device, copied there at its first call of the step."""
+        """Return the integer tensors on a device; the first call of a step copies them there."""
         if device not in self._on_device:
             self._on_device[device] = self._send(device)
         return self._on_device[device]

@@ -53,7 +53,7 @@ class TextStream:
         self.text, self.is_stopped = "", False
 
     def _context(self, prompt: Sequence[int]) -> tuple[list[int], int]:
-        """Return the last prompt ids, and how many of them form complete characters.
+        """Return the last prompt ids, and the number of those that form complete characters.
 
         If possible, the ids start at a character boundary.
         """

@@ -32,7 +32,7 @@ class Turns:
         """Run the function until its next `pause`; return True if it has not ended.
 
         Raises:
-            Exception: the function raised it.
+            Exception: an exception that the function raised.
         """
         if self._is_over:
             return False

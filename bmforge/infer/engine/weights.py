@@ -91,7 +91,7 @@ def place_(
 def _keep(
     model: nn.Module, plan: MemoryPlan, directory: Path | None, cleanup: ExitStack
 ) -> ReadWeights:
-    """Move one device's streamed blocks to the host or a file; return a reader of them.
+    """Move one device's streamed blocks to the host or a file; return a reader of these blocks.
 
     Args:
         model: the model.

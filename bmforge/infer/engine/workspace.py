@@ -192,8 +192,9 @@ class _FusedAttention(TorchFunctionMode):
 def _guess(model: nn.Module, rows: int, tokens: int) -> Workspace:
     """Return an upper estimate for a module that cannot run on the meta device.
 
-    It adds the outputs of all matrices of the largest block for all tokens, times `_COPIES`, the
-    output of the largest matrix outside of blocks, and two cache tensors of hidden size per block.
+    The estimate is the sum of the outputs of all matrices of the largest block for all tokens,
+    times `_COPIES`, the output of the largest matrix outside of blocks, and two cache tensors of
+    hidden size per block.
     """
     blocks = [unit.module for unit in units_of(model) if unit.is_block]
     inside = {id(p) for block in blocks for p in block.parameters()}

@@ -136,7 +136,8 @@ def fill_each(
 def longest_document(model: CPMBee) -> int:
     """Return the maximum length of a document in tokens.
 
-    It is the larger of the published models' training window and the model's `max_seq_len`.
+    The maximum is the larger of the published models' training window and the model's
+    `max_seq_len`.
     """
     return max(_WINDOW, model.config.max_seq_len)
 
@@ -219,7 +220,7 @@ class _DocumentDecoder(Decoder):
     """Decoder of a batch of documents.
 
     The model's logits are extended by one output that ends a row, and by one output for each answer
-    but the last that ends this answer. Each of them occurs at most once in a row, so that
+    but the last that ends this answer. Each of these outputs occurs at most once in a row, so that
     repetition penalties cannot prevent an answer from ending.
 
     Attributes:
@@ -346,7 +347,7 @@ class _DocumentDecoder(Decoder):
         self._rows = [self._rows[number] for number in rows.tolist()]
 
     def split(self, outputs: list[int], document: int) -> list[list[int] | None]:
-        """Split the outputs of a finished row into answers; None for answers not reached."""
+        """Split the outputs of a finished row into answers; None for missing answers."""
         answers: list[list[int] | None] = [[]]
         for output in outputs:
             if output == self.finish:

@@ -91,7 +91,7 @@ def search_hypotheses(decoder: Decoder, prompt: Tensor, config: GenerationConfig
 def _keep_best(
     ended: list[tuple[float, list[int]]], ended_row: tuple[float, list[int]], count: int
 ) -> None:
-    """Add an ended row to the list of the `count` best rows; drop the worst if it is full."""
+    """Add an ended row to the list of the `count` best rows; drop the worst row of a full list."""
     if len(ended) == count:
         worst = min(ended, key=_score)
         if ended_row[0] <= worst[0]:
