@@ -222,7 +222,10 @@ class CPMBee(CPMLive):
         document_ids: Tensor | None,
         past: int,
     ) -> tuple[Tensor | None, Tensor]:
-        """Return mask and bias for plain text; without other masks the bias includes causality."""
+        """Return the attention mask and the position bias for plain text.
+
+        If there is no other mask, the bias includes the causal mask, and the returned mask is None.
+        """
         rows, length = inputs.shape[:2]
         distance = find_distances(length, inputs.device, past)
         bias = self._find_bias(torch.zeros_like(distance), distance)

@@ -124,6 +124,10 @@ class RotaryConfig(ModelConfig):
         return {**rope_to_hf(self.rope_theta, self.rope_scaling), "rope_parameters": None}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names; rotary fields have one format only."""
+        """Return the config with transformers' names, without the newer field `rope_parameters`.
+
+        The rotary fields are `rope_theta` and `rope_scaling`, which all versions of transformers
+        read.
+        """
         out = super().to_hf()
         return {name: value for name, value in out.items() if name != "rope_parameters"}

@@ -38,8 +38,8 @@ class Seq2Seq(Model):
         spec: hyperparameters derived from the config.
 
     Attributes:
-        encoder_heads: names of heads on the encoder; such models have no decoder.
-        biases_prefix: a prefix may have positions, and so relative position biases.
+        encoder_heads: names of heads that need only the encoder; models with one have no decoder.
+        biases_prefix: whether prefix tokens have positions and thus relative position biases.
     """
 
     family_traits = Traits("apart", "spans", "relative")

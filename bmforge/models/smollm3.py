@@ -26,7 +26,7 @@ class SmolLM3Config(LlamaLikeConfig):
     Args:
         attn_bias: biases on q, k, v and o.
         mlp_bias: biases in the MLP.
-        unrotated_every: every such layer has no rotary positions.
+        unrotated_every: n; every n-th layer has no rotary position embedding (NoPE).
         rotated_layers: 1 or 0 for every layer: with or without rotary positions; empty derives it
             from `unrotated_every`.
     """

@@ -292,10 +292,11 @@ def _dim_of(size: int, stride: int, owner: Tensor, sizes: Sequence[tuple[Any, ..
 
 
 def rename_stored(module: Any, names: Iterable[str]) -> dict[str, str]:
-    """Map names in a file to transformers' present names, before splits and merges.
+    """Map the tensor names of a checkpoint to transformers' current names.
 
-    Checkpoints of old versions or of a bare body have other names; transformers' own renamings
-    determine which tensor is meant.
+    The names are those before transformers splits or merges tensors. Checkpoints of old versions,
+    or of a base model without a head, have other names; transformers' own renaming rules resolve
+    them.
     """
     loading = importlib.import_module("transformers.core_model_loading")
     mapping = importlib.import_module("transformers.conversion_mapping")
