@@ -68,7 +68,7 @@ class _Slot:
         self._source = None
 
     def fetch(self) -> None:
-        """Start the copy back to the device."""
+        """Start the copy of the tensor from the host back to the device."""
         if self._back is None and self._source is None:
             on_device = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
             self._back = on_device, self._engine.copy_(on_device, self._host, f"in {self._label}")
@@ -89,7 +89,7 @@ class _Slot:
 
 
 class _Call:
-    """Tensors saved by one call of a block.
+    """Saved tensors of one call of a block.
 
     Args:
         before: previous call, whose backward runs next.
@@ -106,7 +106,7 @@ class _Call:
             slot.let_go()
 
     def turn(self) -> None:
-        """When this call's backward begins, prefetch its tensors and those of the call before."""
+        """When this call's backward begins, prefetch its tensors and those of the previous call."""
         if self._is_turned:
             return
         self._is_turned = True

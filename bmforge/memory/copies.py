@@ -118,7 +118,7 @@ class Worker:
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def run(self, work: Callable[[], None], label: str = "") -> Ticket:
-        """Submit a task; its error is raised when someone waits for the returned ticket."""
+        """Submit a task; waiting for the returned ticket raises the task's error."""
         if self._is_closed:
             raise RuntimeError(f"{label or 'work'} was submitted to a closed copy engine.")
         ticket = Ticket(label, self._note)
@@ -195,7 +195,7 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def mark(self) -> torch.Event | None:
-        """Record a device event behind all queued work; return None if that work is done."""
+        """Record a device event after all queued work; return None if the work is already done."""
 
     @abstractmethod
     def copy_(

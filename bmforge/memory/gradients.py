@@ -66,7 +66,7 @@ class Gradient:
     factors: tuple[float, ...] = ()
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return scaled elements; read each range once, because scaling may happen in place."""
+        """Return scaled elements; call this once per range, as scaling may be in place."""
         values = self.part(start, stop).to(self.dtype)
         for factor in self.factors:
             values.mul_(factor)
@@ -132,11 +132,11 @@ class LeftGradient:
         return norm
 
     def scale_(self, factor: float) -> None:
-        """Multiply the gradient by `factor`; the scaling is applied when it is read."""
+        """Multiply the gradient by `factor`, which is applied when the gradient is read."""
         self._factors.append(factor)
 
     def take(self) -> Gradient:
-        """Return the summed gradient, to be read on the engine's thread after its earlier tasks."""
+        """Return the summed gradient; read it on the engine's thread, after its earlier tasks."""
         if self._count == 1 and not self._home.is_on_disk:
             assert self._first is not None
             flat = self._first
@@ -144,7 +144,7 @@ class LeftGradient:
         return Gradient(self._home.fetch, self.dtype, tuple(self._factors))
 
     def clear(self) -> None:
-        """Start a new sum; tasks that were submitted before still read the old one."""
+        """Start a new sum; tasks that were submitted before still read the previous sum."""
         self._count, self._factors, self._norm, self._first = 0, [], None, None
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ def spread_blocks_(
 
 
 class _Arrivals:
-    """Moves tensors to a device; an unchanged tensor is moved only once.
+    """Moves tensors to a device; a tensor that did not change is moved only once.
 
     Tensors with gradients and inference tensors are moved every time.
 
@@ -71,7 +71,7 @@ class _Arrivals:
         return _Arrivals(self.device)
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, or its copy, on the device."""
+        """Return `tensor` if it is on the device, otherwise a copy on the device."""
         if tensor.device == self.device:
             return tensor
         # Autograd needs a copy per graph, and inference tensors have no version counter.

@@ -8,7 +8,7 @@ __all__ = ["RunOrder", "BlockExecution"]
 
 
 class BlockExecution(NamedTuple):
-    """One run of a block: which block, and in which phase.
+    """One execution of a block.
 
     Attributes:
         phase: "plain" without gradients; otherwise "forward" or "backward".
@@ -22,10 +22,10 @@ class BlockExecution(NamedTuple):
 class RunOrder:
     """Predicts the order in which blocks run.
 
-    At first it assumes that blocks run from first to last, and with gradients then in reverse.
-    Later it predicts that each run is followed by the same run as last time; a different successor
-    is adopted once it has been observed twice. While an encoder-decoder generates, it thus predicts
-    decoder blocks only, for the next text as well.
+    Initially it predicts that blocks run from first to last, and with gradients then in reverse.
+    Later it predicts that each execution is followed by the same execution as last time; a
+    different successor is adopted once it has been observed twice. While an encoder-decoder
+    generates, it thus predicts decoder blocks only, also for the next text.
 
     Args:
         num_blocks: number of blocks.
@@ -38,7 +38,7 @@ class RunOrder:
         self._now: BlockExecution | None = None
 
     def enter(self, step: BlockExecution) -> None:
-        """Record that a block starts to run."""
+        """Record that the execution of a block starts."""
         before, self._now = self._now, step
         if before is None:
             return

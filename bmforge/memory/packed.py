@@ -1,4 +1,4 @@
-"""Packs a block's tensors into one byte buffer, and the device buffers for streamed blocks."""
+"""Packs a block's tensors into one byte buffer, and manages device buffers of streamed blocks."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class PackedBlock:
             yield name, memory[start:stop].view(parameter.dtype).view(parameter.shape)
 
     def show(self, memory: Tensor) -> None:
-        """Let the block's parameters use the memory of a slot."""
+        """Point the block's parameters at the memory of a slot."""
         for name, view in self.views(memory):
             self.parameters[name].data = view
 
     def hide(self) -> None:
-        """Replace the block's parameters by NaN stubs, so that any use without weights shows up."""
+        """Replace the block's parameters by NaN stubs, so that accidental use is noticed."""
         for name, parameter in self.parameters.items():
             parameter.data = self._stubs[name]
 

@@ -30,8 +30,8 @@ def apply_recompute_(blocks: Iterable[nn.Module]) -> None:
 def disable_caches_(model: nn.Module) -> None:
     """Switch off the KV cache of a transformers module by `config.use_cache`.
 
-    A recomputed block would append its keys to the cache twice. Models of bmforge get a cache only
-    as an argument.
+    A recomputed block would append its keys to the cache twice. Models of bmforge use a cache only
+    if the caller passes one.
     """
     if hasattr(model, "foreign"):
         return

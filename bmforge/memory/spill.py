@@ -33,7 +33,7 @@ class Bytes(Protocol):
         """Return bytes as a uint8 tensor: a view if they are in host memory, otherwise a copy."""
 
     def write(self, start: int, values: Tensor) -> None:
-        """Store a contiguous uint8 tensor; nothing is copied if it is a view of this memory."""
+        """Store a contiguous uint8 tensor; a view that `read` returned is not copied."""
 
 
 class HostBytes:
@@ -136,7 +136,7 @@ class DiskBytes:
             read(self._file.fileno(), byte_memory(target), self._offset)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Write a contiguous uint8 tensor to the file."""
+        """Write a contiguous uint8 tensor to the file, from byte `start` of the range."""
         left, position = byte_memory(values), self._offset + start
         while left:
             written = os.pwrite(self._file.fileno(), left, position)

@@ -149,7 +149,7 @@ class ExpertStreamer:
         return torch.cat([parts[expert] for expert in used]) if used else x[:0]
 
     def _work(self, key: _Key, x: Tensor) -> Tensor:
-        """Run one requested expert, after waiting for its weights if necessary."""
+        """Apply one requested expert, after waiting for its weights if necessary."""
         slot = self._here[key]
         self._here.move_to_end(key)
         if slot.ticket is not None:
@@ -171,7 +171,7 @@ class ExpertStreamer:
             single.hide()
 
     def _drop_pending(self) -> None:
-        """Discard the experts still being read, after an error; they are requested again."""
+        """Discard the experts whose reads are pending, after an error; later calls read again."""
         for key in [key for key, slot in self._here.items() if slot.ticket is not None]:
             slot = self._here.pop(key)
             assert slot.ticket is not None
@@ -180,7 +180,7 @@ class ExpertStreamer:
             self._free.append(slot)
 
     def _ask_for(self, keys: Sequence[_Key]) -> None:
-        """Start reading missing experts into the slots of experts that are not needed now."""
+        """Start reading missing experts into the slots of experts that this call does not need."""
         for key in keys:
             if key not in self._here:
                 if not self._free:
@@ -231,7 +231,7 @@ def _shrink(experts: nn.Module, device: torch.device) -> nn.Module:
 
 
 class _Away:
-    """Reads the values of a streamed, stacked parameter expert by expert."""
+    """Reads the values of a stacked parameter whose experts are streamed, one expert at a time."""
 
     is_on_disk = True
 

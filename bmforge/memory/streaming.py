@@ -119,7 +119,7 @@ class Streamer:
         self.engine.note("computes", f"block {number}")
 
     def _ask_for(self, numbers: Sequence[int]) -> None:
-        """Start copying missing blocks into slots whose blocks are not needed now."""
+        """Start copying missing blocks into slots whose current blocks are not needed soon."""
         free = [slot for slot in self._slots if slot.block not in numbers]
         missing = [number for number in numbers if self._slot_of(number) is None]
         for number, slot in zip(missing, free, strict=False):
@@ -193,7 +193,7 @@ class Streamer:
 
 
 def _stays_here(shared: set[int], stays: Stays | None, name: str, tensor: Tensor) -> bool:
-    """Return True if a tensor stays resident: `stays` says so, or it is shared between modules."""
+    """Return True if a tensor stays resident, by `stays` or because several modules share it."""
     return id(tensor) in shared or _keeps(stays, name, tensor)
 
 
@@ -278,7 +278,7 @@ def _find_blocks(
 
 
 class _Streamed:
-    """Reads the values of a streamed parameter from where its streamer reads them."""
+    """Reads the values of a streamed parameter with the `read` function of its streamer."""
 
     is_on_disk = True
 
