@@ -25,8 +25,8 @@ _ORDER_FIELDS = frozenset(
 class Loader(Protocol):
     """Interface of data loaders for the Trainer; `data.DataLoader` implements it.
 
-    A loader whose `is_endless` is True never ends. For other loaders, before every step all
-    processes check together whether the loader has ended on any of them.
+    A loader whose `is_endless` is True never ends. For other loaders, all processes check before
+    every step whether the loader has ended on any process.
     """
 
     def __next__(self) -> Sequence[Batch]:
@@ -41,7 +41,7 @@ class Loader(Protocol):
         """Return the position of the loader as a state that can be saved."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position."""
+        """Continue from a position that `state_dict` returned."""
 
 
 class BatchReader:
@@ -69,8 +69,8 @@ class BatchReader:
     def read(self, step: int) -> Sequence[Batch] | None:
         """Return the micro-batches of the step after `step`, or None after the last epoch.
 
-        If the loader ends on any process, the epoch ends on all, since every step needs all
-        processes.
+        If the loader ends on any process, the epoch ends on all processes, since every step needs
+        all of them.
         """
         batches = self._take()
         if batches is None and self.epoch + 1 < self._num_epochs:
@@ -105,7 +105,7 @@ class BatchReader:
             get_logger().info("data is overridden: the order of the samples begins anew")
 
     def _take(self) -> Sequence[Batch] | None:
-        """Return the next micro-batches; on all processes None if the epoch has ended on any.
+        """Return the next micro-batches; None on all processes once any has ended its epoch.
 
         Comm: one all-reduce of an integer, over several processes with a loader that can end.
         """

@@ -27,12 +27,12 @@ def check_same_count(count: int, total: int, squares: int, position: str) -> Non
         count: this process's number of micro-batches of the step.
         total: sum of the counts over all processes.
         squares: sum of the squared counts, which is minimal if all counts are equal.
-        position: name of the step.
+        position: name of the step, for the error message.
 
     Raises:
         ConfigError: the counts differ.
 
-    Comm: none if they are equal.
+    Comm: none if the counts are equal.
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
     if squares * size == total * total:

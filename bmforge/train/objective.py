@@ -185,7 +185,7 @@ def rename_inputs(names: Mapping[str, str], objective: Objective = causal_lm) ->
 def count_tokens(batch: Batch) -> int:
     """Return the number of tokens of a micro-batch, excluding rows that are all padding.
 
-    If labels are not per token, it returns the number of rows.
+    Returns the number of rows if labels are not per token.
     """
     labels = batch.get("labels")
     if labels is None or labels.dim() < 2:

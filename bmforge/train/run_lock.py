@@ -1,4 +1,4 @@
-"""Lock file of a run directory: it names the holder and is touched as a heartbeat.
+"""Lock file of a run directory: it contains the holder's identity and is touched as a heartbeat.
 
 Shared file systems often do not support locks, so the file itself is the lock: it is created
 atomically, and its modification time is updated while its holder lives. A dead holder is detected
@@ -142,7 +142,7 @@ class RunLock:
         self._is_mine = False
 
     def _make(self) -> bool:
-        """Create the lock file atomically with its content; return False if it exists."""
+        """Create the lock file atomically with its content; return False if the file exists."""
         text = json.dumps(asdict(self._me))
         beside = self._file.with_name(f".{LOCK_NAME}.{os.urandom(4).hex()}")
         try:
@@ -166,7 +166,7 @@ class RunLock:
         return True
 
     def _look(self) -> tuple[str | None, int]:
-        """Return the lock file's content (None if missing) and its modification time."""
+        """Return the lock file's content (None if there is no file) and its modification time."""
         try:
             # Opening the file revalidates the cache of NFS.
             with self._file.open(encoding="utf-8", errors="replace") as file:

@@ -1,4 +1,4 @@
-"""Stops a run after its current step on SIGINT, SIGTERM or SIGHUP; at once on a second one."""
+"""Stops a run after its current step on SIGINT, SIGTERM or SIGHUP; on a second signal at once."""
 
 from __future__ import annotations
 

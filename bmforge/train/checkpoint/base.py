@@ -1,7 +1,8 @@
 """Base weights that checkpoints omit; a resumed run reads them again from their source.
 
-The manifest contains their names, their source, and a fingerprint of their values, which is the
-same on any layout and in any float dtype. Loading compares it with the model's weights.
+The manifest contains the names, the source, and a fingerprint of the values, which is the same on
+any layout and in any float dtype. Loading compares the fingerprint with that of the model's
+weights.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def load_checkpoint(
 
 
 def _candidates(path: Path) -> tuple[bool, list[Path]]:
-    """Return True for a single checkpoint, else False, and the checkpoints to try in order."""
+    """Return the checkpoints to try, in order, after a flag: True for a single checkpoint."""
     if path.is_dir() and (step_of(path) is not None or (path / MANIFEST_NAME).exists()):
         return True, [path]
     return False, find_checkpoints(path) or find_checkpoints(path / "checkpoints")
@@ -167,7 +167,7 @@ def _candidates(path: Path) -> tuple[bool, list[Path]]:
 def _load_newest_sound(
     candidates: list[Path], model: nn.Module, optimizers: Optimizers, peers: Peers, strict: bool
 ) -> tuple[int, dict[str, Any]]:
-    """Load the first valid checkpoint; damaged ones are skipped, a mismatch raises an error."""
+    """Load the first valid checkpoint; damaged ones are skipped, and a mismatch raises an error."""
     for path in candidates:
         try:
             return _load_one(path, model, optimizers, peers, strict)
@@ -192,7 +192,10 @@ def _load_one(
 
 
 def _verify_together(path: Path, peers: Peers) -> dict[str, Any]:
-    """Verify one checkpoint, sharing the hashing; every process gets the same result."""
+    """Verify one checkpoint on all processes, each of which hashes a share of the files.
+
+    Every process gets the same result.
+    """
     manifest: dict[str, Any] = peers.broadcast(run_on_first(lambda: read_manifest(path)))
     damage = peers.gather(find_damage(path, manifest, peers.rank, peers.world_size))
     problems = [problem for part in damage for problem in part]
@@ -268,7 +271,7 @@ class Checkpointer:
         state: dict[str, Any] | None = None,
         keep_step: int | None = None,
     ) -> None:
-        """Copy this process's share to the host and start writing; waits for an earlier save.
+        """Copy this process's share to the host and start writing, after an earlier save has ended.
 
         Args:
             step: number of completed optimizer steps.
@@ -313,7 +316,7 @@ class Checkpointer:
         return Retention(self._keep_last, self._keep_every, self._keep_step)
 
     def _publish(self, snapshot: Snapshot) -> None:
-        """Write a checkpoint; if it does not fit, delete the oldest one and retry."""
+        """Write a checkpoint; if the disk is full, delete the oldest checkpoint and retry."""
         arguments = self.directory, snapshot, self._peers, self._fault, self._sound
         try:
             publish(*arguments)

@@ -105,7 +105,7 @@ def shard_name(rank: int, world_size: int) -> str:
 def find_checkpoints(directory: str | Path) -> list[Path]:
     """Return the step directories in `directory`, newest step first.
 
-    They are not verified; half-written ones (``.tmp-*``) are excluded.
+    The directories are not verified; half-written ones (``.tmp-*``) are excluded.
     """
     directory = Path(directory)
     if not directory.is_dir():

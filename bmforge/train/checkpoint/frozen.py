@@ -97,7 +97,8 @@ def _shared(manifest: dict[str, Any]) -> dict[str, Any]:
 def find_changed(final: Path, snapshot: Snapshot, recorded: Known) -> frozenset[str]:
     """Return the tensors that this process knows to differ from the stored frozen tensors.
 
-    They are not frozen on this process, or it has a chunk that differs from the stored one.
+    These are tensors that are not frozen on this process, or have a chunk that differs from the
+    stored one.
     """
     changed = {name for name in snapshot.records if name.startswith("model/")} - snapshot.frozen
     with ChunkReader(final, recorded) as reader:
@@ -122,7 +123,7 @@ def _is_known(
 
 
 def describe_part(box: Box) -> dict[str, Any]:
-    """Return the manifest entry for a chunk's position in its tensor."""
+    """Return the manifest entry of a chunk: its offsets and lengths in the whole tensor."""
     return {"offsets": list(box.offsets), "lengths": list(box.lengths)}
 
 

@@ -81,7 +81,7 @@ class ChunkReader:
         return Box((0,) * len(shape), shape)
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return the box `box` of the saved tensor `name` as a host tensor of the saved dtype."""
+        """Return a box of the saved tensor `name`, as a host tensor of the saved dtype."""
         record = self._tensors[name]
         result = torch.empty(box.lengths, dtype=getattr(torch, record["dtype"]))
         missing = box.numel

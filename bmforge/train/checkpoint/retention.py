@@ -62,7 +62,7 @@ def remove_old(directory: Path, step: int, retention: Retention, fault: Fault = 
 def make_room(directory: Path, step: int, retention: Retention) -> bool:
     """Before `step` is written, remove the checkpoints that retention would remove afterwards.
 
-    At least one valid checkpoint is kept. Return True if any was removed.
+    At least one valid checkpoint is kept. Return True if any checkpoint was removed.
     """
     paths = find_checkpoints(directory)
     past = [path for path in paths if (step_of(path) or 0) <= step]

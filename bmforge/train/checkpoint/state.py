@@ -65,7 +65,7 @@ _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One process's part of a checkpoint, on the host and independent of the model.
+    """One process's share of a checkpoint, on the host and independent of the model.
 
     Args:
         step: number of completed optimizer steps.
@@ -73,7 +73,7 @@ class Snapshot:
             written.
         boxes: position of each chunk in its whole tensor.
         records: dtype and whole shape of every tensor that this process knows, including those
-            written by others.
+            that other processes write.
         frozen: names of the model's tensors that this process knows to be frozen.
         optimizer: per parameter: optimizer class, hyper-parameters, python values, tensor keys;
             None without an optimizer.
@@ -142,10 +142,10 @@ def state_tensor_name(parameter_name: str, key: str) -> str:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers by their names without wrappers; tied ones appear once.
+    """Return all parameters and buffers by their names without wrappers; tied tensors appear once.
 
-    FSDP2 modules are resharded first: after a forward without a backward they would show gathered
-    parameters, which no optimizer knows.
+    FSDP2 modules are resharded first: after a forward without a backward they would still have
+    gathered parameters, which no optimizer updates.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -154,7 +154,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that a checkpoint contains, by their names in it."""
+    """Return the tensors of a model that a checkpoint contains, by checkpoint name."""
     return {
         f"model/{name}": tensor
         for name, tensor in named_tensors(model).items()
@@ -225,7 +225,7 @@ def take_snapshot(
     away = frozenset(() if base is None else base["names"])
 
     def is_first_stage(name: str) -> bool:
-        """Return True if this is the first pipeline stage with the tensor; it writes the tensor."""
+        """Return True on the first pipeline stage with the tensor, which writes the tensor."""
         plain = name.removeprefix("model/")
         return pipeline is None or pipeline.rank_of(plain) == pipeline.rank
 

@@ -91,7 +91,7 @@ class NoRoomError(CheckpointError):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Result or error of one step on one process; processes exchange it."""
+    """Result or error of one step of saving on one process, which the processes exchange."""
 
     value: Any = None
     error: str | None = None
@@ -207,7 +207,10 @@ def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
 
 
 def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
-    """Keep the existing valid checkpoint; raise an error if the snapshot differs from it."""
+    """Keep the existing valid checkpoint, after checking that the snapshot equals it.
+
+    Raises an error if they differ.
+    """
     compared = peers.gather(_attempt(_find_difference, final, snapshot))
     differences = [o.error or o.value for o in compared if o.error or o.value]
     if differences:
@@ -221,9 +224,9 @@ def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
 
 
 def _find_difference(path: Path, snapshot: Snapshot) -> str | None:
-    """Describe how this process's share differs from a valid checkpoint; None if it is equal.
+    """Describe how this process's share differs from a valid checkpoint; None if both are equal.
 
-    Generators are not compared: they depend on the number of processes.
+    Random generators are not compared, because they depend on the number of processes.
     """
     manifest = read_manifest(path)
     if json.dumps(manifest["state"]) != snapshot.state:
@@ -253,7 +256,7 @@ def _write_own_share(
     peers: Peers,
     fault: Fault,
 ) -> dict[str, Any]:
-    """Write this process's shard and new frozen tensors; return its manifest entry.
+    """Write this process's shard and new frozen tensors; return the manifest entry of both.
 
     Frozen tensors that have changed are written to the shard, since they may change again.
     """

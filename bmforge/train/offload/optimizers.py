@@ -32,7 +32,7 @@ Group = dict[str, Any]
 
 @dataclass
 class Away:
-    """Parameter with offloaded optimizer state.
+    """A parameter whose optimizer state is offloaded.
 
     Args:
         parameter: parameter of the model.
@@ -69,7 +69,7 @@ class Away:
             number += 1
 
     def begin_step(self) -> None:
-        """Wait for the previous update and count a new one."""
+        """Wait for the previous update and increment the number of updates."""
         self.wait()
         self.tickets.clear()
         self.steps += 1
@@ -96,7 +96,7 @@ class Away:
         return Gradient(lambda start, stop: flat[start:stop], dtype)
 
     def weights(self, start: int, stop: int) -> Tensor:
-        """Return a range of the weights to update: of the parameter or of its master copy."""
+        """Return a range of the weights to update, from the parameter or its master copy."""
         if self.master is not None:
             return self.master.fetch(start, stop)
         return local_tensor(self.parameter.detach()).view(-1)[start:stop]
@@ -131,7 +131,7 @@ class Away:
 
 
 class _KeptElsewhere:
-    """Base class of both optimizers: offloaded parameters, and their checkpoint state."""
+    """Base class of both optimizers: manages offloaded parameters and their checkpoint state."""
 
     away: dict[int, Away]
     state: Any
@@ -204,9 +204,9 @@ def _put_back(parameter: Tensor, value: Any) -> Any:
 
 
 class OffloadedAdamW(_KeptElsewhere, torch.optim.AdamW):
-    """AdamW that updates offloaded parameters on the host and all others as usual.
+    """AdamW that updates offloaded parameters on the host and all others on the device.
 
-    With fp32 states it equals torch's fused AdamW bit for bit.
+    With fp32 states its results are bit-identical to those of torch's fused AdamW.
     """
 
     saved_as = "AdamW"

@@ -206,7 +206,11 @@ class StateOffload:
         return offloaded
 
     def _has_master(self, parameter: Tensor) -> bool:
-        """Return True if a master copy is updated: for device, streamed or narrow parameters."""
+        """Return True if the optimizer updates an fp32 master copy instead of the parameter itself.
+
+        This holds for parameters on an accelerator, streamed parameters, and parameters that were
+        converted to bf16.
+        """
         elsewhere = id(parameter) in self._narrow or is_streamed(parameter)
         return elsewhere or not is_host(local_tensor(parameter).device)
 
@@ -221,7 +225,7 @@ class StateOffload:
                     offloaded.changed = streamer.forget
 
     def _find_narrow(self, chosen: set[int]) -> set[int]:
-        """Return the parameters of which the device keeps only bfloat16 copies.
+        """Return the parameters that are stored on the device in bfloat16 only.
 
         These are whole offloaded units that compute in bfloat16, if gradients are offloaded too:
         otherwise gradients would also be accumulated in bfloat16.

@@ -1,9 +1,9 @@
-"""CPU kernel for AdamW in one memory pass, bitwise equal to torch's fused kernel.
+"""CPU kernel for AdamW in one memory pass, bit-identical to torch's fused kernel.
 
 A step on the host is bound by memory bandwidth. torch's kernel needs an fp32 gradient and writes
-fp32 weights, so bf16 ones cost two more passes; this kernel reads and writes them in the same pass.
-It is compiled on first use (`native.py`). If it is not bitwise equal to torch's kernel on this CPU
-and with this torch version, it is not used.
+fp32 weights, so bf16 tensors would need two more passes; this kernel reads and writes bf16 in the
+same pass. It is compiled on first use (`native.py`), and used only if its results are bit-identical
+to torch's on this CPU and with this torch version.
 """
 
 from __future__ import annotations

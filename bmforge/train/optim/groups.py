@@ -51,8 +51,8 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[Group]:
     """Return the trainable parameters in one group with weight decay and one without.
 
     Vectors, scalars and biases have no weight decay. A tied parameter is listed once, under its
-    first name. ``params`` contains (name, parameter) pairs, from which torch's optimizers make
-    ``params`` and ``param_names``. Empty groups are left out.
+    first name. ``params`` contains (name, parameter) pairs, which torch's optimizers split into
+    ``params`` and ``param_names``. Empty groups are omitted.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return _decay_groups(named, weight_decay)

@@ -203,7 +203,7 @@ def _select(names: Iterable[str], globs: Iterable[str] | str, what: str) -> list
 
 
 def _join(own: Shapes, group: Any) -> Shapes:
-    """Return the union of the shapes of all processes; the first process with a name decides."""
+    """Return the union of the shapes of all processes; the first process takes precedence."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     return {name: shape for part in reversed(everyone) for name, shape in part.items()}
@@ -223,7 +223,7 @@ def _find_tensors(name: str, out: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _measure_once(tensor: Tensor | None, leads: bool) -> Tensor | None:
-    """Measure a tensor's local shard; None if another process counts it."""
+    """Return the statistics of a tensor's local shard; None if another process counts the shard."""
     if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
         raise DistributedError(
             f"A gradient has placements={tensor.placements}: it is not summed up yet. Finish the "
@@ -259,7 +259,7 @@ def _nothing(device: torch.device | str) -> Tensor:
 
 
 def _merge(a: Tensor, b: Tensor) -> Tensor:
-    """Combine the statistics of two parts (Chan, Golub and LeVeque, 1979)."""
+    """Combine the statistics of two sets of elements (Chan, Golub and LeVeque, 1979)."""
     count = a[0] + b[0]
     share, off = b[0] / count.clamp(min=1.0), b[1] - a[1]
     squares = a[2] + b[2] + off.square() * a[0] * share
@@ -283,8 +283,8 @@ def _stack(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> Tensor:
 def _drop_copies(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> list[Tensor | None]:
     """Keep replicated tensors only on the first process; `parts` are values and gradients.
 
-    An output has no placement information. Replicas come from the same sums in the same order, so
-    they are bitwise equal; shards are not.
+    An output has no placement information. Replicas are sums of the same terms in the same order,
+    so they are bit-identical; shards are not.
     """
     parts = list(parts)
     for axis in (*CONTEXT_AXES, *TENSOR_AXES):

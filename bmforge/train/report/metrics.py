@@ -105,7 +105,7 @@ class MetricsWriter:
             sink(step, row)
 
     def _append(self, line: bytes) -> None:
-        """Write a whole line or nothing: an incomplete line would corrupt the file."""
+        """Write a complete line, or none: an incomplete line would corrupt the file."""
         end = os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(line) != len(line):
@@ -270,7 +270,7 @@ class Throughput:
 
 
 def validation_row(result: Any) -> Row:
-    """Return the row entries of an `EvalResult`: ``val_loss`` and metrics as ``val_NAME``."""
+    """Return the metrics row of an `EvalResult`: ``val_loss``, and metrics as ``val_NAME``."""
     return {"val_loss": result.loss, **{f"val_{n}": v for n, v in result.metrics.items()}}
 
 

@@ -236,7 +236,7 @@ def _read_results(path: Path) -> dict[str, Any]:
 
 
 def _chart(title: str, curves: list[_Curve], skips: Sequence[float] = ()) -> str:
-    """Return one SVG chart: a title with legend, and the curves over the steps."""
+    """Return one SVG chart, with title, legend and the curves over the steps."""
     points = [point for curve in curves for point in curve.points]
     legend = "".join(f'<span class="{c.colour}">{escape(c.name)}</span>' for c in curves)
     if skips:
