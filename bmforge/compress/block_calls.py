@@ -104,7 +104,7 @@ def record_calls(
 def _find_slot(
     out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str
 ) -> tuple[int | str, int | None]:
-    """Find the argument that is the previous block's output, and the index of that output."""
+    """Return the argument that is the previous block's output, and the index of that output."""
     outs = list(enumerate(out)) if isinstance(out, (tuple, list)) else [(None, out)]
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for take, value in outs:

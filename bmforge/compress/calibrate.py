@@ -72,7 +72,7 @@ class BlockRun:
             yield call.run(self.block, x)
 
     def run_wide(self) -> Iterator[Tensor]:
-        """Yield the block's output for every batch, with all inputs in fp32."""
+        """Yield the output of the block for every batch, with all inputs in fp32."""
         for call, x in zip(self.calls, self.inputs, strict=True):
             yield call.widened().run(self.block, x.to(wide_dtype(x.dtype)))
 
@@ -225,7 +225,7 @@ def _calibrate_stack(
 
 
 class _Inputs:
-    """Finds the first matrix that received a given input tensor; keeps weak references only."""
+    """Finds the first matrix that received a given input tensor; keeps only weak references."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[weakref.ref[Tensor], str]] = []
@@ -235,7 +235,7 @@ class _Inputs:
         return next((name for other, name in self._seen if other() is x), None)
 
     def add(self, x: Tensor, name: str) -> None:
-        """Record the matrix that received a tensor."""
+        """Record `name` as the matrix that received the tensor `x`."""
         self._seen.append((weakref.ref(x), name))
 
     def clear(self) -> None:
@@ -275,7 +275,7 @@ def _split(run: BlockRun, size: Callable[[Matrix], int]) -> list[list[Matrix]]:
 
 
 def gather_statistics(run: BlockRun, gather: Callable[[Matrix], Statistic]) -> dict[str, Any]:
-    """Return the input statistics of a block's matrices; equal inputs share a statistic."""
+    """Return the input statistics of a block's matrices; matrices with the same input share one."""
     statistics: dict[str, Statistic] = {}
     shared: dict[str, str] = {}
     inputs = _Inputs()

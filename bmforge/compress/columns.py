@@ -1,6 +1,6 @@
 """Updates a matrix column by column; later columns compensate the errors of earlier ones.
 
-GPTQ and SparseGPT have this in common; they differ in how a column is changed.
+GPTQ and SparseGPT share this procedure; they differ in how a column is changed.
 
 Source: Frantar et al., "GPTQ" (2022), algorithm 1; Frantar and Alistarh, "SparseGPT" (2023).
 Weights of inputs that are always zero in calibration are not set to zero: with damping alone,
@@ -20,7 +20,10 @@ __all__ = ["Settler", "settle_columns"]
 
 
 class Settler(Protocol):
-    """Interface: computes the new value of a column, rounded (GPTQ) or pruned (SparseGPT)."""
+    """Protocol of an object that computes the new value of a column.
+
+    GPTQ's implementation rounds the column, SparseGPT's prunes it.
+    """
 
     def settle(self, number: int, block: Tensor, offset: int, roots: Tensor) -> Tensor:
         """Return the new value of a column.

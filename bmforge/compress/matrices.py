@@ -55,7 +55,7 @@ class Matrix:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Parameter that is the matrix or contains it."""
+        """Parameter that contains the matrix, possibly in a stack."""
         return getattr(self.module, self.key)
 
     def read(self) -> Tensor:
@@ -134,7 +134,7 @@ def usual_names(model: nn.Module) -> list[str]:
 
 
 def warn_of_stacks(model: nn.Module, where: Sequence[str], done: str) -> None:
-    """Log which experts of other libraries' models remain unchanged.
+    """Log a warning about experts in other libraries' models, which are left unchanged.
 
     transformers 5 stores the experts of a layer as three-dimensional parameters, which are not
     linear layers.
@@ -164,7 +164,7 @@ def warn_of_stacks(model: nn.Module, where: Sequence[str], done: str) -> None:
 
 
 def _inside(modules: dict[str, nn.Module], names: Sequence[str]) -> list[str]:
-    """Return the named modules with matrices; containers are replaced by the modules in them."""
+    """Return the named modules with matrices; containers are replaced by their inner modules."""
     inside: dict[str, None] = {}
     parts = tuple(f"{n}." for n, module in modules.items() if isinstance(module, BesidePart))
     for name in names:

@@ -282,7 +282,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _say(value: Any) -> str:
-    """Format a value for the page; only the length of a long list is shown."""
+    """Format a value for the page; a long list is replaced by its length."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):

@@ -1,7 +1,7 @@
 """Saved teacher predictions: the top-k tokens per position, written once, read in training.
 
-A row is identified by a hash of its inputs (ids, mask, positions). So the batch order and the
-parallel layout do not matter, and a row without saved predictions raises an error.
+A row is identified by a hash of its inputs (ids, mask, positions). The batch order and the parallel
+layout therefore do not matter, and a row without saved predictions raises an error.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def find_head(model: nn.Module, who: str) -> LMHead:
 def _ask(
     teacher: nn.Module, recorder: Recorder, batch: Any, count: int, temperature: float
 ) -> tuple[list[int], TopKPredictions]:
-    """Run the teacher; return the keys of a batch's rows and the answers for all positions."""
+    """Run the teacher on a batch; return the rows' hashes and the answers for all positions."""
     inputs = prepare_batch(teacher, batch)
     inputs["labels"] = inputs["input_ids"].clone()  # answers for every position
     with recorder.recording():
@@ -188,7 +188,7 @@ def keys_of(inputs: Mapping[str, Any]) -> list[int]:
 
 
 class _Shards:
-    """Writes answers to shards, each with a number of rows."""
+    """Writes answers to shards with a limited number of rows."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self._folder, self._limit, self._number = folder, shard_bytes, 0

@@ -85,7 +85,10 @@ class TeacherView(BesidePart):
         self.place = ""
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Describe the weight: std 1/sqrt(D), which roughly preserves norms; not sharded."""
+        """Return the initialization of the weight; it is not sharded.
+
+        The standard deviation 1/sqrt(D) roughly preserves norms.
+        """
         return {"weight": TensorNote(self.weight.shape[1] ** -0.5)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,7 +185,7 @@ class Recorder:
         self._undo.append(undo)
 
     def watch_head_(self, head: LMHead, measure: Callable[..., Tensor]) -> None:
-        """Compute the loss of a language model's head by `measure`."""
+        """Make a language model's head compute its loss by `measure`."""
         head.measure = measure
 
         def undo() -> None:
@@ -256,7 +259,7 @@ def take_prediction(
     num_items: float | Tensor | None,
     vocab: VocabCut | None,
 ) -> Tensor:
-    """While recording, record the inputs of the teacher's head and return a loss of 0."""
+    """Record the inputs of the teacher's head while recording is active; return a loss of 0."""
     if recorder.is_recording:
         recorder.prediction = Prediction(head_input.detach(), labels, num_items, vocab)
         return head_input.hidden.new_zeros(())

@@ -119,7 +119,7 @@ def _value_width(attn: Any) -> int:
 
 
 def relation_heads(loss: DistillLoss, attn: Any) -> int:
-    """Return the number of relation heads: as configured, or that of the student's heads.
+    """Return the number of relation heads; the student's number of heads if it is not configured.
 
     Args:
         loss: relation loss.

@@ -24,9 +24,9 @@ def pair_layers(student: int, teacher: int, layers: str) -> list[tuple[int, int]
         student: number of the student's layers.
         teacher: number of the teacher's layers.
         layers: "same": one to one, for equal depths; "uniform": every layer of the shallower
-            model, with evenly spaced layers of the other (TinyBERT); "skip": as "uniform", without
-            the last pair, which the prediction loss already trains (PKD-skip); "last": the last
-            layers of both (PKD-last).
+            model is paired with evenly spaced layers of the other model (TinyBERT); "skip": as
+            "uniform", without the last pair, which the prediction loss already trains (PKD-skip);
+            "last": the last layers of both (PKD-last).
 
     Raises:
         ConfigError: the depths differ with "same", or there are no pairs.

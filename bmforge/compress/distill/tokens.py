@@ -1,4 +1,4 @@
-"""Token weights for losses on internal tensors: a batch's items spread over its tokens."""
+"""Computes token weights for distillation losses on hidden states and attention."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _predicts_in_place(model: nn.Module) -> bool:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Return True if position t predicts label t + 1, by bmforge's attribute or the class name."""
+    """Return True if position t predicts label t + 1, by the model's attribute or class name."""
     config = getattr(model, "config", None)
     if hasattr(model, "shifts_labels"):
         return bool(model.shifts_labels) and getattr(config, "head", "") == "language_model"

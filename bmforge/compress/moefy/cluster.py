@@ -46,7 +46,7 @@ def group_rows(rows: Tensor, groups: int, seed: int = 0) -> Tensor:
 
 
 def group_at_random(count: int, groups: int, seed: int = 0) -> Tensor:
-    """Assign items to groups of equal size at random; serves as a control.
+    """Assign items to groups of equal size at random; used as a control in comparisons.
 
     Shape:
         returns (count,)

@@ -118,7 +118,7 @@ def moefy(
 
 @dataclass(frozen=True)
 class _Split:
-    """Planned split of one MLP: order of its features, its router, and the captured activity."""
+    """Planned split of one MLP: order of its features, router, and captured activity."""
 
     order: Tensor
     router: nn.Module
@@ -190,7 +190,7 @@ def _check_layer(model: Any, name: str, config: MoEfyConfig) -> None:
 
 
 def _use_relu_(model: Any) -> Callable[[], None]:
-    """Replace the activation of all MLPs by ReLU; return a function that restores it."""
+    """Replace the activation of all MLPs by ReLU; return a function that undoes the replacement."""
     config = model.config
     if hasattr(config, "feed_forward"):
         gate = "gated-" if config.is_gated else ""

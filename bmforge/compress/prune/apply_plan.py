@@ -91,9 +91,9 @@ def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrun
 def check_plan(
     model: Any, plan: PruningPlan, *, uniform: bool = False
 ) -> tuple[PruningPlan, Settled, str]:
-    """Validate a plan; return it as applied, the smaller model on meta, and a reason.
+    """Validate a pruning plan; return the plan as applied, the smaller model on meta, and a reason.
 
-    The reason tells why only bmforge can load the result; "" if other libraries can.
+    The reason states why only bmforge can load the result; "" if other libraries can load it.
 
     Args:
         model: bmforge model of any family, not parallelized yet.
@@ -146,8 +146,8 @@ def _check_plain(model: Any, plan: PruningPlan) -> None:
 def _order_shared_heads(model: Any, plan: PruningPlan) -> PruningPlan:
     """Order the kept heads consistently across layers that share a position bias.
 
-    The bias has a column per head, and a layer with fewer heads uses the first columns. So the
-    heads that one layer keeps must be a subset of those of every layer with more heads.
+    The bias has a column per head, and a layer with fewer heads uses the first columns. The heads
+    that one layer keeps must therefore be a subset of those of every layer with more heads.
     """
     layers = dict(plan.layers)
     for stack, table in _shared_biases(model).items():

@@ -30,7 +30,7 @@ Chosen = dict[tuple[str, str], tuple[int, ...]]
 
 
 def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], float]:
-    """Return the fraction of each layer's gates to keep open, if exact sizes are configured.
+    """Return the fraction of gates that each layer keeps open, if exact sizes are configured.
 
     Raises:
         ConfigError: a size is given for a dimension without gates, or it is not a whole number
@@ -140,7 +140,7 @@ def _groups(model: Any, key: tuple[str, str]) -> int:
 
 
 def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
-    """Return the most likely units, with equally many from each group."""
+    """Return the units most likely to be open, equally many from each group."""
     parts, size = value.view(groups, -1), value.numel() // groups
     return tuple(
         number * size + unit
@@ -203,7 +203,7 @@ def _close_(
 
 
 def _fewest(kind: str, config: StructureConfig) -> int:
-    """Return the number of units of a kind that are closed at a time and must remain."""
+    """Return how many units of a kind are closed at a time, which is also the minimum to keep."""
     steps = {"heads": config.tensor_parallel}
     return steps.get(kind, config.multiple_of if kind in ("features", "hidden") else 1)
 
@@ -211,7 +211,7 @@ def _fewest(kind: str, config: StructureConfig) -> int:
 def _attentions_left(
     left: Mapping[tuple[str, str], set[int]], key: tuple[str, str], costs: Costs
 ) -> int:
-    """Return how many attentions remain in the stack without this attention or block."""
+    """Return the number of attentions that remain in the stack without this attention or block."""
     stack = key[0].rpartition(".")[0]
     return sum(
         "attn" in halves
@@ -321,7 +321,7 @@ def _leave_closed_heads_(block: Block, options: dict[str, Any]) -> None:
 
 
 def _alone(options: dict[str, Any], has_memory: bool) -> dict[str, Any]:
-    """Return a layer's options without sizes that belong to a removed attention or MLP."""
+    """Return a layer's options without the sizes of a removed attention or MLP."""
     lost = set()
     if options.get("attn") is False and "cross_heads" not in options:
         lost |= {"heads"}

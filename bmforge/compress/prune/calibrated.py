@@ -91,7 +91,7 @@ class _Prune:
 
 
 def prune_sparsegpt(matrix: Tensor, hessian: Hessian, config: PruneConfig, name: str) -> Tensor:
-    """Return a matrix pruned by SparseGPT, with adjusted remaining weights.
+    """Return a matrix pruned by SparseGPT; the remaining weights compensate for the pruned ones.
 
     Shape:
         matrix: (rows, columns); returns the same

@@ -30,8 +30,8 @@ class Half:
         always_each: cost per unit that remains if this sublayer is removed, as self- and
             cross-attention share units.
         dims: number of head-dim units over all heads; the cost is proportional to the open units.
-        points: measured (units, cost) pairs from 0 units on; linear interpolation of these
-            replaces `fixed` and `each`.
+        points: measured (units, cost) pairs, from 0 units on; if given, the cost is
+            interpolated linearly, and `fixed` and `each` are not used.
     """
 
     fixed: float
@@ -72,7 +72,7 @@ class Costs:
 
     Args:
         blocks: costs of each block's "attn" and "mlp", by block name.
-        bare: the same at hidden size 0, if counted; the difference is linear in the hidden size.
+        bare: costs at hidden size 0, if counted; the cost is linear in the hidden size.
         width: number of hidden features.
     """
 
@@ -167,7 +167,7 @@ def count_costs(
 
 
 def _parameters_of(block: Block, width: int, wide: Collection[str]) -> dict[str, Half]:
-    """Return the parameter counts of a block's sublayers: per unit from the specs, rest fixed.
+    """Return the parameter counts of a block's sublayers, per unit and fixed.
 
     Args:
         block: block of any family.

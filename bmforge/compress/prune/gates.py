@@ -157,7 +157,7 @@ class _Average(torch.autograd.Function):
 
 
 def _whole(delta: Tensor) -> Tensor:
-    """All-gather a sharded parameter; its gradient is averaged over processes, as for others."""
+    """All-gather a sharded parameter; its gradient is averaged over processes, like others."""
     if not isinstance(delta, DTensor):
         return delta
     mesh = delta.device_mesh

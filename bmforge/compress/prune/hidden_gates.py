@@ -1,7 +1,7 @@
 """Gates on hidden features, attached to every module that writes hidden states.
 
 The outputs of embeddings, attention, MLPs and layers before a head are multiplied by the gate, so
-that all readers see zeros for closed features. Norms compute statistics over the open features.
+closed features are zero for every consumer. Norms compute statistics over the open features.
 """
 
 from __future__ import annotations

@@ -140,14 +140,14 @@ def blocks_of(model: nn.Module) -> dict[str, Block]:
 
 
 def heads_per_group(spec: AttentionSpec) -> int:
-    """Return how many query heads share a key-value head."""
+    """Return the number of query heads that share a key-value head."""
     return spec.num_heads // spec.num_kv_heads
 
 
 def query_order(spec: AttentionSpec, rope: RopeSpec | None) -> tuple[int, ...]:
     """Return the dims of a rotary query, pair by pair, starting with the pair to prune last.
 
-    Without a rotary embedding it returns (), as the dims may be pruned in any order.
+    Returns () without a rotary embedding, because the dims may then be pruned in any order.
     """
     turned = 0 if rope is None else min(rope.rotary_dim, spec.head_dim)
     if not turned:

@@ -89,7 +89,7 @@ def choose_masks(
 def _choose_globally(
     scored: Mapping[str, Scored], names: Sequence[str], share: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Find the global score threshold, and how many weights equal to it to prune."""
+    """Yield masks for the global score threshold, pruning the required number of ties."""
     counts = _Counts(scored, names)
     high = counts.histogram(lambda keys: keys >> _HALF_BITS)
     zeros = round(share * int(high[-1]))
@@ -118,7 +118,7 @@ def _first_at_least(sums: Tensor, count: int) -> int:
 class _Counts:
     """Counts weights over all processes; replicated weights count once.
 
-    Comm: an all-reduce per count, and one of a number per parameter in the constructor.
+    Comm: an all-reduce per count, and in the constructor one all-reduce of a number per parameter.
     """
 
     def __init__(self, scored: Mapping[str, Scored], names: Sequence[str]) -> None:
@@ -139,7 +139,7 @@ class _Counts:
         return torch.zeros(count, dtype=torch.float64, device=self._device)
 
     def histogram(self, keys_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return how many weights have keys of at most 0, 1, 2, ..."""
+        """Return the numbers of weights with keys of at most 0, 1, 2, ..."""
         total = self._new(1 << _HALF_BITS)
         for name, entry in self._here.items():
             keys = keys_of(_ordered(entry.scores))

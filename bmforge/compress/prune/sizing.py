@@ -92,7 +92,7 @@ def own_fields(config: Any) -> list[str]:
 
 
 def _number_anew(blocks: Mapping[str, Block], plan: PruningPlan) -> dict[str, str]:
-    """Return the original name of every kept block by its new name."""
+    """Return a dictionary from the new name of every kept block to its original name."""
     renamed: dict[str, str] = {}
     counts: dict[str, int] = {}
     for name in blocks:
@@ -201,7 +201,7 @@ def _common_fields(
 
 
 def _changes_to(config: Any, wanted_sizes: Mapping[str, LayerSizes]) -> list[Change]:
-    """Return the changes that turn the layers described by the config into the wanted ones."""
+    """Return the changes from the layer sizes that the config describes to the wanted sizes."""
     own = config.own_sizes()
     layers = {f"{stack}.{n}": size for stack, sizes in own.items() for n, size in enumerate(sizes)}
     groups: dict[tuple[tuple[str, Any], ...], list[str]] = {}

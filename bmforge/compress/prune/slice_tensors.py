@@ -1,8 +1,8 @@
 """Selects rows and columns of a layer's tensors, and folds changed scales into weights.
 
 The pruned model must compute the same as the masked full model. Scales that depend on a width
-(1/sqrt(H), muP scales, those of a head) differ in the smaller model, so the ratio is multiplied
-into the weights.
+(1/sqrt(H), muP scales, the scale of a head) differ in the smaller model, so the weights are
+multiplied by the ratio of the old to the new scale.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def take(tensor: Tensor, picks: Picks) -> Tensor:
 
 
 def pick_block(block: Block, kept_part: Kept) -> dict[str, Picks]:
-    """Return the selected indices of a block's parameters by name; others are kept whole."""
+    """Return the selected indices of a block's parameters by name; unlisted ones are kept whole."""
     picks: dict[str, Picks] = {}
     for part, heads in (("attn", kept_part.heads), ("cross_attn", kept_part.cross_heads)):
         spec = getattr(block.spec, part)

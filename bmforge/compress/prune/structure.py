@@ -142,7 +142,7 @@ class StructureMethod(MethodBase):
             gate.draw_(self.config.seed, step)
 
     def _missed(self, step: int) -> Tensor:
-        """Return sparsity minus target at this step, as one number or one per layer."""
+        """Return sparsity minus target at this step: one number, or one per layer."""
         grown = min(1.0, (step + 1) / max(1, self.config.warmup_steps))
         likely = densities(self.gates)
         if self.wanted:
@@ -205,7 +205,7 @@ class StructureMethod(MethodBase):
         }
 
     def _times(self) -> dict[str, Any]:
-        """Return the measured block costs, since measuring again would give other values."""
+        """Return the measured block costs, to be saved, as a new measurement would differ."""
         if self.config.target != "milliseconds":
             return {}
         return {

@@ -1,11 +1,11 @@
 """Sparsity in training: sets weights to zero and keeps them zero, on any parallel layout.
 
 The zeros of a weight are its mask. A module with sparse weights reads them through `keep_zeros`,
-which sets the gradient of zero weights to 0. So AdamW and SGD leave them unchanged, even if they
-are sharded, offloaded or resumed on another layout, and no separate mask has to be saved. bmforge's
-Muon does not change a weight of 0 if its gradient and momentum are 0 (`train/optim/muon.py`).
-Weights that are pruned during training still have momentum, so they are reset to zero after every
-step.
+which sets the gradient of zero weights to 0. AdamW and SGD then leave these weights unchanged, even
+if they are sharded, offloaded or resumed on another layout, and no separate mask has to be saved.
+bmforge's Muon does not change a weight of 0 if its gradient and momentum are 0
+(`train/optim/muon.py`). Weights that are pruned during training still have momentum, so they are
+reset to zero after every step.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Zeros(MethodBase):
                 view_parameters_(module, dict.fromkeys(keys, keep_zeros), _PLACE)
 
     def after_step_(self, model: nn.Module, step: int) -> None:
-        """Reset zeros that momentum has changed, and prune further if the schedule requires it."""
+        """Reset zeros that momentum has changed, and prune further according to the schedule."""
         config = self.config
         is_scheduled = bool(config.steps or config.begin_step)
         for name, parameter in self._found(model):

@@ -2,8 +2,8 @@
 
 Dividing a layer's input channels by s and multiplying its weight columns by s leaves the output
 unchanged. The division is applied to the module that produces the channels: a norm's weight, or the
-rows of a linear layer. If this changes the model (because the norm has other consumers, or there is
-an activation in between), the block's output changes, and the scale is reverted.
+rows of a linear layer. A fold that changes the block's output (because the norm has other
+consumers, or an activation is in between) is reverted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Fold:
         return heads.expand(-1, scales.numel() // shared.numel(), -1).reshape(-1)
 
     def _by_source(self, scales: Tensor) -> Tensor:
-        """Return the divisors of the source's channels: maxima over the heads that share them."""
+        """Return the divisor of each source channel, the maximum over the heads that share it."""
         weight: Any = self.source.weight
         rows = weight.shape[0] if not hasattr(self.source, "nf") else weight.shape[1]
         if rows == scales.numel():

@@ -134,7 +134,10 @@ def quantize_gptq_(
 
 
 def _narrowest(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, int]:
-    """Return the width of each block's narrowest matrix (experts count only if alone) by name."""
+    """Return the width of the narrowest matrix of each block, by block name.
+
+    Experts count only in blocks without other matrices.
+    """
     matrices = by_block(find_matrices(model, tuple(specs)), find_repeated_blocks(model))
     return {
         name: min(m.read().shape[1] for m in [m for m in inside if m.index is None] or inside)

@@ -89,7 +89,8 @@ def _clip_block(
     Args:
         run: block whose inputs were measured before it was scaled.
         specs: scheme of each module by name.
-        scales: by matrix name, the scales by which its columns were multiplied since.
+        scales: scales by which the columns of each matrix were multiplied after the
+            measurement, by matrix name.
     """
     integers = {}
     for matrix in run.matrices:
@@ -136,7 +137,7 @@ def quantize_clipped(matrix: Tensor, spec: QuantSpec, x: Tensor) -> Integers:
 
 
 def _merge(first: Integers, second: Integers, takes_second: Tensor, group: int) -> Integers:
-    """Return the groups of the second matrix where `takes_second` is True, else of the first."""
+    """Return the second matrix's groups where `takes_second` is True, elsewhere the first's."""
     minima = None
     if first.minima is not None and second.minima is not None:
         minima = torch.where(takes_second, second.minima, first.minima)
