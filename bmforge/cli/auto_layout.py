@@ -82,7 +82,7 @@ def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
 
 
 def find_cluster_here(world_size: int) -> Cluster:
-    """Return the cluster of `world_size` processes, assuming all machines are like this one."""
+    """Return the cluster of `world_size` processes, assuming that all machines are equal."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     device = default_device()
     if is_host(device):

@@ -105,7 +105,7 @@ class ThoughtFilter:
         return shown
 
     def finish(self) -> str:
-        """Return the text that was held back so far."""
+        """Return the remaining text that `add` held back, at the end of the answer."""
         remainder, self._held = ("" if self._is_inside else self._held), ""
         return remainder
 
@@ -138,7 +138,7 @@ class _Session:
                 print(f"error: {error}", file=sys.stderr)
 
     def _answer(self, line: str) -> None:
-        """Print the answer to a line; that of a decoder is streamed."""
+        """Print the answer to a line; the answer of a decoder is streamed."""
         chat = self._chat
         opens = isinstance(chat, Conversation) and chat.prompt_opens(_OPEN)
         hidden = ThoughtFilter(is_inside=opens)
@@ -188,7 +188,7 @@ class _Session:
 
 
 def _load(chat: Conversation, file: Path) -> None:
-    """Continue the conversation in a file that /save wrote."""
+    """Load the conversation from a file that /save wrote, to continue it."""
     try:
         messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
         is_valid = all(
@@ -221,7 +221,7 @@ def answer_once(model: Any, tokenizer: Any, directory: Path, text: str, **option
 
 
 def _read_lines() -> Iterator[str]:
-    """Yield the input lines; on a terminal with a prompt, line editing and history."""
+    """Yield the input lines; a terminal has a prompt, line editing and history."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             yield line.strip()

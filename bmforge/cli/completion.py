@@ -39,8 +39,8 @@ def complete_script(shell: str) -> str:
 def list_words() -> Words:
     """Return the possible next words for each beginning of a command line.
 
-    A key is a tuple of the words after `bmforge`. Its value maps each next word to the values that
-    the word accepts; for subcommands and tasks this is "any".
+    Keys are the words after `bmforge`, as a tuple. Values map each possible next word to the
+    arguments that this word accepts; for subcommands and tasks this is "any".
     """
     words: dict[tuple[str, ...], Mapping[str, Value]] = {(): dict.fromkeys(COMMANDS, "any")}
     for name, command in COMMANDS.items():
@@ -70,7 +70,7 @@ def _options(kind: Any) -> dict[str, Value]:
 
 
 def _choices(hint: Any) -> Iterator[str]:
-    """Yield the values that an option accepts; nothing if it accepts any text."""
+    """Yield the values that an option accepts; yield nothing if the option accepts any text."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         yield from map(str, arguments)

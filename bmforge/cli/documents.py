@@ -30,12 +30,13 @@ def print_filled(model: str, file: Path, memory: MemoryOptions, beams: int, **op
         model: directory or hub id of a CPM-Bee model with its tokenizer.
         file: file with one document per line; empty lines are skipped.
         memory: memory limits of the model; with a budget, documents are filled one at a time.
-        beams: number of beams, each of which is a row of the batch.
+        beams: number of beams; a document takes one batch row per beam.
         options: options of `fill_each`.
 
     Raises:
         ConfigError: the model is not CPM-Bee.
-        DataError: the file cannot be read or has no documents, or some could not be filled.
+        DataError: the file cannot be read or has no documents, or some documents could not be
+            filled.
     """
     numbers: list[int] = []
 

@@ -29,7 +29,7 @@ def run_evaluate(arguments: Sequence[str]) -> None:
 
 
 def _divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into those of the command and those of the layout, without their prefix."""
+    """Split arguments into those of the command and those of the layout, without `--layout.`."""
     plain: list[str] = []
     laid: list[str] = []
     part = plain

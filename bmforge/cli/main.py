@@ -94,8 +94,8 @@ def _say(problem: str) -> None:
 def _speaks_for_others(text: str) -> bool:
     """Return True if this torchrun process is the first to report a message.
 
-    Only that process prints it. The error directories of all processes have a common parent, in
-    which a file marks the message as reported.
+    Other processes do not print the message. The error directories of all processes have a common
+    parent, in which a file marks the message as reported.
     """
     own = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not own:
@@ -111,7 +111,7 @@ def _speaks_for_others(text: str) -> bool:
 
 
 def _drop_output() -> None:
-    """Redirect standard output to the null device, because nothing reads it any more."""
+    """Redirect standard output to the null device, because its reader has closed the pipe."""
     with contextlib.suppress(
         OSError, ValueError
     ):  # stdout may be replaced by an object without a file
@@ -119,7 +119,7 @@ def _drop_output() -> None:
 
 
 def _leave_the_others() -> None:
-    """Destroy the process group if there is one, without importing torch."""
+    """Destroy the process group, if this process is in one, without importing torch."""
     parallel = sys.modules.get("bmforge.parallel")
     if parallel is not None and hasattr(parallel, "shutdown_distributed"):
         parallel.shutdown_distributed()

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def with_own_adapter(source: ModelSource, adapters: Sequence[str]) -> tuple[str, ...]:
-    """Return a command's adapters: the model argument if it is an adapter, and `--adapter`.
+    """Return the adapters of a command: the model argument, if it is an adapter, and `--adapter`.
 
     Args:
         source: the command's model argument, resolved.

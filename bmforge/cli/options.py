@@ -343,8 +343,8 @@ class PlanCommand:
         gpus_per_node: GPUs per node.
         interconnect: network between nodes: a name such as ib-200, or Gb/s per GPU.
         host_memory: host memory of a node in GiB, for offloading.
-        batch: sequences per optimizer step over all GPUs; none uses the same number on each
-            GPU, at least 8 in total.
+        batch: sequences per optimizer step over all GPUs; none uses the smallest total of at
+            least 8 that divides evenly among the GPUs.
         seq: tokens per sequence; none uses the model's maximum, but at most 4,096.
         precision: precision of the computation; none uses bf16 if the GPU supports it, else fp16.
         offload: also consider offloading the optimizer states.

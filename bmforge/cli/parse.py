@@ -52,7 +52,10 @@ def parse_options(
 
 @contextlib.contextmanager
 def _said_once() -> Iterator[None]:
-    """Let only the first process of a machine print, since all print the same message."""
+    """Context manager that silences all but the first process of a machine.
+
+    All processes would print the same message.
+    """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         yield
         return
@@ -82,7 +85,7 @@ def spell_switches(kind: Any, arguments: Sequence[str]) -> list[str]:
 
 
 def _find_switches(kind: Any) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield every spelling of every boolean field, with the option and the value it stands for."""
+    """Yield every spelling of every boolean field, with its option and its value."""
     for path, hint in find_options(kind):
         if is_switch(hint):
             option, (prefix, dot, name) = f"--{path}", path.rpartition(".")

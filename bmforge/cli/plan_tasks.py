@@ -78,7 +78,7 @@ def _reward(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _divergence(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the divergence of the student from itself; a teacher's needs as much memory."""
+    """Return the divergence of the student from itself; a teacher's logits need the same memory."""
 
     def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:
         return linear_jsd(head, head.detach(), 1.0, 1.0)

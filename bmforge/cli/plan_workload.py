@@ -153,7 +153,7 @@ def _make(
 
 
 def _find_kinds(model: Model) -> dict[Any, list[int]]:
-    """Group identical layers and return their numbers, the largest layers first."""
+    """Return the index of one layer of each kind of identical layers, the largest layers first."""
     stacks = [model.get_submodule(name) for name in model.layout_rules().stacks]
     kinds: dict[Any, list[int]] = {}
     for number in range(len(stacks[0])):
@@ -169,11 +169,11 @@ def _find_kinds(model: Model) -> dict[Any, list[int]]:
 
 
 class _Short:
-    """Builds the model with fewer layers on meta, all copies of one layer; caches the results.
+    """Builds a model on meta with copies of a single layer, for a given depth; caches the models.
 
     Args:
         make: function that returns the whole model.
-        number: number of the layer to copy.
+        number: index of the layer to copy.
     """
 
     def __init__(self, make: Callable[[], Model], number: int) -> None:
@@ -206,7 +206,7 @@ class _Short:
 
 @contextmanager
 def seen_as_plain(follower: Follower) -> Iterator[None]:
-    """Context manager that treats fake tensors as plain ones and shortens long loops.
+    """Context manager in which fake tensors count as plain tensors and long loops are shortened.
 
     `nn.recompute` frees only the outputs of plain tensors, which it identifies by their address.
     Fake tensors have no address, so their storages identify them here. Attention with a trained

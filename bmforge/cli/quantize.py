@@ -54,7 +54,7 @@ def _find_scheme(command: QuantizeCommand) -> str | QuantSpec:
 
 
 def _compare(before: str, after: str, texts: tuple[str, ...]) -> list[str]:
-    """Return a line for each metric, with its values before and after quantization."""
+    """Return one text line per metric, with the values before and after quantization."""
     config = EvaluateConfig(text=texts)
     was, now = evaluate_model(before, config), evaluate_model(after, config)
     return [

@@ -1,4 +1,4 @@
-"""Fields that a run of some task with some family has; see `dev/train_options.py`."""
+"""Generated table of the config fields that each task supports; see `dev/train_options.py`."""
 
 from __future__ import annotations
 

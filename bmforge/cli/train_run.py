@@ -125,7 +125,7 @@ def _with_groups(train: Any, groups: tuple[Any, ...]) -> Any:
 
 
 def _choose_layout(config: Any, word: str, world: int | None) -> Any:
-    """Return the config with the planner's layout, for the launched or the `world` processes."""
+    """Return the config with the planner's layout for `world` or the launched processes."""
     from bmforge.cli.auto_layout import apply_auto_layout
 
     if word != "auto":
