@@ -59,7 +59,7 @@ def is_block(module: nn.Module) -> bool:
 
 
 def low_rank_everywhere(model: nn.Module) -> Change:
-    """Return a change that adds low-rank parts to all projections, experts and the LM head."""
+    """Return a change that adds low-rank modules to all projections, experts and the LM head."""
     names = [
         name
         for name, module in model.named_modules()
@@ -96,12 +96,12 @@ def change_everything(model: Any) -> tuple[Change, ...]:
 
 
 def list_parts(model: nn.Module) -> list[nn.Module]:
-    """Return the low-rank parts of a model."""
+    """Return the low-rank modules of a model."""
     return [part for part in model.modules() if isinstance(part, (LowRank, ExpertsLowRank))]
 
 
 def spread_parts_(model: nn.Module, std: float = 0.1) -> None:
-    """Set the second matrices of the parts, initially zero, to random values."""
+    """Set the second matrices of the low-rank modules, initially zero, to random values."""
     generator = torch.Generator().manual_seed(7)
     for part in list_parts(model):
         for name, parameter in part.named_parameters():
@@ -110,11 +110,11 @@ def spread_parts_(model: nn.Module, std: float = 0.1) -> None:
 
 
 def merge_parts_(model: nn.Module, target: nn.Module) -> dict[str, tuple[str, str, float]]:
-    """Add the products of low-rank parts to the plain weights of `target`; untie tied weights.
+    """Add the products of low-rank modules to the plain weights of `target`; untie tied weights.
 
     Returns:
-        dictionary from the name of each merged weight to the names of the part's two matrices, and
-        its scale.
+        dictionary from the name of each merged weight to the names of the low-rank module's two
+        matrices, and its scale.
     """
     merged: dict[str, tuple[str, str, float]] = {}
     for name, part in model.named_modules():
@@ -154,7 +154,7 @@ def list_stored(model: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
 
 @torch.no_grad()
 def silence_the_rest_(full_model: nn.Module, narrow: nn.Module) -> None:
-    """Zero the columns of the output projections that the narrower model does not have."""
+    """Zero the output projection columns of heads and MLP units that the narrower model lacks."""
     for name, block in narrow.named_modules():
         if not is_block(block):
             continue
@@ -196,7 +196,7 @@ def run_step_of(model: Any, batch: Batch, owner: Any = None) -> dict[str, Tensor
 
 
 def list_outputs(output: Any) -> dict[str, Tensor]:
-    """Return the tensors of a model's output by name."""
+    """Return a dictionary from name to tensor with a model's outputs."""
     tensors = {name: value for name, value in output._asdict().items() if torch.is_tensor(value)}
     assert tensors
     return tensors

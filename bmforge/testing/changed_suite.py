@@ -1,4 +1,4 @@
-"""Tests of changed models for every family: low-rank parts and int8 weights."""
+"""Tests of changed models for every family: low-rank modules and int8 weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ChangedSuite:
 
     @capability("low-rank")
     def test_low_rank_is_the_merged_model(self, tiny: Model) -> None:
-        """Low-rank parts give the same outputs as merged weights, and matching gradients."""
+        """Low-rank modules give the same outputs as merged weights, and matching gradients."""
         model, batch = self._doubled(tiny)
         merged_model = copy.deepcopy(model)
         model.change_(low_rank_everywhere(model))
@@ -133,7 +133,7 @@ class ChangedSuite:
 
     @capability("changed: recompute", "changed: stream", "changed: offload")
     def test_changed_streams(self, changed: ModelConfig) -> None:
-        """Blocks with int8 weights and low-rank parts stream, with activations offloaded."""
+        """Blocks with int8 weights and low-rank modules stream, with activations offloaded."""
         model = self.model_class.from_config(changed)
         spread_parts_(model)
         freeze_base_(model)
@@ -176,7 +176,7 @@ class ChangedSuite:
 
     @capability("changed: generate")
     def test_changed_generates(self, tiny: Model) -> None:
-        """A model with int8 layers and low-rank parts generates what its plain equivalent does."""
+        """A model with int8 layers and low-rank modules generates like its plain equivalent."""
         model = copy.deepcopy(tiny).double()
         model.change_(stored_as_int8(model)).change_(low_rank_everywhere(model))
         spread_parts_(model, 1.0)
@@ -196,9 +196,9 @@ class ChangedSuite:
     @pytest.mark.long
     @capability("changed: checkpoint")
     def test_changed_goes_on_elsewhere(self, changed: ModelConfig, tmp_path: Path) -> None:
-        """Training for two steps on a pipeline and, from a checkpoint, one on one process is exact.
+        """A checkpoint of two pipeline stages resumes exactly on one process.
 
-        The result equals three steps on one process.
+        Two steps on the pipeline and one on a single process equal three steps on one process.
         """
         model = self.model_class.from_config(changed)
         inputs = self.make_inputs(model, batch=4)
@@ -224,7 +224,7 @@ class ChangedSuite:
     @pytest.mark.long
     @capability("changed: tensor")
     def test_changed_tensor_parallel(self, changed: ModelConfig) -> None:
-        """Low-rank parts are sharded like their layer, and int8 rows like plain rows."""
+        """Low-rank modules are sharded like their layer, and int8 rows like plain rows."""
         self.check_changed(changed, "tensor")
 
     @pytest.mark.long
@@ -252,7 +252,7 @@ class ChangedSuite:
         self.check_changed(changed, "combined")
 
     def check_changed_experts(self, changed: ModelConfig) -> None:
-        """Check expert parallelism with parts and int8 rows; only for families with experts."""
+        """Check expert parallelism with low-rank modules and int8 rows (families with experts)."""
         self.check_changed(changed, "expert")
 
     def check_changed(self, changed: ModelConfig, where: str, **more: Any) -> None:

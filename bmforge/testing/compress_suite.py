@@ -82,7 +82,7 @@ class CompressSuite:
     def make_small(
         self, config: CompressConfig, folder: Path, before: Any = None
     ) -> tuple[Any, Compression]:
-        """Compress, train, finish, save, open and stream a model; return it and its job."""
+        """Compress, train, finish, save, open and stream a model; return the model and its job."""
         model: Any = self.fat() if before is None else before
         batch = self.make_inputs(model)
         batch |= make_labels(model, batch)
@@ -110,7 +110,7 @@ class CompressSuite:
 
     @torch.no_grad()
     def check_opens(self, small: Any, folder: Path) -> None:
-        """Check that the saved model, opened or streamed, has the same outputs."""
+        """Check that the saved model has the same outputs after it is opened or streamed."""
         inputs = self.make_inputs(small)
         want = list_outputs(small(**inputs))
         small.save_pretrained(folder)

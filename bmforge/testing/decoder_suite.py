@@ -19,7 +19,7 @@ __all__ = ["DecoderOwnSuite", "DecoderSuite"]
 
 
 class DecoderOwnSuite:
-    """Tests of a decoder without a reference model; `tiny` is a small model."""
+    """Tests of a decoder that need no reference model; `tiny` is a small model."""
 
     def test_cached_decode(self, tiny: Model) -> None:
         """Decoding step by step with a cache gives the same logits as a single forward."""

@@ -1,7 +1,7 @@
-"""Tests of decoders that are defined by data and share the block of another family.
+"""Tests of decoders that are defined by a config and share the block of another family.
 
-Every test run compares their numbers and files with transformers. Tests of code that the shared
-block already covers (layouts, streaming, adapters, compression) are marked long.
+Every test run compares the numbers and files of these decoders with transformers. Tests of code
+that the shared block already covers (layouts, streaming, adapters, compression) are marked long.
 """
 
 from __future__ import annotations
@@ -58,4 +58,4 @@ def _copy(test: Callable[..., None]) -> Callable[..., None]:
     "test_init_has_the_promised_spread",
 )
 class DerivedDecoderSuite(DecoderSuite, FileSuite):
-    """All tests of a decoder; `make test` runs only those that check its own data."""
+    """All tests of a decoder; `make test` runs only those that check the decoder's own config."""

@@ -79,12 +79,12 @@ _KERNELS = {"multiply_packed": 2, "attend_pages": 2}
 
 @dataclass
 class Usage:
-    """What a program asked of an accelerator.
+    """Counts of the kernels, copies and waits of a program on an accelerator.
 
     Args:
         kernels: number of kernels by operation.
         pinned: copies from page-locked memory of the host, by file and line.
-        pageable: copies from other memory of the host, which wait, by file and line.
+        pageable: copies from other memory of the host, which block, by file and line.
         waits: waits for a value or a copy to the host, by file and line.
     """
 
@@ -94,7 +94,7 @@ class Usage:
     waits: Counter[str] = field(default_factory=Counter)
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Reset all counts."""
         for counter in (self.kernels, self.pinned, self.pageable, self.waits):
             counter.clear()
 
@@ -146,8 +146,8 @@ class DeviceTensor(Tensor):
     """A tensor of the simulated accelerator.
 
     Args:
-        host: its values.
-        accelerator: simulation that counts its operations.
+        host: host tensor with the values.
+        accelerator: simulation that counts the tensor's operations.
     """
 
     host: Tensor
@@ -172,7 +172,7 @@ class DeviceTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation of a thread in which the mode is not active, such as backward's."""
+        """Run an operation on a thread without the active mode, such as backward's thread."""
         tensors = tree_leaves((args, kwargs))
         accelerator = next(t.accelerator for t in tensors if isinstance(t, DeviceTensor))
         return accelerator.run(func, args, kwargs or {})
@@ -207,12 +207,12 @@ class FakeAccelerator(TorchDispatchMode):
         self._library.impl("empty_strided", self._empty_strided, "PrivateUse1")
 
     def send(self, tensor: Tensor) -> DeviceTensor:
-        """Return a host tensor on the accelerator, uncounted and sharing its memory."""
+        """Return a host tensor as a tensor on the accelerator, sharing memory and not counted."""
         return DeviceTensor(tensor, self)
 
     @torch.no_grad()
     def send_model_(self, model: nn.Module) -> nn.Module:
-        """Replace a model's parameters and buffers by tensors on the accelerator, uncounted."""
+        """Move a model's parameters and buffers to the accelerator, without counting copies."""
         sent: dict[int, nn.Parameter] = {}  # tied parameters stay tied
         for module in model.modules():
             for name, p in module._parameters.items():
@@ -266,7 +266,7 @@ class FakeAccelerator(TorchDispatchMode):
         return tree_map(wrap, out)
 
     def _count(self, name: str, tensors: list[Tensor], args: Any, kwargs: Any) -> bool:
-        """Count an operation; return True if its result is on the host."""
+        """Count an operation; return True if the result is on the host."""
         line = _find_line()
         if name in _WAITS:
             self.usage.waits[line] += 1
@@ -301,14 +301,14 @@ def _unwrap(value: Any) -> Any:
 
 
 def _multiply_wide(x: Tensor, *others: Any) -> Tensor:
-    """Multiply activations of half precision on the host, which takes fp32 only."""
+    """Multiply half-precision activations on the host, where the kernel supports fp32 only."""
     *matrix, bias = others
     wide = None if bias is None else bias.float()
     return torch.ops.bmforge.multiply_packed(x.float(), *matrix, wide).to(x.dtype)
 
 
 def _ends_of_copy(name: str, args: Any, kwargs: Any, device: torch.device) -> tuple[Tensor, bool]:
-    """Return the source of a copy, and whether its target is on the accelerator."""
+    """Return the source of a copy, and True if the target is on the accelerator."""
     if name == "copy_":
         return args[1], isinstance(args[0], DeviceTensor)
     if name == "_to_copy":

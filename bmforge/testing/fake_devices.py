@@ -39,7 +39,7 @@ class FakeDevices(FakeTensorMode):
         self._give_(model, home)
 
     def move(self, values: Any, device: torch.device) -> Any:
-        """Return the values with every tensor replaced by a fake one on `device`."""
+        """Return nested values in which every tensor is replaced by a fake one on `device`."""
         return tree_map_only(Tensor, lambda tensor: self._describe(tensor, device), values)
 
     def _give_(self, module: nn.Module, device: torch.device) -> None:

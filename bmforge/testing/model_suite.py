@@ -182,7 +182,7 @@ class ModelSuite(FamilySuite):
 
 
 def _compare(outputs: Any, expected: Any) -> list[str]:
-    """Compare the outputs that both models return; return their names."""
+    """Compare the outputs that both models return; return the names of these outputs."""
     names = []
     for name in _COMPARED:
         value, other = getattr(outputs, name, None), expected.get(name)

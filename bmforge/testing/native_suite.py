@@ -30,8 +30,8 @@ class NativeSuite:
     def test_native_step(self, wide: Model, scheme: str) -> None:
         """Logits of padded rows equal those of torch, for one or several tokens per step.
 
-        With float activations they are equal up to rounding. With 8-bit activations a difference in
-        the last bit can change a rounded value, so the tolerance is larger.
+        With float activations the logits are equal up to rounding. With 8-bit activations a
+        difference in the last bit can change a rounded value, so the tolerance is larger.
         """
         if not wide.traits.writes:
             return
@@ -54,7 +54,7 @@ class NativeSuite:
 def decode_both_ways(
     model: Any, masked: bool = True
 ) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
-    """Return the logits of some steps, native and by torch, and how the blocks were run.
+    """Return the logits of some steps, native and by torch, and the numbers of native blocks.
 
     Shape:
         returns (steps, B, V) twice, and the numbers of native and torch blocks in each step

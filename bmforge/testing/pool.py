@@ -97,7 +97,7 @@ def _forget_meshes() -> None:
 
 @dataclass
 class _Worker:
-    """A worker process, its connection, and the file with its crash log."""
+    """A worker process with its connection and the file of its crash log."""
 
     process: Any
     connection: Connection

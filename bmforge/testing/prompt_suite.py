@@ -1,4 +1,4 @@
-"""Tests of prompts for every family: zero-shot, soft tokens, words of several tokens."""
+"""Tests of prompts for every family: zero-shot, soft tokens, label words of several tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PromptSuite:
 
     @capability("prompt")
     def test_prompt(self) -> None:
-        """Class logits equal those computed from all logits, for words of one or several tokens.
+        """Class logits equal those from all logits, for label words of one or several tokens.
 
         Training soft tokens lowers the loss.
         """
@@ -83,7 +83,7 @@ def _check_first(classifier: PromptClassifier) -> None:
 
 
 def _check_whole(model: Any, template: Template, tokenizer: Any) -> None:
-    """Check words of several tokens, predicted one after the other or each at its own mask."""
+    """Check label words of several tokens, predicted autoregressively or each at its own mask."""
     words = ManualVerbalizer(_WORDS, tokenizer, join="joint", normalize=False)
     classifier = PromptClassifier(model, template, words, frozen=True)
     scored = classifier.classify(PROMPTED)

@@ -80,7 +80,7 @@ class ServingSuite:
         return [{"embedding": engine.embed(row, delta=names)} for names in choices]
 
     def serving_tokenizer(self) -> Any:
-        """Return the tokenizer of a family whose inputs are not plain ids; None for others."""
+        """Return a tokenizer if the family's inputs are not plain token ids, else None."""
         return None
 
     def serving_prompts(self, model: Any) -> list[Any]:
@@ -126,5 +126,5 @@ class ServingSuite:
 
 
 def _as_tensor(answer: Completion) -> Tensor:
-    """Return an answer's ids as a tensor; without ids, the code points of its text."""
+    """Return an answer's ids as a tensor, or the code points of its text if it has no ids."""
     return torch.tensor(answer.ids or [ord(character) for character in answer.text])

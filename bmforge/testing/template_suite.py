@@ -78,7 +78,7 @@ class TemplateSuite:
             yield model, self.make(_LETTERS, model)
 
     def test_pieces_are_of_the_example(self) -> None:
-        """Wrapping an example returns the template's masks and does not change the example."""
+        """A wrapped example contains the template's masks, and the example is not changed."""
         for _, template in self.opened():
             for example in self.examples:
                 before = repr(example)

@@ -1,11 +1,11 @@
 """Measures a process's communication: every collective and message, with its size.
 
-All of them, including those of FSDP2, DTensor and functional collectives, end in an operator of the
-namespaces `c10d` or `_c10d_functional`, and a `TorchDispatchMode` sees every operator. It also sees
-those of the backward pass: on a CPU it runs on the calling thread, and autograd's own threads
-inherit that thread's modes. Patching the functions of `torch.distributed` instead would miss
-callers that imported them by name (bmforge's own `collectives.py`), and functional collectives,
-which call none of them.
+All collectives and messages, including those of FSDP2, DTensor and functional collectives, end in
+an operator of the namespaces `c10d` or `_c10d_functional`, and a `TorchDispatchMode` sees every
+operator. It also sees those of the backward pass: on a CPU it runs on the calling thread, and
+autograd's own threads inherit that thread's modes. Patching the functions of `torch.distributed`
+instead would miss callers that imported them by name (bmforge's own `collectives.py`), and
+functional collectives, which call none of them.
 
 Not counted: traffic of the store, used for rendezvous and group creation, and calls from threads
 that the program itself starts.
@@ -93,7 +93,7 @@ class Traffic(TorchDispatchMode):
 
     @property
     def volumes(self) -> dict[str, Volume]:
-        """Number of calls and bytes of every kind of communication."""
+        """Number of calls and total bytes of every kind of communication."""
         return add_up(self.calls.elements())
 
 
