@@ -17,8 +17,8 @@ def leave(status: int) -> NoReturn:
     """Exit the program; a process of a distributed job skips the interpreter's shutdown.
 
     A gloo thread needs the interpreter to release the tensors of the last collective. If the
-    interpreter is already shutting down, the process aborts, and a successful run is reported as
-    failed.
+    interpreter is already shutting down, the process aborts, and the launcher reports a successful
+    run as failed.
     """
     if "RANK" not in os.environ:
         sys.exit(status)

@@ -67,7 +67,7 @@ def leave_out_balance(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _filled(model: nn.Module, value: Any) -> Iterator[Any]:
-    """Context manager that temporarily sets the model's attribute for statistics."""
+    """Context manager that temporarily sets the model's attribute for load statistics."""
     before = getattr(model, _SLOT)
     fill_slot_(model, _SLOT, value)
     try:

@@ -22,9 +22,9 @@ def count_labels(batch: Batch, model: Any = None) -> int:
 
     Args:
         batch: keyword arguments of the model.
-        model: model whose method `count_items` is used, if it has one, as all models of bmforge
-            do. Otherwise labels are counted as for a causal language model that shifts them, or for
-            a sequence classifier.
+        model: model whose method `count_items` counts the labels; all models of bmforge have
+            this method. For other models, labels are counted as for a causal language model that
+            shifts them, or for a sequence classifier.
 
     Shape:
         labels: (B, T) token ids, not shifted, so the first token of a sequence is not counted;

@@ -1,7 +1,7 @@
 """The only module that distinguishes between kinds of devices.
 
-It answers which device to use, which collective backend the device needs, how much memory is
-allocated, and what its peak speed is. Without an accelerator it selects the CPU.
+Its functions choose the device, the collective backend and fast matrix products, and return the
+allocated memory and the peak speed. Without an accelerator they use the CPU.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def default_device(local_rank: int = 0) -> torch.device:
 
 
 def device_at(index: int | None = None) -> torch.device:
-    """Return accelerator `index`, the current one for None, or the CPU if the machine has none.
+    """Return accelerator `index`; None selects the current one, or the CPU without accelerators.
 
     Raises:
         ConfigError: the machine has fewer accelerators.
@@ -76,7 +76,7 @@ def find_devices(
     """Return devices by index or name, such as 0, "cuda:1" or "cpu"; the default one for None.
 
     Raises:
-        ConfigError: the list is empty, a device does not exist, or is listed twice.
+        ConfigError: the list is empty, a device does not exist, or a device is listed twice.
     """
     if names is None:
         return (default_device(),)
@@ -175,10 +175,10 @@ def triton_features(device: torch.device) -> tuple[bool, bool] | None:
 
 
 def send_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a host tensor on `device`; copied to an accelerator without waiting for the copy.
+    """Return a host tensor on `device`; copies to an accelerator are asynchronous.
 
-    A copy from page-locked memory is asynchronous, and torch's allocator keeps that memory until
-    the copy is done.
+    The host memory should be page-locked; torch's allocator keeps that memory until the copy is
+    done.
     """
     if device.type == "cpu":
         return tensor
@@ -205,7 +205,7 @@ def reads_are_free(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def fork_random(number: int) -> Iterator[None]:
-    """Context manager that uses a random state per `number` and restores the generators on exit.
+    """Context manager with a separate random state per `number`; restores the generators on exit.
 
     The seed also depends on one sample of the global generator, so runs are reproducible.
     """
@@ -302,7 +302,7 @@ def _mkl_is_slow() -> bool:
 
 
 def _keeps_fp32() -> bool:
-    """Return True if fp32 products keep digits that bf16 cannot represent."""
+    """Return True if fp32 matrix products keep digits that bf16 cannot represent."""
     value, size = 1 + 2**-12, 256
     product = torch.full((size, size), value) @ torch.ones(size, size)
     return bool((product == size * value).all())

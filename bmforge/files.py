@@ -26,7 +26,7 @@ def check_place(path: str | Path, name: str) -> None:
     """Check that a file or directory can be created at `path`, before any work is done.
 
     Args:
-        path: file or directory; it and its parent directories need not exist.
+        path: file or directory; neither `path` nor its parent directories need to exist.
         name: name of the option that sets the path, for the error message.
 
     Raises:

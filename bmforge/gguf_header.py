@@ -252,7 +252,7 @@ def _check_places(cursor: _Cursor, tensors: dict[str, GgufTensor], size: int) ->
 
 
 class _Cursor:
-    """Reads a header sequentially and checks bounds.
+    """Reads a GGUF header sequentially and checks bounds.
 
     Args:
         file: the open file, at its beginning.
@@ -283,7 +283,10 @@ class _Cursor:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def count(self, least_bytes: int, what: str) -> int:
-        """Read a number of items; check that so many fit, at `least_bytes` or more per item."""
+        """Read a number of items, and check that the rest of the file can contain them.
+
+        An item has at least `least_bytes` bytes.
+        """
         count = self.number("<Q")
         if count > (self.end - self.at) // least_bytes:
             raise self.damaged(f"it declares {count} {what}, more than fit")

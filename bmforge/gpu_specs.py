@@ -55,11 +55,11 @@ class Device:
     full_efficiency: float = _FULL
 
     def reached(self, precision: str) -> float:
-        """Return the fraction of the peak that matrix products reach."""
+        """Return the fraction of the peak FLOP/s that matrix products reach in this precision."""
         return self.full_efficiency if precision == "fp32" else self.efficiency
 
     def peak_flops(self, precision: str) -> float:
-        """Return the peak in FLOP/s."""
+        """Return the peak of matrix products in this precision, in FLOP/s."""
         return 1e12 * (self.full_tflops if precision == "fp32" else self.half_tflops)
 
     @property

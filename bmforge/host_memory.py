@@ -57,7 +57,7 @@ def peak_resident_bytes() -> int:
 
 
 def data_room_bytes() -> int | None:
-    """Return how many more bytes ``ulimit -d`` lets this process allocate; None without a limit."""
+    """Return the bytes that ``ulimit -d`` still lets this process allocate; None if unlimited."""
     limit = -1 if resource is None else resource.getrlimit(resource.RLIMIT_DATA)[0]
     if resource is None or limit == resource.RLIM_INFINITY:
         return None
@@ -90,7 +90,7 @@ def host_memory_bytes() -> int:
 
 
 def available_host_bytes() -> int | None:
-    """Return how many bytes this process can still allocate; None if the system does not tell.
+    """Return the bytes that this process can still allocate; None if the system cannot tell.
 
     This is the minimum over the machine and all containers around the process.
     """

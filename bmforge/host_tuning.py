@@ -1,7 +1,8 @@
 """Host settings for long computations: keep freed memory, and use faster matrix products.
 
-They change results only by the order of summation. The environment variable ``BMFORGE_HOST_TUNING``
-selects them: ``memory,products`` (default), one of them, or ``none``.
+The settings change only the order of summation, not what is computed. The environment variable
+``BMFORGE_HOST_TUNING`` selects the settings: ``memory,products`` (default), one of them, or
+``none``.
 """
 
 from __future__ import annotations
@@ -74,15 +75,15 @@ def keep_freed_memory() -> bool:
 def return_freed_memory() -> bool:
     """Make glibc return freed blocks of 256 KiB or more immediately; return True if this worked.
 
-    By default glibc raises this threshold over time, per thread. Long-lived blocks between freed
-    ones then leave holes that no later block fills, and the process exceeds its memory budget.
+    By default glibc raises this threshold over time, per thread. Freed memory between long-lived
+    blocks is then often too small for later blocks, and the process exceeds its memory budget.
     """
     library = _glibc()
     return library is not None and bool(library.mallopt(_MMAP_THRESHOLD, _RETURNED_BLOCK))
 
 
 def give_back_memory() -> None:
-    """Return memory that this process has freed but still holds to the system."""
+    """Make glibc return all freed memory of this process to the system."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
@@ -101,7 +102,7 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 class MemoryWatch:
-    """Limits how much freed memory a process keeps between steps."""
+    """Returns freed memory to the system if a process keeps too much of it between steps."""
 
     def __init__(self) -> None:
         self._steps, self._bound = 0, 0

@@ -122,7 +122,7 @@ def _gnu() -> list[License]:
 
 
 def _of_code() -> list[License]:
-    """Return public-domain dedications and licenses for software."""
+    """Return the public-domain dedications and the software licenses of the table."""
     both = {"notice": "the condition on notices"}
     return [
         License("CC0-1.0", "https://creativecommons.org/publicdomain/zero/1.0/legalcode"),
@@ -156,7 +156,7 @@ def _of_code() -> list[License]:
 
 
 def _of_data() -> list[License]:
-    """Return licenses for databases and data sets."""
+    """Return the licenses of the table that are for databases and data sets."""
     return [
         License(
             "ODbL-1.0",
@@ -180,7 +180,7 @@ def _of_data() -> list[License]:
 
 
 def _of_models() -> list[License]:
-    """Return licenses for models."""
+    """Return the licenses of the table that are for models."""
     hub = "https://huggingface.co/spaces"
     rail = {
         "use-policy": "sections 4 and 5, attachment A",

@@ -201,7 +201,7 @@ def _parse_operand(tokens: list[str]) -> tuple[Alternatives, list[str]]:
 
 
 def _find_one(license_text: str) -> License | None:
-    """Return the license with an id, name or URL."""
+    """Return the license that an id, name or URL denotes; None if the license is unknown."""
     text = " ".join(license_text.strip().lower().split())
     if text in _BY_ID:
         return _BY_ID[text]
@@ -258,7 +258,7 @@ def check_license(value: str, name: str) -> str:
 def obeys(name: str, policy: str) -> bool:
     """Return True if a policy of `POLICIES` allows a license.
 
-    If a license expression has alternatives, one that is allowed is enough.
+    A license expression with alternatives is allowed if one of its alternatives is allowed.
     """
     refused = POLICIES[policy]
     return any(
@@ -324,12 +324,15 @@ def _joinable(first: License, second: License) -> bool:
 
 
 def _added(other_terms: Mapping[str, str], own_terms: Mapping[str, str]) -> Sequence[str]:
-    """Return the restrictive terms in `other_terms` that are not in `own_terms`."""
+    """Return the restrictive terms in `other_terms` that `own_terms` lacks."""
     return [term for term in RESTRICTS if term in other_terms and term not in own_terms]
 
 
 def _cover(part: License, target: License) -> Conflict | None:
-    """Return the conflict if the license of the whole lacks a restriction of a part, or None."""
+    """Return the conflict if the target license lacks a restriction of the part's license.
+
+    Returns None if the target license has all restrictions.
+    """
     if target.id in (part.id, *part.compatible):
         return None
     for term in RESTRICTS:

@@ -136,7 +136,7 @@ class ProgressBar:
 
 
 class _Note(ProgressColumn):
-    """Column with a text after the bar, truncated at the end of the line."""
+    """Progress bar column with a text after the bar, truncated at the end of the line."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["text"], no_wrap=True, overflow="ellipsis")

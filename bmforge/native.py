@@ -106,7 +106,7 @@ def processor_field(*names: str) -> str:
 
 @cache
 def say_once(message: str) -> None:
-    """Log a warning, but only once per process."""
+    """Log a warning, once per process for the same message."""
     get_logger().warning("%s", message)
 
 
@@ -201,7 +201,7 @@ def _check_owner(path: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Context manager that locks out the user's other processes, where files can be locked."""
+    """Context manager that locks a directory against other processes, where locks are supported."""
     if fcntl is None:
         yield
         return

@@ -88,11 +88,11 @@ class Provenance:
     parts: tuple[ProvenanceSource, ...] = ()
 
     def __bool__(self) -> bool:
-        """Return True if anything is known."""
+        """Return True if a license or a part is recorded."""
         return bool(self.license or self.parts)
 
     def as_parts(self, kind: str, name: str) -> tuple[ProvenanceSource, ...]:
-        """Return the model and its parts, as the parts of another model that is made from it."""
+        """Return the model and its parts as parts of a model that is derived from it."""
         return (ProvenanceSource(kind, name, self.license or UNKNOWN), *self.parts)
 
     def joined(self, parts: Iterable[ProvenanceSource]) -> Provenance:
@@ -111,7 +111,7 @@ class Provenance:
         return [by_id[id] for id in sorted(by_id)]
 
     def unknown(self) -> list[ProvenanceSource]:
-        """Return the parts whose license is not recognized."""
+        """Return the models and data whose license is not recognized."""
         return [p for p in self.parts if p.kind != "terms" and find_license(p.license) is None]
 
 
@@ -160,7 +160,7 @@ def _from_record(record: Any, where: Path) -> Provenance:
 
 
 def _rename_old_key(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with the license under its current key."""
+    """Return a provenance record with the license under its current key."""
     return {"license" if key == _OLD_KEY else key: value for key, value in record.items()}
 
 

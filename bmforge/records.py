@@ -130,7 +130,7 @@ def find_units(model: nn.Module, rules: Cuts | None) -> tuple[Unit, ...]:
 
 
 def units_of(model: nn.Module) -> tuple[Unit, ...]:
-    """Return the units of a model; if it is not parallelized, those that it would have."""
+    """Return the units of a model; without parallelization, the units that `find_units` finds."""
     record = laid_out(model)
     if record is not None and record.units is not None:
         return record.units
@@ -175,13 +175,13 @@ _RECORD = "_laid_out"
 
 
 def laid_out(model: nn.Module) -> LaidOut | None:
-    """Return a model's record, or None if it has none."""
+    """Return the `LaidOut` record of a model, or None if the model has no record."""
     record: LaidOut | None = model.__dict__.get(_RECORD)
     return record
 
 
 def record_of(model: nn.Module) -> LaidOut:
-    """Return a model's record, creating it if needed."""
+    """Return the `LaidOut` record of a model, creating it if needed."""
     record: LaidOut = model.__dict__.setdefault(_RECORD, LaidOut())
     return record
 
@@ -206,15 +206,15 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True)
 class Side:
-    """Record of where the values and the gradient of one tensor are stored.
+    """Record of the storages that hold the values and the gradient of one tensor.
 
     It must not reference the tensor, because both would then never be freed.
 
     Args:
-        master: storage of the values that are trained, possibly with more bits than the tensor.
+        master: storage of the trained values, possibly with more bits than the tensor.
         origin: storage from which the values are streamed when the block runs; the tensor's own
             memory is then not valid.
-        left_gradient: queue that takes the gradient as soon as it is computed.
+        left_gradient: queue that receives the gradient as soon as backward has computed it.
     """
 
     master: Keeper | None = None
@@ -227,7 +227,7 @@ _SIDES = WeakIdKeyDictionary()
 
 
 def side_of(tensor: Tensor) -> Side:
-    """Return a tensor's record; fast if no tensor has one."""
+    """Return the `Side` record of a tensor; fast if no tensor has a record."""
     return _SIDES.get(tensor, _NOTHING) if len(_SIDES) else _NOTHING
 
 
@@ -241,7 +241,10 @@ def note_(tensor: Tensor, **facts: Any) -> None:
 
 
 def swap_(old: Tensor, new: Tensor) -> None:
-    """Give `old` the memory and dtype of `new`; the object and its record stay the same."""
+    """Replace the storage and dtype of `old` by those of `new`, in place.
+
+    The tensor object and its `Side` record do not change.
+    """
     side = _SIDES.pop(old, None)
     torch.utils.swap_tensors(old, new)
     old.__dict__.update(new.__dict__)  # swap_tensors swapped the attributes too

@@ -81,8 +81,8 @@ class Box:
 def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return True for a DTensor.
 
-    It does not import torch.distributed.tensor, which takes longer than importing torch. As long as
-    nothing else has imported that module, no DTensor can exist.
+    The function does not import torch.distributed.tensor, which takes longer than importing torch:
+    no DTensor can exist before another module has imported it.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -94,7 +94,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def laid_out_like(local: Tensor, pattern: Tensor) -> Tensor:
-    """Return the tensor that is sharded like `pattern` and has the local shard `local`.
+    """Return a tensor that is sharded like `pattern` and whose local shard is `local`.
 
     If `pattern` is a plain tensor, `local` itself is returned.
     """
@@ -133,7 +133,7 @@ def is_first_replica(tensor: Tensor, leads: bool) -> bool:
 
     Args:
         tensor: a DTensor, or a plain tensor that is replicated over several ranks.
-        leads: True on the first of the ranks that have a copy of a plain tensor.
+        leads: whether this rank is the first of those that have a copy of a plain tensor.
     """
     if not is_distributed(tensor):
         return leads
@@ -180,7 +180,7 @@ class Source:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> Tensor:
-        """Return a contiguous CPU tensor, possibly the tensor's own memory."""
+        """Return the values as a contiguous CPU tensor, which may share the tensor's memory."""
         if self.keeper is None:
             return local_tensor(self.pattern.detach()).cpu().contiguous()
         values = torch.empty(self.shape, dtype=self.dtype)
@@ -190,8 +190,8 @@ class Source:
     def taken(self) -> Source:
         """Return a snapshot that later changes of the tensor do not affect.
 
-        If the values are on disk, the source itself is returned: they must not change before they
-        are read.
+        If the values are on disk, the source itself is returned, and the values must not change
+        before they are read.
         """
         if self.is_late:
             return self
@@ -202,7 +202,7 @@ class Source:
 
 
 def source_of(tensor: Tensor) -> Source:
-    """Return the source of a tensor's values; if there are several, the one that is trained."""
+    """Return the source of a tensor's values; the master copy if the tensor has several."""
     side = side_of(tensor)
     return Source(tensor, side.master or side.origin)
 

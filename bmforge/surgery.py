@@ -133,7 +133,7 @@ def persistent_tensors(root: nn.Module) -> dict[str, Tensor]:
     """Return a dictionary from name to tensor with everything that a checkpoint contains.
 
     It has the parameters, then the persistent buffers. A tied tensor appears once, under its first
-    name. Initialization, loading, saving, checkpoints and the planner all use it.
+    name. Initialization, loading, saving, checkpoints and the planner all use this function.
     """
     tensors: dict[str, Tensor] = dict(root.named_parameters())
     seen = {id(tensor) for tensor in tensors.values()}
@@ -146,7 +146,7 @@ def persistent_tensors(root: nn.Module) -> dict[str, Tensor]:
 
 
 def repeated_names(model: nn.Module) -> set[str]:
-    """Return the names under which parameters appear again, such as a tied head's weight."""
+    """Return the additional names of tied parameters, such as that of a tied head's weight."""
     first = {name for name, _ in model.named_parameters()}
     return {n for n, _ in model.named_parameters(remove_duplicate=False)} - first
 
@@ -212,7 +212,7 @@ def find_repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def _are_alike(kinds: set[type[nn.Module]]) -> bool:
-    """Return True for a single class, or for classes with a common base that is not torch's.
+    """Return True if all classes are the same, or have a common base class that is not torch's.
 
     Hybrid models have blocks of several classes, such as recurrence and attention, in one list.
     """
@@ -261,7 +261,7 @@ def wrap_forward_(module: nn.Module, wrapper: Wrapper, order_key: str) -> None:
 
 
 def unwrap_forward_(module: nn.Module, order_key: str) -> Wrapper:
-    """Remove and return the wrapper at a place; after the last one the original forward is back.
+    """Remove and return the wrapper at a place; without wrappers the original forward is restored.
 
     Raises:
         ConfigError: the place has no wrapper.
@@ -278,7 +278,7 @@ def unwrap_forward_(module: nn.Module, order_key: str) -> Wrapper:
 
 
 def wrappers_of(module: nn.Module) -> list[tuple[str, Wrapper]]:
-    """Return the place and wrapper of all wrappers of a module's forward, innermost first."""
+    """Return the places and wrappers of a module's forward, innermost first."""
     wrapping = module.__dict__.get(_WRAPPING)
     if wrapping is None:
         return []
@@ -303,7 +303,10 @@ def _wrapping_of(module: nn.Module) -> _Wrapping:
 
 
 def _compose_(module: nn.Module, wrapping: _Wrapping) -> None:
-    """Compose the wrappers into one forward; plain partials add no measurable cost to a call."""
+    """Replace a module's forward by one that calls all wrappers, as nested partials.
+
+    Plain partials add no measurable cost to a call.
+    """
     module.__dict__.pop("forward", None)
     module.__dict__.pop(_WRAPPING, None)
     if wrapping.own is not None:
