@@ -99,7 +99,7 @@ def train_linear(
         seed: random seed of the order of the texts.
 
     Raises:
-        ConfigError: there is no good or no bad text.
+        ConfigError: no texts of high quality or no texts of low quality are given.
     """
     sides = [[_features(text, size) for text in texts] for texts in (bad, good)]
     if not all(sides):

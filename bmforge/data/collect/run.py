@@ -189,7 +189,7 @@ class _Collection:
         return report.requests < config.most_pages and report.body_bytes < config.most_bytes
 
     def next(self) -> tuple[str, str, int] | None:
-        """Wait for the next available host; return it, its next URL, and the redirect count."""
+        """Wait for the next available host; return its key, a URL, and the redirect count."""
         ready = [(host.next_s, key) for key, host in self.hosts.items() if host.waiting]
         if not ready:
             return None

@@ -57,7 +57,7 @@ class NearDuplicates:
 
     Attributes:
         survivor: id of the kept document, by the id of each dropped one.
-        similarity: similarity to the document that it matched, by the id of each dropped document.
+        similarity: similarity to the matched document, by the id of each dropped document.
         place: position in the corpus, by the id of each dropped document.
         compared: number of pairs that were compared exactly.
     """

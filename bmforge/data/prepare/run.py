@@ -91,7 +91,7 @@ def prepare(
 
     Raises:
         ConfigError: `out_dir` holds a corpus of other settings or inputs, or other files.
-        DataError: an input is bad, most of it is not read, or no text is left.
+        DataError: an input is damaged, most input bytes are not read, or no text is left.
     """
     config = config or PrepareConfig()
     all_steps = choose_steps(config, steps)

@@ -136,7 +136,7 @@ class _Line:
         plain: its characters without spaces and bullet.
         is_item: True for a list item.
         is_linked: True if half of its characters or more are links.
-        is_sentence: True if it is long, has a sentence end and is not linked.
+        is_sentence: True if the line is long, has a sentence end and is not linked.
     """
 
     raw: str

@@ -60,9 +60,9 @@ class Columns:
     """Metadata of a store's documents, in order; 0 and NaN mean unknown.
 
     Attributes:
-        names: per column, the names that the numbers in it represent; number 0 is "".
-        rows: a row for each document, in the layout above; the date is year x 10000 + month x 100
-            + day, with 0 for unknown parts.
+        names: per column, the names that its numbers represent; number 0 is "".
+        rows: a row for each document, in the layout above; the date is year x 10000 + month x
+            100 + day, with 0 for unknown parts.
     """
 
     names: Mapping[str, list[str]] = field(default_factory=lambda: {name: [""] for name in NAMED})

@@ -48,7 +48,7 @@ def read_task(name: str, folder: str | Path, split: str) -> list[TaskExample]:
 
     Raises:
         ConfigError: no such task or split.
-        DataError: no such file, or a line of it has the wrong format.
+        DataError: the file is missing, or a line has the wrong format.
     """
     if name not in TASKS:
         raise ConfigError(

@@ -92,7 +92,7 @@ def word_task(task: BenchmarkTask, example: TaskExample) -> Wording:
     """Return the prompt templates of a task.
 
     Args:
-        task: task; if it has no own templates, a generic template is used.
+        task: any task; a generic template is returned if the task has no own templates.
         example: an example of the task, whose fields a generic template lists.
     """
     if task.name in _WORDINGS:
