@@ -151,7 +151,7 @@ def check_attached(model: nn.Module, delta: AttachedDelta) -> None:
 
 
 class _Link(NamedTuple):
-    """One adapter module in the chain of those that transform a layer's output."""
+    """One of the adapter modules that transform a layer's output in sequence."""
 
     delta: AttachedDelta | None
     owner: str

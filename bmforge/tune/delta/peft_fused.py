@@ -23,7 +23,7 @@ _LEAVES = {
 def split_fused(
     parts: list[Held | None], rows: list[int], leaf: str, tensor: Tensor, ranks: list[int] | None
 ) -> dict[str, Tensor]:
-    """Split the adapter tensor of a fused layer into those of the bmforge layers.
+    """Split the adapter tensor of a fused layer into tensors of the bmforge layers.
 
     Args:
         parts: adapter modules of the fused layer, in order; None for layers without one.

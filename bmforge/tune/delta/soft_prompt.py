@@ -59,7 +59,7 @@ class SoftPrompt(Delta):
         model: bmforge model that reads tokens.
         words: ids of tokens whose embeddings initialize the rows, repeated as needed; ()
             initializes at random.
-        options: `length` and `std`, and those of every `Delta`.
+        options: `length` and `std`, and the options of every `Delta`.
 
     Attributes:
         scores: all scores of the search, if `tune_black_box` found the prompt.

@@ -31,8 +31,8 @@ class OwnTensor:
     Args:
         name: name in the module.
         shape: global shape.
-        is_trained: True if it requires gradients.
-        is_delta: True if it belongs to an adapter.
+        is_trained: True if the parameter requires gradients.
+        is_delta: True if the parameter belongs to an adapter.
         is_again: True if a module further up has the same parameter (tied).
     """
 
@@ -97,12 +97,12 @@ class _Node:
     Args:
         name: name in its parent.
         kind: class name.
-        tensors: parameters registered directly on it.
+        tensors: parameters registered directly on the module.
         children: submodules that are shown.
         is_delta: True for an adapter module, or a module inside one.
         is_list: True for a container without computation.
         look: key that is equal for modules of equal structure.
-        counts: parameters of it and its submodules.
+        counts: parameters of the module and its submodules.
     """
 
     name: str

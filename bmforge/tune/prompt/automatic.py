@@ -35,7 +35,8 @@ def find_label_tokens(
         logits: logits at the masks of labeled examples.
         labels: classes of the examples, from 0.
         words_per_class: number of tokens to return per class.
-        num_candidates: candidate tokens per class: the most probable ones on its own examples.
+        num_candidates: candidate tokens per class: the most probable tokens on the class's
+            examples.
         score: "llr" for the log-likelihood ratio, or "ce" for cross-entropy.
         balance: True to give the other classes' examples the same total weight as the class's own.
 

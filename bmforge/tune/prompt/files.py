@@ -1,4 +1,4 @@
-"""Reads template and label word files in OpenPrompt's formats, and writes those of a run.
+"""Reads template and label word files in OpenPrompt's formats; writes the files of a run.
 
 Formats of label words: .txt or .csv with one class per line, words separated by commas, an empty
 line between verbalizers; .json with one verbalizer or a list; .jsonl with one per line. A

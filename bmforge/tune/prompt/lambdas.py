@@ -29,7 +29,7 @@ def read_lambda(node: ast.Lambda) -> Callable[[Any], str]:
     """Return a function that is equivalent to a lambda of one argument.
 
     Raises:
-        ValueError: the lambda uses other syntax; the message names it.
+        ValueError: the lambda uses unsupported syntax, which the message names.
     """
     spec = node.args
     names = [argument.arg for argument in spec.args]

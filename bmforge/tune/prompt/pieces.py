@@ -82,7 +82,7 @@ class Wrapped:
     """A template piece after an example's text was inserted.
 
     Args:
-        text: text to tokenize; for a soft row, the word that initializes it.
+        text: text to tokenize; for a soft row, the word that initializes the row.
         kind: "text" for any piece that is tokenized.
         soft: number of the soft row, from 1; 0 for none.
         shortenable: True if the text may be truncated.

@@ -40,9 +40,9 @@ class _Rows:
         told: further values on which an example's row depends, for the fingerprint.
 
     Attributes:
-        columns: label columns; `collate` adds the others.
-        fingerprint: see `ExampleSource`; a hash of the template and the number of examples, since
-            reading all examples would take time proportional to their number.
+        columns: label columns; `collate` adds all other columns.
+        fingerprint: see `ExampleSource`; a hash of the template and the number of examples,
+            since reading all examples would take time proportional to their number.
 
     Raises:
         ConfigError: there are no examples.

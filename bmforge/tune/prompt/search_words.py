@@ -29,7 +29,8 @@ def search_label_words(
     Args:
         logits: logits at the masks of labeled examples.
         labels: classes of the examples, from 0.
-        num_candidates: candidate tokens per class: the most probable ones on its own examples.
+        num_candidates: candidate tokens per class: the most probable tokens on the class's
+            examples.
         keep: number of sets to return.
         max_tries: maximum number of sets to try; with many classes each has fewer candidates.
 

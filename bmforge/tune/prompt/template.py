@@ -332,7 +332,7 @@ def read_template(path: str | Path, choice: int = 0) -> str:
     """Read a template from a file with one template per line; empty lines are skipped.
 
     Raises:
-        ConfigError: there is no such line.
+        ConfigError: the file has fewer templates than `choice` requires.
     """
     lines = [line for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
     if not 0 <= choice < len(lines):

@@ -31,15 +31,15 @@ class ManualVerbalizer(nn.Module):
     """Verbalizer with label words chosen by hand, one or several per class.
 
     Args:
-        words: words of every class, in order; or a map from class names to words. A space is put
-            before a word unless it is Chinese or starts with "<!>".
+        words: words of every class, in order; or a map from class names to words. A space is
+            put before a word unless it is Chinese or starts with "<!>".
         tokenizer: the model's tokenizer.
-        join: score of a word of several tokens: the "first", the "max" or the "mean" of them at one
-            mask; or "joint": its log-probability over as many masks or steps as it has tokens.
+        join: score of a word of several tokens: the "first", the "max" or the "mean" of them at
+            one mask; or "joint": its log-probability over as many masks or steps as it has tokens.
         normalize: True to return log-probabilities; False for the mean of the words' raw scores.
 
     Attributes:
-        takes: input that it reads: "logits", token scores at the mask; or "words", word scores.
+        takes: input of the verbalizer: "logits", token scores at the mask; or "words", word scores.
 
     Shape:
         logits: (B, V), or for "joint" (B, number of all words) -> (B, C)
@@ -148,7 +148,7 @@ class ManualVerbalizer(nn.Module):
             logits: (N, V), or as `forward` accepts them
 
         Raises:
-            ConfigError: there are no texts.
+            ConfigError: no content-free text is given.
         """
         if logits is not None and not len(logits):
             raise ConfigError("calibration needs at least one text; the support set is empty.")
