@@ -110,7 +110,7 @@ class PairObjective:
         return LossAndMetrics(loss.where(is_real, 0).sum() / num_items, metrics)
 
     def _targets(self, batch: Batch) -> Tensor:
-        """Return the labels to score: those of the answers, or of whole chosen rows."""
+        """Return the labels to score: answer tokens; with `nll_on_prompt` also chosen prompts."""
         labels = batch["labels"]
         if not (self._nll_on_prompt and self._options.nll_weight):
             return labels

@@ -34,11 +34,11 @@ def load_function(spec: str) -> Callable[..., Any]:
     """Load the reward function that a specification names.
 
     Args:
-        spec: ``module:function``, ``file.py:function``, a verifier such as ``exact:answer``, or an
-            HTTP address.
+        spec: ``module:function``, ``file.py:function``, a verifier such as ``exact:answer``, or
+            an HTTP address.
 
     Raises:
-        ConfigError: there is no such module, file or function.
+        ConfigError: the module, file or function does not exist.
     """
     if spec.startswith(("http://", "https://")):
         return lambda **batch: _post(spec, batch)

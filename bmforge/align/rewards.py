@@ -333,7 +333,7 @@ def open_rewards(
         open_model: function that opens the directory of a reward model.
 
     Raises:
-        ConfigError: there is no reward, or one cannot be opened.
+        ConfigError: no reward is given, or a reward cannot be opened.
     """
     sources: dict[str, Scorer] = {}
     weights = []
@@ -372,7 +372,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _short_name(spec: str) -> str:
-    """Return the name of a reward for metrics: that of its function, file or verifier."""
+    """Return the short name of a reward for metrics: its function, file, verifier or host."""
     if spec.startswith(("http://", "https://")):
         return spec.split("://", 1)[1].split("/")[0]
     kind, _, argument = spec.partition(":")

@@ -25,7 +25,7 @@ def measure_rollout(
     """Compute the metrics of a rollout: rewards, lengths, and shares of answers.
 
     Args:
-        answers: all answers, those of a prompt in a row.
+        answers: all answers, grouped by prompt.
         names: names of the reward functions.
         config: the `RolloutConfig`.
         failures: number of failed calls by rank and reward function.

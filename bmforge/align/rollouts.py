@@ -1,4 +1,4 @@
-"""Data loader of reinforcement learning, which generates answers when it has none left.
+"""Data loader of reinforcement learning, which generates answers when all are used up.
 
 `RolloutLoader` is a data loader of the `Trainer`, so that checkpoints, signals, metrics and reports
 are the Trainer's. Its state is the number of rollouts and the answers that are not used up. Each
