@@ -99,7 +99,7 @@ def _freeze_(model: Model, head: Collection[str]) -> None:
 
 
 def _load_and_change_(model: Model, start: Any, config: Any) -> None:
-    """Load the whole initial model on every process and apply the run's changes to it.
+    """Load the whole initial model on every process, and apply the run's changes to the model.
 
     A change may compute its weights from those that it replaces, so loading comes first.
     """

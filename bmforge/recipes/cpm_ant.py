@@ -41,7 +41,8 @@ class AntConfig(RunConfig):
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` counts the
             prompt, the text, its begin and its end.
-        mlm_ratio: share of texts with masked tokens at random positions; the others hide the end.
+        mlm_ratio: share of texts with masked tokens at random positions; the other texts hide
+            their end.
         shortest: minimum length of a text in tokens; shorter texts are skipped.
     """
 

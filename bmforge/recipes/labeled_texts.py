@@ -45,14 +45,14 @@ class HeldOutScore:
 
 
 def read_labeled(config: QualityConfig) -> tuple[list[str], list[str]]:
-    """Read files with one labeled record per line; return the good texts and the others.
+    """Read files with one labeled record per line; return the good texts and the other texts.
 
     Args:
         config: `labeled` files, and the fields and values of their labels.
 
     Raises:
-        DataError: a record lacks its text or label, a label is not a number although `good_from`
-            is given, or all texts are in the same class.
+        DataError: a record lacks its text or label, a label is not a number although
+            `good_from` is given, or all texts are in the same class.
     """
     sides: tuple[list[str], list[str]] = ([], [])
     labels: Counter[str] = Counter()

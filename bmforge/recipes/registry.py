@@ -278,7 +278,7 @@ def find_recipe(
         file: config file, which may name the family or an initial model.
 
     Raises:
-        ConfigError: no such task, no model, or a model that does not support the task.
+        ConfigError: the task is unknown, no model is named, or the model does not support the task.
     """
     recipe = RECIPES.get(name)
     if recipe is not None and model is None:

@@ -105,7 +105,7 @@ class RunConfig:
             None selects those that differ from the recipe's defaults.
         new_head: initialize the task's head if `init_from`'s model has none.
         family: family of `model`; filled in by the command line for `run.toml`.
-        changes: changes of the model before it is parallelized, as JSON or a file of it; see
+        changes: changes of the model before it is parallelized, as JSON or a JSON file; see
             `models.changes`. New weights are initialized with `seed`.
         adapter: train an adapter instead of the model; see `adapters.AdapterConfig`.
         base_dtype: dtype in which an adapter run stores the frozen base weights: fp32, bf16,
@@ -220,13 +220,13 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
 
     Args:
         config: a `RunConfig` with `model` and `data`.
-        open_data: function (config, rows) -> `TrainingData`; `rows` is the data-parallel rank and
-            size of this process.
-        needs: fields of `model` that the task requires: the head that it trains.
+        open_data: function (config, rows) -> `TrainingData`; `rows` is the data-parallel rank
+            and size of this process.
+        needs: fields of `model` that the task requires, such as the head.
 
     Raises:
-        BmforgeError: a setting, the data, a checkpoint or the layout does not fit; raised before
-            training starts.
+        BmforgeError: a setting, the data, a checkpoint or the layout does not fit; raised
+            before training starts.
         CheckpointError: the last checkpoint could not be written; raised at the very end.
     """
     if config.timeout_s <= 0:

@@ -1,4 +1,4 @@
-"""Run directories: each belongs to one config, and a run never overwrites that of another."""
+"""Run directories: each belongs to one config, and a run never overwrites another run's."""
 
 from __future__ import annotations
 

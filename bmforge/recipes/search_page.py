@@ -23,8 +23,7 @@ def write_search_page(path: Path, state: Mapping[str, Any], title: str) -> Path:
     Args:
         path: output file.
         state: `candidates`, number of parameters by name; `plan`, (candidates, steps) of every
-            round;
-            `rounds`, for each round the loss and metrics by name.
+            round; `rounds`, for each round the loss and metrics by name.
         title: title of the search.
     """
     rounds, plan = state["rounds"], state["plan"]

@@ -152,7 +152,7 @@ def read_changes(option: str) -> tuple[Change, ...]:
 
 
 def record_given(config: Any, file: str | Path | None, options: Sequence[str]) -> Any:
-    """Record in a config which fields of `model` were given by its file and options.
+    """Record in a config the fields of `model` that its file and options set.
 
     Args:
         config: a `RunConfig` that was read from the file and the options.

@@ -111,7 +111,7 @@ class ExampleLoader:
 
     Raises:
         ConfigError: a size is out of range.
-        DataError: there is no example.
+        DataError: the source has no examples.
     """
 
     is_endless = True

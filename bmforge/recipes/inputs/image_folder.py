@@ -95,7 +95,7 @@ class ImageFolder:
         learns: True to apply random crops and flips (training).
 
     Raises:
-        DataError: no such folder, no images, or other classes than `classes`.
+        DataError: the folder does not exist, has no images, or has other classes than `classes`.
     """
 
     def __init__(

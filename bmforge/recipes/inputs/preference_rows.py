@@ -32,7 +32,7 @@ _WIDTH_UNIT = 32
 
 
 class EncodedPair(NamedTuple):
-    """Chosen and rejected answer to a prompt as token rows; KTO data has only one of them."""
+    """Chosen and rejected answer to a prompt as token rows; KTO data has only one of the two."""
 
     chosen: EncodedRow | None
     rejected: EncodedRow | None
@@ -224,7 +224,7 @@ class PreferencePairs(_Rows):
         return {"labels": [1], "index": [index]}
 
     def collate(self, rows: Sequence[Example]) -> Batch:
-        """Return a batch of pairs, in which rows 2i and 2i + 1 are those of pair i."""
+        """Return a batch of pairs, in which rows 2i and 2i + 1 are the answers of pair i."""
         numbers = [row["index"][0] for row in rows]
         answers = [row for number in numbers for row in self._pairs[number][:2]]
         is_real = [_is_real(row) for row in rows for _ in range(2)]

@@ -123,7 +123,7 @@ def find_class(class_path: str, option: str, base: type) -> Any:
         base: required base class.
 
     Raises:
-        ConfigError: there is no such module, file or class, or it has another base.
+        ConfigError: the module, file or class does not exist, or the class has another base.
     """
     source, _, name = class_path.rpartition(":")
     if not source or not name.isidentifier():
