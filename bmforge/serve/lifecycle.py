@@ -176,7 +176,7 @@ def make_server(app: FastAPI, listener: socket.socket) -> GracefulServer:
 
     Args:
         app: application of `create_app`.
-        listener: socket to run it with.
+        listener: socket that the server accepts connections on.
     """
     serving: Serving = app.state.serving
     config = serving.config

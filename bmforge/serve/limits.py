@@ -42,7 +42,7 @@ class Admission:
         """Context manager: admit a request, and count it while it runs.
 
         Args:
-            key: client: name of a key, or an address.
+            key: name of the client: its API key's name, or its address.
             count: number of engine requests, such as prompts.
 
         Raises:

@@ -311,7 +311,7 @@ def split_inputs(inputs: Any, name: str) -> list[str | list[int]]:
     """Return one or several inputs (texts or lists of ids) as a list.
 
     Raises:
-        RequestError: there is no input, or one is empty.
+        RequestError: no input is given, or an input is empty.
     """
     items = [inputs] if isinstance(inputs, str) else list(inputs)
     if items and isinstance(items[0], int):

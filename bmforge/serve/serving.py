@@ -53,7 +53,7 @@ class Served:
 
     @property
     def licenses(self) -> dict[str, Any]:
-        """License of the model ("unknown" if not stated), and those of its base and data."""
+        """Licenses of the model ("unknown" if not stated), its base model and its data."""
         provenance = getattr(self.engine.model, "provenance", Provenance())
         made_of = [{"kind": p.kind, "name": p.name, "license": p.license} for p in provenance.parts]
         return {"license": provenance.license or UNKNOWN, "made_of": made_of}

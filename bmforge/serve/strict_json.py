@@ -25,8 +25,9 @@ def parse_json(body: bytes, config: ServeConfig) -> Any:
     """Parse a request body.
 
     Raises:
-        RequestError: not UTF-8, not JSON, too deep or with too many values; NaN, an infinity, an
-            integer of more than 19 digits, a duplicate key, or half of a surrogate pair.
+        RequestError: the body is not UTF-8 or not JSON, is too deep, or has too many values; it
+            contains NaN, an infinity, an integer of more than 19 digits, a duplicate key, or half
+            of a surrogate pair.
     """
     _check_size(body, config)
     try:

@@ -30,7 +30,7 @@ class ToolFormat:
         marks: texts that a chat template of this format contains.
         open: texts before calls; the empty text means that an answer that begins with ``{`` is
             a call.
-        close: text after calls; empty if the answer ends with them.
+        close: text after calls; empty if the answer ends with the calls.
         parse: function from the text between the marks, and the schemas of the functions, to
             the calls; None if the text is no call.
         is_json: True if the text is one JSON object, whose arguments can be streamed.
