@@ -44,7 +44,7 @@ class FastTokenizer(Tokenizer):
         path: path of the file, for error messages.
 
     Raises:
-        DataError: not a tokenizer.json.
+        DataError: the content is not a valid tokenizer.json.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class FastTokenizer(Tokenizer):
 
         Raises:
             CheckpointError: the file is damaged.
-            DataError: it has no tokenizer, or an unsupported one.
+            DataError: the file has no tokenizer, or an unsupported tokenizer.
         """
         stored = read_gguf_tokenizer(read_gguf_header(Path(path)))
         settings = {f"{role}_token": token for role, token in stored.roles.items()}

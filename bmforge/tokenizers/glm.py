@@ -36,7 +36,7 @@ class GLMTokenizer(Tokenizer):
     Args:
         text_part: tokenizer of the text between special tokens.
         added: ids of the special tokens by token, as in ``added_tokens.json``.
-        strips_left: special tokens that strip the whitespace before them.
+        strips_left: special tokens that strip preceding whitespace.
 
     Raises:
         DataError: a special token of GLM is missing.

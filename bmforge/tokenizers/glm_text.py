@@ -97,7 +97,7 @@ def open_text_part(folder: Path) -> TextPart:
     """Open the text tokenizer in a directory, of either kind.
 
     Raises:
-        DataError: there are no such files, or they are damaged.
+        DataError: the tokenizer files are missing or damaged.
     """
     path = folder / SENTENCEPIECE_FILE
     if path.exists():

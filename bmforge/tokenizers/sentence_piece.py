@@ -14,7 +14,7 @@ def load_sentence_piece(model: bytes, path: Path) -> Any:
     """Create a ``SentencePieceProcessor`` from the contents of a model file.
 
     Raises:
-        DataError: not a sentencepiece model; `path` names the file in the message.
+        DataError: the file is not a sentencepiece model; the message contains `path`.
         MissingDependencyError: ``sentencepiece`` is not installed.
     """
     try:

@@ -48,7 +48,7 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
             piece is a sentinel.
 
     Raises:
-        DataError: not a sentencepiece model, or not a unigram model.
+        DataError: the file is not a sentencepiece model, or not a unigram model.
     """
     model = _read(content, path)
     if model.algorithm != _UNIGRAM:

@@ -56,7 +56,7 @@ def open_tokenizer_json(content: bytes, path: Path) -> Any:
         path: path of the file, for error messages.
 
     Raises:
-        DataError: not a tokenizer.json.
+        DataError: the content is not a valid tokenizer.json.
     """
     from tokenizers import Tokenizer  # imported here to keep `import bmforge` fast
 

@@ -105,7 +105,7 @@ class TaskSource:
 
     Raises:
         ConfigError: a weight is out of range, or a transform is invalid.
-        DataError: there is no document.
+        DataError: the task has no documents.
     """
 
     task: str
@@ -171,7 +171,7 @@ class TaskMixture:
         instances_of: error message of the first skipped sample, by reason.
 
     Raises:
-        ConfigError: there is no source.
+        ConfigError: the mixture has no sources.
 
     Memory: 8 bytes per sample of an epoch, and 8 per document.
     """

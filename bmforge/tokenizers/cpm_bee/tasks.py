@@ -68,7 +68,7 @@ def choose_option(
     """Build a multiple-choice document; `answer` is the index of the correct option.
 
     Raises:
-        DataError: fewer than two options, or `answer` is none of them.
+        DataError: fewer than two options, or `answer` is not the index of an option.
     """
     if len(options) < 2 or isinstance(options, str):
         raise DataError(f"options={options!r}: there must be at least two texts.")
