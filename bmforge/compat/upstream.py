@@ -55,7 +55,7 @@ class UpstreamFinder(MetaPathFinder):
 
 
 class _UpstreamLoader(Loader):
-    """Loader that creates modules whose names are looked up in the rest of the package."""
+    """Loader that creates modules whose names are looked up in the other modules of the package."""
 
     def __init__(self, package: str, inside: str) -> None:
         self.package, self.inside = package, inside

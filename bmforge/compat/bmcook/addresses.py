@@ -83,7 +83,7 @@ def find_old_module(model: nn.Module, name: str) -> str:
     """Return the actual name of a module that a config names in ModelCenter's or its own way.
 
     Raises:
-        ConfigError: there is no such module.
+        ConfigError: the model has no module of that name.
     """
     modules = dict(model.named_modules())
     for candidate in (name, our_module(name), f"model.{our_module(name)}", f"model.{name}"):

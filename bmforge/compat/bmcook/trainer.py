@@ -86,7 +86,8 @@ class CookTrainer:
                 layer is quantized.
 
         Raises:
-            ConfigError: no model, one that is prepared already, or settings that do not fit it.
+            ConfigError: no model is given, the model is prepared already, or a setting does not
+                fit.
         """
         if model is None:
             raise ConfigError(

@@ -56,7 +56,7 @@ def open_engine(
         device_idx: index of the accelerator (only the first one).
 
     Raises:
-        ConfigError: no such model, one of another family, or a limit that is too small.
+        ConfigError: the model is not found or of another family, or a limit is too small.
     """
     if device_idx not in (None, default_device().index, 0):
         raise ConfigError(
@@ -86,13 +86,13 @@ class _Model:
     Args:
         device_idx: index of the accelerator (only the first one).
         dynamic_memory: limit in bytes of everything but weights, with a `memory_limit`.
-        memory_limit: limit of the weights in bytes (default: free memory). Both together are the
-            engine's budget.
-        version: directory or hub id of the model, with or without ``file://`` (default: a directory
-            with the name of BMInf's last version).
+        memory_limit: limit of the weights in bytes (default: free memory). Both together are
+            the engine's budget.
+        version: directory or hub id of the model, with or without ``file://`` (default: a
+            directory with the name of BMInf's last version).
 
     Raises:
-        ConfigError: no such model, one of another family, or a limit that is too small.
+        ConfigError: the model is not found or of another family, or a limit is too small.
     """
 
     family: ClassVar[str]

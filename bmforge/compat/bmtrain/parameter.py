@@ -102,7 +102,7 @@ class DistributedParameter(metaclass=_IsDistributed):
         init_method: function that fills the full parameter in `init_parameters`.
         group: see `grouped_parameters`.
         tp_mode: True if tensor-parallel processes have different parts or uses of the parameter.
-        tp_split_dim: dim that is split between them; -1 is none.
+        tp_split_dim: dim that is split among these processes; -1 is none.
 
     Raises:
         DistributedError: init_distributed was not called.
@@ -235,7 +235,7 @@ def whole(param: Tensor, value: Tensor | None = None) -> Tensor:
 
     Args:
         param: parameter that determines the sharding.
-        value: tensor sharded like it, such as its gradient (default: its own values).
+        value: tensor sharded like `param`, such as its gradient (default: the values of `param`).
 
     Comm: all processes must call it.
     """

@@ -248,7 +248,7 @@ def init_distributed(
     group that the program has initialised is adopted.
 
     Args:
-        init_method: rendezvous URL, as torch.distributed takes it.
+        init_method: rendezvous URL of torch.distributed.
         seed: seed of torch, numpy and random, the same on every process; dropout masks differ.
         pipe_size: number of pipeline stages; -1 and 1 are none.
         num_micro_batches: number of micro-batches of a pipeline (default: `pipe_size`).

@@ -46,7 +46,8 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
     """Read and check the settings in a file.
 
     Raises:
-        ConfigError: no such file, no JSON object, an unknown name, or a value out of range.
+        ConfigError: the file is missing or not a JSON object, a name is unknown, or a value is
+            out of range.
     """
     file = Path(path)
     try:

@@ -173,7 +173,7 @@ def get_tokenizer() -> Any:
     """Return the tokenizer in the directory given by --vocab-file.
 
     Raises:
-        ConfigError: there is no --vocab-file.
+        ConfigError: --vocab-file is not given.
     """
     if program.tokenizer is None:
         from bmforge.tokenizers import AutoTokenizer

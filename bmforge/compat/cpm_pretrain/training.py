@@ -129,7 +129,7 @@ def pretrain(
 
     Raises:
         ConfigError: settings that do not fit, before training starts.
-        DataError: too few samples, or samples that are no mappings.
+        DataError: a dataset has too few samples, or samples that are not mappings.
     """
     initialize_megatron(extra_args_provider, args_defaults)
     args, placed = program.args, program.placed

@@ -40,7 +40,7 @@ class BaseTokenizer:
         """Load the tokenizer of a directory, a cached model, or a model on the hub.
 
         Raises:
-            ConfigError: no such model.
+            ConfigError: the model is not found.
             MissingDependencyError: transformers is not installed.
         """
         kind = self.tokenizer_type

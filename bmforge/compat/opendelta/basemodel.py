@@ -44,7 +44,7 @@ class DeltaBase(nn.Module):
 
     Args:
         backbone_model: any model; it is modified in place.
-        modified_modules: target modules (default: those of the type).
+        modified_modules: target modules (default: the targets of the type).
         exclude_modules: name prefixes or targets to leave out (default: language-model heads,
             if `modified_modules` is None).
         unfrozen_modules: parameters that `freeze_module` leaves trainable; "deltas" is all deltas.

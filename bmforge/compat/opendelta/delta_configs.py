@@ -131,7 +131,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """Read the fields in the `config.json` of a directory.
 
     Raises:
-        ConfigError: there is no such file, or it is no config.
+        ConfigError: the file is missing, or is not a config.
     """
     file = Path(directory) / CONFIG_NAME
     try:

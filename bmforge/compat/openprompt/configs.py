@@ -80,7 +80,7 @@ def _flatten(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str,
 
 
 def _check(out: Migrated) -> None:
-    """Check the converted config by parsing it like the recipe, except for the model."""
+    """Check the converted config, except for the model, by parsing it as the recipe does."""
     values = {key: value for key, value in out.values.items() if key != "model"}
     config_from_dict(RUNS[out.task].forms[0].config, values)
 

@@ -68,7 +68,7 @@ class BaseRunner:
         """Load the weights of a checkpoint.
 
         Raises:
-            CheckpointError: no such checkpoint.
+            CheckpointError: the checkpoint does not exist.
         """
         path = self.checkpoint_path(name)
         if not path.is_file():

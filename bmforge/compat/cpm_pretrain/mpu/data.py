@@ -30,7 +30,7 @@ def broadcast_data(
     Args:
         keys: names of the tensors.
         data: tensors by name; read on the first process only.
-        datatype: dtype of all of them.
+        datatype: dtype of all tensors.
 
     Raises:
         DataError: on all processes, a tensor is missing or has another dtype.

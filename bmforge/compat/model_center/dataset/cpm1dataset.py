@@ -74,7 +74,7 @@ def fitting(ids: list[int], width: int, example: TaskExample, name: str) -> list
     """Return the ids, after checking that they fit the width.
 
     Raises:
-        DataError: there are too many.
+        DataError: the example has more ids than the width.
     """
     if len(ids) > width:
         raise DataError(

@@ -99,7 +99,7 @@ class Prompt:
 
     Args:
         text: template with the sample's fields in braces.
-        words: word of each label; the model's first token of it is used.
+        words: word of each label, whose first token is used.
     """
 
     text: str

@@ -32,7 +32,7 @@ class Generation:
         self.zoo: Any = model.to_zoo()
 
     def generate(self, text_list: list[str], **options: Any) -> list[str]:
-        """Generate a continuation of each text; options are those of the subclass."""
+        """Generate a continuation of each text; the subclasses define the options."""
         window = options.pop("repetition_window", None)
         if window is not None:
             raise ConfigError(

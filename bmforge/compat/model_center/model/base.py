@@ -128,7 +128,7 @@ class BaseModel(nn.Module):
             fields: config fields to replace.
 
         Raises:
-            ConfigError: no such model, or its config is not understood.
+            ConfigError: the model is not found, or its config is not supported.
             CheckpointError: weights missing, unexpected, wrongly shaped or damaged; all listed.
         """
         hub_ids = FAMILIES[cls._CONFIG_TYPE.family].config_class.hub_ids
@@ -227,11 +227,11 @@ class BaseModel(nn.Module):
         return module_names(self.model, self.config.family, "model.")
 
     def to_zoo(self, head: str | None = None) -> Model:
-        """Convert to a bmforge model; on one process it shares the weights.
+        """Convert to a bmforge model, which on a single process shares this model's weights.
 
         Args:
-            head: head name of the family (default: the language-model head if there is one). With
-                "none" an encoder keeps its pooler instead.
+            head: head name of the family (default: the language-model head if there is one).
+                With "none" an encoder keeps its pooler instead.
         """
         config = self.model.config
         first = next(iter(config.heads)) if self.head is not None else "none"
@@ -266,7 +266,7 @@ class BaseModel(nn.Module):
     def _read(
         self, text: TextInputs, mask: Tensor | None, hidden_states: bool | None, **inputs: Any
     ) -> Any:
-        """Run the bmforge model; with `hidden_states` it returns those of all layers."""
+        """Run the bmforge model; `hidden_states` requests the hidden states of all layers."""
         return self.model(
             text.ids,
             mask,

@@ -82,7 +82,7 @@ def make_dataset(path: str, impl: str = "infer", skip_warmup: bool = False) -> M
         skip_warmup: accepted and ignored; pages are read on demand.
 
     Raises:
-        DataError: there is no store, or it has the older layout (its index begins with TNTIDX).
+        DataError: the store is missing, or has the older layout (its index begins with TNTIDX).
     """
     if impl != "infer":
         _check(impl)

@@ -42,7 +42,7 @@ def load_dataset(config: Any, return_class: bool = True, test: bool = False) -> 
         processor with `return_class`.
 
     Raises:
-        DataError: no such dataset, or no split has a file.
+        DataError: the dataset is unknown, or no split has a file.
     """
     name, folder = config.dataset.name.lower(), config.dataset.path
     keys = {key.lower(): key for key in PROCESSORS}

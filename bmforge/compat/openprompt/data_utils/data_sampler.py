@@ -17,9 +17,9 @@ class FewShotSampler:
     Args:
         num_examples_total: total number of examples; excludes `num_examples_per_label`.
         num_examples_per_label: number of examples per label.
-        also_sample_dev: select as many others for validation.
-        num_examples_total_dev, num_examples_per_label_dev: numbers for validation; must equal those
-            for training.
+        also_sample_dev: select as many other examples for validation.
+        num_examples_total_dev, num_examples_per_label_dev: numbers for validation; must equal
+            those for training.
 
     Raises:
         ConfigError: neither or both counts, or other counts for validation.
