@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 
 __all__ = ["LICENSES", "PAIRS", "POLICIES", "RESTRICTS", "TERMS", "License"]
 
-# Terms that a license may set for those who use a work or hand it on.
+# Terms that a license may require of users and distributors of a work.
 TERMS = {
     "attribution": "name the authors and the source",
-    "notice": "keep notices and the license's text",
-    "changes": "say what was changed",
-    "source": "hand on the source too",
+    "notice": "keep the notices and the license text",
+    "changes": "state the changes",
+    "source": "distribute the source as well",
     "share-alike": "derived works must be under the same terms",
-    "no-derivatives": "hand on nothing that was made by changing it",
-    "non-commercial": "no use for commercial advantage",
-    "commercial-terms": "ask, or register, before some commercial use",
-    "use-policy": "obey a list of uses that are ruled out, and pass it on",
-    "naming": "derived works must show its name in their name or pages",
-    "no-other-models": "improve no models of others with it or with what it writes",
+    "no-derivatives": "do not distribute modified versions",
+    "non-commercial": "no commercial use",
+    "commercial-terms": "request or register some commercial uses",
+    "use-policy": "follow a list of prohibited uses, and pass it on",
+    "naming": "derived works must show the name of the work in their name or on their pages",
+    "no-other-models": "do not use the model or its output to improve other models",
 }
 # Terms that restrict a derived work and would be lost under another license.
 RESTRICTS = (

@@ -19,20 +19,22 @@ END = "<!-- end of licenses -->\n"
 
 def render() -> str:
     """Return all tables."""
-    parts = ["\n### Terms\n\n| term | what it asks for |\n|---|---|\n"]
+    parts = ["\n### Terms\n\n| term | requirement |\n|---|---|\n"]
     parts += [f"| {term} | {meaning} |\n" for term, meaning in TERMS.items()]
-    parts.append("\n### Policies\n\n| policy | terms that it does not allow |\n|---|---|\n")
+    parts.append("\n### Policies\n\n| policy | disallowed terms |\n|---|---|\n")
     for name, terms in POLICIES.items():
         shown = ", ".join(term for term in TERMS if term in terms) or "none"
         parts.append(f"| `{name}` | {shown} |\n")
-    parts.append("\n### Licenses\n\n| license | terms, and where they stand | also under |\n")
+    parts.append(
+        "\n### Licenses\n\n| license | terms, with their clauses | compatible licenses |\n"
+    )
     parts.append("|---|---|---|\n")
     for one in LICENSES.values():
         terms = "; ".join(f"{term}: {clause}" for term, clause in one.terms.items()) or "none"
         parts.append(f"| [{one.id}]({one.url}) | {terms} | {', '.join(one.compatible)} |\n")
     for (first, second), (what, clauses) in PAIRS.items():
         both = " and ".join(f"{a}, {b}" for a, b in zip((first, second), clauses, strict=True))
-        parts.append(f"\nBesides, for {what}: {both} do not go together.\n")
+        parts.append(f"\nLicenses that conflict because of {what}: {both}.\n")
     return BEGIN + "".join(parts) + "\n" + END
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/reference/capabilities_transformers.md: which capability holds for which model type.
+"""Write docs/reference/capabilities_transformers.md: the capabilities of each model type.
 
     python dev/transformers_table.py measure rows.jsonl [TYPE ...]
     python dev/transformers_table.py write rows.jsonl
@@ -220,22 +220,23 @@ def read_rows(file: Path) -> dict[str, dict[str, str]]:
 
 
 def write(file: Path) -> None:
-    """Write the page; types without a row are listed as not measured."""
+    """Write the page; types without a row are listed as not tested."""
     rows = read_rows(file)
     built = {kind: row for kind, row in sorted(rows.items()) if row["built"] == "yes"}
     lines = [
         "# Capabilities of transformers models",
         "",
-        "This page shows what holds for architectures that bmforge runs by transformers "
-        f"{transformers.__version__}. `dev/transformers_table.py` makes it from small random "
-        "models. `yes`: equal to plain transformers. `refused`: an error names the reason.",
+        "This page lists the capabilities of the architectures that bmforge runs with transformers "
+        f"{transformers.__version__}. `dev/transformers_table.py` tests them on small "
+        "random models. `yes`: the results equal those of plain transformers. `refused`: an error gives the "
+        "reason.",
         "",
-        f"Measured: {len(rows)} of {len(TYPES)} causal language models; {len(built)} of them build "
-        "at small sizes.",
+        f"{len(rows)} of {len(TYPES)} causal language models were tested; {len(built)} of them can "
+        "be built at small sizes.",
         "",
         "| | " + " | ".join(CHECKS) + " |",
         "|---" * (len(CHECKS) + 1) + "|",
-        "| holds | " + " | ".join(str(_count(built, name)) for name in CHECKS) + " |",
+        "| supported | " + " | ".join(str(_count(built, name)) for name in CHECKS) + " |",
     ]
     lines += [
         f"| `{kind}` | " + " | ".join(row[n].partition(":")[0] for n in CHECKS) + " |"
@@ -250,7 +251,7 @@ def write(file: Path) -> None:
     ]
     missing = [kind for kind in TYPES if kind not in rows]
     if missing:
-        lines += ["", "## Not measured", "", ", ".join(f"`{kind}`" for kind in missing) + "."]
+        lines += ["", "## Not tested", "", ", ".join(f"`{kind}`" for kind in missing) + "."]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Describes how the server treats each request field: kept, ignored, or neutral value only.
+"""Describes how the server treats each request field: supported, ignored, or neutral value only.
 
 `dev/serve_fields.py` writes the table into the documentation; a test compares the table with the
 server.
@@ -23,7 +23,7 @@ from bmforge.serve.scores import DetokenizeRequest, RerankRequest, ScoreRequest,
 
 __all__ = ["ENDPOINTS", "Treatment", "treatment_of"]
 
-Treatment = Literal["kept", "no effect", "neutral value only"]
+Treatment = Literal["supported", "no effect", "neutral value only"]
 
 ENDPOINTS: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
@@ -41,7 +41,7 @@ ENDPOINTS: dict[str, type[BaseModel]] = {
     "/v1/unload_lora_adapter": UnloadAdapterRequest,
 }
 
-# Fields that cannot change an answer: identities, hints for storage and caches, padding of events.
+# Fields that cannot change a response: identifiers, and hints for storage, caches and padding.
 _NO_EFFECT = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prediction", "cache_control", "include",
@@ -55,7 +55,7 @@ def treatment_of(endpoint: str, field: str) -> Treatment:
     values = _allowed(ENDPOINTS[endpoint].model_fields[field].annotation)
     if values is not None and len(values - {None}) <= 1:
         return "neutral value only"
-    return "kept"
+    return "supported"
 
 
 def _allowed(annotation: Any) -> set[Any] | None:

@@ -19,8 +19,8 @@ class EncoderSuite(ModelSuite):
     """Comparison of a bidirectional text encoder with transformers, for every case."""
 
     not_applicable: ClassVar[dict[str, str]] = {
-        "generate": "has no next token",
-        "native step": "writes no text",
+        "generate": "does not generate text",
+        "native step": "does not generate text",
     }
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:

@@ -46,7 +46,7 @@ MIXED = ["full_attention", "sliding_attention", "full_attention"]
 class LayerTypesSuite(DerivedDecoderSuite):
     """All tests of a decoder some of whose blocks the native step does not support."""
 
-    not_applicable: ClassVar[dict[str, str]] = {"native step": "some blocks run through torch"}
+    not_applicable: ClassVar[dict[str, str]] = {"native step": "some blocks run in PyTorch"}
 
     def check_native_step(self, model: Any, off: float) -> None:
         """Compare the logits of a step, native where it can be, with torch's."""

@@ -54,10 +54,10 @@ class TestViT(ModelSuite, FileSuite):
     hf_class = transformers.ViTForImageClassification
     hf_heads = {"none": transformers.ViTModel}  # noqa: RUF012
     not_applicable = {  # noqa: RUF012
-        "generate": "has no next token",
-        "native step": "writes no text",
-        "soft-prompt": "reads no tokens",
-        "prompt": "reads images",
+        "generate": "does not generate text",
+        "native step": "does not generate text",
+        "soft-prompt": "takes no token ids",
+        "prompt": "takes images, not text",
     }
     takes_prompts = False
     test_prompt = None
