@@ -125,7 +125,7 @@ def train_linear(
 class Perplexity:
     """Trigram language model that computes the perplexity of texts.
 
-    It counts hashed n-grams (n = 1 to 3) of words, or of Chinese characters.
+    The model counts hashed n-grams (n = 1 to 3) of words, or of Chinese characters.
 
     Shape: counts (3, size). Hash collisions add up, so probabilities are slightly too large.
     """

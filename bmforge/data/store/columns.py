@@ -61,8 +61,8 @@ class Columns:
 
     Attributes:
         names: per column, the names that its numbers represent; number 0 is "".
-        rows: a row for each document, in the layout above; the date is year x 10000 + month x
-            100 + day, with 0 for unknown parts.
+        rows: one row per document, in the layout of the file; the date is year x 10000 + month
+            x 100 + day, with 0 for unknown parts.
     """
 
     names: Mapping[str, list[str]] = field(default_factory=lambda: {name: [""] for name in NAMED})
