@@ -330,7 +330,7 @@ class AttachedDelta:
         return self
 
     def _restore_order_(self, module: nn.Module) -> None:
-        """Move the adapters attached later behind this one, since their order matters."""
+        """Move adapters that were attached later behind this adapter, since the order matters."""
         names = list(deltas_of(self.model))
         for name in names[names.index(self.name) + 1 :]:
             for slot in (f"{name}_reader", f"{name}{TOKENS_SLOT}", name):
