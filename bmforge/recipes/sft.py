@@ -205,7 +205,7 @@ def _is_empty_answer(message: Mapping[str, Any]) -> bool:
 def _hold_out(
     conversations: Sequence[ChatExample], fraction: float, seed: int
 ) -> tuple[list[ChatExample], list[ChatExample]]:
-    """Divide conversations into those for training and those for evaluation, by a hash.
+    """Divide conversations by a hash into a training part and an evaluation part.
 
     Equal conversations are in the same part, and adding data moves no conversation to the other
     part.
