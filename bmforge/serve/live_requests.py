@@ -146,7 +146,7 @@ def _failed(error: Exception) -> RequestError:
 
 
 class LiveRequests:
-    """All running requests of the server, so that it can cancel them together."""
+    """All running requests of the server, which can be cancelled together."""
 
     def __init__(self) -> None:
         self._all: set[LiveRequest] = set()
