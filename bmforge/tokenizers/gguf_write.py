@@ -200,7 +200,7 @@ def _word_pieces(settings: dict[str, Any], tokens: list[str], types: list[int]) 
 
 
 def _ends(tokenizer: Tokenizer, settings: dict[str, Any]) -> tuple[bool, bool]:
-    """Return two flags: a BOS token is put before each text; an EOS token is put after it."""
+    """Return two flags: True if a BOS token precedes each text; True if an EOS token follows."""
     config = settings.get("config", {})
     single: list[Any] = []
     for step in _steps(settings.get("post_processor")):

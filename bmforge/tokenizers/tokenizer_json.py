@@ -78,7 +78,7 @@ def find_tokenizer_json(folder: Path) -> bytes | None:
         DataError: the older files are damaged.
 
     Returns:
-        None if there is neither, or if a config names a tokenizer that these files alone do not
+        None if neither exists, or if a config names a tokenizer that these files alone do not
         define.
     """
     if (folder / TOKENIZER_FILE).is_file():
