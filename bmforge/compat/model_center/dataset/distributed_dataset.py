@@ -108,7 +108,7 @@ class DistributedDataset:
         raise DataError(f"{str(self._path)!r} has no records for process {self._rank}.")
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the positions of all processes; all must call it."""
+        """Return the positions of all processes; every process must call this."""
         self._update()
         position = torch.tensor([[self._block, self._offset]])
         if self._world_size == 1:

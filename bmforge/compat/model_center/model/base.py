@@ -335,7 +335,7 @@ def spread_mask(attention_mask: Tensor, length: int) -> Tensor:
 
 
 def refuse_unused(inputs: dict[str, Any]) -> None:
-    """Raise `TypeError` for an unknown argument; those that ModelCenter ignored are accepted."""
+    """Raise `TypeError` for an unknown argument; arguments ignored by ModelCenter are accepted."""
     unknown = [name for name in inputs if name not in _UNUSED]
     if unknown:
         raise TypeError(f"forward() got an unexpected keyword argument {unknown[0]!r}")
