@@ -23,9 +23,8 @@ class TwoLayerRouter(nn.Module):
     Shape:
         x: (M, D) -> (M, E)
 
-    Source: Zhang et al., "MoEfication" (2022), as in BMCook, which initializes `first` to each
-    expert's
-        mean row (so that it computes similarities) and `second` to the identity.
+    Source: Zhang et al., "MoEfication" (2022), as in BMCook, which initializes `first` to the mean
+        row of each expert (so that it computes similarities) and `second` to the identity.
     """
 
     def __init__(self, hidden_size: int, num_experts: int) -> None:
