@@ -179,9 +179,9 @@ class Model(WeightNames, ModelHooks, nn.Module):
         reads: FileReads | None = None,
         tie_word_embeddings: bool | None = None,
     ) -> tuple[Self, WeightFiles]:
-        """Build a checkpoint's model on the meta device; return it with the weight files.
+        """Build a checkpoint's model on the meta device; return the model and its weight files.
 
-        `load_weights_` takes both.
+        `load_weights_` loads the files into the model.
 
         Args:
             name, dtype, head, num_labels, allow_unknown, tie_word_embeddings: see
@@ -238,23 +238,23 @@ class Model(WeightNames, ModelHooks, nn.Module):
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> nn.Module:
-        """Resize the vocabulary in place, before `parallelize` and before the optimizer is made.
+        """Resize the vocabulary in place, before `parallelize` and before the optimizer is created.
 
-        The token embedding, a language model's output layer and its bias are resized; rows that
-        both sizes have keep their values, and tied weights stay tied.
+        The token embedding, a language model's output layer and its bias are resized. Rows that
+        exist in both sizes keep their values, and tied weights stay tied.
 
         Args:
             new_num_tokens: number of tokens; None keeps the current number.
             pad_to_multiple_of: round the number up to a multiple of this.
-            mean_resizing: initialize new rows to the mean of the old ones; False initializes them
-                at random, with seed 0.
+            mean_resizing: initialize new rows to the mean of the old ones; False initializes
+                them at random, with seed 0.
 
         Returns:
             the token embedding.
 
         Raises:
             ConfigError: the model is parallelized, streamed or quantized, has an adapter on a
-                resized layer, or has no vocabulary. It is unchanged then.
+                resized layer, or has no vocabulary. The model is then unchanged.
         """
         resize_vocabulary_(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
         return self.embed  # type: ignore[return-value]
@@ -290,7 +290,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         return None if record is None else record.pipeline
 
     def whole(self) -> Model:
-        """Return the whole model; if this is a pipeline stage, it is on the meta device."""
+        """Return the whole model; for a pipeline stage, this is a copy on the meta device."""
         record = laid_out(self)
         return self if record is None or record.whole is None else record.whole
 

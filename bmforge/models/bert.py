@@ -88,5 +88,5 @@ class Bert(EncoderModel):
         super().__init__(config, spec)
 
     def tied_copies(self) -> dict[str, str]:
-        """Map the name of the decoder's bias, which is stored twice, to its original."""
+        """Map the decoder's bias, which checkpoints store twice, to its original name."""
         return {"cls.predictions.decoder.bias": "cls.predictions.bias"}

@@ -363,7 +363,7 @@ class CausalLM(Model):
         return self.project_out(x) if self.spec.embed_size else x
 
     def row_positions(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        """Return positions derived from the token ids; None if tokens are simply counted."""
+        """Return positions derived from the token ids; None if positions are simply counted."""
         return None
 
     def _count_positions(self, inputs: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
@@ -376,7 +376,7 @@ class CausalLM(Model):
         return torch.arange(past, end, device=inputs.device)[None]
 
     def positions_behind_prefix(self, position_ids: Tensor) -> Tensor:
-        """Shift positions by the length of a trained prefix, if the prefix is configured so."""
+        """Shift positions by the length of a trained prefix whose `shift_positions` is set."""
         length = self._prefix_length()
         return position_ids + length if length else position_ids
 

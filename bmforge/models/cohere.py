@@ -69,7 +69,7 @@ class CohereConfig(LlamaLikeConfig):
 
 
 def parallel_block(block: BlockSpec, config: Any) -> BlockSpec:
-    """Return Llama's block as Cohere changes it: parallel, with a layer norm without bias."""
+    """Return Cohere's block: Llama's with parallel sublayers and a layer norm without bias."""
     assert block.attn is not None
     bias = config.attn_bias
     attn = replace(block.attn, qkv_bias=bias, out_bias=bias, rope_interleaved=True)

@@ -1,7 +1,7 @@
 """Command R7B and Command A (Cohere, "Command A", arXiv 2504.00698).
 
-Cohere's parallel block; three of four layers have a window and rotary positions, the others attend
-to all tokens without positions.
+Blocks are Cohere's parallel blocks. Three of four layers have a sliding window and rotary
+positions; the others attend to all tokens, without positions.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class ModelConfig:
         self.check()
 
     def says(self, name: str) -> bool:
-        """Return True if config.json contains this size, which published configs derive instead."""
+        """Return True if config.json contains this size, although published configs derive it."""
         is_own = name in _OWN_SIZES and name not in self.hf_names
         return is_own and self.raw.get(name) == getattr(self, name)
 
@@ -135,8 +135,8 @@ class ModelConfig:
     def generation_defaults(self) -> dict[str, Any]:
         """Published generation options, with transformers' names.
 
-        They come from generation_config.json or, if that file is missing, from config.json, as in
-        transformers.
+        The options are those of generation_config.json or, if that file is missing, those of
+        config.json, as in transformers.
         """
         if GENERATION_KEY in self.raw:
             return dict(self.raw[GENERATION_KEY] or {})
@@ -228,7 +228,7 @@ class ModelConfig:
         return values
 
     def _give_head(self) -> dict[str, Any]:
-        """Return the fields that `_take_head` reads; label names are kept if their count fits."""
+        """Return the fields that `_take_head` reads; label names are kept if their number fits."""
         head = self.heads[self.head]
         architectures = self.raw.get("architectures") or []
         same = bool(set(architectures) & {head.architecture, *head.aliases})
@@ -323,12 +323,7 @@ class ModelConfig:
         """Return the FLOPs of forward and backward per token in a sequence of `seq_len` tokens.
 
         Source: 6 per multiplied weight and 12 L N H T for attention, including the causal half that
-        need
-            not be computed (Chowdhery et al., "PaLM", 2022, appendix B).
-
-        Source: 6 per multiplied weight and 12 L N H T for attention (Chowdhery et al., "PaLM",
-            2022,
-        appendix B), including the causal half that need not be computed.
+            need not be computed (Chowdhery et al., "PaLM", 2022, appendix B).
         """
         layers = [layer for stack in self.stack_sizes().values() for layer in stack]
         weights = sum(layer.count_weights(self.hidden_size) for layer in layers)

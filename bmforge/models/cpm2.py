@@ -2,12 +2,12 @@
 
 An encoder-decoder like T5 1.1 with an untied head and unscaled attention scores. Its weight names
 are those of the published Megatron shards (`src/mpu/transformer_enc_dec.py` of CPM-2-Pretrain),
-which EVA shares. The third model has a BASE layer of experts in every block.
+which EVA shares. The third published model has a BASE layer of experts in every block.
 
 Not verified: the checkpoint of the third model, with one file per expert and rank, is not public.
-In the original each expert has its own norm, which also normalizes the router's input; this
-implementation has one norm per layer (the original's are initialized as copies), and numbers the
-experts in their names. The original applies dropout to attention's output twice; this
+In the original each expert has its own norm, which also normalizes the router's input. This
+implementation has one norm per layer (the original's norms are initialized as copies), and numbers
+the experts in their names. The original applies dropout to the output of attention twice; this
 implementation applies it once.
 """
 

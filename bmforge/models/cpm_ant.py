@@ -49,7 +49,7 @@ class CPMAnt(CPMLive):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **options: Any) -> Self:
-        """Load like `Model.from_pretrained`; a head tied by transformers becomes a copy."""
+        """Load like `Model.from_pretrained`; a head that transformers tied becomes a copy."""
         model = super().from_pretrained(name, **options)
         if model.config.folded and model.config.tie_word_embeddings:
             if model.config.head == "language_model":
@@ -62,7 +62,8 @@ class CPMAnt(CPMLive):
         """Recognize CPM-Ant+ by its weights, in which the prompts follow the vocabulary.
 
         The weights do not show whether the residual is scaled, as in branch master of CPM-Live. If
-        a CPM-Live config.json has no sum_scale, it is not scaled, and a warning is logged.
+        a CPM-Live config.json has no sum_scale, the residual is not scaled, and a warning is
+        logged.
         """
         if not config.folded and "sum_scale" not in config.raw:
             get_logger().warning(
@@ -161,7 +162,8 @@ class CPMAnt(CPMLive):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Embed a text and the prompt before it; return the embeddings, mask and bias.
 
-        All sequences share one bias: it would differ only for padding, to which no token attends.
+        All sequences share one bias, because biases would differ only for padding, to which no
+        token attends.
         """
         rows, length = inputs.shape[:2]
         real = self._find_tokens(inputs, attention_mask, past)

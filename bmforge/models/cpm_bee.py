@@ -249,7 +249,7 @@ class CPMBee(CPMLive):
         position: Tensor | None,
         past: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return mask and bias for documents."""
+        """Return the attention mask and the position bias for documents."""
         samples, width = tokens.sample_ids, tokens.segment.shape[1]
         together = samples[:, None, :] == samples[:, past:, None]
         allowed = together | (samples[:, past:, None] == 0)
@@ -273,7 +273,7 @@ class CPMBee(CPMLive):
         )
 
     def tied_copies(self) -> dict[str, str]:
-        """Map the head, which some checkpoints store besides the embedding, to the embedding."""
+        """Map the head, which some checkpoints store in addition, to the embedding."""
         return {"lm_head.weight": "cpmbee.input_embedding.weight"}
 
 

@@ -238,7 +238,10 @@ class CPMLive(CausalLM):
         return int(self.config.hidden_size)
 
     def init_std(self, name: str) -> float:
-        """Return the standard deviation: small for embeddings; divided by the scale if folded."""
+        """Return the standard deviation of a parameter's initialization.
+
+        It is small for embeddings, and divided by the muP scale for folded weights.
+        """
         inside = name.startswith(("layers.", "rel_bias"))
         std = self.config.init_std if inside else _EMBED_STD
         return std if self.config.scales_weights else std / math.sqrt(self.width_into(name))

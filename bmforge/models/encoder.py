@@ -206,7 +206,9 @@ class EncoderModel(Model):
         normalize: bool = False,
         **inputs: Any,
     ) -> Tensor:
-        """Return one embedding per sequence, with any head; soft-prompt rows are excluded.
+        """Return one embedding per sequence, for a model with any head.
+
+        Rows of a soft prompt are excluded.
 
         Args:
             input_ids: token ids.

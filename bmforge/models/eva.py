@@ -101,7 +101,10 @@ class EVA(Seq2Seq):
         super().__init__(config, replace(spec, num_roles=_NUM_ROLES))
 
     def init_std(self, name: str) -> float:
-        """Return the published class's std: 1 for embeddings and head, else by input width."""
+        """Return the published class's standard deviation.
+
+        It is 1 for embeddings and head; for other weights it depends on the input width.
+        """
         config = self.config
         if name.startswith(("embed", "lm_head")):
             return float(config.init_std)
@@ -127,7 +130,7 @@ class EVA(Seq2Seq):
 
     @classmethod
     def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        """For Megatron shards, set the activation of training unless config.json names one."""
+        """Set the activation used in training for Megatron shards, unless config.json names one."""
         if _MEGATRON not in shapes or cls.config_class.hf_names["activation"] in config.raw:
             return config
         return config.replace(activation="gelu_new")

@@ -1,7 +1,7 @@
 """Table of all model families; each family is one import line and two names.
 
 The exports of `bmforge.models`, the checkpoints that `AutoModel` opens, the presets, and the rows
-of docs/reference/capabilities.md and docs/reference/presets.md follow from it.
+of docs/reference/capabilities.md and docs/reference/presets.md are derived from this table.
 """
 
 from __future__ import annotations

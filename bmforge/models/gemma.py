@@ -1,8 +1,9 @@
 """Gemma 1, 2 and 3, text (Gemma Team, arXiv 2403.08295, 2408.00118 and 2503.19786).
 
-Against Llama: the embedding is multiplied by sqrt(D), norms multiply by 1 + weight, and heads are
-wider than D / N. Gemma 2 and 3 have a second norm behind each sublayer and windows in most layers;
-Gemma 2 caps scores and logits; Gemma 3 normalizes q and k and has two rotary tables.
+Differences from Llama: the embedding is multiplied by sqrt(D), norms multiply by 1 + weight, and
+heads are wider than D / N. Gemma 2 and 3 have a second norm after each sublayer and sliding windows
+in most layers. Gemma 2 caps scores and logits; Gemma 3 normalizes q and k and has two rotary
+tables.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GLM-4 dense, 0414 and before (Team GLM, "ChatGLM", arXiv 2406.12793).
 
 Llama's block with interleaved rotary positions in half of each head, biases on q, k and v, and
-fused gate and up in checkpoints. The models of April 2025 also have norms behind the sublayers.
+fused gate and up in checkpoints. The models of April 2025 also have norms after the sublayers.
 GLM-10B, of 2021, is the family `GLM`.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["GLM4", "GLM4Config"]
 
 
 def _heads() -> dict[str, Head]:
-    """Return the heads; the classes of the older models differ in their names only."""
+    """Return the heads; the classes of the older models differ only in their names."""
     heads = llama_heads("Glm4")
     del heads["question_answering"]
     return {
@@ -85,7 +85,7 @@ class GLM4Config(PartialRotaryConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Recognize the config; a GLM-10B has the same model_type."""
+        """Return True for a GLM-4 config.json, but not for GLM-10B's with the same model_type."""
         return super().opens(raw) and not is_glm10b(raw)
 
     def _give_head(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Decoders whose layers differ: some have a sliding window, and rotary positions of their own."""
+"""Base classes of decoders with a sliding window, or other rotary positions, in some layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 @dataclass(kw_only=True)
 class LayerTypesConfig(LlamaLikeConfig):
-    """Config of a family some of whose layers have a sliding window.
+    """Config of a family in which some layers have a sliding window.
 
     Args:
         window: number of tokens that a token attends to in the layers with a window.
@@ -40,7 +40,7 @@ class LayerTypesConfig(LlamaLikeConfig):
         return [layer for layer, kind in enumerate(kinds) if kind == _SLIDING]
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         kinds, name = self.layer_types, type(self).__name__
         if kinds and (len(kinds) != self.num_layers or set(kinds) - {_SLIDING, _FULL}):
@@ -74,7 +74,7 @@ class LayerTypesConfig(LlamaLikeConfig):
 
 @dataclass(kw_only=True)
 class LocalRotaryConfig(LayerTypesConfig):
-    """Config of a family whose layers with a window have rotary positions of their own.
+    """Config of a family in which layers with a sliding window have other rotary positions.
 
     `rope_theta` and `rope_scaling` apply to the layers that attend to all tokens.
 
@@ -107,7 +107,7 @@ class LocalRotaryConfig(LayerTypesConfig):
         return {**values, "local_rope_theta": float(theta)}, raw
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names, rotary fields by kind of layer."""
+        """Return the config with transformers' names, with rotary fields per kind of layer."""
         out = super().to_hf()
         out.pop("rope_local_base_freq", None)
         scaling = out.pop("rope_scaling") or {"rope_type": "default"}
@@ -120,7 +120,7 @@ class LocalRotaryConfig(LayerTypesConfig):
 
 
 class LayerTypes(LlamaLike):
-    """Decoder some of whose layers have a sliding window."""
+    """Decoder in which some layers have a sliding window."""
 
     @classmethod
     def make_spec(cls, config: Any) -> DecoderSpec:

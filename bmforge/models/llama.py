@@ -53,7 +53,7 @@ def llama_rules() -> list[WeightRule]:
 
 
 def gate_up_rules(width: int) -> list[WeightRule]:
-    """Return the rules of an MLP whose gate and up are one published tensor.
+    """Return the weight rules of an MLP whose gate and up are one published tensor.
 
     Args:
         width: hidden width F of the MLP.

@@ -49,10 +49,10 @@ def renamed(**names: str) -> dict[str, str]:
 
 
 def rules_with_norms(names: dict[str, str]) -> list[WeightRule]:
-    """Return Llama's rules for a model with other norms in its blocks.
+    """Return Llama's weight rules for a model with other norms in its blocks.
 
     Args:
-        names: norm of a block here -> transformers' name.
+        names: transformers' name of each norm of a block, by bmforge's name.
     """
     rules = [r for r in llama_rules() if not re.search(r"\}\.(attn|mlp)_norm\.", r.ours)]
     norms = {f"layers.{{i}}.{a}": f"model.layers.{{i}}.{b}" for a, b in names.items()}

@@ -206,5 +206,5 @@ class Longformer(EncoderModel):
         )
 
     def tied_copies(self) -> dict[str, str]:
-        """Map the name of the decoder's bias, which is stored twice, to its original."""
+        """Map the decoder's bias, which checkpoints store twice, to its original name."""
         return {"lm_head.decoder.bias": "lm_head.bias"}

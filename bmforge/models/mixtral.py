@@ -189,6 +189,6 @@ class Mixtral(CausalLM):
         super().__init__(config, spec)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names; w1, w3 and w2 are gate, up and down."""
+        """Return the map to transformers' names, where gate, up and down are w1, w3 and w2."""
         names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
         return llama_rules() + expert_rules("model.layers.{i}.block_sparse_moe", names)

@@ -138,7 +138,7 @@ class OLMo2(LlamaLike):
         return whole_attention(super().tensor_cuts())
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names, with the norms behind the sublayers."""
+        """Return the map to transformers' names, with the norms after the sublayers."""
         return rules_with_norms(_OUTPUT_NORMS)
 
 
@@ -157,7 +157,7 @@ class OLMo3(LayerTypes):
         return whole_attention(super().tensor_cuts())
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names, with the norms behind the sublayers."""
+        """Return the map to transformers' names, with the norms after the sublayers."""
         return rules_with_norms(_OUTPUT_NORMS)
 
 

@@ -213,7 +213,7 @@ def _rotary_dim(model: Any) -> int:
 
 
 def _take_after_(new: Block, old: Block) -> None:
-    """Give a new block on meta the devices, dtypes and flags of the old block, without values."""
+    """Give a new block on meta the devices, dtypes and flags of the old block."""
     before = dict(old.named_parameters())
     usual = next(iter(before.values()), None)
     for name, parameter in list(new.named_parameters()):
@@ -261,7 +261,7 @@ def _keep_heads_(
     specs: tuple[AttentionSpec, AttentionSpec],
     rotary_dim: int,
 ) -> None:
-    """Copy the common slice of a parameter between attentions with different heads."""
+    """Copy the common slice of a parameter between attentions with different head counts."""
     module, _, kind = leaf.partition(".")
     if module == "o_proj":
         if kind == "bias":

@@ -29,8 +29,8 @@ _WEIGHTS = ["model*.safetensors", "pytorch_model*.bin", "*.pt"]
 def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) -> Path:
     """Return the path of a model: `name` itself, its cached copy, or a download.
 
-    An incomplete cached copy is completed. If the hub is not reachable, it is returned incomplete,
-    for callers that need only config or tokenizer.
+    An incomplete cached copy is completed. If the hub is not reachable, the incomplete copy is
+    returned, for callers that need only config or tokenizer.
 
     Args:
         name: directory, GGUF file, hub id, or short name in `hub_ids`.

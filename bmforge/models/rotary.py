@@ -1,4 +1,4 @@
-"""Rotary positions in configs: transformers' two formats, and the fields of such families."""
+"""Rotary positions in configs: transformers' two formats, and config classes with rotary fields."""
 
 from __future__ import annotations
 

@@ -19,11 +19,10 @@ class TensorCut:
             if there are fewer heads than ranks; "bias": table sharded by columns, one per head;
             "head_norm" and "gate": replicated, each rank uses the entries of its heads; "embedding"
             and "head": sharded by vocabulary; "experts": each expert sharded by width. For linear
-            layers of
-            foreign modules: "own_column": as "column", but sums its own input gradient;
-                "gathered_column": as "own_column", with all outputs on every rank; "split_row": as
-                "row", with a replicated input; "shared_tail": replicated, with the gradient of the
-                last `units` outputs summed, which the heads of all ranks share.
+            layers of foreign modules: "own_column": as "column", but sums its own input gradient;
+            "gathered_column": as "own_column", with all outputs on every rank; "split_row": as
+            "row", with a replicated input; "shared_tail": replicated, with the gradient of the last
+            `units` outputs summed, which the heads of all ranks share.
         units: number of indivisible units (heads); 0 means every row or column.
     """
 

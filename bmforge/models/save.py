@@ -143,7 +143,7 @@ def _dtype_of(
 
 
 class _Whole:
-    """All-gathers parameters by name; caches the last one, as it may have many slices to write."""
+    """All-gathers parameters by name; caches the last one, which may be written in many slices."""
 
     def __init__(self, parameters: dict[str, Tensor]) -> None:
         self.parameters = parameters

@@ -277,7 +277,7 @@ class Seq2Seq(Model):
         num_items: float | Tensor | None,
         ends_of: Tensor | None = None,
     ) -> ModelOutput:
-        """Classify every token, or the last end token of each sequence (if `ends_of` is given)."""
+        """Classify every token or, if `ends_of` is given, each sequence by its last end token."""
         x = out.last_hidden_state
         assert x is not None
         if self.config.head == "sequence_classification":

@@ -119,7 +119,7 @@ class LayerSizes:
     two_layers: bool = False
 
     def __str__(self) -> str:
-        """Describe the layer in words."""
+        """Describe the layer in words, for messages."""
         parts = []
         for exists, name in ((self.attn, "attention"), (self.cross, "attention to the source")):
             if exists:

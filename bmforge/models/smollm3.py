@@ -63,7 +63,7 @@ class SmolLM3Config(LlamaLikeConfig):
         return [layer for layer, flag in enumerate(flags) if not flag]
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         flags = self.rotated_layers
         if flags and (len(flags) != self.num_layers or set(flags) - {0, 1}):

@@ -58,7 +58,7 @@ def fill_split_(new: MoE, old: Any) -> None:
 def split_rules(model: nn.Module, rules: Sequence[WeightRule]) -> list[WeightRule]:
     """Return the rules that map split MLPs to dense MLPs in a file.
 
-    A layer with quantized experts has no such rules; its tensors are saved as they are in memory.
+    A layer with quantized experts has no such rules; its tensors are saved under bmforge's names.
 
     Args:
         model: model with split MLPs.

@@ -131,7 +131,7 @@ def settle_tie(model: Any, files: WeightFiles, wanted: bool | None = None) -> Mo
 
 
 def _tie_as_wanted(model: Any, files: WeightFiles, wanted: bool) -> ModelConfig:
-    """Return the config with `tie_word_embeddings` as the caller wants it; see `settle_tie`."""
+    """Return the config with `tie_word_embeddings` set to `wanted`; see `settle_tie`."""
     head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
     if head is None or embed is None:
         raise ConfigError(
@@ -151,7 +151,7 @@ def _tie_as_wanted(model: Any, files: WeightFiles, wanted: bool) -> ModelConfig:
 
 
 def _find_tied(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Return the embedding's name for the head of a tied checkpoint that is opened untied."""
+    """Return the embedding's name as source of the head, if a tied checkpoint is opened untied."""
     config = model.config
     if rule.ours != model.tied_head[0] or config.tie_word_embeddings:
         return None
@@ -197,7 +197,7 @@ def _as_new_name(model: Any, name: str) -> str:
 def _find_extra(
     model: Any, files: WeightFiles, shapes: dict[str, tuple[int, ...]], used: set[str]
 ) -> list[str]:
-    """Return the stored names that no rule explains; tensors of other heads are only logged."""
+    """Return the stored names without a weight rule; tensors of other heads are only logged."""
     others = files.head_names(model)
     unused: list[str] = []
     extra: list[str] = []
@@ -215,7 +215,7 @@ def _find_extra(
 
 
 def _is_copy(model: Any, files: WeightFiles, name: str) -> bool:
-    """Return True if a tensor is stored twice (such as a tied head) and equals its original."""
+    """Return True if a tensor, such as a tied head, is stored twice and equals its original."""
     copies = dict(model.tied_copies())
     head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
     if head is not None and embed is not None and model.config.tie_word_embeddings:

@@ -1,7 +1,7 @@
 """Resizing of the vocabulary: token embedding, output layer and every other tensor of that size.
 
 The tensors are found by building the model twice on the meta device, with the old and with the new
-`vocab_size`: those whose shapes differ are the ones to resize. So no family needs code of its own.
+`vocab_size`: tensors whose shapes differ are resized. Families therefore need no code for resizing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def resize_vocabulary_(
     """Resize a model's vocabulary in place; see `Model.resize_token_embeddings`.
 
     Raises:
-        ConfigError: the model cannot be resized; it is unchanged then.
+        ConfigError: the model cannot be resized. The model is then unchanged.
     """
     config, kind = model.config, type(model).__name__
     old_size = config.vocab_size
@@ -103,7 +103,7 @@ def _check_table(model: Any, new_size: int) -> None:
 
 
 def _resized_axes(old: nn.Module, new: nn.Module) -> dict[str, int]:
-    """Return the names of the tensors whose shapes differ -> the axis of the vocabulary."""
+    """Return the axis of the vocabulary for each tensor whose shapes differ, by name."""
     sizes = {name: tensor.shape for name, tensor in persistent_tensors(new).items()}
     axes: dict[str, int] = {}
     for name, tensor in persistent_tensors(old).items():
@@ -118,7 +118,7 @@ def _resized_axes(old: nn.Module, new: nn.Module) -> dict[str, int]:
 def _check_tensor(
     model: Any, name: str, tensor: Tensor | None, axis: int, old_size: int, kind: str
 ) -> None:
-    """Raise `ConfigError` if a tensor of the vocabulary is not a plain one of its original size."""
+    """Raise `ConfigError` unless a vocabulary tensor is plain and has its original size."""
     owner = name.rpartition(".")[0]
     if tensor is None:
         raise ConfigError(
@@ -164,7 +164,7 @@ def _resize(model: Any, name: str, tensor: Tensor, axis: int, size: int, mean: b
 
 
 def _copy_sizes_(model: Any, new: nn.Module) -> None:
-    """Set the sizes that modules keep as attributes to those of the new model."""
+    """Copy the sizes that modules store as attributes from the new model."""
     for name, module in new.named_modules():
         target = model if not name else model.get_submodule(name)
         for key in _SIZES:

@@ -31,14 +31,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class WeightRule:
-    """Rule: the parameter `ours` is the published tensor `theirs`, or a part of it.
+    """Rule that maps the parameter `ours` to the published tensor `theirs`, or to a part of it.
 
     `{i}` is the layer index; `{e}` in `theirs` is the expert, the first dim of `ours`.
 
     Args:
         ours: canonical name in bmforge.
         theirs: published name.
-        transpose: the published tensor is stored as (in, out).
+        transpose: whether the published tensor is stored as (in, out).
         part: (first row, number of rows) in the fused tensor, in bmforge's orientation; None
             for the whole tensor. For resized layers the rows are recomputed, in the same order.
         index: entry of the stacked tensor `ours`; set by `expand_rules`.
@@ -73,15 +73,15 @@ class WeightRule:
         return tuple(reversed(slices)) if self.transpose else tuple(slices)
 
     def target(self, local: Tensor, box: Box) -> Tensor:
-        """Return the part of a local parameter (the box) that `theirs` fills."""
+        """Return the elements of the local box of a parameter that `theirs` fills."""
         return local if self.index is None else local[self.index - box.offsets[0]]
 
     def source_view(self, target: Tensor) -> Tensor:
-        """Return a view of a part of the parameter with the dims in published order."""
+        """Return a view of a slice of the parameter with the dims in published order."""
         return target.t() if self.transpose else target
 
     def stored_numel(self, shape: tuple[int, ...]) -> int:
-        """Return how many elements of `theirs` come from a whole parameter of this shape."""
+        """Return the number of elements of `theirs` that come from a parameter of this shape."""
         return math.prod(shape if self.index is None else shape[1:])
 
     @property
@@ -145,7 +145,7 @@ def _fill_numbers(published: str, match: re.Match[str]) -> str:
 
 
 def _own_name(name: str, patterns: Sequence[tuple[re.Pattern[str], WeightRule]]) -> str:
-    """Return the name in files of a tensor that published checkpoints do not have."""
+    """Return the file name of a tensor that published checkpoints do not have."""
     module, _, key = name.rpartition(".")
     if key in PACKED_KEYS:
         for pattern, rule in patterns:
@@ -204,7 +204,7 @@ def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
 
 
 def assemble_source(rules: list[WeightRule], find_tensor: Callable[[str], Tensor]) -> Tensor:
-    """Assemble a published tensor from parameters; `find_tensor` returns one by name."""
+    """Assemble a published tensor from parameters, which `find_tensor` returns by name."""
     parts = [rule.to_source(find_tensor(rule.ours)) for rule in rules]
     joined = parts[0] if len(parts) == 1 else torch.cat(parts, rules[0].part_dim)
     return joined.t().contiguous() if rules[0].transpose else joined.contiguous()

@@ -43,7 +43,7 @@ _WORD_BITS = 32
 
 @dataclass(frozen=True)
 class _Parts:
-    """Storage of a layer's integers: bits per integer, and whether words pack several integers."""
+    """Storage format of a layer's integers: bits per integer, and whether words pack several."""
 
     bits: int
     is_packed: bool
@@ -55,9 +55,9 @@ class CompressedTensorsScheme:
 
     Args:
         bits: bits per packed integer.
-        group_size: inputs that share a scale; 0: those of a row.
-        rounds_tokens: True if activations are quantized to 8 bits per token.
-        symmetric: False for weights with zero points.
+        group_size: number of inputs that share a scale; 0 means all inputs of a row.
+        rounds_tokens: whether activations are quantized to 8 bits per token.
+        symmetric: whether weights have no zero points.
     """
 
     bits: int

@@ -184,7 +184,7 @@ def _storage_problems(store: QuantizedLinear) -> list[str]:
 
 
 def find_zero_points(store: MatrixStore) -> Tensor | None:
-    """Return an asymmetric layer's integer zero points; None if its minima are not such.
+    """Return the integer zero points of an asymmetric layer; None if its minima are not integers.
 
     Shape:
         returns (rows, groups), in the range of the stored integers

@@ -102,7 +102,7 @@ def convert_checkpoint(
 def write_directory(
     source: str | Path, target: str | Path, write: Callable[[Path, Path], str]
 ) -> Path:
-    """Create a model directory from another one; it is moved to its place when complete.
+    """Create a model directory from another one; it is renamed to `target` when complete.
 
     Other files of the model, such as tokenizer and provenance, are copied.
 

@@ -216,7 +216,7 @@ class _Metadata:
                 )
 
     def rest(self) -> dict[str, Any]:
-        """Return the metadata that was not read and may affect outputs, under its own keys."""
+        """Return the metadata that was not read and may affect outputs, under its original keys."""
         out = {}
         for key in self.names():
             value = self.header.metadata[f"{self.kind}.{key}"]
@@ -231,7 +231,7 @@ _TENSOR_SIZES = ("expert_feed_forward_length", "expert_shared_feed_forward_lengt
 
 
 def _leave(raw: dict[str, Any], own: _Metadata) -> None:
-    """Do nothing: the architecture has no further fields."""
+    """Do nothing, for an architecture without further fields."""
 
 
 def _llama(raw: dict[str, Any], own: _Metadata) -> None:
@@ -273,7 +273,7 @@ def _glm4(raw: dict[str, Any], own: _Metadata) -> None:
 
 
 def _tied(raw: dict[str, Any], own: _Metadata) -> None:
-    """Set what llama.cpp implies of models whose head is the embedding."""
+    """Set the fields that llama.cpp implies for models whose head is the embedding."""
     raw["tie_word_embeddings"] = True
 
 
@@ -282,7 +282,7 @@ _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 
 def _gemma(raw: dict[str, Any], own: _Metadata) -> None:
-    """Set what llama.cpp implies of a Gemma 2 or 3."""
+    """Set the fields that llama.cpp implies for Gemma 2 and 3."""
     if own.kind == "gemma2":
         raw["tie_word_embeddings"] = True
     is_27b = raw["num_hidden_layers"] == _LAYERS_OF_27B[own.kind]

@@ -137,7 +137,7 @@ _PERMUTED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 def is_permuted(name: str) -> bool:
     """Return True for Llama's query and key, whose rows some architectures permute.
 
-    In those files the two dims of a rotary pair are adjacent.
+    In files of these architectures, the two dims of a rotary pair are adjacent.
     """
     return _PERMUTED.fullmatch(name) is not None
 

@@ -26,7 +26,7 @@ _LLAMA3 = {
 
 
 def read_rope(header: GgufHeader, kind: str, head_dim: int) -> tuple[dict[str, Any], set[str]]:
-    """Return config.json's rotary fields, and the metadata keys from which they follow.
+    """Return config.json's rotary fields, and the metadata keys from which they are derived.
 
     Any other key would change llama.cpp's outputs in a way that no config field expresses.
 
@@ -70,7 +70,7 @@ _YARN = (_ORIGINAL, "scaling.yarn_beta_fast", "scaling.yarn_beta_slow")
 def _read_scaling(
     header: GgufHeader, kind: str, values: dict[str, Any], theta: float, head_dim: int
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """Return config.json's rope_scaling, and the keys after "rope." from which it follows."""
+    """Return config.json's rope_scaling, and the keys after "rope." from which it is derived."""
     # A factor without a type is linear scaling in llama.cpp.
     name = str(values.get("scaling.type", "linear" if "scaling.factor" in values else "none"))
     fields: dict[str, Any]
@@ -137,7 +137,7 @@ def _factors(header: GgufHeader, name: str, head_dim: int) -> list[float] | None
 def _from_frequencies(
     factors: list[float], theta: float, header: GgufHeader, kind: str
 ) -> dict[str, Any]:
-    """Return the `rope_scaling` that gives these factors: Llama 3's formula, or else longrope."""
+    """Return the `rope_scaling` that gives these factors, by Llama 3's formula or longrope."""
     llama3 = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
     expected = llama3_factors(2 * len(factors), theta, llama3)
     if torch.allclose(torch.tensor(factors), expected, rtol=_CLOSE, atol=0.0):

@@ -226,7 +226,7 @@ def _more(
 
 
 def _typed(key: str, value: Any) -> Any:
-    """Return a value as it is read back: floats have 32 bits."""
+    """Return a value as a reader of the file returns it: floats have 32 bits."""
     return float(np.float32(value)) if key.endswith(_FLOATS) else value
 
 
@@ -315,7 +315,7 @@ class _Plan:
 def _check_said(
     model: Model, architecture: Architecture, values: dict[str, Any], plan: _Plan
 ) -> None:
-    """Raise an error if reading the file would give another model than this one."""
+    """Raise an error if reading the file would give a different model."""
     # Scaling stored in tensors is not written yet; `write_rope` checks it.
     tensors = {n: t for n, t in plan.places().items() if n not in ROPE_TENSORS}
     if plan.extra:

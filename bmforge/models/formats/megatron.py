@@ -67,7 +67,7 @@ def _find_cut(name: str, num_dims: int) -> tuple[int, int] | None:
 
 
 def find_shards(directory: Path) -> list[Path]:
-    """Return the shard files, in order, of a directory or of the one in its tracker file.
+    """Return the shard files, in order, of a directory or of the directory in its tracker file.
 
     Raises:
         CheckpointError: shards are missing, or they are those of CPM-2's experts.
@@ -142,7 +142,7 @@ class MegatronShards:
             target[into].copy_(self._shards[shard][name][out_of])
 
     def _pieces(self, name: str) -> Iterator[tuple[int, tuple[int, ...], tuple[slice, ...]]]:
-        """Yield the pieces of a tensor: shard, offset in the shard, slices in the whole."""
+        """Yield the pieces of a tensor: shard, offset in the shard, slices in the whole tensor."""
         shape = tuple(self._shards[0][name].shape)
         cut = _find_cut(name, len(shape))
         if cut is None or self.degree == 1:

@@ -266,11 +266,11 @@ def _t5_factor(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> float:
 
 
 def _undo_factor(name: str, factor: float) -> float:
-    """Return the factor that restores a parameter of a scaled T5.
+    """Return the factor that restores a parameter of a T5 that was scaled down for fp16.
 
-    The weights that write to the residual stream were divided by 100: the embedding and attention's
-    output directly, the MLP's two matrices by 10 each, which commutes with ReLU and with the
-    ungated half.
+    The weights that write to the residual stream were divided by 100: the embedding and the output
+    projection of attention directly, the MLP's two matrices by 10 each, which commutes with ReLU
+    and with the ungated half.
     """
     if name == "embed.weight" or name.endswith("attn.o_proj.weight"):
         return factor

@@ -243,12 +243,12 @@ def read_old_config(
     tensors: Mapping[str, Tensor],
     allow_unknown: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Return the config fields in bmforge's names; the family may not have all of them.
+    """Return the config fields with bmforge's names, some of which the family may not have.
 
     Args:
         family: a name in `OLD_FAMILIES`.
         raw: contents of config.json.
-        tensors: tensors of the checkpoint, which reveal its head, ties and padding.
+        tensors: tensors of the checkpoint, from which head, ties and padding are inferred.
         allow_unknown: names of unknown config fields to ignore.
 
     Raises:
@@ -298,7 +298,7 @@ def _read_sizes(family: str, old_config: Mapping[str, Any]) -> dict[str, Any]:
 def _read_head(
     family: str, old_config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the head and tied weights that the tensors reveal."""
+    """Return the head and the tied weights, inferred from the tensors."""
     out: dict[str, Any] = {}
     embed = tensors.get("input_embedding.weight")
     if old_config.get("cls_head"):

@@ -1,8 +1,8 @@
 """Safetensors files: reading into existing memory, mapping, and aligned writing.
 
 A tensor is read at its offset in the file: directly into the parameter if both have the same dtype
-and layout, otherwise through a small buffer. So a rank needs memory only for its shards and this
-buffer.
+and layout, otherwise through a small buffer. A rank therefore needs memory only for its shards and
+this buffer.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ AUTO_CLASSES: dict[str, tuple[str, str]] = {
 
 
 def load_library(purpose: str = "A model without a native family") -> ModuleType:
-    """Import transformers, with a clear error if it is not installed.
+    """Import transformers; raise a clear error if it is not installed.
 
     Args:
         purpose: subject of the error message.

@@ -1,7 +1,7 @@
 """Maps each parameter of a transformers model to the tensors stored in checkpoints.
 
 transformers 5 renames, splits and merges tensors when it loads and saves. Its saving code is run
-once on meta tensors, whose views reveal offsets, shapes and strides. So every stored tensor is
+once on meta tensors, whose views reveal offsets, shapes and strides. Every stored tensor is thus
 identified as a box of one parameter or a concatenation of boxes, and can be read and written by
 slices.
 """
@@ -99,7 +99,7 @@ class BoxRule(WeightRule):
         return tensor[index].permute(self.order)
 
     def stored_numel(self, shape: tuple[int, ...]) -> int:
-        """Return how many elements of the stored tensor come from the parameter."""
+        """Return the number of elements of the stored tensor that come from the parameter."""
         return math.prod(self._own_shape())
 
 
@@ -107,7 +107,7 @@ class _Tracking(TorchFunctionMode):
     """Mode that runs a conversion on meta tensors: copies remain views, joins are recorded.
 
     Attributes:
-        joined: by the id of a concatenated tensor: the tensor, its members and the dim.
+        joined: for the id of each concatenated tensor, the tensor, its members and the dim.
     """
 
     def __init__(self) -> None:
@@ -294,9 +294,9 @@ def _dim_of(size: int, stride: int, owner: Tensor, sizes: Sequence[tuple[Any, ..
 def rename_stored(module: Any, names: Iterable[str]) -> dict[str, str]:
     """Map the tensor names of a checkpoint to transformers' current names.
 
-    The names are those before transformers splits or merges tensors. Checkpoints of old versions,
-    or of a base model without a head, have other names; transformers' own renaming rules resolve
-    them.
+    The result has the names before transformers splits or merges tensors. Checkpoints of old
+    versions, or of a base model without a head, have other names; transformers' own renaming rules
+    resolve them.
     """
     loading = importlib.import_module("transformers.core_model_loading")
     mapping = importlib.import_module("transformers.conversion_mapping")

@@ -1,6 +1,6 @@
 """Tests an architecture on a small copy (its twin), to avoid silently wrong behavior.
 
-A config does not tell how logits are computed from hidden states, how packed documents can be
+A config does not show how logits are computed from hidden states, how packed documents can be
 separated, whether decoding with the cache is exact (also with padding), and which layers are never
 called.
 """
@@ -177,7 +177,7 @@ def _find_head(twin: Any, structure: Structure, ids: Tensor, logits: Tensor) -> 
 
 
 def _find_packing(twin: Any, ids: Tensor) -> str:
-    """Find out how two documents of a packed row can be separated."""
+    """Return the input that separates two documents of a packed row; see `Behavior.packing`."""
     first = 7
     documents = (torch.arange(_TOKENS) >= first).long()[None]
     positions = torch.cat((torch.arange(first), torch.arange(_TOKENS - first)))[None]
@@ -199,7 +199,7 @@ def _continues(twin: Any, ids: Tensor, logits: Tensor) -> bool:
 
 
 def _find_padding(twin: Any, ids: Tensor, caches: bool) -> str:
-    """Find out which input makes left-padded rows equal to rows without padding."""
+    """Return the input that makes left-padded rows exact; see `Behavior.padding`."""
     first = 5
     alone = _run(twin, ids[:, first:])
     padded = ids.clone()
