@@ -19,7 +19,7 @@ TERMS = {
     "source": "distribute the source as well",
     "share-alike": "derived works must be under the same terms",
     "no-derivatives": "do not distribute modified versions",
-    "non-commercial": "no commercial use",
+    "non-commercial": "no use for commercial advantage",
     "commercial-terms": "request or register some commercial uses",
     "use-policy": "follow a list of prohibited uses, and pass it on",
     "naming": "derived works must show the name of the work in their name or on their pages",

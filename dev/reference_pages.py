@@ -148,15 +148,15 @@ def command_section(name: str, command: Command) -> str:
         return about + "".join(parts)
     if name == "evaluate":
         return f"{about}\n" + table(list(find_options(EvaluateCommand)), dashes=True)
-    return f"{about}\nThe fields of its config are on [a page of their own](train_config.md).\n"
+    return f"{about}\n[Fields of a training run](train_config.md) lists the fields of its config.\n"
 
 
 def render_commands() -> str:
     """Return the page of the command line."""
     rows = [f"| [`{n}`](#bmforge-{n}) | {c.about} |\n" for n, c in COMMANDS.items()]
     head = (
-        "# Command line\n\nAll commands with their options; arguments in capitals are "
-        "positional.\n`bmforge COMMAND --help` shows the same in the terminal.\n\n"
+        "# Command line\n\nThis page lists all commands with their options. Arguments in capitals "
+        "are positional.\n`bmforge COMMAND --help` prints the same text in the terminal.\n\n"
         "| command | |\n|---|---|\n"
     )
     return head + "".join(rows) + "".join(command_section(n, c) for n, c in COMMANDS.items())
@@ -179,8 +179,8 @@ def render_config() -> str:
     common = [o for o in fields["pretrain"] if o.path in shared]
     parts = [
         "# Fields of a training run\n\nEvery field is an option of `bmforge train`, such as "
-        "`--train.optim.lr 1e-4`, and a key of a TOML file.\nThe sizes of a model are `model.*`: "
-        "they are the fields of its config class, see [the models](api/models.md).\n",
+        "`--train.optim.lr 1e-4`, and a key of a TOML file.\nThe fields `model.*` set "
+        "the sizes of the model; [the models](api/models.md) lists them by config class.\n",
         "\n## Training loop\n\n" + table(list(find_options(TrainConfig, "train.")), dashes=False),
         "\n## Layout\n\n" + table(list(find_options(Layout, "layout.")), dashes=False),
         "\n## Fields of every task\n\n" + table(common, dashes=False),
@@ -201,9 +201,9 @@ def render_errors() -> str:
         if isinstance(kind, type) and issubclass(kind, errors.BmforgeError)
     ]
     return (
-        "# Errors\n\nEvery message names the value, what is allowed, and how to fix it. The "
-        "command line prints it\nwithout a traceback and exits with status 2.\n\n"
-        "| error | is also | raised when |\n|---|---|---|\n" + "".join(rows)
+        "# Errors\n\nEvery message gives the value, the allowed values, and the fix. The command "
+        "line prints the\nmessage without a traceback and exits with status 2.\n\n"
+        "| error | base classes | raised when |\n|---|---|---|\n" + "".join(rows)
     )
 
 
@@ -215,8 +215,8 @@ def render_metrics() -> str:
         suffix = {"counter": "_total", "histogram": "_bucket, _sum, _count"}.get(metric.type, "")
         rows.append(f"| `{metric.name}` | {metric.type} | {suffix} | {metric.documentation} |\n")
     return (
-        "# Metrics of the server\n\n`GET /metrics` of `bmforge serve` answers in the text format "
-        "of Prometheus. The metrics of a training\nrun are in its "
+        "# Metrics of the server\n\n`GET /metrics` of `bmforge serve` returns metrics in the text "
+        "format of Prometheus. A training run writes its\nmetrics to "
         "[`metrics.jsonl`](../guides/training.md).\n\n"
         "| metric | type | suffixes | meaning |\n|---|---|---|---|\n" + "".join(rows)
     )

@@ -228,8 +228,8 @@ def write(file: Path) -> None:
         "",
         "This page lists the capabilities of the architectures that bmforge runs with transformers "
         f"{transformers.__version__}. `dev/transformers_table.py` tests them on small "
-        "random models. `yes`: the results equal those of plain transformers. `refused`: an error gives the "
-        "reason.",
+        "random models. `yes`: the results equal those of plain transformers. `refused`: an "
+        "error gives the reason.",
         "",
         f"{len(rows)} of {len(TYPES)} causal language models were tested; {len(built)} of them can "
         "be built at small sizes.",
