@@ -138,8 +138,9 @@ class PrepareConfig:
         cut_examples: remove the test examples from a document instead of dropping the document.
         license: license of texts whose source states none: an SPDX id for all texts, or PATH=ID
             for those of a file or directory.
-        license_policy: allowed licenses of documents: any; known ones; commercial ones, which
-            allow commercial use; permissive ones, which only require attribution and notices.
+        license_policy: allowed licenses of documents: any, known (recognized licenses),
+            commercial (commercial use is allowed) or permissive (only attribution and notices
+            are required).
         near_duplicates: keep only one of several documents whose sets of word 5-grams have at
             least this Jaccard similarity, from 0.3 to 1; none drops only exact duplicates.
         repeated_paragraphs: remove paragraphs of at least this many characters, such as 50,
@@ -238,9 +239,9 @@ class QualityConfig:
     """Options of training a quality classifier and a perplexity model.
 
     Args:
-        good: files or directories of good texts.
-        bad: files or directories of other texts, some of which may be good; none trains no
-            classifier.
+        good: files or directories of texts of high quality, as examples for the classifier.
+        bad: files or directories of other texts, some of which may be of high quality; none
+            trains no classifier.
         labeled: files with a text and its label in each record, instead of good and bad.
         label_field: field of a record that contains the label.
         good_labels: labels of good texts; all other labels mean the other class.
