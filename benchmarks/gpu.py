@@ -1,121 +1,225 @@
-"""Tokens per second and MFU on one accelerator: GPT-2 124M and a Llama of 1B, through the Trainer.
+"""All measurements of one GPU in one command of at most ten minutes: a JSONL file and a page.
 
-    python benchmarks/gpu.py [--steps 20]
+    python benchmarks/gpu.py [--output docs/results/DATE-gpu.md] [--only 'decode-*']
+    python benchmarks/gpu.py --rehearse
 
-Prints one row per model and setting; a setting that does not fit says so. Needs an accelerator.
+Every row runs in a process of its own with a time limit. It is written to the JSONL file next to
+the page, and into the page, as soon as it ends; a row that fails, runs out of time or does not fit
+says so, and the next one runs. `--rehearse` runs every row on the CPU with tiny sizes, to test the
+script; its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
 
-import torch
-from harness import header, table
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+from gpu_rows.table import ROWS, SECTIONS, Row  # noqa: E402
 
-from bmforge.device import default_device, device_memory_bytes, peak_flops
-from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig, init_weights_
-from bmforge.parallel import Layout, build_mesh, init_distributed, parallelize, shutdown_distributed
-from bmforge.train import OptimConfig, TrainConfig, Trainer
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row of the table."""
-
-    preset: str
-    rows: int
-    length: int
-    recompute: bool
+MARK = "ROW "
+# A process needs about this long until it measures anything.
+SHORTEST_S = 5.0
+# A rehearsed row takes seconds of processor time; a busy machine makes minutes of them.
+REHEARSAL_S = 280.0
 
 
-CASES = [
-    Case("gpt2-small", 16, 1024, False),
-    Case("gpt2-small", 64, 1024, False),
-    Case("llama-3.2-1b", 2, 4096, False),
-    Case("llama-3.2-1b", 8, 4096, False),
-    Case("llama-3.2-1b", 8, 4096, True),
-]
+def run_row(row: Row, rehearse: bool, limit_s: float) -> dict[str, Any]:
+    """Run a row in a process; return its record, with the values that it reached.
+
+    Args:
+        row: row to run.
+        rehearse: run with tiny sizes on the CPU.
+        limit_s: time limit in seconds.
+    """
+    start = time.perf_counter()
+    command = [sys.executable, __file__, "--row", row.name, *(["--rehearse"] * rehearse)]
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} if rehearse else {}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=errors,
+            start_new_session=True,
+            env=os.environ | hidden,
+        )
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_group(process)
+        out.seek(0)
+        errors.seek(0)
+        values, status = read_output(out.read().splitlines())
+        last_lines = errors.read().strip().splitlines()[-1:]
+    if not status and code is None:
+        status = f"out of time after {limit_s:.0f} s"
+    elif not status:
+        status = f"failed with exit code {code}: {' '.join(last_lines)[:200]}"
+    record = {"row": row.name, "section": row.section, "status": status}
+    return record | {"seconds": round(time.perf_counter() - start, 1), "values": values}
 
 
-class RandomRows:
-    """A loader of random rows that live on the device already."""
-
-    def __init__(self, case: Case, vocab_size: int, device: torch.device) -> None:
-        ids = torch.randint(0, vocab_size, (case.rows, case.length), device=device)
-        self.batch = {"input_ids": ids, "labels": ids}
-
-    def __next__(self) -> list[dict[str, torch.Tensor]]:
-        return [self.batch]
-
-    def state_dict(self) -> dict[str, int]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a row's process and what it started, and wait for it."""
+    with contextlib.suppress(ProcessLookupError):  # it ended by itself
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-def measure(case: Case, steps: int) -> list[str]:
-    """Train `steps` steps and return the table row."""
-    family = GPT2 if case.preset.startswith("gpt2") else Llama
-    kind = GPT2Config if family is GPT2 else LlamaConfig
-    config = kind.preset(case.preset, max_seq_len=max(case.length, 1024))
-    world = init_distributed()
-    mesh = build_mesh(Layout(), world.device)
-    model = family.from_config(config, device="meta")
-    parallelize(model, mesh=mesh, precision="bf16", recompute=case.recompute, compile=True)
-    init_weights_(model, 0, device=world.device)
-    trainer = Trainer(
-        model.train(),
-        RandomRows(case, config.vocab_size, world.device),
-        TrainConfig(precision="bf16", optim=OptimConfig(lr=1e-4)),
-        mesh=mesh,
-    )
-    seconds = []
-    for _ in range(steps):
-        torch.accelerator.synchronize()
-        start = time.perf_counter()
-        trainer.train_step()
-        torch.accelerator.synchronize()
-        seconds.append(time.perf_counter() - start)
-    tokens = case.rows * case.length / statistics.median(seconds[steps // 3 :])
-    peak = peak_flops(world.device)
-    used = tokens * config.flops_per_token(case.length)
-    memory = device_memory_bytes(world.device) or 0
-    return [
-        case.preset,
-        f"{case.rows} x {case.length}",
-        "yes" if case.recompute else "no",
-        f"{tokens:,.0f}",
-        f"{used / peak:.1%}" if peak else "peak unknown",
-        f"{memory / 2**30:.1f}",
-    ]
+def read_output(lines: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Return the merged values of a row's output, and its status; "" if it did not end."""
+    values: dict[str, Any] = {}
+    for line in lines:
+        if line.startswith(MARK):
+            values |= json.loads(line.removeprefix(MARK))
+    return values, values.pop("status", "")
+
+
+def print_values(values: dict[str, Any]) -> None:
+    """Print values for `read_output`, at once."""
+    print(MARK + json.dumps(values), flush=True)
+
+
+def measure(row: Row, rehearse: bool) -> None:
+    """Run a row in this process and print its values as they come."""
+    import torch
+    from gpu_rows.measure import SkippedRowError
+
+    module, _, function = row.function.partition(":")
+    run = getattr(importlib.import_module(f"gpu_rows.{module}"), function)
+    try:
+        for values in run(**row.arguments(rehearse)):
+            print_values(values)
+        print_values({"status": "ok"})
+    except SkippedRowError as reason:
+        print_values({"status": f"skipped: {reason}"})
+    except torch.OutOfMemoryError:
+        print_values({"status": "out of memory"})
+
+
+def text_of(column: str, value: Any) -> str:
+    """Return a table cell."""
+    if value is None:
+        return "unknown"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        is_share = column.endswith(("share", "MFU"))
+        return f"{value:.1%}" if is_share else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def page(records: Sequence[dict[str, Any]], title: str, head: str) -> str:
+    """Return the page of all records so far, with one table per section."""
+    from harness import table
+
+    parts = [f"# {title}", head]
+    for section, note in SECTIONS.items():
+        rows = [record for record in records if record["section"] == section]
+        if not rows:
+            continue
+        columns = list(dict.fromkeys(name for record in rows for name in record["values"]))
+        cells = [
+            [
+                record["row"],
+                *(
+                    text_of(name, record["values"][name]) if name in record["values"] else ""
+                    for name in columns
+                ),
+                record["status"].replace("|", "/"),
+            ]
+            for record in rows
+        ]
+        parts += [f"## {section}", note, table(["row", *columns, "status"], cells)]
+    return "\n\n".join(parts) + "\n"
+
+
+def head_of(arguments: argparse.Namespace) -> str:
+    """Return the command, machine, versions and date."""
+    from harness import header
+
+    words = sys.argv[1:]
+    text = header(" ".join(["python benchmarks/gpu.py", *words]), 1, ("torch",))
+    if arguments.rehearse:
+        text += "\n- a rehearsal on the CPU with tiny sizes: these figures mean nothing"
+    return text
+
+
+def run_all(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
+    """Run rows until the budget is spent; return the number of rows that failed."""
+    page_path: Path = arguments.output
+    page_path.parent.mkdir(parents=True, exist_ok=True)
+    start, records = time.perf_counter(), []
+    title, head = f"One GPU, {time.strftime('%Y-%m-%d')}", head_of(arguments)
+    with page_path.with_suffix(".jsonl").open("x", encoding="utf-8") as lines:
+        for row in rows:
+            left_s = arguments.budget_s - (time.perf_counter() - start)
+            limit_s = REHEARSAL_S if arguments.rehearse else row.limit_s
+            if left_s < SHORTEST_S:
+                status = f"not run: the budget of {arguments.budget_s:.0f} s is spent"
+                record = {"row": row.name, "section": row.section, "status": status, "values": {}}
+            else:
+                record = run_row(row, arguments.rehearse, min(limit_s, left_s))
+            records.append(record)
+            lines.write(json.dumps(record) + "\n")
+            lines.flush()
+            page_path.write_text(page(records, title, head), encoding="utf-8")
+            print(f"{row.name}: {record['status']} ({record.get('seconds', 0)} s)", flush=True)
+    print(f"{page_path} and {page_path.with_suffix('.jsonl').name} are written")
+    return sum(not record["status"].startswith(("ok", "skipped")) for record in records)
+
+
+def default_output(rehearse: bool) -> Path:
+    """Return the page's path: docs/results, or a new temporary folder for a rehearsal."""
+    if rehearse:
+        return Path(tempfile.mkdtemp(prefix="bmforge-gpu-")) / "rehearsal.md"
+    results = Path(__file__).parent.parent / "docs" / "results"
+    return results / f"{time.strftime('%Y-%m-%d')}-gpu.md"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20)
+    """Run the selected rows, or one row for another process of this script."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="page to write, a new file")
+    parser.add_argument("--only", nargs="+", default=["*"], help="globs of row names")
+    parser.add_argument("--budget-s", type=float, help="time limit of all rows (default: 590)")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if not torch.accelerator.is_available():
-        print("no accelerator here: nothing was measured", file=sys.stderr)
-        return 1
-    print(header(f"python benchmarks/gpu.py --steps {arguments.steps}", 1, ["torch"]) + "\n")
-    rows = []
-    for case in CASES:
-        module = torch.get_device_module(default_device())
-        module.reset_peak_memory_stats()
-        try:
-            rows.append(measure(case, arguments.steps))
-        except torch.OutOfMemoryError:
-            rows.append([case.preset, f"{case.rows} x {case.length}", "", "out of memory", "", ""])
-        shutdown_distributed()
-        torch.compiler.reset()
-        module.empty_cache()
-    print(table(["model", "batch", "recompute", "tokens/s", "MFU", "peak GiB"], rows))
-    return 0
+    if arguments.row is not None:
+        measure(next(row for row in ROWS if row.name == arguments.row), arguments.rehearse)
+        sys.stdout.flush()
+        os._exit(0)  # exit handlers of process groups can wait for ranks that do not exist
+    rows = [row for row in ROWS if any(fnmatch(row.name, glob) for glob in arguments.only)]
+    if not rows:
+        parser.error(f"--only {' '.join(arguments.only)} matches no row.")
+    arguments.output = arguments.output or default_output(arguments.rehearse)
+    if arguments.budget_s is None:
+        arguments.budget_s = 3600.0 if arguments.rehearse else 590.0
+    outputs = (arguments.output, arguments.output.with_suffix(".jsonl"))
+    if any(path.exists() for path in outputs):
+        parser.error(f"{arguments.output} exists already. Choose another --output.")
+    import torch
+
+    if not arguments.rehearse and not torch.accelerator.is_available():
+        parser.error("this machine has no accelerator. --rehearse runs tiny sizes on the CPU.")
+    return int(run_all(rows, arguments) > 0)
 
 
 if __name__ == "__main__":
