@@ -11,7 +11,6 @@ from many_requests import draw_prompt
 
 from bmforge.device import default_device, memory_room_bytes
 from bmforge.infer import Engine, EngineConfig, GenerationConfig, Request, RequestsConfig
-from bmforge.recipes.run import family_of
 from bmforge.surgery import persistent_tensors
 from gpu_rows.measure import (
     GIB,
@@ -19,6 +18,7 @@ from gpu_rows.measure import (
     Values,
     build_model,
     config_of,
+    family_of,
     peak_gib,
     ratio_text,
     seconds_in_turns,

@@ -12,10 +12,9 @@ from harness import paired_ratio
 
 from bmforge.device import default_device, device_memory_bytes, device_name, memory_room_bytes
 from bmforge.gpu_specs import Device, find_devices_by_name
-from bmforge.models import GPT2Config, LlamaConfig
+from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig
 from bmforge.models.init import materialize_
 from bmforge.models.pack import quantize_
-from bmforge.recipes.run import family_of
 from bmforge.shards import local_tensor
 from bmforge.surgery import persistent_tensors
 
@@ -25,6 +24,7 @@ __all__ = [
     "Values",
     "build_model",
     "config_of",
+    "family_of",
     "fill_random_",
     "half_dtype",
     "median_seconds",
@@ -62,6 +62,11 @@ def config_of(preset: str, length: int = 0) -> Any:
         return TINY
     kind: Any = GPT2Config if preset.startswith("gpt2") else LlamaConfig
     return kind.preset(preset, max_seq_len=max(length, 1024))
+
+
+def family_of(config: Any) -> Any:
+    """Return the model class of a config."""
+    return GPT2 if isinstance(config, GPT2Config) else Llama
 
 
 def half_dtype(device: torch.device) -> torch.dtype:

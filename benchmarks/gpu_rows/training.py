@@ -15,8 +15,6 @@ from bmforge.parallel import Layout, build_mesh, init_distributed, parallelize, 
 from bmforge.parallel.planner.dry_run import join_fakes
 from bmforge.parallel.planner.estimate import Estimator, PlanRequest, TrainingSetup
 from bmforge.parallel.planner.hardware import Cluster, find_device
-from bmforge.recipes.base_weights import find_base_layers
-from bmforge.recipes.run import family_of
 from bmforge.train import OptimConfig, build_optimizers, clip_grad_norm_
 from bmforge.tune.delta import Lora
 from gpu_rows.measure import (
@@ -24,6 +22,7 @@ from gpu_rows.measure import (
     SkippedRowError,
     Values,
     config_of,
+    family_of,
     fill_random_,
     half_dtype,
     median_seconds,
@@ -129,6 +128,8 @@ def train(
 
 def tune(preset: str, rows: int, length: int, steps: int, base_dtype: str) -> Values:
     """Train a LoRA adapter on a frozen base in bf16, int8 or int4."""
+    from bmforge.recipes.base_weights import find_base_layers  # imports all recipes: 3 s
+
     device, config = default_device(), config_of(preset, length)
     yield {"model": preset, "base": base_dtype, "batch": f"{rows} x {length}"}
     model = family_of(config).from_config(config, device="meta", dtype=half_dtype(device))

@@ -18,13 +18,13 @@ from bmforge.memory.resident import NUM_SLOTS
 from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import load_weights_, weight_reader
 from bmforge.parallel import Layout, OffloadConfig, parallelize
-from bmforge.recipes.run import family_of
 from bmforge.train.offload.states import StateOffload
 from gpu_rows.measure import (
     GIB,
     Values,
     build_model,
     config_of,
+    family_of,
     fill_random_,
     half_dtype,
     median_seconds,
