@@ -255,3 +255,14 @@ def test_the_check_of_a_device_reports_a_kernel_that_fails(
     assert find_difference(KERNELS, torch.device("cpu")) == (
         "a kernel failed (RuntimeError: no kernel image"
     )
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [64, 128])
+def test_product_with_one_group_in_a_row(group, symmetric):
+    spec = QuantSpec(4, group, symmetric=symmetric)
+    matrix = pack_matrix(quantize_groups(random(0, 19, group), spec), spec)
+    for tokens in (1, 17):
+        x = random(tokens, tokens, group)
+        want = multiply_plain(x, matrix, 19, spec, None)
+        assert same_bits(KERNELS.multiply(x, matrix, 19, spec, None), want)

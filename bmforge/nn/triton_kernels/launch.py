@@ -236,4 +236,5 @@ def _in_pairs(matrix: PackedMatrix) -> tuple[Tensor, Tensor]:
     minima = scales if minima is None else minima
     if scales.dtype != torch.float16:
         return scales, minima
-    return scales.view(torch.int32), minima.view(torch.int32)
+    # Flat: a matrix with one group in each row can have strides that a wider dtype refuses.
+    return scales.view(-1).view(torch.int32), minima.view(-1).view(torch.int32)
