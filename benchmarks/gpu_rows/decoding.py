@@ -130,12 +130,12 @@ def decode(
         write(1)
         first = statistics.median(time_once(lambda: write(1)) for _ in range(rounds))
         whole = statistics.median(time_once(lambda: write(1 + new)) for _ in range(rounds))
-        speed = count * new / max(whole - first, 1e-9)
+        speed = count * new / (whole - first) if whole > first else None
         entry = table_entry(device)
         roofline = None if entry is None else count * 1e9 * entry.memory_gb_s / read_bytes
         yield {
-            "decode tokens/s": round(speed, 1),
-            "roofline share": None if roofline is None else speed / roofline,
+            "decode tokens/s": speed,
+            "roofline share": speed / roofline if speed and roofline else None,
             "prefill tokens/s": round(count * prompt / first, 1),
             "peak GiB": peak_gib(device),
             "plan GiB": engine.plan.used_bytes / GIB,
@@ -157,10 +157,10 @@ def compare_with_peer(
         return {"transformers": f"failed: {reason}"}
     firsts = [statistics.median(seconds) for seconds in prefill]
     steps = [
-        [max(seconds - first, 1e-9) for seconds in side]
-        for side, first in zip(whole, firsts, strict=True)
+        [seconds - first for seconds in side] for side, first in zip(whole, firsts, strict=True)
     ]
+    is_long = min(map(min, steps)) > 0  # the next tokens take longer than the first one varies
     return {
-        "decode, against transformers": ratio_text(*steps),
+        "decode, against transformers": ratio_text(*steps) if is_long else "too short to measure",
         "prefill, against transformers": ratio_text(*prefill),
     }
