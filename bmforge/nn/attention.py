@@ -156,6 +156,8 @@ def mix_values(
     if prefix is not None:
         key, value, mask, bias = put_before(prefix, query, key, value, mask, bias, causal)
         causal = False
+    if bias is not None and bias.shape[-1] > key.shape[2]:  # columns of other layers' prefixes
+        bias = bias[..., -key.shape[2] :]
     if bias is not None or softcap is not None:
         times = query.shape[1] // key.shape[1]
         if times > 1:
@@ -373,8 +375,6 @@ class Attention(nn.Module):
         # Without a prefix, `mix` gets no such argument: a user's own need not support it.
         prefix = self.prefix
         if prefix is None or weight_of(prefix) == 0:
-            if bias is not None and bias.shape[-1] > key.shape[2]:  # of other layers' prefixes
-                arguments = (*arguments[:4], bias[..., -key.shape[2] :], *arguments[5:])
             return self.mix(*arguments)
         return self.mix(*arguments, prefix())
 

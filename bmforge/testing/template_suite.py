@@ -120,7 +120,7 @@ class TemplateSuite:
     def test_a_missing_field_is_named(self) -> None:
         """A missing field raises an error that names the field."""
         for _, template in self.opened():
-            with pytest.raises(ConfigError, match="asks for"):
+            with pytest.raises(ConfigError, match="needs the placeholder"):
                 template.wrap({})
 
     def test_alone_and_together(self) -> None:

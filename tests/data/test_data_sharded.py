@@ -277,7 +277,7 @@ def test_conditions_of_no_form_are_refused(given: str, said: str) -> None:
 
 def test_what_cannot_be_chosen_is_said(prepared: Path, tmp_path: Path) -> None:
     store = open_store(prepared / "one" / "train" / "tokens")
-    with pytest.raises(DataError, match=r"no document .* is left by language=fr\. .*zh"):
+    with pytest.raises(DataError, match=r"no document .* satisfies language=fr\. .*zh"):
         select_store(store, parse_conditions(["language=fr"]))
     with pytest.raises(DataError, match="no document"):
         select_store(store, parse_conditions(["quality>=0"]))  # of none it is known

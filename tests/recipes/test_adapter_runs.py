@@ -160,7 +160,7 @@ def test_quantized_bases_learn_and_merge_onto_the_16_bit_one(
     run = train(base, tmp_path, "--base-dtype", scheme, "--lr", "0.02", steps=12)
     plain = train(base, tmp_path, "--lr", "0.02", name="plain", steps=12)
     assert losses(run)[-1] < losses(run)[0] - 0.2
-    assert losses(run) == pytest.approx(losses(plain), rel=0.02 if scheme == "int8" else 0.1)
+    assert losses(run) == pytest.approx(losses(plain), rel=0.02 if scheme == "int8" else 0.2)
     merged = merge_adapter(run / "export", tmp_path / "merged")
     ours = AutoModel.from_pretrained(base)
     load_delta(ours, run / "export")
@@ -245,9 +245,10 @@ def test_base_dtypes_that_do_not_fit_are_refused(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chats = str(write_chats(tmp_path / "chats.jsonl"))
-    common = ["train", "conversations", "--model", str(base), "--data", chats, "--steps", "1"]
+    common = ["train", "conversations", "--model", str(base), "--data", chats]
     common += ["--run-dir", str(tmp_path / "run"), "--seq-len", "64"]
     cases = [
+        (["--steps", "1", "--epochs", "2"], "both set the length of the run"),
         (["--base-dtype", "int4"], "--adapter lora"),
         (["--base-dtype", "bf16", "--adapter", "lora"], "--precision bf16"),
         (["--base-dtype", "int4", "--adapter", "lora", "--adapter.merge"], "bmforge merge"),

@@ -174,7 +174,7 @@ def test_bad_settings_are_told(tmp_path: Path, data: DocumentConfig) -> None:
         train_documents(other)
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(BmforgeError, match="is no CPMBee"):
+    with pytest.raises(BmforgeError, match="is not a CPMBee"):
         train_documents(config(tmp_path / "gpt", data, 1, init_from=str(tmp_path / "gpt2")))
 
 

@@ -269,7 +269,7 @@ def test_what_cannot_be_evaluated(subject: Path, tmp_path: Path) -> None:
         (model, EvaluateConfig(), "nothing to evaluate on"),
         (model, EvaluateConfig(text=(file,), labels=("a", "b")), "labels has no effect"),
         (model, EvaluateConfig(text=(file,), seq_len=25), "reads 24 tokens at most"),
-        (model, EvaluateConfig(tasks=("BoolQ",)), "--task-data in which folder BoolQ"),
+        (model, EvaluateConfig(tasks=("BoolQ",)), "folder of BoolQ is not set"),
         (model, EvaluateConfig(tasks=("Boolk",), task_data="x"), "Did you mean 'BoolQ'"),
         (bert, EvaluateConfig(text=(file,)), "has no tokenizer"),
         (bert, EvaluateConfig(prepared=(str(subject / "tokens"),)), "next tokens"),

@@ -175,7 +175,7 @@ def test_files_of_words(tmp_path):
         assert read_verbalizer(write(name, text), 0, ["n", "p"]) == [["bad"], ["good"]], name
     for name, text, said in (
         ("g.json", "{", "is no JSON"),
-        ("h.json", '{"x": ["bad"], "p": "good"}', "the classes are n, p"),
+        ("h.json", '{"x": ["bad"], "p": "good"}', "classes are n, p"),
         ("i.txt", "bad\n", "words of 1 classes"),
         ("j.json", "3", "is no verbalizer"),
     ):

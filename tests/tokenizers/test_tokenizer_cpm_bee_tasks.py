@@ -71,7 +71,7 @@ def test_what_answers_may_be(document, allowed):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: tasks.rate_text("a", answer="6"), "answer='6' is none of 1, 2, 3, 4, 5"),
+        (lambda: tasks.rate_text("a", answer="6"), "answer='6' is not one of 1, 2, 3, 4, 5"),
         (lambda: tasks.rate_text("a", lowest=5, highest=1), "lowest=5"),
         (lambda: tasks.choose_option("a", ["b"], "?"), "at least two"),
         (lambda: tasks.choose_option("a", ["b", "c"], "?", 2), "answer=2"),

@@ -360,7 +360,7 @@ def test_what_cannot_be_done_with_one() -> None:
     stored = Lora(model)
     with pytest.raises(ConfigError, match="integer weight"):
         stored.merge()
-    with pytest.raises(ConfigError, match="not possible for the Prefix"):
+    with pytest.raises(ConfigError, match="not supported by the Prefix"):
         Prefix(model, name="prefix").weigh_(0.5)
 
 
@@ -379,7 +379,7 @@ def test_files_that_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     with caplog.at_level("WARNING"):
         load_delta(packed, tmp_path)
     assert "cannot be checked" in caplog.text
-    with pytest.raises(ConfigError, match="has a Lora, not a IA3"):
+    with pytest.raises(ConfigError, match="contains a Lora, not a IA3"):
         IA3.load(gpt2(), tmp_path)
     with pytest.raises(CheckpointError, match="holds no delta"):
         load_delta(gpt2(), tmp_path / "nowhere")

@@ -50,7 +50,7 @@ def test_what_the_original_stumbles_over_is_refused_with_its_place(text):
     [
         ('{"plceholder":"text_a"}', "did you mean 'placeholder'", 3),
         ('{"special":"<eoz>"}', "did you mean '<eos>'", 3),
-        ('{"text":"a","duplicate":2}', "duplicate is for soft", 3),
+        ('{"text":"a","duplicate":2}', "duplicate is only allowed in soft", 3),
         ('{"soft_id":-1}', "whole number from 1", 3),
         ('{"soft_id":"one"}', "whole number from 1", 3),
         ('{"soft":None,"duplicate":0}', "duplicate=0", 3),
@@ -77,7 +77,7 @@ def test_post_processing_is_read_or_registered_and_never_evaluated():
     register_post_processing("test_backwards", lambda text: text[::-1])
     text = '{"placeholder":"t","post_processing":"test_backwards"} {"mask"}'
     assert parse_template(text)[0].process("abc") == "cba"
-    with pytest.raises(ConfigError, match="taken"):
+    with pytest.raises(ConfigError, match="already registered"):
         register_post_processing("strip", str.upper)
 
 
