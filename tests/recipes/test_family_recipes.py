@@ -173,7 +173,7 @@ def test_bad_dialogues(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"line 2 .*one utterance"):
         train_dialogue(config)
     ant = write_vocabulary(tmp_path / "ant", ANT_HEAD)
-    with pytest.raises(ConfigError, match="CPMAntTokenizer \(needed: EVATokenizer\)"):
+    with pytest.raises(ConfigError, match=r"CPMAntTokenizer \(needed: EVATokenizer\)"):
         train_dialogue(EVADialogueConfig(run_dir=tmp_path / "run", data=examples([file], ant)))
 
 

@@ -398,7 +398,7 @@ def test_files_that_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         assert all(p.requires_grad for p in model.parameters())
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "VERA"}))
-    with pytest.raises(ConfigError, match="'VERA', which is not known"):
+    with pytest.raises(ConfigError, match="'VERA', which this version of bmforge does not support"):
         load_delta(gpt2(), tmp_path)
 
 
