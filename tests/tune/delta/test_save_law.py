@@ -61,7 +61,7 @@ MODELS: dict[str, Any] = {
             decoder_start_token_id=0,
         )
     ),
-    "backend": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**_BODY, **_SMALL, pad_token_id=0)),
+    "backend": lambda: tf.ArceeForCausalLM(tf.ArceeConfig(**_BODY, **_SMALL, pad_token_id=0)),
 }
 HEADS = {"bert": "classifier", "gpt2": "lm_head", "llama": "lm_head", "t5": "lm_head"}
 OPTIONS: dict[type[Any], list[dict[str, Any]]] = {
@@ -132,7 +132,8 @@ def logits_of(model: Any, family: str) -> torch.Tensor:
     more = {"decoder_input_ids": ids[:, :5]} if family == "t5" else {}
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(input_ids=ids, **more).logits
-    return logits
+    positions = 5 if family == "t5" else 9  # a soft prompt adds positions in front
+    return logits if logits.dim() < 3 else logits[:, -positions:]
 
 
 def attach(case: Case, model: Any) -> Any:
