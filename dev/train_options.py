@@ -19,7 +19,7 @@ from bmforge.models.hub import FAMILIES
 from bmforge.recipes.registry import RECIPES, TASKS
 
 PLACE = Path(__file__).resolve().parents[1] / "bmforge" / "cli" / "train_options.py"
-HEAD = '''"""Generated table of the config fields that each task supports; see `dev/train_options.py`."""
+HEAD = '''"""Generated table of the config fields of each task; see `dev/train_options.py`."""
 
 from __future__ import annotations
 

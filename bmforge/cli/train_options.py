@@ -1,4 +1,4 @@
-"""Generated table of the config fields that each task supports; see `dev/train_options.py`."""
+"""Generated table of the config fields of each task; see `dev/train_options.py`."""
 
 from __future__ import annotations
 
