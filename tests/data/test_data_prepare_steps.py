@@ -113,7 +113,7 @@ def test_unknown_rules_are_refused_before_anything_is_written(corpus: Path, tmp_
 
 def test_rules_that_leave_nothing_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Home\n")
-    with pytest.raises(DataError, match=r"of 1 documents.*gopher_quality\.short_doc \(1\)"):
+    with pytest.raises(DataError, match=r"all 1 documents.*gopher_quality\.short_doc \(1\)"):
         prepare(tmp_path / "a.txt", tmp_path / "out", replace(CONFIG, rules="english"))
 
 
