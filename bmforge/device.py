@@ -81,11 +81,16 @@ def find_devices(
     if names is None:
         return (default_device(),)
     if isinstance(names, str) or not isinstance(names, Sequence) or not names:
-        raise ConfigError(f"devices={names!r} must be a list with at least one, such as [0, 1].")
+        raise ConfigError(
+            f"devices={names!r} must be a list with at least one device, such as [0, 1]."
+        )
     devices = tuple(_find_device(name) for name in names)
     twice = {str(d) for d in devices if not is_host(d) and devices.count(d) > 1}
     if twice:
-        raise ConfigError(f"devices={list(names)} contains {', '.join(sorted(twice))} twice.")
+        raise ConfigError(
+            f"devices={list(names)} contains {', '.join(sorted(twice))} more than once. Remove "
+            "the duplicate."
+        )
     return devices
 
 

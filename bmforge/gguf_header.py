@@ -147,14 +147,14 @@ def _join_parts(first: GgufHeader, parts: Any) -> GgufHeader:
     name = _PART.fullmatch(path.name)
     if name is None or type(parts) is not int or int(name[4]) != parts:
         raise CheckpointError(
-            f"{str(path)!r} is one of split.count={parts} parts, whose names must end in "
-            "-00001-of-0000N.gguf. Rename the parts, or merge them with llama.cpp's "
+            f"{str(path)!r} belongs to a split file (split.count={parts}), so its name must end "
+            "with -00001-of-0000N.gguf. Rename the parts, or merge them with llama.cpp's "
             "gguf-split --merge."
         )
     if first.metadata.get("split.no", 0) != 0 or int(name[2]) != 1:
         raise CheckpointError(
-            f"{str(path)!r} is part {int(name[2])} of {parts} of a split file. Name the first "
-            f"part: {name[1]}00001{name[3]}."
+            f"{str(path)!r} is part {int(name[2])} of {parts} of a split file. Use the path of "
+            f"the first part: {name[1]}00001{name[3]}."
         )
     tensors = dict(first.tensors)
     for number in range(2, parts + 1):
@@ -188,7 +188,7 @@ def _read(file: BinaryIO, size: int, path: Path) -> GgufHeader:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
         variant = "in big-endian order" if swapped else f"of version {version}"
         raise CheckpointError(
-            f"{str(path)!r} is GGUF {variant}; supported are versions {_VERSIONS}, little-endian. "
+            f"{str(path)!r} is GGUF {variant} (supported: versions {_VERSIONS}, little-endian). "
             "Convert the model again with a current llama.cpp."
         )
     tensor_count = cursor.count(_LEAST_TENSOR_BYTES, "tensors")
@@ -222,19 +222,22 @@ def _read_tensor(cursor: _Cursor, alignment: int) -> tuple[str, GgufTensor]:
     name = cursor.text()
     dims = cursor.number("<I")
     if not 1 <= dims <= _MAX_DIMS:
-        raise cursor.damaged(f"tensor {name!r} has {dims} dims; 1 to {_MAX_DIMS} are possible")
+        raise cursor.damaged(f"tensor {name!r} has {dims} dims (allowed: 1 to {_MAX_DIMS})")
     shape = tuple(cursor.number("<Q") for _ in range(dims))[::-1]
     number, start = cursor.number("<I"), cursor.number("<Q")
     kind = _BY_NUMBER.get(number)
     if kind is None:
         type_name = _OTHERS.get(number, f"number {number}")
         raise CheckpointError(
-            f"{name!r} in {str(cursor.path)!r} is stored as {type_name}; supported are "
-            f"{', '.join(_KINDS)}. Use a file of the model in one of them, such as Q4_K_M or Q8_0."
+            f"{name!r} in {str(cursor.path)!r} has the unsupported type {type_name} (supported: "
+            f"{', '.join(_KINDS)}). Use a file of the model with a supported type, such as "
+            "Q4_K_M or Q8_0."
         )
     values, block_bytes = BLOCKS[kind]
     if 0 in shape or shape[-1] % values:
-        raise cursor.damaged(f"tensor {name!r} of shape {shape} has no whole blocks of {values}")
+        raise cursor.damaged(
+            f"tensor {name!r} of shape {shape} is not a multiple of the block size {values}"
+        )
     if start % alignment:
         raise cursor.damaged(f"tensor {name!r} begins at {start}, not a multiple of {alignment}")
     return name, GgufTensor(kind, shape, start, math.prod(shape) // values * block_bytes)
@@ -248,7 +251,7 @@ def _check_places(cursor: _Cursor, tensors: dict[str, GgufTensor], size: int) ->
             raise cursor.damaged(f"tensors {before!r} and {name!r} overlap")
         end, before = tensor.start + tensor.size, name
         if end > size:
-            raise cursor.damaged(f"tensor {name!r} ends at byte {end} of {size}")
+            raise cursor.damaged(f"tensor {name!r} ends at byte {end}, but the file has {size}")
 
 
 class _Cursor:
@@ -272,10 +275,10 @@ class _Cursor:
 
     def take(self, count: int) -> bytes:
         if count > self.end - self.at:
-            raise self.damaged(f"it ends in its header, {count} bytes too early")
+            raise self.damaged(f"the header is truncated by {count} bytes")
         data = self.file.read(count)
         if len(data) != count:
-            raise self.damaged("it was truncated while it was read")
+            raise self.damaged("the file was truncated while it was read")
         self.at += count
         return data
 
@@ -289,14 +292,16 @@ class _Cursor:
         """
         count = self.number("<Q")
         if count > (self.end - self.at) // least_bytes:
-            raise self.damaged(f"it declares {count} {what}, more than fit")
+            raise self.damaged(
+                f"the header declares {count} {what}, more than the file can contain"
+            )
         return count
 
     def text(self) -> str:
         try:
             return self.take(self.count(1, "characters")).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.damaged(f"a text in its header is not UTF-8 ({error})") from error
+            raise self.damaged(f"a text in the header is not UTF-8 ({error})") from error
 
     def value(self, key: str, kind: int) -> Any:
         """Return a metadata value of type `kind`."""

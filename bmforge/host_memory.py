@@ -84,7 +84,9 @@ def host_memory_bytes() -> int:
     if windows is not None:
         return windows.total
     if not hasattr(os, "sysconf"):
-        raise ConfigError(f"{sys.platform} does not report how much memory the machine has.")
+        raise ConfigError(
+            f"the memory size of the machine is unknown, because {sys.platform} does not report it."
+        )
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *(limit for limit, _ in _container_limits())])
 

@@ -119,8 +119,10 @@ class MemoryWatch:
         elif resident > self._bound:
             give_back_memory()
             get_logger().info(
-                "the process grew to %.2f GB; freed memory was returned to the system, "
-                "which leaves %.2f GB",
+                (
+                    "the process used %.2f GB; freed memory was returned to the system, now it "
+                    "uses %.2f GB"
+                ),
                 resident / 1e9,
                 resident_bytes() / 1e9,
             )
@@ -146,7 +148,7 @@ def tuned_host(device: torch.device) -> Iterator[MemoryWatch | None]:
         if watch is not None:
             messages.append("freed memory is kept for the next step")
         if "products" in words and stack.enter_context(fast_products()):
-            messages.append("fp32 products go through oneDNN, which is faster on this CPU")
+            messages.append("fp32 matrix products use oneDNN, which is faster on this CPU")
         if messages:
             get_logger().info("%s (%s=none turns this off)", "; ".join(messages), _VARIABLE)
         yield watch

@@ -249,8 +249,8 @@ def check_license(value: str, name: str) -> str:
     license = find_license(value)
     if license is None:
         raise ConfigError(
-            f"{name}={value!r} is no license that is known.{suggest(value, LICENSES)} Needed is an "
-            "id of SPDX, such as CC-BY-4.0; docs/reference/licenses.md lists those that are known."
+            f"unknown license: {name}={value!r} (an SPDX id such as CC-BY-4.0; "
+            f"docs/reference/licenses.md lists all known ids).{suggest(value, LICENSES)}"
         )
     return license.id
 

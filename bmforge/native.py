@@ -74,8 +74,8 @@ def load_native(name: str, source: str, flags: str = "-march=native") -> ctypes.
     compiler = _find_compiler()
     if compiler is None:
         say_once(
-            "no C++ compiler found: torch's operations replace bmforge's kernels, which "
-            "is slower. Install g++, or set $CXX."
+            "no C++ compiler is installed, so torch's slower operations replace bmforge's "
+            "kernels. Install g++, or set $CXX."
         )
         return None
     try:
@@ -176,8 +176,8 @@ def _own_folder() -> Path:
         mode = above.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise _RefusedError(
-                f"{str(above)!r} is writable by all users, so that anyone could replace a kernel "
-                f"there. Run `chmod o-w {above}`, or set $XDG_CACHE_HOME to another directory."
+                f"{str(above)!r} is writable by all users, who could replace a kernel there. "
+                f"Run `chmod o-w {above}`, or set $XDG_CACHE_HOME to another directory."
             )
     return folder
 

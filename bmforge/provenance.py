@@ -141,7 +141,10 @@ def _parse(text: str, where: Path) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise DataError(f"{str(where)!r}: its {_OWN_KEY} is not JSON ({error}).") from error
+        raise DataError(
+            f"{str(where)!r} has a field {_OWN_KEY} that is not valid JSON ({error}). Download "
+            "the file again."
+        ) from error
 
 
 def _from_record(record: Any, where: Path) -> Provenance:
@@ -155,7 +158,7 @@ def _from_record(record: Any, where: Path) -> Provenance:
         return Provenance(str(_rename_old_key(record)["license"] or ""), parts)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{str(where)!r} is not a license record ({error}). Get the file again."
+            f"{str(where)!r} is not a license record ({error}). Download the file again."
         ) from error
 
 
@@ -312,9 +315,11 @@ def _use(provenance: Provenance) -> list[str]:
     own_terms = [part.license for part in provenance.parts if part.kind == "terms"]
     lines += [f"- a source's own terms: {license}" for license in dict.fromkeys(own_terms)]
     if provenance.unknown():
-        lines.append("- the license of some parts is unknown: ask before you hand the model on")
+        lines.append(
+            "- the license of some parts is unknown: ask their authors before you pass the model on"
+        )
     return [
-        *(lines or ["The terms of its parts are unknown."]),
+        *(lines or ["The license terms of the parts are unknown."]),
         "",
-        "This table summarizes license texts and is no legal advice.",
+        "This table summarizes license texts and is not legal advice.",
     ]

@@ -96,7 +96,7 @@ def match_names(names: Iterable[str], globs: Iterable[str], what: str = "module"
         fits = _compile(glob).fullmatch
         hits = [name for name in all_names if fits(name)]
         if not hits:
-            raise ConfigError(f"{what} glob {glob!r} matches nothing.{suggest(glob, all_names)}")
+            raise ConfigError(f"{what} pattern {glob!r} matches nothing.{suggest(glob, all_names)}")
         matching.update(dict.fromkeys(hits))
     return [name for name in all_names if name in matching]
 
@@ -253,8 +253,8 @@ def wrap_forward_(module: nn.Module, wrapper: Wrapper, order_key: str) -> None:
     """
     if order_key in (wrapping := _wrapping_of(module)).wrappers:
         raise ConfigError(
-            f"{type(module).__name__} already has a wrapper at place={order_key!r}. "
-            "Remove it first (unwrap_forward_), or wrap a new model."
+            f"{type(module).__name__} already has a wrapper at place={order_key!r}. Remove it "
+            "first (unwrap_forward_), or wrap another model."
         )
     wrapping.wrappers[order_key] = wrapper
     _compose_(module, wrapping)

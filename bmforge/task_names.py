@@ -18,15 +18,15 @@ TASK_NAMES: Mapping[str, str] = {
     "classify": (
         "fine-tune on a task with labels or choices; the task's name can replace `classify`"
     ),
-    "prompt-classify": "classify with a prompt, few-shot or zero-shot",
-    "prompt-generate": "learn to generate text at a template's mask",
+    "prompt-classify": "classify with a prompt template, few-shot or zero-shot",
+    "prompt-generate": "train to generate text at the mask of a template",
     "squad": "fine-tune on extractive question answering",
     "dialogue": "train on dialogues",
     "documents": "train on CPM-Bee documents",
     "chid": "fine-tune to choose idioms (ChID)",
     "stc": "fine-tune to answer posts (STC)",
-    "rl": "learn from rewards of the model's own answers: GRPO and its relatives",
-    "distill": "distill a teacher into a student that writes the answers (on-policy)",
+    "rl": "train on rewards of generated answers: GRPO and related algorithms",
+    "distill": "distill a teacher into a student on the student's own answers (on-policy)",
     "images": "classify images by folder",
     "delta-search": "search adapter types, modules and sizes on a task with labels or choices",
 }
@@ -41,16 +41,16 @@ OLD_NAMES: Mapping[str, str] = {
     "cpm1-pretrain": "pretrain a CPM-1 on prepared text",
     "cpm1-chid": "fine-tune a CPM-1 to choose idioms (ChID)",
     "cpm1-stc": "fine-tune a CPM-1 to answer posts (STC)",
-    "cpm2-pretrain": "train a CPM-2 to fill cut-out spans",
-    "t5-pretrain": "train a T5 to fill cut-out spans",
+    "cpm2-pretrain": "train a CPM-2 to fill masked spans",
+    "t5-pretrain": "train a T5 to fill masked spans",
     "bert-superglue": "fine-tune a BERT on a task",
     "t5-superglue": "fine-tune a T5 on a task",
     "gpt2-superglue": "fine-tune a GPT-2 on a task",
     "llama-superglue": "fine-tune a Llama on a task",
     "llama-sft": "fine-tune a Llama on conversations",
-    "t5-squad": "fine-tune a T5 to answer questions on a text",
+    "t5-squad": "fine-tune a T5 to answer questions about a text",
     "eva-dialogue": "train an EVA on dialogues",
-    "cpm-ant-train": "train a CPM-Ant on hidden tokens and on the rest of texts",
+    "cpm-ant-train": "train a CPM-Ant on masked tokens and text continuation",
     "cpm-bee-train": "train a CPM-Bee on documents",
 }
 
@@ -114,6 +114,5 @@ def check_task(name: str) -> None:
         )
     hint = suggest(name, [*TASK_NAMES, *OLD_NAMES, *PUBLISHED])
     raise ConfigError(
-        f"unknown task {name!r}.{hint} Tasks: {', '.join(TASK_NAMES)}; published tasks: "
-        f"{', '.join(PUBLISHED)}; former recipe names: {', '.join(OLD_NAMES)}."
+        f"unknown task {name!r}.{hint} Run `bmforge train --help` for the list of tasks."
     )

@@ -60,8 +60,9 @@ class KVCache:
         end = start + key.shape[2]
         if end > room:
             raise ShapeError(
-                f"the cache has room for max_length={self.max_length} tokens and holds "
-                f"{self.length}; {key.shape[2]} more do not fit. Make it with a larger max_length."
+                f"the KV cache is full: it has {self.length} of max_length={self.max_length} "
+                f"tokens, and {key.shape[2]} more do not fit. Create it with a larger "
+                "max_length."
             )
         self.moves += self._keys[layer] is None
         keys = self._keys[layer] = _store(self._keys[layer], key, start, room)
@@ -142,8 +143,8 @@ def _store(buffer: Tensor | None, new: Tensor, start: int, max_length: int) -> T
         buffer = torch.empty(batch, heads, max_length, width, dtype=new.dtype, device=new.device)
     if buffer.shape[0] != new.shape[0]:
         raise ShapeError(
-            f"the cache holds {buffer.shape[0]} rows and was given {new.shape[0]}. "
-            "Use one cache per batch, or `reorder` it to the new rows."
+            f"the KV cache has {buffer.shape[0]} rows, but the batch has {new.shape[0]}. Use "
+            "one cache per batch, or call `reorder` for the new rows."
         )
     buffer[:, :, start : start + new.shape[2]] = new
     return buffer

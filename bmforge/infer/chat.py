@@ -86,7 +86,7 @@ class Conversation:
             ConfigError: the message is empty, or longer than the model's maximum length.
         """
         if not text.strip():
-            raise ConfigError("there is nothing to answer; say something.")
+            raise ConfigError("the message is empty. Pass a text.")
         turns: list[Message] = [*self.history, {"role": "user", "content": text}]
         answer = self._write(self._read(turns), on_text)
         self.history = [*turns, {"role": "assistant", "content": answer}]
@@ -126,8 +126,8 @@ class Conversation:
         if limit is not None and len(ids) < limit:
             return ids
         raise ConfigError(
-            f"what was said last has {len(ids)} tokens with all that stands around it, and the "
-            f"model reads {limit}, answer included. Say less."
+            f"the last message has {len(ids)} tokens with the chat template, but prompt and "
+            f"answer together may have {limit}. Send a shorter message."
         )
 
     def _write(self, ids: list[int], on_text: Callable[[str], None] | None = None) -> str:
@@ -144,8 +144,8 @@ class Conversation:
         options = self.options.replace(**stops)
         if options.num_return_sequences > 1:
             raise ConfigError(
-                f"num_return_sequences={options.num_return_sequences}: a conversation goes on with "
-                "one answer. Leave it out."
+                f"num_return_sequences={options.num_return_sequences}: a conversation continues "
+                "with exactly one answer. Leave it out."
             )
         if traits.reads == "apart":
             prompt = torch.tensor([ids], device=next(model.parameters()).device)

@@ -101,13 +101,16 @@ def open_talk(
     family = type(model).__name__
     if config.system is not None and objective in OWN_FORMS:
         raise ConfigError(
-            f"system={config.system!r} has no place in the form of a {family}. Leave it out."
+            f"system={config.system!r} is not supported by the dialogue format of a {family}. "
+            "Leave it out."
         )
     if objective == "dialogues":
         return Chat(model, tokenizer, ChatConfig(**options))
     alone = [n for n in _EVA_ALONE if n in options]
     if alone:
-        raise ConfigError(f"{', '.join(alone)} is an EVA's, and this is a {family}. Leave it out.")
+        raise ConfigError(
+            f"{', '.join(alone)}: supported only by EVA, but this is a {family}. Leave it out."
+        )
     if options.get("num_beams", 1) == 1:
         options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, **options}
     if objective == "documents":
@@ -132,7 +135,9 @@ def converse(
     """
     source = None if directory is None else find_template(directory)
     if source is None:
-        get_logger().info("%s has no chat template: a plain one is used", directory or "the model")
+        get_logger().info(
+            "%s has no chat template: a plain template is used", directory or "the model"
+        )
     template = ChatTemplate(source, tokenizer)
     chat = Conversation(model, tokenizer, template, system=system, limit=limit)
     chat.options = chat.options.replace(**options)

@@ -75,8 +75,8 @@ def generate(
     config = complete_config(model, (config or GenerationConfig()).replace(**options))
     if (on_token is not None or stop is not None) and config.num_beams > 1:
         raise ConfigError(
-            f"on_token and stop cannot follow num_beams={config.num_beams}: the tokens of a beam "
-            "search are known only at its end. Leave them out, or set num_beams=1."
+            f"on_token and stop cannot be used with num_beams={config.num_beams}, because a "
+            "beam search knows its tokens only at the end. Leave them out, or set num_beams=1."
         )
     adapter_names = _known_rows(model, adapter_names)
     _check_tensors(input_ids=input_ids, attention_mask=attention_mask)
@@ -150,8 +150,8 @@ def stream_tokens(
     config = complete_config(model, config or GenerationConfig())
     if config.num_beams > 1:
         raise ConfigError(
-            f"num_beams={config.num_beams}: what a beam search returns is known only at the end. "
-            "Use generate, or set num_beams=1."
+            f"num_beams={config.num_beams}: a beam search cannot be streamed, because it knows "
+            "its tokens only at the end. Use generate, or set num_beams=1."
         )
     input_ids, attention_mask, _ = with_prompt(model.whole().embed, input_ids, attention_mask)
     mask = check_prompt(model, input_ids, attention_mask, config)
@@ -223,13 +223,13 @@ def complete_config(
     """
     if not model.traits.writes:
         raise ConfigError(
-            f"the model has the head {model.config.head!r}, which writes no text. Open it with "
-            "head='language_model', or of an encoder-decoder 'sequence_to_sequence'."
+            f"a model with the head {model.config.head!r} does not generate text. Load it with "
+            "head='language_model', or head='sequence_to_sequence' for an encoder-decoder."
         )
     idle = [] if returns_text else config.given("stop_strings", "logprobs", "prompt_logprobs")
     if idle:
         raise ConfigError(
-            f"{', '.join(idle)}: generate returns token ids, which have no room for it. Use "
+            f"{', '.join(idle)}: not supported by generate, which returns token ids only. Use "
             "Engine.generate with texts, or Engine.submit."
         )
     config = config.with_defaults(read_generation_defaults(model.config))
@@ -246,8 +246,8 @@ def complete_config(
         pad = eos[0]
     if config.min_new_tokens and not eos:
         raise ConfigError(
-            f"min_new_tokens={config.min_new_tokens} has no effect without an end token. "
-            "Set eos_token_id, or leave min_new_tokens out."
+            f"min_new_tokens={config.min_new_tokens} has no effect without an end-of-sequence "
+            "token. Set eos_token_id, or leave min_new_tokens out."
         )
     return config.replace(eos_token_id=eos, pad_token_id=pad)
 
@@ -262,29 +262,31 @@ def check_prompt(
     is_integer = not input_ids.is_floating_point() and input_ids.dtype != torch.bool
     if input_ids.dim() != 2 or input_ids.numel() == 0 or not is_integer:
         raise ShapeError(
-            f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; it must be "
-            "integers of shape (B, T) with at least one token. For one prompt use input_ids[None]."
+            f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype} (needed: "
+            "integers of shape (B, T) with at least one token). For one prompt use "
+            "input_ids[None]."
         )
     low, high = int(input_ids.min()), int(input_ids.max())
     table: Any = model.whole().embed
     if low < 0 or high >= count_ids(table):
         raise ShapeError(
-            f"input_ids has ids from {low} to {high}, but the model has "
-            f"vocab_size={model.config.vocab_size}{_describe_prompt(table)}. Use the tokenizer "
+            f"input_ids has ids from {low} to {high} (the model has "
+            f"vocab_size={model.config.vocab_size}{_describe_prompt(table)}). Use the tokenizer "
             "that belongs to the model."
         )
     named = [*config.logit_bias, *(id for word in config.bad_words_ids for id in word)]
     if named and max(named) >= count_ids(table):
         raise ConfigError(
-            f"logit_bias and bad_words_ids name id {max(named)}, but the model has vocab_size="
-            f"{model.config.vocab_size}. Use the tokenizer that belongs to the model."
+            f"logit_bias or bad_words_ids contains id {max(named)}, but the model has "
+            f"vocab_size={model.config.vocab_size}. Use the tokenizer that belongs to the model."
         )
     longest = input_ids.shape[1] + config.max_new_tokens
     if model.position_limit is not None and longest > model.position_limit:
         raise ConfigError(
-            f"{input_ids.shape[1]} prompt tokens and max_new_tokens={config.max_new_tokens} make "
-            f"{longest}, but the model has max_seq_len={model.config.max_seq_len} positions. "
-            "Cut the prompt on the left, or ask for fewer new tokens."
+            f"{input_ids.shape[1]} prompt tokens and max_new_tokens={config.max_new_tokens} "
+            f"need {longest} positions, but the model has "
+            f"max_seq_len={model.config.max_seq_len}. Truncate the prompt on the left, or "
+            "request fewer new tokens."
         )
     pad, is_given = config.pad_token_id, attention_mask is not None
     if attention_mask is None and pad is not None and pad not in config.eos_tokens:
@@ -313,29 +315,27 @@ def _check_tensors(**values: Any) -> None:
 def _describe_prompt(table: Any) -> str:
     """Return a phrase about an embedding's soft-prompt rows for error messages; "" without rows."""
     more = count_ids(table) - table.num_embeddings
-    return f" and a prompt of {more} rows behind" if more else ""
+    return f" and a soft prompt of {more} rows" if more else ""
 
 
 def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Tensor | None:
     """Validate the attention mask of a decoder (padded on the left) or an encoder."""
     if attention_mask.shape != input_ids.shape:
         raise ShapeError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; it must be that of "
-            f"input_ids, {tuple(input_ids.shape)}."
+            f"attention_mask has shape {tuple(attention_mask.shape)} (needed: the shape of "
+            f"input_ids, {tuple(input_ids.shape)})."
         )
     mask = (attention_mask != 0).long()
     if bool(mask.all()):
         return None
     if not goes_on and not bool(mask.any(1).all()):
         rows = (~mask.any(1)).nonzero()[:, 0].tolist()
-        raise ShapeError(
-            f"rows {rows} are all padding, so there is nothing to read. Leave them out."
-        )
+        raise ShapeError(f"rows {rows} contain padding only. Remove these rows.")
     if goes_on and not bool(mask[:, -1].all()):
         rows = (mask[:, -1] == 0).nonzero()[:, 0].tolist()
         raise ShapeError(
-            f"rows {rows} end in padding, so there is nothing to continue. Pad on the left: "
-            "tokens last, attention_mask 0 in front."
+            f"rows {rows} end with padding, so no token can be generated after them. Pad on the "
+            "left: attention_mask 0 before the tokens."
         )
     return mask
 
@@ -345,7 +345,8 @@ def _check_gaps(mask: Tensor) -> None:
     rows = (mask.diff(dim=1) < 0).any(1).nonzero()[:, 0].tolist()
     if rows:
         raise ShapeError(
-            f"rows {rows} have padding between tokens. Pad on the left: attention_mask 0 in front."
+            f"rows {rows} have padding between tokens. Pad on the left: attention_mask 0 before "
+            "the tokens."
         )
 
 

@@ -73,8 +73,8 @@ def read_generation_defaults(config: ModelConfig) -> dict[str, Any]:
     ]
     if problems:
         raise ConfigError(
-            f"generation_config.json sets what is not supported here: {', '.join(problems)}. "
-            "Remove it from the file, or set model.config.raw['generation_config'] = {}."
+            f"generation_config.json sets unsupported options: {', '.join(problems)}. Remove "
+            "them from the file, or set model.config.raw['generation_config'] = {}."
         )
     options = {name: published[name] for name in _SAME if published.get(name) is not None}
     if isinstance(options.get("top_k"), int) and options["top_k"] < 1:

@@ -73,8 +73,8 @@ class TextModel:
     ) -> None:
         if model.traits.reads not in _SCORES or not model.traits.writes:
             raise ConfigError(
-                f"a {type(model).__name__} with the head {model.config.head!r} cannot score a "
-                "text: needed is a decoder or an encoder-decoder that writes."
+                f"a {type(model).__name__} with the head {model.config.head!r} cannot score "
+                "texts (needed: a decoder or an encoder-decoder with a language-model head)."
             )
         self.model, self.tokenizer = model, tokenizer
         self.template = template or ChatTemplate(None, tokenizer)
@@ -137,7 +137,10 @@ class TextModel:
         first = self.tokenizer.bos_id
         first = self.tokenizer.eos_id if first is None else first
         if first is None:
-            raise ConfigError("the tokenizer has no token that begins or ends a text.")
+            raise ConfigError(
+                "the tokenizer has neither a beginning-of-sequence nor an end-of-sequence "
+                "token. Use a tokenizer that has one."
+            )
         return [first]
 
     def _encode_pair(self, context: str, continuation: str) -> Pair:
@@ -163,8 +166,8 @@ class TextModel:
         """Truncate the prompt on the left so that prompt and continuation fit into `max_length`."""
         if not pair.answer or len(pair.answer) > self.max_length:
             raise ConfigError(
-                f"a continuation of {len(pair.answer)} tokens cannot be scored: needed are 1 to "
-                f"max_length={self.max_length}."
+                f"a continuation of {len(pair.answer)} tokens cannot be scored (allowed: 1 to "
+                f"max_length={self.max_length})."
             )
         if self._is_apart:
             return pair

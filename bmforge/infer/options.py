@@ -119,7 +119,9 @@ class GenerationConfig:
                 f"max_new_tokens={self.max_new_tokens}"
             )
         if self.do_sample and self.num_beams > 1:
-            problems.append(f"do_sample=True and num_beams={self.num_beams} exclude each other")
+            problems.append(
+                f"do_sample=True and num_beams={self.num_beams} cannot be used together"
+            )
         # Without `do_sample` the model's generation_config.json may yet switch sampling on.
         if not self.do_sample and "do_sample" in self.fields_set:
             idle = [name for name, off in _SAMPLING if getattr(self, name) not in off]
@@ -133,13 +135,13 @@ class GenerationConfig:
         if self.num_beams == 1 and (self.length_penalty != 1.0 or self.early_stopping is not False):
             problems.append("length_penalty and early_stopping need num_beams above 1")
         if self.num_beams > 1 and self.logprobs is not None:
-            problems.append("logprobs and num_beams above 1 exclude each other")
+            problems.append("logprobs and num_beams above 1 cannot be used together")
         if self.num_beams > 1 and self.prompt_logprobs is not None:
-            problems.append("prompt_logprobs and num_beams above 1 exclude each other")
+            problems.append("prompt_logprobs and num_beams above 1 cannot be used together")
         if self.logprobs_mode == "processed_logprobs" and not self.returns_logprobs:
             problems.append(
-                "logprobs_mode='processed_logprobs' needs logprobs or prompt_logprobs, such as "
-                "logprobs=0"
+                "logprobs_mode='processed_logprobs' has no effect without logprobs or "
+                "prompt_logprobs (for example logprobs=0)"
             )
         return problems
 
@@ -174,8 +176,8 @@ class GenerationConfig:
         for name in changes:
             if name not in fields:
                 raise ConfigError(
-                    f"generate has no option {name!r}.{suggest(name, fields)} "
-                    f"It has: {', '.join(fields)}."
+                    f"unknown option of generate: {name!r} (known: "
+                    f"{', '.join(fields)}).{suggest(name, fields)}"
                 )
         own_fields = {name: getattr(self, name) for name in self.fields_set}
         return type(self)(**own_fields | changes)
@@ -216,7 +218,7 @@ class GenerationConfig:
             if not used:
                 raise
             raise ConfigError(
-                f"{error} Some of these values are from the model's generation_config.json."
+                f"{error} Some of these values come from the model's generation_config.json."
             ) from error
 
 
@@ -270,7 +272,7 @@ _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("min_new_tokens", "at least 0", lambda v: v >= 0),
     (
         "temperature",
-        "above 0 and finite (for the likeliest token set do_sample=False)",
+        "above 0 and finite (for greedy decoding set do_sample=False)",
         lambda v: 0 < v < math.inf,
     ),
     ("top_k", "a positive number, or None", lambda v: v is None or v >= 0),
@@ -280,12 +282,12 @@ _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("presence_penalty", "finite", math.isfinite),
     ("frequency_penalty", "finite", math.isfinite),
     ("no_repeat_ngram_size", "at least 0", lambda v: v >= 0),
-    ("bad_words_ids", "a tuple of tuples of ids, none of them empty", _are_words),
+    ("bad_words_ids", "a tuple of non-empty tuples of token ids", _are_words),
     ("logit_bias", "ids with finite numbers", _are_biases),
     ("num_beams", "an integer of at least 1", lambda v: v >= 1),
     ("early_stopping", "False, True or 'never'", lambda v: v in (False, True, "never")),
     ("num_return_sequences", "at least 1", lambda v: v >= 1),
-    ("stop_strings", "a tuple of texts, none of them empty", _are_texts),
+    ("stop_strings", "a tuple of non-empty texts", _are_texts),
     ("logprobs", "at least 0, or None", lambda v: v is None or v >= 0),
     (
         "logprobs_mode",

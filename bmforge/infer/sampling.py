@@ -190,12 +190,12 @@ def check_scores(scores: Tensor) -> None:
         return
     if bool((best == -torch.inf).any()):
         raise ConfigError(
-            "no token is left that may come next: bad_words_ids, logit_bias, no_repeat_ngram_size "
-            "and the constraint together forbid every one. Loosen one of them."
+            "no token is left to generate: bad_words_ids, logit_bias, no_repeat_ngram_size and "
+            "the constraint together exclude the whole vocabulary. Relax one of them."
         )
     raise ConfigError(
-        "the model's scores are not finite (NaN or infinity). Check its weights, and that their "
-        "dtype has the range that the model needs."
+        "the model's logits are not finite (NaN or infinity). Check its weights, and whether "
+        "their dtype has the range that the model needs."
     )
 
 

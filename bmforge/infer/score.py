@@ -126,17 +126,17 @@ def score_texts(
 def _check(model: Model, options: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
     if model.traits.reads not in _SCORES or not model.traits.writes:
         raise ConfigError(
-            f"a {type(model).__name__} with the head {model.config.head!r} cannot score a text: "
-            "needed is a language model that reads from left to right, or an encoder-decoder with "
-            "its language-model head."
+            f"a {type(model).__name__} with the head {model.config.head!r} cannot score texts "
+            "(needed: a causal language model, or an encoder-decoder with a language-model "
+            "head)."
         )
     if not options:
-        raise ConfigError("there are no options to choose from. Give at least one.")
+        raise ConfigError("the list of options is empty. Pass at least one.")
     for number, (prompt, text) in enumerate(options):
         if not len(text) or not len(prompt):
             raise DataError(
-                f"option {number} has {len(prompt)} tokens of prompt and {len(text)} of text; each "
-                "needs at least one."
+                f"option {number} has {len(prompt)} prompt tokens and {len(text)} text tokens, "
+                "but needs at least one of each."
             )
 
 

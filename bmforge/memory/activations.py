@@ -63,7 +63,7 @@ class _Slot:
             return
         self._left.wait()
         assert self._source._version == self._version, (
-            f"{self._label} was changed in place after it was saved for backward"
+            f"{self._label} was modified in place after it was saved for backward"
         )
         self._source = None
 

@@ -73,7 +73,9 @@ class DirectReads:
             num_bytes = min(len(buffer), _round_up(skipped + len(target) - done))
             got = _read_once(descriptor, buffer[:num_bytes], start) - skipped
             if got <= 0:
-                raise OSError(f"it ends at byte {offset + done}, {len(target) - done} bytes early")
+                raise OSError(
+                    f"the file ends at byte {offset + done}, {len(target) - done} bytes early"
+                )
             count = min(got, len(target) - done)
             target[done : done + count] = buffer[skipped : skipped + count]
             done += count

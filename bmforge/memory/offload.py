@@ -54,8 +54,8 @@ class OffloadConfig:
         """Raise `ConfigError` if a value is out of range or has no effect."""
         if self.fraction != "auto" and not 0.0 <= self.fraction <= 1.0:
             raise ConfigError(
-                f"offload.fraction={self.fraction} must lie between 0 (nothing leaves the device) "
-                'and 1 (everything does), or be "auto".'
+                f"offload.fraction={self.fraction} is out of range (0, nothing is offloaded, to "
+                '1, everything is offloaded, or "auto").'
             )
         if self.directory is not None and self.target != "disk":
             raise ConfigError(
@@ -71,8 +71,8 @@ class OffloadConfig:
             value = getattr(self, field)
             if not self.is_on and value != type(self).__dataclass_fields__[field].default:
                 raise ConfigError(
-                    f"offload.{field}={value!r} has no effect: offload.fraction is 0. Set a "
-                    "fraction up to 1, or auto."
+                    f"offload.{field}={value!r} has no effect with offload.fraction=0. Set a "
+                    "fraction above 0, or auto."
                 )
 
     @property
@@ -114,7 +114,7 @@ def check_room(needed_bytes: int) -> None:
     if available is not None and needed_bytes * local > available:
         raise ConfigError(
             f"offloading needs {format_bytes(needed_bytes * local)} of host memory "
-            f"({format_bytes(needed_bytes)} for each of {local} processes) and "
-            f"{format_bytes(available)} are available. Use offload.target=disk, offload.states="
-            "8bit, or a smaller offload.fraction."
+            f"({format_bytes(needed_bytes)} for each of {local} processes), but "
+            f"{format_bytes(available)} are available. Use offload.target=disk, "
+            "offload.states=8bit, or a smaller offload.fraction."
         )

@@ -41,8 +41,10 @@ def disable_caches_(model: nn.Module) -> None:
         config.use_cache = False
     if caching:
         get_logger().info(
-            "recompute=True: config.use_cache of %s is set to False, since recomputed blocks would "
-            "fill a cache twice",
+            (
+                "recompute=True: config.use_cache of %s is set to False, because recomputed blocks "
+                "would fill a KV cache twice"
+            ),
             type(model).__name__,
         )
 

@@ -83,9 +83,9 @@ class SpillFile:
         except OSError as error:
             self.close()
             raise ConfigError(
-                f"{option}={str(folder)!r} has {format_bytes(free_bytes)} free and "
-                f"{format_bytes(size_bytes)} are needed ({error.strerror}). Free some, name a "
-                "directory on another disk, or offload less."
+                f"{option}={str(folder)!r} has {format_bytes(free_bytes)} of free space, but "
+                f"{format_bytes(size_bytes)} are needed ({error.strerror}). Free disk space, "
+                "choose a directory on another disk, or offload less."
             ) from error
 
     def reserve(self, size_bytes: int) -> DiskBytes:
@@ -181,6 +181,6 @@ def _open_nameless(folder: Path, option: str) -> IO[bytes]:
         return tempfile.TemporaryFile(dir=folder, buffering=0)
     except OSError as error:
         raise ConfigError(
-            f"{option}={str(folder)!r} cannot be used: {error.strerror}. Name a directory "
-            "that exists and may be written to, on a disk with space."
+            f"{option}={str(folder)!r} cannot be used: {error.strerror}. Choose an existing, "
+            "writable directory on a disk with free space."
         ) from error

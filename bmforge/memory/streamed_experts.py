@@ -99,8 +99,8 @@ class ExpertStreamer:
         count = min(budget_bytes // largest, sum(_count(module) for _, module in layers))
         if count < LEAST_EXPERTS:
             raise ConfigError(
-                f"budget_bytes={budget_bytes} has no room for two experts of {largest} bytes each: "
-                f"at least {LEAST_EXPERTS * largest} are needed."
+                f"budget_bytes={budget_bytes} is too small for two experts of {largest} bytes "
+                f"each (at least {LEAST_EXPERTS * largest}). Raise it."
             )
         self.engine = engine or make_copy_engine(device, "bmforge-experts")
         self._free = [Slot(largest, device, self.engine) for _ in range(count)]
@@ -240,7 +240,7 @@ class _Away:
 
     def fill(self, target: Tensor) -> None:
         streamer = self._streamer()
-        assert streamer is not None, f"{self._name} outlived what it streams from"
+        assert streamer is not None, f"{self._name} was used after its source was closed"
         for expert, part in enumerate(target):
             streamer.read(self._name, expert, part)
 
@@ -272,5 +272,7 @@ def stream_experts_(
     """
     layers = find_experts(model)
     if not layers:
-        raise ConfigError(f"{type(model).__name__} has no MoE layers.")
+        raise ConfigError(
+            f"{type(model).__name__} has no MoE layers, so no experts can be streamed."
+        )
     return ExpertStreamer(layers, read, device, budget_bytes, engine)

@@ -270,7 +270,9 @@ def _find_blocks(
         selected = [(name, model.get_submodule(name)) for name in blocks]
     unknown = sorted({*resident, *on_host} - {name for name, _ in selected})
     if unknown:
-        raise ConfigError(f"{', '.join(unknown)}: {type(model).__name__} has no such blocks.")
+        raise ConfigError(
+            f"unknown blocks: {', '.join(unknown)} (not in this {type(model).__name__})."
+        )
     selected = [(name, module) for name, module in selected if name not in resident]
     if not selected:
         raise ConfigError(f"{type(model).__name__} has no repeated blocks to stream.")
@@ -287,7 +289,7 @@ class _Streamed:
 
     def fill(self, target: Tensor) -> None:
         streamer = self._streamer()
-        assert streamer is not None, f"{self._name} outlived what it streams from"
+        assert streamer is not None, f"{self._name} was used after its source was closed"
         streamer.read(self._name, target)
 
     def put(self, start: int, values: Tensor) -> None:

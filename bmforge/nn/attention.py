@@ -245,11 +245,14 @@ def _check_mask_shapes(
     for name, tensor in (("attention_mask", attention_mask), ("document_ids", document_ids)):
         if tensor is not None and tuple(tensor.shape) != shapes[name]:
             raise ShapeError(
-                f"{name} is {tuple(tensor.shape)}; with {length} new and {past} cached tokens "
-                f"it must be {shapes[name]}."
+                f"{name} has shape {tuple(tensor.shape)}, but {length} new and {past} cached "
+                f"tokens need {shapes[name]}."
             )
     if document_ids is not None and past:
-        raise ShapeError("document_ids belong to training rows; they cannot be used with a cache.")
+        raise ShapeError(
+            "document_ids separate the documents of a training row and cannot be used with a "
+            "KV cache. Leave document_ids or the cache out."
+        )
 
 
 class Attention(nn.Module):

@@ -78,7 +78,8 @@ class BottleneckOptions:
         forms = ("plain", "low_rank", "kronecker")
         if self.form not in forms or self.reads not in ("out", "in"):
             raise ConfigError(
-                f"form={self.form!r} must be one of {forms}, and reads={self.reads!r} out or in."
+                f"form={self.form!r} and reads={self.reads!r} are not supported together (form: "
+                f"one of {forms}; reads: 'out' or 'in')."
             )
         if self.width < 1:
             raise ConfigError(f"width={self.width} must be at least 1.")
@@ -87,19 +88,20 @@ class BottleneckOptions:
         smallest = min(self.width, ins, outs)
         if self.form == "low_rank" and not 1 <= self.rank <= smallest:
             raise ConfigError(
-                f"rank={self.rank} of {name} must lie between 1 and {smallest}, the smallest side."
+                f"rank={self.rank} is out of range for the bottleneck of {name} (1 to "
+                f"{smallest}, the smallest of its sizes)."
             )
         if self.form == "kronecker":
             for what, size in (("input", ins), ("output", outs), ("bottleneck", self.width)):
                 if size % self.division:
                     raise ConfigError(
-                        f"division={self.division} does not divide the {what} of {name}, {size}. "
-                        "Take a divisor of both."
+                        f"division={self.division} does not divide the {what} size of {name}, "
+                        f"{size}. Use a common divisor of all sizes."
                     )
             if not 0 <= self.rank <= smallest // self.division:
                 raise ConfigError(
-                    f"rank={self.rank} of {name} must lie between 0 (whole) and "
-                    f"{smallest // self.division}."
+                    f"rank={self.rank} is out of range for the bottleneck of {name} (1 to "
+                    f"{smallest // self.division}, or 0 for full rank)."
                 )
 
 
@@ -240,8 +242,8 @@ class BottleneckInput(BesidePart):
         """
         if not self.held:
             raise ConfigError(
-                "a parallel adapter adds to a module that runs before the one whose input it "
-                "reads. Name a target that runs after it."
+                "a parallel adapter reads the input of a module that runs after the adapter's "
+                "target. Choose a target that runs after that module."
             )
         return self.held.pop()
 

@@ -111,8 +111,8 @@ def build_gain(name: str, module: nn.Module, options: GainOptions) -> Gain:
     sizes = linear_sizes(module)
     if sizes is None or getattr(module, "asks_parts", False):
         raise ConfigError(
-            f"scales apply to linear layers of a block; {name} is a "
-            f"{type(module).__name__}. Give other targets."
+            f"channel scales support only linear layers of a block, but {name} is a "
+            f"{type(module).__name__}. Choose other targets."
         )
     into = any(f".{name}".endswith(f".{ending}") for ending in options.into)
     return Gain(sizes[0] if into else sizes[1], into, find_like(module))
@@ -154,8 +154,8 @@ def out_width(name: str, module: Any) -> int:
     if linear:
         return linear[-1][1]
     raise ConfigError(
-        f"{name} is a {type(module).__name__}, which does not say how wide its output is: name a "
-        "linear layer, a norm, an attention or an MLP."
+        f"the output size of {name}, a {type(module).__name__}, is unknown. Choose a linear "
+        "layer, a norm, an attention or an MLP."
     )
 
 

@@ -225,20 +225,20 @@ def _check(student: HeadInput, teacher: HeadInput, temperature: float) -> None:
     for role, head in (("student", student), ("teacher", teacher)):
         if head.softcap is not None:
             raise ConfigError(
-                f"the {role}'s logits are capped: softcap={head.softcap} (this loss needs plain "
-                "logits). Use the Jensen-Shannon or the top-k loss."
+                f"the {role} caps its logits (softcap={head.softcap}), which this loss does not "
+                "support. Use the Jensen-Shannon or the top-k loss."
             )
     if not temperature > 0:
         raise ConfigError(f"temperature={temperature} must be above 0.")
     student_size, teacher_size = student.weight.shape[0], teacher.weight.shape[0]
     if student_size != teacher_size:
         raise ShapeError(
-            f"the student's head has {student_size} rows, the teacher's "
-            f"{teacher_size}. They must predict the same vocabulary."
+            f"the head of the student has {student_size} rows, but the teacher's has "
+            f"{teacher_size}. Use models with the same vocabulary."
         )
     student_size, teacher_size = student.hidden.shape[0], teacher.hidden.shape[0]
     if student_size != teacher_size:
         raise ShapeError(
-            f"the student predicts {student_size} tokens, the teacher "
-            f"{teacher_size}. Give both the same batch."
+            f"the student predicts {student_size} tokens, but the teacher {teacher_size}. Give "
+            "both models the same batch."
         )

@@ -56,8 +56,8 @@ class PackedForeignExperts(PackedStore):
         nn.Module.__init__(self)
         if spec.outlier_ratio:
             raise ConfigError(
-                f"outlier_ratio={spec.outlier_ratio} is not supported for experts: leave them out "
-                "of `where`."
+                f"outlier_ratio={spec.outlier_ratio} is not supported for experts. Exclude the "
+                "experts with `where`, or set outlier_ratio=0."
             )
         own = set(self.__dict__)
         # Switches, activation constants and the config, which the gate of the class reads.

@@ -260,8 +260,8 @@ def store_int8(module: nn.Module, stored: dict[int, tuple[Tensor, Tensor]]) -> n
         new = Int8Linear(*sizes, bias)
     else:
         raise ConfigError(
-            f"int8 rows hold linear layers, heads, embeddings and experts, not a "
-            f"{type(module).__name__}."
+            f"a {type(module).__name__} cannot be stored as int8 rows (supported: linear "
+            "layers, heads, embeddings and experts)."
         )
     plain: Any = module.weight
     key = id(plain)

@@ -71,10 +71,14 @@ def linear_jsd(
     sizes = len(student.weight), len(teacher.weight)
     if sizes[0] != sizes[1]:
         raise ShapeError(
-            f"student and teacher need one vocabulary: vocab_size={sizes[0]} and {sizes[1]}."
+            f"student and teacher have different vocabularies: vocab_size={sizes[0]} and "
+            f"{sizes[1]}. Use models with the same vocabulary."
         )
     if not (isinstance(student.weight, Tensor) and isinstance(teacher.weight, Tensor)):
-        raise ConfigError("distillation needs heads that are not quantized. Leave the head out.")
+        raise ConfigError(
+            "distillation does not support quantized heads. Exclude the heads from the "
+            "quantization."
+        )
     size = max(1, _CHUNK_ELEMENTS // sizes[0])
     teacher = teacher.detach()
     parts = []

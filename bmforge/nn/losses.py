@@ -365,6 +365,7 @@ def check_classes(labels: Tensor, count: int) -> None:
     targets = labels[labels != IGNORE_INDEX]
     if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= count):
         raise ShapeError(
-            f"labels range from {int(targets.min())} to {int(targets.max())}; the head has {count} "
-            f"classes, 0 to {count - 1}. Mark tokens without a target with {IGNORE_INDEX}."
+            f"labels are out of range: {int(targets.min())} to {int(targets.max())} (the head "
+            f"has {count} classes, 0 to {count - 1}). Use {IGNORE_INDEX} for tokens without a "
+            "label."
         )

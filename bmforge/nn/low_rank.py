@@ -76,12 +76,13 @@ class LowRankOptions:
         rank, alpha = self.rank, self.alpha
         if not 1 <= rank <= min(sizes):
             raise ConfigError(
-                f"rank={rank} must lie between 1 and {min(sizes)}, the smaller side of a layer "
-                f"from {sizes[0]} to {sizes[1]}."
+                f"rank={rank} is out of range for a layer of {sizes[0]} to {sizes[1]} features "
+                f"(1 to {min(sizes)})."
             )
         if alpha is not None and not (alpha > 0 and math.isfinite(alpha)):
             raise ConfigError(
-                f"alpha={alpha} must be finite and above 0, or nothing would be added."
+                f"alpha={alpha} must be finite and above 0; with 0, the adapter would have no "
+                "effect."
             )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout={self.dropout} must be at least 0 and below 1.")
@@ -168,18 +169,20 @@ class LowRank(BesidePart):
         sizes = linear_sizes(module)
         if sizes is None:
             raise ConfigError(
-                f"a low-rank adapter needs a linear layer, not a {type(module).__name__}. "
-                "Give other targets."
+                "a low-rank adapter needs a linear layer, but the target is a "
+                f"{type(module).__name__}. Choose other targets."
             )
         if options.magnitude and getattr(module, "weight", None) is None:
             raise ConfigError(
-                f"magnitude=True needs a plain weight, but a {type(module).__name__} has none."
+                f"magnitude=True (DoRA) needs a plain weight, but a {type(module).__name__} has "
+                "none. Leave magnitude out, or choose other targets."
             )
         if options.magnitude and options.bias:
             raise ConfigError("magnitude and bias cannot be used together. Leave one of them out.")
         if (options.magnitude or options.bias) and getattr(module, "asks_parts", False):
             raise ConfigError(
-                "magnitude and bias are not supported on a language model's head. Leave them out."
+                "magnitude and bias are not supported on the head of a language model. Leave "
+                "them out, or choose other targets."
             )
         return cls(*sizes, options, find_like(module))
 
@@ -250,9 +253,9 @@ def join_with_magnitude(
     with torch.no_grad():
         if weight.shape[0] != up.shape[0]:
             raise ConfigError(
-                "magnitude=True needs all rows of a layer, and this process uses "
-                f"{up.shape[0]} of {weight.shape[0]}: there are more processes than key-value "
-                "heads. Use a smaller layout.tp."
+                "magnitude=True needs all rows of a layer, but with more processes than "
+                f"key-value heads this process has only {up.shape[0]} of {weight.shape[0]} "
+                "rows. Use a smaller layout.tp."
             )
         full_weight = weight.to(down.dtype) + part.scale * (up @ down)
         length = torch.linalg.vector_norm(full_weight, dim=1)
@@ -304,7 +307,8 @@ class EmbeddingLowRank(LowRank):
         table: Any = module
         if options.magnitude or options.bias or options.dropout:
             raise ConfigError(
-                "magnitude, bias and dropout are not supported on an embedding. Leave them out."
+                "magnitude, bias and dropout are not supported on an embedding. Leave them "
+                "out, or choose other targets."
             )
         return cls(table.num_embeddings, table.embedding_dim, options, find_like(table))
 
@@ -350,7 +354,8 @@ class ExpertsLowRank(BesidePart):
         module: Any = experts
         if options.magnitude or options.bias:
             raise ConfigError(
-                "magnitude and bias are not supported on stacked experts. Leave them out."
+                "magnitude and bias are not supported on stacked experts. Leave them out, or "
+                "choose other targets."
             )
         return cls(module.stack_sizes(), options, find_like(experts))
 

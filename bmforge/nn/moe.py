@@ -101,11 +101,13 @@ class MoESpec:
         """Raise `ConfigError` for inconsistent values."""
         if self.choice == "per_call" and (self.weighs or self.capacity_factor is not None):
             raise ConfigError(
-                "choice='per_call' sums the outputs of the same experts for all tokens. Set "
-                "weighs=False and leave out capacity_factor."
+                "choice='per_call' selects the same experts for all tokens and adds their "
+                "outputs. Set weighs=False and leave capacity_factor out."
             )
         if self.split and self.weighs:
-            raise ConfigError("split=True sums the features of one MLP. Set weighs=False.")
+            raise ConfigError(
+                "split=True adds the parts of one MLP without router weights. Set weighs=False."
+            )
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"experts_per_token={self.experts_per_token} is out of range (1 to "
@@ -124,7 +126,7 @@ class MoESpec:
         if self.choice == "balanced":
             raise ConfigError(
                 f"capacity_factor={self.capacity_factor} has no effect with choice='balanced', "
-                "whose loads are even. Leave it out."
+                "where all experts get the same number of tokens. Leave it out."
             )
 
 

@@ -121,8 +121,8 @@ class PackedStore(nn.Module):
     spec: QuantSpec
     like: Tensor
     uncut_reason = (
-        "packed weights lie in panels of rows that tensor parallelism cannot cut; keep these "
-        'layers as int8 rows instead (change "int8"), or choose tp=1'
+        "packed weights are stored in panels of rows, which tensor parallelism cannot "
+        'shard; store these layers as int8 rows instead (change "int8"), or use tp=1'
     )
 
     def _keep(self, spec: QuantSpec, dtype: torch.dtype, device: Any) -> None:

@@ -76,15 +76,15 @@ class QuantSpec:
         step = 32 if self.bits == 4 else 16
         if self.group_size < 0 or self.group_size % step:
             raise ConfigError(
-                f"group_size={self.group_size} must be a multiple of {step} with bits={self.bits}, "
-                "or 0 for whole rows."
+                f"group_size={self.group_size} is not supported with bits={self.bits} (a "
+                f"multiple of {step}, or 0 for one scale per row)."
             )
         if self.activations not in ("int8", "float"):
             raise ConfigError(f'activations={self.activations!r} must be "int8" or "float".')
         if not 0 <= self.outlier_ratio < 1:
             raise ConfigError(
-                f"outlier_ratio={self.outlier_ratio} must be at least 0 and below 1: the share of "
-                "input columns that stay in 16 bits."
+                f"outlier_ratio={self.outlier_ratio} must be at least 0 and below 1. It is the "
+                "fraction of input columns that keep 16 bits."
             )
         if self.scale_dtype not in _SCALE_DTYPES:
             raise ConfigError(f'scale_dtype={self.scale_dtype!r} must be "float16" or "float32".')
@@ -112,12 +112,12 @@ class QuantSpec:
         if self.fits(columns):
             return ""
         if columns % step == 0:
-            return f"rows of {columns} columns are too wide for one scale: give a group_size"
+            return f"rows of {columns} columns are too wide for one scale per row: set group_size"
         low, high = columns // step * step, -(-columns // step) * step
         near = f"{low} or {high}" if low else f"{high}"
         others = [repr(name) for name, other in PRESETS.items() if other.fits(columns)]
-        hint = f"; {' and '.join(others)} would take it" if others else ""
-        return f"{columns} input columns are no multiple of {step} ({near} would be){hint}"
+        hint = f"; {' and '.join(others)} supports this size" if others else ""
+        return f"the input size {columns} is not a multiple of {step} (nearest: {near}){hint}"
 
 
 PRESETS: Mapping[str, QuantSpec] = {
@@ -141,8 +141,8 @@ def find_preset(scheme: str | QuantSpec) -> QuantSpec:
         return scheme
     if scheme not in PRESETS:
         raise ConfigError(
-            f"the scheme {scheme!r} is not known.{suggest(scheme, PRESETS)} Known: "
-            f"{', '.join(PRESETS)}; or give a QuantSpec."
+            f"unknown quantization scheme {scheme!r} (known: {', '.join(PRESETS)}, or a "
+            f"QuantSpec).{suggest(scheme, PRESETS)}"
         )
     return PRESETS[scheme]
 
@@ -222,8 +222,9 @@ def narrow_scales(scales: Tensor, spec: QuantSpec) -> Tensor:
     narrowed = scales.to(spec.scale_type)
     if not bool(narrowed.isfinite().all()):
         raise ConfigError(
-            f"a weight is not finite, or too large for scales in {spec.scale_dtype} (up to "
-            f"{torch.finfo(spec.scale_type).max:.0f} times 127)."
+            f"a weight is not finite, or too large for {spec.scale_dtype} scales (at most "
+            f"{torch.finfo(spec.scale_type).max:.0f} times 127). Check the weights, or use "
+            "scale_dtype='float32'."
         )
     return narrowed
 

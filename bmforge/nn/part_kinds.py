@@ -101,7 +101,8 @@ def refuse_name(name: str) -> None:
     """Raise `ConfigError` if an adapter name is given for a kind whose adapters have no names."""
     if name:
         raise ConfigError(
-            f"name={name!r} has no effect, as no adapter module is added. Leave it out."
+            f"name={name!r} has no effect, because this change adds no adapter modules. Leave "
+            "it out."
         )
 
 
@@ -121,18 +122,21 @@ def add_parts_(
     """
     modules = [model.get_submodule(n) for n in names]
     if not name.isidentifier():
-        raise ConfigError(f"name={name!r} must be a word that an attribute can have.")
+        raise ConfigError(
+            f"name={name!r} is not a valid Python identifier. Use letters, digits and underscores."
+        )
     taken = [n for n, module in zip(names, modules, strict=True) if hasattr(module, name)]
     if taken:
         raise ConfigError(
-            f"{taken[0]} already has {name!r}: give the change another name, or leave it out."
+            f"{taken[0]} already has an attribute {name!r}. Give the adapter another name, or "
+            "leave the name out."
         )
     lists = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     listed = [n for n, module in zip(names, modules, strict=True) if isinstance(module, lists)]
     if listed:
         raise ConfigError(
-            f"{listed[0]} is a {type(model.get_submodule(listed[0])).__name__}, of which every "
-            "child is one of its steps: name a module in it, such as its last."
+            f"{listed[0]} is a {type(model.get_submodule(listed[0])).__name__}, a container of "
+            "modules. Choose one of its modules, such as the last."
         )
     parts = [build(n, module) for n, module in zip(names, modules, strict=True)]
     for module, part in zip(modules, parts, strict=True):
@@ -174,7 +178,8 @@ def add_bottlenecks_(
     far = {n: at for n, at in options.reads_at.items() if n != at}
     if unknown := sorted(set(far) - set(names)):
         raise ConfigError(
-            f"reads_at names {unknown[0]!r}, which is not one of the targets. Name a target."
+            f"reads_at contains {unknown[0]!r}, which is not one of the targets. Use names of "
+            "targets."
         )
     readers = {n: BottleneckInput() for n in far}
     add_parts_(
@@ -217,13 +222,16 @@ def put_prompts_(model: nn.Module, names: Sequence[str], options: LengthOptions,
     tokens: Any = getattr(model, "embed", None)
     if getattr(model, "foreign", None) is not None:  # transformers' forward knows no prompt's ids
         raise ConfigError(
-            f"a {type(model).__name__} takes no soft prompt: architectures of transformers have no "
-            "place for its rows. Use a family of bmforge, or trainable_token_indices of a LoRA."
+            f"a {type(model).__name__} does not support soft prompts, as do all architectures "
+            "of transformers. Use a model family of bmforge, or trainable_token_indices of a "
+            "LoRA."
         )
 
     def build(table: Any) -> ExtraEmbeddings:
         if table is not tokens:
-            raise ConfigError("rows of a prompt are looked up in a model's token embedding, embed.")
+            raise ConfigError(
+                "a soft prompt needs a token embedding named `embed`, which the model lacks."
+            )
         return ExtraEmbeddings(options.length, table.embedding_dim, options.std)
 
     _fill_slots_(model, names, "prompt", nn.Embedding, build, name)
@@ -243,11 +251,11 @@ def _fill_slots_(
     for n, module in modules.items():
         if not isinstance(module, kind):
             raise ConfigError(
-                f"{n} is a {type(module).__name__}, which has no place for a {slot}: name modules "
-                f"of kind {kind.__name__}."
+                f"{n} is a {type(module).__name__}, which does not support a {slot} adapter. "
+                f"Choose modules of type {kind.__name__}."
             )
         if getattr(module, slot, None) is not None:
-            raise ConfigError(f"{n} already has a {slot}.")
+            raise ConfigError(f"{n} already has a {slot} adapter. Detach it first.")
     parts = []
     for module in modules.values():
         like = find_like(module)
@@ -261,19 +269,25 @@ PART_KINDS: Mapping[str, Kind] = {
     "low_rank": Kind(
         LowRankOptions,
         add_low_ranks_,
-        "a low-rank part beside linear layers, embeddings and experts",
+        "low-rank adapters on linear layers, embeddings and experts",
     ),
     "bottleneck": Kind(
-        BottleneckOptions, add_bottlenecks_, "a bottleneck behind modules, or beside them"
+        BottleneckOptions,
+        add_bottlenecks_,
+        "bottleneck adapters after modules, or parallel to them",
     ),
     "shift": Kind(
-        NoOptions, partial(_add_beside_, build_shift, "shift"), "a bias added to what modules make"
+        NoOptions,
+        partial(_add_beside_, build_shift, "shift"),
+        "bias vectors added to the outputs of modules",
     ),
     "gain": Kind(
         GainOptions,
         partial(_add_beside_, build_gain, "gain"),
-        "a factor on every channel into or out of linear layers",
+        "one scale per input or output channel of linear layers",
     ),
-    "prefix": Kind(PrefixOptions, put_prefixes_, "trained keys and values before attention's own"),
-    "prompt": Kind(LengthOptions, put_prompts_, "trained rows behind the token embedding"),
+    "prefix": Kind(
+        PrefixOptions, put_prefixes_, "trained keys and values before those of each attention"
+    ),
+    "prompt": Kind(LengthOptions, put_prompts_, "trained rows after the token embedding"),
 }

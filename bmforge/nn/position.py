@@ -83,17 +83,18 @@ class RopeSpec:
             )
         if self.rotary_dim % 2:
             raise ConfigError(
-                f"rotary_dim={self.rotary_dim} is odd, but dims are rotated in pairs."
+                f"rotary_dim={self.rotary_dim} must be even, because dimensions are rotated in "
+                "pairs."
             )
         if self.kind in ("yarn", "llama3", "longrope") and not self.original_seq_len:
             raise ConfigError(
-                f"rotary kind {self.kind!r} needs original_seq_len, which is not set."
+                f"rotary kind {self.kind!r} needs original_seq_len. Set original_seq_len."
             )
         for name in ("short_factor", "long_factor") if self.kind == "longrope" else ():
             if len(getattr(self, name)) != self.rotary_dim // 2:
                 raise ConfigError(
-                    f"{name} has {len(getattr(self, name))} numbers; "
-                    f"longrope needs rotary_dim/2 = {self.rotary_dim // 2}."
+                    f"{name} has {len(getattr(self, name))} numbers, but longrope needs "
+                    f"rotary_dim/2 = {self.rotary_dim // 2}."
                 )
 
 

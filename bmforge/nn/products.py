@@ -64,8 +64,8 @@ def load_variant(name: str) -> Kernels | None:
     kernels = compile_variant(name)
     if kernels is not None and not gives_torchs_bits(kernels):
         say_once(
-            f"the kernels for {name} give other bits than torch on this machine: they are not "
-            "used. Name another compiler in $CXX."
+            f"the kernels for {name} are not used, because their results differ from "
+            "torch's on this machine. Set $CXX to another compiler."
         )
         return None
     return kernels

@@ -133,8 +133,8 @@ def pick_packed(index: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec)
         picked = pick_rows(matrix, flat, spec)
     if picked is None:
         raise IndexError(
-            f"ids from {int(flat.min())} to {int(flat.max())} were looked up in a table with rows "
-            f"0 to {rows - 1}."
+            f"token ids are out of range: {int(flat.min())} to {int(flat.max())} (the embedding "
+            f"has rows 0 to {rows - 1})."
         )
     return picked.view(*index.shape, picked.shape[1])
 
@@ -151,8 +151,8 @@ class QuantizedExperts(PackedStore, Experts):
         nn.Module.__init__(self)
         if spec.outlier_ratio:
             raise ConfigError(
-                f"outlier_ratio={spec.outlier_ratio} is not supported for experts. Leave them out "
-                "of `where`."
+                f"outlier_ratio={spec.outlier_ratio} is not supported for experts. Exclude the "
+                "experts with `where`, or set outlier_ratio=0."
             )
         self.activation, self.active_share = plain.activation, plain.active_share
         self.keep_biases_of_(plain)
@@ -261,8 +261,8 @@ def store_packed(module: nn.Module, spec: QuantSpec) -> PackedStore:
         new = QuantizedLinear(module, spec)
     else:
         raise ConfigError(
-            "linear layers, heads, embeddings and experts can be quantised, not a "
-            f"{type(module).__name__}."
+            f"a {type(module).__name__} cannot be quantized (supported: linear layers, heads, "
+            "embeddings and experts)."
         )
     return new.train(module.training)
 

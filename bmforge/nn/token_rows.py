@@ -115,8 +115,8 @@ def attach_token_rows_(model: nn.Module, name: str, indices: Mapping[str, Any]) 
         is_plain = isinstance(module, (nn.Embedding, nn.Linear)) and isinstance(table, Tensor)
         if not is_plain or table.shape[0] not in tables or is_streamed(table):
             raise ConfigError(
-                f"trainable_token_indices needs a plain embedding or head, and {owner} is a "
-                f"{type(module).__name__}. Name the token embedding."
+                f"trainable_token_indices needs a plain embedding or head, but {owner} is a "
+                f"{type(module).__name__}. Use the name of the token embedding."
             )
         _check_indices(numbers, table.shape[0])
         width = table.shape[1]
@@ -126,13 +126,15 @@ def attach_token_rows_(model: nn.Module, name: str, indices: Mapping[str, Any]) 
                 part = parts.setdefault(other, TokenRows(rows.indices, width, table))
                 if part.indices != rows.indices:
                     raise ConfigError(
-                        f"trainable_token_indices of {owner} and of {other}, which share one "
-                        "weight, differ. Give both the same ids."
+                        f"{owner} and {other} share one weight, but have different "
+                        "trainable_token_indices. Give both the same ids."
                     )
                 part.weight = rows.weight
     slot = f"{name}{TOKENS_SLOT}"
     if taken := [owner for owner in parts if hasattr(model.get_submodule(owner), slot)]:
-        raise ConfigError(f"{taken[0]} already has {slot!r}. Give the adapter another name.")
+        raise ConfigError(
+            f"{taken[0]} already has an attribute {slot!r}. Give the adapter another name."
+        )
     for owner, part in parts.items():
         attach_part_(model.get_submodule(owner), slot, part)
     return list(parts)
@@ -146,7 +148,9 @@ def _check_indices(numbers: Any, rows: int) -> None:
             f"trainable_token_indices={numbers!r} must be a list of token ids from 0 to {rows - 1}."
         )
     if len(set(numbers)) < len(numbers):
-        raise ConfigError(f"trainable_token_indices={numbers!r} has an id twice. Name it once.")
+        raise ConfigError(
+            f"trainable_token_indices={numbers!r} contains an id twice. Remove the duplicate."
+        )
 
 
 @torch.no_grad()

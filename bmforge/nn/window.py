@@ -75,7 +75,8 @@ class WindowAttention(Attention):
         """
         if not (rope is None and cache is None and bias is None and memory is None):
             raise ConfigError(
-                "attention with global tokens does not support rope, a cache, a bias or memory."
+                "attention with global tokens does not support RoPE, a KV cache, a bias or "
+                "cross-attention."
             )
         x = self.enter(x)
         query, key, value = self.thin_query(self.q_proj(x)), self.k_proj(x), self.v_proj(x)

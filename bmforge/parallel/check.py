@@ -98,9 +98,9 @@ def find_division(
     units = _find_units(model, rules, problems)
     dtype = _half_dtype(precision, problems)
     if prefetch < 0:
-        problems.append(f"prefetch={prefetch} must not be negative")
+        problems.append(f"prefetch={prefetch} must be at least 0")
     if need_blocks and not problems and not any(unit.is_block for unit in units):
-        problems.append("recompute and compile work on repeated blocks, and the model has none")
+        problems.append("recompute and compile apply to repeated blocks, but the model has none")
     is_sharded = world.size > layout.tp * layout.pp or dtype is not None
     if is_sharded:
         problems += [*_split_ties(model, units), *parameter_problems(model, units, master_weights)]
@@ -111,13 +111,15 @@ def find_division(
     problems += expert_problems(model, layout.ep)
     if problems:
         raise ConfigError(
-            f"cannot lay out {type(model).__name__} as {layout}: " + "; ".join(problems) + "."
+            f"{layout} does not support this {type(model).__name__}: {'; '.join(problems)}."
         )
     if dtype is not None and not has_fast_half(world.device, dtype):
         name = "CPU" if is_host(world.device) else "GPU (use precision=fp16)"
         get_logger().warning(
-            "precision=%s: this %s has no such products and emulates them, many times slower than "
-            "fp32",
+            (
+                "precision=%s: this %s has no hardware support for it and emulates it, many times "
+                "slower than fp32"
+            ),
             precision,
             name,
         )
@@ -152,13 +154,14 @@ def plan_pipeline(
         return None, ()
     if rules is None or not rules.stacks:
         problems.append(
-            f"pp={layout.pp}: {type(model).__name__} has no rules by which it could be cut"
+            f"pp={layout.pp}: {type(model).__name__} has no layout rules that define "
+            "pipeline stages"
         )
         return None, ()
     if not hasattr(model, "arrived"):
         problems.append(
-            f"pp={layout.pp}: {type(model).__name__} has no `arrived`, in which a stage's forward "
-            "finds what the one before carried on; write `arrived = ()` into the class"
+            f"pp={layout.pp}: {type(model).__name__} has no attribute `arrived`, which "
+            "holds a stage's input from the previous stage; add `arrived = ()` to the class"
         )
     name, per_rank = layout.pp_schedule, layout.pp_stages_per_rank
     schedule = smallest_schedule(name, layout.pp, per_rank)
@@ -169,10 +172,13 @@ def plan_pipeline(
     blocks = sum(len(list(model.get_submodule(stack).children())) for stack in rules.stacks)
     sizes = layout.pp_cut
     if stages > blocks:
-        problems.append(f"pp={layout.pp} makes {stages} stages, more than the {blocks} blocks")
+        problems.append(
+            f"pp={layout.pp} needs {stages} stages, but the model has only {blocks} blocks"
+        )
     elif sizes and (len(sizes) != stages or sum(sizes) != blocks or min(sizes) < 1):
         problems.append(
-            f"pp_cut={sizes} must be {stages} numbers, one per stage, that add up to {blocks}"
+            f"pp_cut={sizes} must contain {stages} positive numbers, one per stage, with "
+            f"the sum {blocks}"
         )
     else:
         return plan_cutting(model, rules, stages, sizes, layout.pp_balance), schedule.stage_ranks
@@ -231,8 +237,10 @@ def _split_ties(model: nn.Module, units: Sequence[Unit]) -> list[str]:
         owners.setdefault(id(parameter), set()).add(unit)
         names.setdefault(id(parameter), name)
     return [
-        f"parameter {names[key]} is shared by {', '.join(sorted(sharing))}; "
-        "leave one of them out of zero_units so that both lie in the root"
+        (
+            f"parameter {names[key]} is shared by {', '.join(sorted(sharing))}; leave one of "
+            "them out of zero_units so that both belong to the root unit"
+        )
         for key, sharing in owners.items()
         if len(sharing) > 1
     ]

@@ -87,8 +87,8 @@ def _join(device: torch.device, timeout: timedelta) -> None:
     missing = [name for name in _NEEDED if name not in os.environ]
     if missing:
         raise DistributedError(
-            f"the launcher's environment lacks {', '.join(missing)}. Start with "
-            "`torchrun --nproc-per-node N -m bmforge ...`, or unset RANK and WORLD_SIZE for one "
+            f"the environment of the launcher lacks {', '.join(missing)}. Start with `torchrun "
+            "--nproc-per-node N -m bmforge ...`, or unset RANK and WORLD_SIZE to run a single "
             "process."
         )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -33,7 +33,7 @@ _VERDICT = "bmforge/liveness/verdict"
 _LEFT = "left"  # the heartbeat of a process that does not train any more
 # Words in the errors of the backends when another process is gone or does not answer.
 _BACKEND_ERRORS = ("gloo", "Connection closed", "Connection reset", "Timed out", "timeout", "NCCL")
-_NO_STORE = "the process that hosts the store does not answer: rank 0, or the launcher"
+_NO_STORE = "the process that hosts the store (rank 0 or the launcher) does not answer"
 
 
 class FailureDetector:
@@ -102,7 +102,7 @@ class FailureDetector:
         A call of the store from the main thread could block forever.
         """
         if not self._is_watching:
-            return "which rank failed is not known outside of FailureDetector.watching()"
+            return "the failed rank is unknown outside of FailureDetector.watching()"
         self._failed = occasion
         self._scanned.wait(_SCAN_S + _STORE_S)
         return self._finding
@@ -119,7 +119,7 @@ class FailureDetector:
         if verdict is None or stop.wait(leave_s):
             return
         # The main thread waits inside the backend, where no exception reaches it.
-        get_logger().error("%s: rank %d ends: %s", self._occasion, dist.get_rank(), verdict)
+        get_logger().error("%s: rank %d exits: %s", self._occasion, dist.get_rank(), verdict)
         os._exit(1)
 
     def _beat_until_failure(self, beats: _Heartbeats, stop: threading.Event) -> str | None:
@@ -192,7 +192,7 @@ class _Heartbeats:
         waiting = [rank for rank, key in enumerate(failed) if not self._store.check([key])]
         if not waiting:
             return "all ranks are alive"
-        return f"all ranks are alive, but {waiting} hang or wait for others"
+        return f"all ranks are alive, but ranks {waiting} hang or wait for others"
 
     def find_silent(self, failed: Sequence[str] = ()) -> str | None:
         """Find the ranks whose heartbeats do not change, and publish them as the verdict.

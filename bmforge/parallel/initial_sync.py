@@ -38,8 +38,9 @@ def start_alike_(model: nn.Module, mesh: DeviceMesh) -> None:
     signature = [(name, tuple(t.shape), str(t.dtype)) for name, t in materialized.items()]
     if not _agree(_hash(repr(signature).encode()), mesh):
         raise ConfigError(
-            f"processes were given different {type(model).__name__}s: names, shapes or dtypes of "
-            "what they hold are not the same. Build the same model on each, or on meta on all."
+            f"processes have different {type(model).__name__}s: the names, shapes or dtypes of "
+            "their tensors differ. Build the same model on each process, or build it on the "
+            "meta device on all."
         )
     different = _find_different(list(materialized.values()), mesh)
     names = [name for name, differs in zip(materialized, different, strict=True) if differs]
@@ -47,8 +48,11 @@ def start_alike_(model: nn.Module, mesh: DeviceMesh) -> None:
         _send(materialized[name].detach(), mesh)
     if names and dist.get_rank() == 0:
         get_logger().warning(
-            "%d of %d tensors were drawn otherwise on other processes (%s, ...): all go on with "
-            "rank 0's. Seed every process alike before the model is built, or build it on meta.",
+            (
+                "%d of %d tensors were initialized differently on other processes (%s, ...): all "
+                "continue with the values of rank 0. Seed every process with the same number "
+                "before the model is built, or build it on the meta device."
+            ),
             *(len(names), len(materialized), names[0]),
         )
 

@@ -136,14 +136,18 @@ class Layout:
                 f"{fixed} does not divide the {world_size} processes; start a multiple of {fixed}"
             )
         if not problems and self.ep > 1 and self.zero == 0:
-            problems.append(f"ep={self.ep} needs zero=2 or 3: zero=0 replicates everything")
+            problems.append(
+                f"ep={self.ep} needs zero=2 or 3, because zero=0 replicates all parameters"
+            )
         elif not problems and world_size // fixed * self.cp % self.ep:
             problems.append(
-                f"ep={self.ep} does not divide dp_shard={world_size // fixed} x cp={self.cp}, from "
-                "which it is borrowed"
+                f"ep={self.ep} does not divide dp_shard={world_size // fixed} x "
+                f"cp={self.cp}, whose processes it uses"
             )
         if not problems and self.zero == 0 and self.dp_replicate > 1:
-            problems.append("dp_replicate has no effect with zero=0, which replicates everything")
+            problems.append(
+                "dp_replicate has no effect with zero=0, which replicates all parameters"
+            )
         return problems
 
     def _pipeline_problems(self) -> list[str]:
@@ -232,8 +236,8 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     mesh = None if record is None else record.mesh
     if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
-            f"{dist.get_world_size()} processes train a {type(model).__name__} that is "
-            "not parallelized. Call parallelize(model, layout) first."
+            f"a {type(model).__name__} is trained by {dist.get_world_size()} processes, but it "
+            "is not parallelized. Call parallelize(model, layout) first."
         )
     return mesh
 

@@ -34,10 +34,13 @@ def master_weight_problems(model: nn.Module, precision: str) -> list[str]:
     dtype = str(frozen[0][1].dtype).removeprefix("torch.")
     short = "fp16" if dtype == "float16" else "bf16"
     return [
-        f"parameter {trained[0][0]} is trained and {dtype}, and {frozen[0][0]} is frozen and "
-        f"{dtype}: precision='fp32' would compute with both. Pass precision={short!r} (the trained "
-        "parameters get fp32 master weights), convert the model with model.float(), or pass "
-        "master_weights=False to train the 16-bit parameters themselves"
+        (
+            f"the trained parameter {trained[0][0]} is {dtype}, and the frozen parameter "
+            f"{frozen[0][0]} is {dtype}: precision='fp32' would use both. Pass "
+            f"precision={short!r} (trained parameters get fp32 master weights), convert the "
+            "model with model.float(), or pass master_weights=False to train the 16-bit "
+            "parameters themselves"
+        )
     ]
 
 
@@ -59,8 +62,10 @@ def upcast_trained_(model: nn.Module, precision: str) -> int:
                 buffer.data = buffer.data.float()
     if trained:
         get_logger().info(
-            "upcast %d trained 16-bit parameters to fp32 (%s%s): master weights keep small "
-            "updates. master_weights=False trains them in 16 bits.",
+            (
+                "upcast %d trained 16-bit parameters to fp32 (%s%s): fp32 master weights keep "
+                "small updates. master_weights=False trains them in 16 bits."
+            ),
             len(trained),
             ", ".join(name for name, _ in trained[:_NUM_EXAMPLES]),
             ", ..." if len(trained) > _NUM_EXAMPLES else "",

@@ -154,8 +154,8 @@ def _check_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
     needed = layout.axis_lengths(dist.get_world_size())
     if axes != needed:
         raise ConfigError(
-            f"mesh has the axes {axes}, {layout} needs {needed}. Leave mesh out, or make it with "
-            "build_mesh(layout)."
+            f"mesh has the axes {axes}, but {layout} needs {needed}. Leave mesh out, or create "
+            "it with build_mesh(layout)."
         )
     return mesh
 
@@ -195,6 +195,6 @@ def _wrap_blocks_(
 def _check_wrapping(offload_activations: bool, compile: bool) -> None:
     if compile and offload_activations:
         raise ConfigError(
-            "compile and offload_activations exclude each other: a compiled block decides itself "
-            "what it keeps. Leave one of them out."
+            "compile and offload_activations cannot be used together, because a compiled block "
+            "chooses itself which activations it saves. Leave one of them out."
         )

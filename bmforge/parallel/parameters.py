@@ -56,9 +56,9 @@ def _mixed_units(
         if len(seen) > 1:
             which = ", ".join(f"{dtype} ({name})" for dtype, name in seen.items())
             yield (
-                f"{f'unit {unit}' if unit else 'what lies in no unit'} is trained in several "
-                f"dtypes: {which}; give all one dtype, as model.float() does, and take precision "
-                "for the one to compute in"
+                f"{f'unit {unit}' if unit else 'the root unit'} has trained parameters of "
+                f"several dtypes: {which}; convert all to one dtype, for example with "
+                "model.float(), and choose the compute dtype with precision"
             )
 
 
@@ -70,8 +70,9 @@ def _shared_memory(named: dict[str, nn.Parameter]) -> Iterator[str]:
         for other, its in named.items():
             if other != name and _overlap(parameter, its):
                 yield (
-                    f"parameter {name} is a view of {other}'s memory, which sharding would part: "
-                    "make it no parameter, and transpose where it is used"
+                    f"parameter {name} is a view of the memory of {other}, which cannot be "
+                    "sharded: do not register it as a parameter, and transpose the other "
+                    "one where it is used"
                 )
                 break
 

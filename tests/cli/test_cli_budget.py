@@ -105,9 +105,9 @@ def test_the_same_conversation(folder, least, capsys, monkeypatch) -> None:
         (["--device-budget", "1MiB"], "is the smallest that works"),
         (["--device-budget", "much"], "invalid size"),
         (["--device-budget", "0"], "must be above 0"),
-        (["--device-budget", "900TiB"], "more than the machine has"),
+        (["--device-budget", "900TiB"], "more than the machine's memory"),
         (["--max-tokens", "20"], "has no effect without device_budget"),
-        (["--device-budget", "60MiB", "--max-tokens", "5"], "planned for max_rows"),
+        (["--device-budget", "60MiB", "--max-tokens", "5"], "memory plan allows"),
         (["--device-budget", "60MiB", "--max-tokens", "65"], "more than the model's 64 positions"),
     ],
 )

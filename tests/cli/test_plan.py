@@ -91,7 +91,7 @@ def test_qlora_of_8b_fits_in_8_gib(capsys: pytest.CaptureFixture[str]) -> None:
         (["--seq", "100000"], "longer than the 1024 positions"),
         (["--set", "hiden_size=64"], "hidden_size"),
         (["--interconnect", "string"], "Gb/s per GPU"),
-        (["--gpu-memory", "0.9001"], "nothing fits"),
+        (["--gpu-memory", "0.9001"], "no layout fits"),
     ],
 )
 def test_refusals(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -296,5 +296,5 @@ def test_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="has 0 blanks"):
         cpm2.fill_blank("天")
     save_eva()
-    with pytest.raises(ConfigError, match="nothing to answer"):
+    with pytest.raises(ConfigError, match="the message is empty"):
         bminf.models.EVA().dialogue([])

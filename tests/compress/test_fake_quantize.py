@@ -205,7 +205,7 @@ def test_against_torchaos_rounding() -> None:
 
 
 def test_what_cannot_be_trained_so() -> None:
-    with pytest.raises(ConfigError, match="no multiple of 32"):
+    with pytest.raises(ConfigError, match="not a multiple of 32"):
         FakeQuantize(QuantizeConfig(scheme="int4", training="fake")).attach_(
             llama(intermediate_size=40)
         )

@@ -332,7 +332,7 @@ def test_experts_have_a_hessian_each() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"scheme": "int9"}, "not known"),
+        ({"scheme": "int9"}, "unknown quantization scheme"),
         ({"method": "gtpq"}, "Did you mean 'gptq'"),
         ({"scheme": "auto"}, "needs average_bits"),
         ({"average_bits": 5.0}, 'is for scheme="auto"'),
@@ -365,7 +365,7 @@ def test_what_cannot_be_quantised() -> None:
     with pytest.raises(ConfigError, match=r"came to decoder.*quantized up to encoder.layers.1"):
         quantize(both, "int4", method="gptq", batches=[{"input_ids": ids, "labels": ids[:, :2]}])
     odd = llama(intermediate_size=40)
-    with pytest.raises(ConfigError, match=r"down_proj: 40 input columns are no multiple of 32"):
+    with pytest.raises(ConfigError, match=r"down_proj: the input size 40 is not a multiple of 32"):
         quantize(odd, "int4")
     assert not any(isinstance(m, PackedStore) for m in odd.modules())
     with pytest.raises(ConfigError, match="no repeated blocks"):

@@ -295,5 +295,5 @@ def test_stacks_of_other_blocks_are_told_from_none() -> None:
     """A module of one's own with stacks, whose blocks have no attention by its name."""
     model = nn.Module()
     model.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
-    assert "no block in them has" in context_problems(model, [model.blocks], 2, "ring", 1)[0]
-    assert "no rules that say" in context_problems(model, [], 2, "ring", 1)[0]
+    assert "no block has" in context_problems(model, [model.blocks], 2, "ring", 1)[0]
+    assert "no layout rules that list" in context_problems(model, [], 2, "ring", 1)[0]

@@ -148,10 +148,15 @@ def build(layout: Layout, kind: str) -> None:
     [
         (1, {"cp_method": "ring"}, "llama", "no effect with cp=1"),
         (2, {"cp": 2, "cp_method": "star"}, "llama", "must be one of"),
-        (2, {"cp": 2}, "plain", "no rules that say where its stacks"),
+        (2, {"cp": 2}, "plain", "no layout rules that list its stacks"),
         (2, {"cp": 2, "cp_method": "ulysses"}, "odd", "does not divide the 3 heads"),
         (2, {"cp": 3}, "llama", "does not divide the 2 processes"),
-        (4, {"cp": 2, "tp": 2, "sequence_parallel": True}, "llama", "divisible by tp=2, not 13"),
+        (
+            4,
+            {"cp": 2, "tp": 2, "sequence_parallel": True},
+            "llama",
+            "divisible by tp=2, but a batch has 13",
+        ),
     ],
 )
 def test_bad_input(world: int, fields: dict[str, Any], kind: str, message: str) -> None:

@@ -133,7 +133,13 @@ def refuse(build: Callable[[], nn.Module]) -> str:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (with_two_dtypes, ["unit 0.0 is trained in", "bfloat16 (0.0.0.weight), float32 (0.0.1."]),
+        (
+            with_two_dtypes,
+            [
+                "unit 0.0 has trained parameters of several dtypes",
+                "bfloat16 (0.0.0.weight), float32 (0.0.1.",
+            ],
+        ),
         (with_transposed_twin, ["parameter 1.weight is a view of 0.weight's memory"]),
     ],
 )

@@ -408,12 +408,21 @@ def fail(kind):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("wrong stages", [ConfigError, "stages [5]", "has [1] here"]),
-        ("too few", [ConfigError, "1 micro-batches were given"]),
-        ("silent", [DistributedError, "rank 1 lost rank 0 at the forward message of stage 0"]),
-        ("loss", [ShapeError, "the last stage (1) returned (3, 4, 6)", "lost rank 1"]),
-        ("too many", [ShapeError, "17 tensors", "lost rank 0"]),
-        ("dims", [ShapeError, "7 dims", "lost rank 0"]),
+        ("wrong stages", [ConfigError, "stages [5]", "needs [1] there"]),
+        ("too few", [ConfigError, "the batch has 1 micro-batches"]),
+        (
+            "silent",
+            [
+                DistributedError,
+                "rank 1 lost the connection to rank 0 at the forward message of stage 0",
+            ],
+        ),
+        (
+            "loss",
+            [ShapeError, "the last stage (1) returned (3, 4, 6)", "lost the connection to rank 1"],
+        ),
+        ("too many", [ShapeError, "17 tensors", "lost the connection to rank 0"]),
+        ("dims", [ShapeError, "7 dims", "lost the connection to rank 0"]),
     ],
 )
 def test_what_goes_wrong_is_named(kind, words):

@@ -90,7 +90,7 @@ def test_bad_input(model: EVA, tokenizer: EVATokenizer) -> None:
     )
     with pytest.raises(ConfigError, match="a GPT2 with a EVATokenizer cannot chat"):
         Chat(gpt2, tokenizer)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="nothing to answer"):
+    with pytest.raises(ConfigError, match="message is empty"):
         Chat(model, tokenizer).reply("  ")
     with pytest.raises(ConfigError, match="window=2"):
         ChatConfig(window=2)

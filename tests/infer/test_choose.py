@@ -76,9 +76,9 @@ def test_the_lowest_mean_is_chosen() -> None:
 
 def test_bad_input() -> None:
     model = decoders()[0]
-    with pytest.raises(ConfigError, match="no option"):
+    with pytest.raises(ConfigError, match="list of options is empty"):
         score_texts(model, [])
-    with pytest.raises(DataError, match="option 1 has 2 tokens of prompt and 0 of text"):
+    with pytest.raises(DataError, match="option 1 has 2 prompt tokens and 0 text tokens"):
         score_texts(model, [([1], [2]), ([1, 2], [])])
     ant = CPMAntConfig(**WIDE, head_dim=8, prompt_types=3, prompt_length=2, segment_types=3)
     for other in (CPMAnt.from_config(ant), Bert.from_config(BertConfig(**WIDE, max_seq_len=32))):

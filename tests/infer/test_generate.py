@@ -282,7 +282,7 @@ def test_full_context(model: GPT2) -> None:
         ({"temperature": 0.5}, "temperature=0.5 needs do_sample=True"),
         ({"top_k": 5, "seed": 1}, "top_k=5 needs do_sample=True; seed=1 needs"),
         ({"length_penalty": 2.0}, "need num_beams above 1"),
-        ({"num_beams": 2, "on_token": print}, "on_token and stop cannot follow num_beams=2"),
+        ({"num_beams": 2, "on_token": print}, "on_token and stop cannot be used with num_beams=2"),
     ],
 )
 def test_bad_options(model: GPT2, options: dict[str, Any], message: str) -> None:
@@ -300,7 +300,11 @@ def test_bad_options(model: GPT2, options: dict[str, Any], message: str) -> None
         (torch.tensor([[1, VOCAB]]), None, f"vocab_size={VOCAB}"),
         (torch.tensor([[1, -1]]), None, "ids from -1"),
         (torch.ones(2, 4, dtype=torch.long), torch.ones(2, 3), r"\(2, 3\)"),
-        (torch.ones(2, 2, dtype=torch.long), torch.tensor([[1, 1], [1, 0]]), r"rows \[1\] end in"),
+        (
+            torch.ones(2, 2, dtype=torch.long),
+            torch.tensor([[1, 1], [1, 0]]),
+            r"rows \[1\] end with",
+        ),
     ],
 )
 def test_bad_prompts(model: GPT2, ids: Tensor, mask: Tensor | None, message: str) -> None:
@@ -347,5 +351,5 @@ def test_rows_of_a_prompt_are_ids(options: dict[str, Any]) -> None:
         assert torch.equal(got, want)
     assert got.shape == (1, 11)
     assert int(got[0, 5:].max()) < VOCAB
-    with pytest.raises(ShapeError, match=r"vocab_size.*and a prompt of 3 rows behind"):
+    with pytest.raises(ShapeError, match=r"vocab_size.*and a soft prompt of 3 rows"):
         generate(model, ids + 1, max_new_tokens=2)

@@ -196,7 +196,11 @@ def test_sources_are_as_long_as_one_likes(model: T5) -> None:
         (torch.zeros(2, 0, dtype=torch.long), None, "at least one token"),
         (torch.tensor([[1, VOCAB]]), None, f"vocab_size={VOCAB}"),
         (torch.ones(2, 4, dtype=torch.long), torch.ones(2, 3), r"\(2, 3\)"),
-        (torch.ones(2, 2, dtype=torch.long), torch.tensor([[1, 1], [0, 0]]), r"rows \[1\] are all"),
+        (
+            torch.ones(2, 2, dtype=torch.long),
+            torch.tensor([[1, 1], [0, 0]]),
+            r"rows \[1\] contain padding",
+        ),
     ],
 )
 def test_bad_sources(model: T5, ids: Tensor, mask: Tensor | None, message: str) -> None:

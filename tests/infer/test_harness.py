@@ -145,7 +145,7 @@ def test_an_encoder_decoder_scores_answers(folder: Path) -> None:
     with pytest.raises(ConfigError, match="likelihood of a text without a prompt"):
         model.loglikelihood_rolling(["a"])
     bert = Bert.from_config(BertConfig(**sizes, intermediate_size=48, max_seq_len=16))
-    with pytest.raises(ConfigError, match="cannot score a text"):
+    with pytest.raises(ConfigError, match="cannot score texts"):
         TextModel(bert, tokenizer)
 
 

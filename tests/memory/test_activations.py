@@ -120,7 +120,7 @@ def test_a_change_in_place_is_found() -> None:
     engine = make_copy_engine(torch.device("cpu"))
     apply_activation_offload_(blocks, engine, smallest_elements=1)
     x = torch.randn(8, 16, requires_grad=True)
-    with pytest.raises(AssertionError, match="changed in place"):
+    with pytest.raises(AssertionError, match="modified in place"):
         blocks[1](blocks[0](x))
 
 

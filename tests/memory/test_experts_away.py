@@ -161,7 +161,7 @@ def test_from_a_directory(tmp_path: Path) -> None:
 
 def test_what_cannot_be() -> None:
     model = make_mixtral()
-    with pytest.raises(ConfigError, match="no room for two experts"):
+    with pytest.raises(ConfigError, match="too small for two experts"):
         away(model, 1)
     plain = Llama.from_config(LlamaConfig(**SIZES, num_layers=2))
     with pytest.raises(ConfigError, match="has no MoE layers"):

@@ -86,7 +86,7 @@ def test_json_that_is_no_change(value: Any, said: str) -> None:
         (Change("low_rank", "layers.*.attn.q_proj", {"rank": 33}), "between 1 and 32"),
         (Change("low_rank", "layers.*.attn.q_proj", {}), "missing options.rank"),
         (low_rank("layers.0.attn"), "needs a linear layer, not a Attention"),
-        (low_rank(name="not a word"), "must be a word"),
+        (low_rank(name="not a word"), "not a valid Python identifier"),
         (low_rank(name="weight"), "already has 'weight'"),
         (Change("int8", "embed"), "shares its weight with lm_head"),
         (Change("int8", "layers.0.attn_norm"), "not a LayerNorm"),
@@ -97,7 +97,7 @@ def test_json_that_is_no_change(value: Any, said: str) -> None:
         (Change("prompt", "embed", {"length": 2}, "mine"), "name='mine' has no effect"),
         (
             Change("prompt", ("embed", "embed_positions"), {"length": 2}),
-            "token embedding, embed",
+            "token embedding named `embed`",
         ),
         (Change("prefix", "layers.*.attn", {"length": 2, "std": -1.0}), "std=-1.0 must be"),
         (Change("int8", "layers.0.mlp.up_proj", name="mine"), "name='mine' has no effect"),

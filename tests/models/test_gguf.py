@@ -375,8 +375,11 @@ ALIGNED_BY_3 = text("general.alignment") + struct.pack("<II", 4, 3)
         (lying(text("a")[:8] + b"\xff" + bytes(60), 0, 1), "not UTF-8"),
         (lying(one_tensor(), 1, 0), "ends at byte"),
         (lying(one_tensor(dims=(2**63, 2**63, 2**63)), 1, 0, bytes(99)), "ends at byte"),
-        (lying(one_tensor(dims=(0,)), 1, 0, bytes(99)), "no whole blocks"),
-        (lying(one_tensor(kind=8, dims=(31,)), 1, 0, bytes(99)), "no whole blocks of 32"),
+        (lying(one_tensor(dims=(0,)), 1, 0, bytes(99)), "not a multiple of the block size"),
+        (
+            lying(one_tensor(kind=8, dims=(31,)), 1, 0, bytes(99)),
+            "not a multiple of the block size 32",
+        ),
         (lying(one_tensor(kind=9), 1, 0, bytes(99)), "stored as Q8_1"),
         (lying(one_tensor(kind=99), 1, 0, bytes(99)), "stored as number 99"),
         (lying(one_tensor(start=7), 1, 0, bytes(999)), "begins at 7"),

@@ -235,7 +235,7 @@ def test_split_files_are_read_as_one(folder: Path) -> None:
     found = AutoModel.from_pretrained(parts[0]).state_dict()
     assert found.keys() == want.keys()
     assert all(torch.equal(found[name], want[name]) for name in want)
-    with pytest.raises(CheckpointError, match="Name the first part"):
+    with pytest.raises(CheckpointError, match="Use the path of the first part"):
         AutoModel.from_pretrained(parts[1])
     parts[-1].unlink()
     with pytest.raises(CheckpointError, match="cannot read"):

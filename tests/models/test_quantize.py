@@ -206,7 +206,7 @@ def test_widths_that_no_group_divides() -> None:
     with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.down_proj: 100 .*96 or 128") as error:
         quantize_(model, "int4")
     assert "layers.1.mlp.down_proj" in str(error.value)
-    assert "'int8-dynamic' would take it" in str(error.value)
+    assert "'int8-dynamic' supports this size" in str(error.value)
     assert list(persistent_tensors(model)) == names
     quantize_(model, "int4", where=["**.attn.*_proj"])
     quantize_(model, "int8-dynamic", where=["**.down_proj"])
@@ -289,7 +289,7 @@ def say_what_cannot_be_cut() -> str:
 
 def test_tensor_parallelism_is_refused() -> None:
     for said in run_distributed(say_what_cannot_be_cut, 2):
-        assert "packed weights lie in panels" in said
+        assert "packed weights are stored in panels" in said
         assert "tp=1" in said
 
 

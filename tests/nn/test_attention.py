@@ -192,7 +192,7 @@ def test_masks_that_would_broadcast_are_refused():
         build_mask((2, 1), one.device, past=3, attention_mask=one)
     with pytest.raises(ShapeError, match=r"document_ids is \(2, 1\)"):
         build_mask((2, 5), one.device, document_ids=one)
-    with pytest.raises(ShapeError, match="cannot be used with a cache"):
+    with pytest.raises(ShapeError, match="cannot be used with a KV cache"):
         build_mask((2, 1), one.device, past=3, document_ids=one)
 
 

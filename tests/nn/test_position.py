@@ -164,7 +164,7 @@ def test_scores_depend_on_distance_only() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rotary_dim": 7}, "rotary_dim=7 is odd"),
+        ({"rotary_dim": 7}, "rotary_dim=7 must be even"),
         ({"kind": "yarn"}, "original_seq_len"),
         ({"kind": "lama3"}, "Did you mean 'llama3'"),
         (

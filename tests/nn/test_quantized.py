@@ -193,9 +193,9 @@ def test_a_compiled_layer_is_one_graph() -> None:
     ("module", "spec", "said"),
     [
         (nn.LayerNorm(32), PRESETS["int8"], "not a LayerNorm"),
-        (nn.Linear(40, 8), PRESETS["int8"], r"no multiple of 32 \(32 or 64 would be\)"),
-        (nn.Linear(96, 8), PRESETS["int4-128"], "no multiple of 128"),
-        (Experts(64, MoESpec(2, 1, 48)), PRESETS["int4"], "48 input columns"),
+        (nn.Linear(40, 8), PRESETS["int8"], r"not a multiple of 32 \(nearest: 32 or 64\)"),
+        (nn.Linear(96, 8), PRESETS["int4-128"], "not a multiple of 128"),
+        (Experts(64, MoESpec(2, 1, 48)), PRESETS["int4"], "input size 48"),
         (Experts(64, MoESpec(2, 1, 64)), OUTLIERS, "not supported for experts"),
         (store_packed(nn.Linear(32, 8), EXACT), EXACT, "already quantized"),
     ],

@@ -104,5 +104,5 @@ def test_head_and_distillation() -> None:
     hidden = draw(8, 5)
     assert_close(head(hidden), torch.tanh(F.linear(hidden, head.weight) / CAP) * CAP)
     capped, plain = HeadInput(hidden, head.weight, softcap=CAP), HeadInput(hidden, head.weight)
-    with pytest.raises(ConfigError, match=r"teacher's logits are capped: softcap=1\.5"):
+    with pytest.raises(ConfigError, match=r"teacher caps its logits \(softcap=1\.5"):
         linear_distillation(plain, capped, torch.zeros(8).long())

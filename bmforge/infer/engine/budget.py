@@ -150,8 +150,8 @@ def plan_weights(
         smallest, fixed = divided.smallest_bytes, divided.outside_bytes
         raise ConfigError(
             f"{option}={limit_bytes} ({format_bytes(limit_bytes)}) is too small: {smallest} "
-            f"({format_bytes(smallest)}) is the smallest that works. {format_bytes(fixed)} of it "
-            "are weights and buffers outside of the blocks."
+            f"({format_bytes(smallest)}) is the smallest that works. Weights and buffers "
+            f"outside of the blocks take {format_bytes(fixed)} of it. Raise it."
         )
     return divided.plan
 
@@ -167,11 +167,12 @@ def _plan_experts(
     layers = find_experts(model)
     if not layers:
         raise ConfigError(
-            f"EngineConfig(stream_experts=True): a {type(model).__name__} has no layers of experts."
+            f"EngineConfig(stream_experts=True): a {type(model).__name__} has no MoE layers. "
+            "Leave stream_experts out."
         )
     if len(rooms) > 1:
         raise ConfigError(
-            f"EngineConfig(stream_experts=True) computes on one device, and devices has "
+            "EngineConfig(stream_experts=True) supports one device, but devices has "
             f"{len(rooms)}. Leave one of the two out."
         )
     (room,) = rooms
@@ -198,7 +199,7 @@ def _name_given(
     if device_budget_bytes is not None:
         return f"device_budget_bytes={device_budget_bytes} ({format_bytes(device_budget_bytes)})"
     free = (f"{format_bytes(b)} on {device}" for device, b in zip(devices, budgets, strict=True))
-    return f"what is free ({', '.join(free)})"
+    return f"the free memory ({', '.join(free)})"
 
 
 def _too_small(
@@ -207,10 +208,10 @@ def _too_small(
     smallest = divided.smallest_bytes + beside
     enough = "is the smallest that works" if count == 1 else "on every device is enough"
     return (
-        f"{budget} is too small: {smallest} "
-        f"({format_bytes(smallest)}) {enough}. {format_bytes(divided.outside_bytes)} of it are "
-        f"weights outside of the blocks, {format_bytes(work.cache_bytes + work.step_bytes)} what "
-        f"a step of {tokens} tokens needs. Give more, or plan for less: EngineConfig(max_tokens=)."
+        f"{budget} is too small: {smallest} ({format_bytes(smallest)}) {enough}. Weights "
+        f"outside of the blocks take {format_bytes(divided.outside_bytes)} of it, and a "
+        f"step of {tokens} tokens {format_bytes(work.cache_bytes + work.step_bytes)}. Raise "
+        "the budget, or set a smaller EngineConfig(max_tokens=)."
     )
 
 
@@ -241,11 +242,11 @@ def check_budgets(
         budgets_given["host_budget_bytes"] = host_budget_bytes, host_memory_bytes()
     for name, (size, limit) in budgets_given.items():
         if size < 1:
-            raise ConfigError(f"{name}={size} must be above 0, or None for what is free.")
+            raise ConfigError(f"{name}={size} must be above 0, or None for all free memory.")
         if size > limit:
             raise ConfigError(
-                f"{name}={size} ({format_bytes(size)}) is more than the machine has "
-                f"({format_bytes(limit)}). Give less, or None for what is free."
+                f"{name}={size} ({format_bytes(size)}) is more than the machine's memory "
+                f"({format_bytes(limit)}). Use a smaller value, or None for all free memory."
             )
     return [device_budget_bytes] * len(devices)
 

@@ -38,7 +38,7 @@ class Constraint:
     def __post_init__(self) -> None:
         """Raise `ConfigError` if the source is empty."""
         if not self.source:
-            raise ConfigError(f"Constraint: the {self.kind} rule is empty. Give a rule.")
+            raise ConfigError(f"Constraint: the {self.kind} rule is empty. Pass a rule.")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
@@ -49,7 +49,7 @@ class Constraint:
         except json.JSONDecodeError as error:
             raise ConfigError(f"the JSON schema is not valid JSON: {error}.") from error
         if not isinstance(parsed, dict):
-            raise ConfigError(f"the JSON schema is {text[:60]!r}; it must be an object.")
+            raise ConfigError(f"the JSON schema is {text[:60]!r}, but it must be a JSON object.")
         return cls("json", text)
 
     @classmethod
@@ -61,7 +61,9 @@ class Constraint:
     def choices(cls, texts: Sequence[str]) -> Self:
         """Create a constraint to one of the given texts."""
         if isinstance(texts, str) or not texts or not all(texts):
-            raise ConfigError(f"choices={texts!r} must be at least one text, and no empty ones.")
+            raise ConfigError(
+                f"choices={texts!r} must contain at least one text and no empty texts."
+            )
         return cls("lark", "start: " + " | ".join(map(json.dumps, texts)))
 
     @classmethod
@@ -93,7 +95,9 @@ class ConstraintCompiler:
         grammar = _write_grammar(guide, constraint)
         is_wrong, messages = guide.LLMatcher.validate_grammar_with_warnings(grammar, self._guided)
         if is_wrong or messages:
-            raise ConfigError(f"the {constraint.kind} constraint: {' '.join(messages)[:500]}")
+            raise ConfigError(
+                f"the {constraint.kind} constraint is not valid: {' '.join(messages)[:500]}"
+            )
         matcher = guide.LLMatcher(self._guided, grammar, log_level=0)
         return Matcher(matcher, self._vocab_size)
 
@@ -106,8 +110,8 @@ class ConstraintCompiler:
         size = max(self._vocab_size, len(tokenizer), max(ends) + 1)
         if isinstance(tokenizer, CPM2Tokenizer) and tokenizer.implies_spaces:
             raise ConfigError(
-                "this tokenizer leaves out spaces that its tokens imply, so that no rule can be "
-                "kept to token by token. Leave the constraint out."
+                "constraints are not supported with this tokenizer, because it leaves out "
+                "spaces that its tokens imply. Leave the constraint out."
             )
         plain = _Spelled(tokenizer, size, ends)
         return guide.LLTokenizer(guide.TokenizerWrapper(plain), n_vocab=size, eos_token=ends)
@@ -149,7 +153,9 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ConfigError(f"the constraint failed: {self._matcher.get_error()[:500]}")
+            raise ConfigError(
+                f"the constraint failed during generation: {self._matcher.get_error()[:500]}"
+            )
 
 
 class _Spelled:
@@ -209,4 +215,4 @@ def _write_grammar(guide: Any, constraint: Constraint) -> str:
     try:
         return str(matcher.grammar_from_json_schema(constraint.source, overrides=form))
     except ValueError as error:
-        raise ConfigError(f"the JSON schema: {error}") from error
+        raise ConfigError(f"the JSON schema is not supported: {error}") from error

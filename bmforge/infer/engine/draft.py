@@ -65,8 +65,8 @@ def open_draft(
     size = sum(map(packed_bytes, tensors.values())) + work.cache_bytes + work.step_bytes
     if size >= budget_bytes:
         raise ConfigError(
-            f"draft: the small model takes {size} bytes, and device_budget_bytes={budget_bytes} is "
-            "the budget of both. Give more, or leave draft out."
+            f"draft: the draft model takes {size} bytes, but device_budget_bytes={budget_bytes} "
+            "is the budget of both models. Raise the budget, or leave draft out."
         )
     return draft, tokens, size
 
@@ -85,16 +85,14 @@ def check_draft(model: Any, draft: Any, vocabulary: Any = None, drafts: Any = No
         vocabulary is not None and drafts is not None and vocabulary != drafts
     ):
         raise ConfigError(
-            f"the draft's vocabulary of {sizes[1]} tokens is not that of the model, of {sizes[0]}: "
-            "a draft guesses tokens of the model. Take a small model of the same family, or leave "
-            "draft out."
+            f"draft: the draft model has a vocabulary of {sizes[1]} tokens, but the model one "
+            f"of {sizes[0]}. Use a draft model with the same tokenizer, or leave draft out."
         )
     for checked, what in ((model, "model"), (draft, "draft")):
         if not can_pack(checked):
             raise ConfigError(
-                f"draft: the {what}, a {type(checked).__name__}, does not write in steps that "
-                "several "
-                "requests share. Leave draft out."
+                f"draft: the {what}, a {type(checked).__name__}, does not support batched "
+                "requests. Leave draft out."
             )
 
 

@@ -85,7 +85,7 @@ def embed(
 def check_pooling(pooling: str) -> None:
     """Raise `ConfigError` if the pooling is unknown."""
     if pooling not in ("mean", "first"):
-        raise ConfigError(f"pooling={pooling!r} is unknown. Known: mean, first.")
+        raise ConfigError(f"unknown pooling: pooling={pooling!r} (known: mean, first).")
 
 
 def pool(states: Tensor, pooling: Pooling) -> Tensor:
@@ -148,8 +148,8 @@ def classify(model: Any, inputs: Inputs, *, max_rows: int = 1) -> Tensor:
     """
     if "classif" not in model.config.head:
         raise ConfigError(
-            f"a {type(model).__name__} with the head {model.config.head!r} has no classes. Open it "
-            "with head='sequence_classification'."
+            f"a {type(model).__name__} with the head {model.config.head!r} does not predict "
+            "classes. Load it with head='sequence_classification'."
         )
 
     def read(rows: dict[str, Tensor]) -> Tensor:
@@ -179,8 +179,9 @@ def fill_mask(
     """
     if model.config.head != "masked_lm" or tokenizer.mask_id is None:
         raise ConfigError(
-            f"a {type(model).__name__} with the head {model.config.head!r} and a tokenizer whose "
-            f"mask token is {tokenizer.mask_id} fills no masks. Open it with head='masked_lm'."
+            f"a {type(model).__name__} with the head {model.config.head!r} and a tokenizer with "
+            f"mask token {tokenizer.mask_id} cannot fill masks. Load it with head='masked_lm', "
+            "and use a tokenizer that has a mask token."
         )
     predictions = []
     with evaluating(model):
@@ -189,7 +190,10 @@ def fill_mask(
             row, _ = _behind_prompt(model, row)
             places = row["input_ids"][0] == tokenizer.mask_id
             if not bool(places.any()):
-                raise ConfigError(f"{text[:60]!r} has no mask token to fill.")
+                raise ConfigError(
+                    f"{text[:60]!r} has no mask token. Add one where the model is to predict a "
+                    "token."
+                )
             scores = model(**row).logits[0, places].float().softmax(-1)
             best = scores.topk(min(top, scores.shape[-1]), -1)
             predictions.append(
@@ -228,13 +232,13 @@ def _check_ids(model: Any, ids: Tensor) -> None:
     limit, size = model.position_limit, count_ids(model.whole().embed)
     if not ids.numel() or (limit is not None and ids.shape[-1] > limit):
         raise ConfigError(
-            f"a text has {ids.numel()} tokens; the model reads 1 to {limit or 'any number of'}. "
-            "Cut the text."
+            f"a text has {ids.numel()} tokens (allowed: 1 to {limit or 'any number'}). Truncate "
+            "the text."
         )
     if ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= size:
         raise ShapeError(
-            f"a text has ids from {ids.min()} to {ids.max()}, but the model has vocab_size={size}. "
-            "Use the tokenizer that belongs to the model."
+            f"token ids are out of range: {ids.min()} to {ids.max()} (vocab_size={size}). Use "
+            "the tokenizer that belongs to the model."
         )
 
 
@@ -262,5 +266,7 @@ def name_inputs(inputs: Any, open_tokenizer: Callable[[], Any], device: torch.de
         return inputs.to(device)
     items = [inputs] if isinstance(inputs, str) else list(inputs)
     if not items or not all(item.strip() if isinstance(item, str) else len(item) for item in items):
-        raise ConfigError("give at least one text, and no empty ones.")
+        raise ConfigError(
+            "the list of texts is empty or contains an empty text. Pass at least one text."
+        )
     return [(item, open_tokenizer()) if isinstance(item, str) else list(item) for item in items]

@@ -184,7 +184,9 @@ class Engine:
         """
         if self._tokenizer is None:
             if self._directory is None:
-                raise ConfigError("texts need a tokenizer: Engine(model, tokenizer=...).")
+                raise ConfigError(
+                    "texts need a tokenizer. Create the engine with Engine(model, tokenizer=...)."
+                )
             self._tokenizer = AutoTokenizer.from_pretrained(self._directory)
         check_tokenizer(self.model, self._tokenizer)
         return self._tokenizer

@@ -39,9 +39,9 @@ def check_size(
             tokens = 0
         if rows > limit[0] or tokens > limit[1]:
             raise ConfigError(
-                f"{name} brings {rows} rows of {tokens} tokens, and the engine's memory was "
-                f"planned for max_rows={limit[0]} and max_tokens={limit[1]}. Ask for less, or "
-                "open it with a larger EngineConfig."
+                f"{name} has {rows} rows of {tokens} tokens, more than the engine's memory plan "
+                f"allows (max_rows={limit[0]}, max_tokens={limit[1]}). Pass a smaller batch, or "
+                "create the engine with a larger EngineConfig."
             )
 
 
@@ -55,20 +55,23 @@ def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, A
         is_cut or (mesh is not None and mesh.size() > 1) or record.streamers
     ):
         raise ConfigError(
-            f"the {type(model).__name__} is parallelized or streamed already. Give the "
-            "engine a plain model, or the directory it was saved in."
+            f"the {type(model).__name__} is already parallelized or streamed. Create the engine "
+            "with a plain model, or with a directory."
         )
     if options:
-        raise ConfigError(f"{', '.join(options)}: for models that are opened, not for modules.")
+        raise ConfigError(
+            f"{', '.join(options)}: supported only if the engine loads the model. Pass a "
+            "directory instead of a module."
+        )
     if config.stream_experts:
         raise ConfigError(
-            "EngineConfig(stream_experts=True) reads experts from files: save the model, and "
-            "give the engine the directory."
+            "EngineConfig(stream_experts=True) reads experts from files. Save the model, and "
+            "create the engine with its directory."
         )
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ConfigError(
-            f"the {type(model).__name__} is on meta and has no weights. Give the engine the "
-            "directory they are in, or load them."
+            f"the {type(model).__name__} is on the meta device and has no weights. Load them, "
+            "or create the engine with their directory."
         )
 
 
@@ -77,8 +80,8 @@ def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
     size, vocab_size = len(tokenizer), getattr(getattr(model, "config", None), "vocab_size", None)
     if vocab_size is not None and size > vocab_size:
         raise ConfigError(
-            f"the tokenizer has {size} tokens, the model vocab_size={vocab_size}: it is of another "
-            "model. Open both from the same directory."
+            f"tokenizer and model do not match: the tokenizer has {size} tokens, but the model "
+            f"has vocab_size={vocab_size}. Load both from the same directory."
         )
 
 
@@ -94,8 +97,9 @@ def total_tokens(model: nn.Module, config: EngineConfig, limit: tuple[int, int] 
     planned = limit[0] * limit[1]
     if requested is not None and requested > planned:
         raise ConfigError(
-            f"RequestsConfig: total_tokens={requested} is more than the {planned} that memory was "
-            f"planned for, max_rows={limit[0]} of max_tokens={limit[1]}. Give less, or raise these."
+            f"RequestsConfig: total_tokens={requested} is more than the memory plan allows "
+            f"({planned}: max_rows={limit[0]} of max_tokens={limit[1]}). Use a smaller value, "
+            "or raise max_rows or max_tokens."
         )
     return requested or planned
 
@@ -104,11 +108,11 @@ def check_asked(model: nn.Module, what: str, writes: bool) -> None:
     """Raise `ConfigError` if the model does not support a method of the engine."""
     if not isinstance(model, Model):
         raise ConfigError(
-            f"{what} is for models of bmforge, and this is a {type(model).__name__}: call "
-            "engine.model itself, or what its library has for it."
+            f"{what} supports models of bmforge only, but this is a {type(model).__name__}. "
+            "Call engine.model, or use the library of the model."
         )
     if writes and not model.traits.writes:
         raise ConfigError(
-            f"{what} needs a model that writes text; a {type(model).__name__} with the "
-            f"head {model.config.head!r} does not."
+            f"{what} needs a model that generates text, but a {type(model).__name__} with the "
+            f"head {model.config.head!r} does not. Load it with a language-model head."
         )

@@ -94,9 +94,10 @@ class MemoryPlan:
         blocks = len(self.resident) + len(self.moving)
         moved = format_bytes(self.moved_bytes)
         return (
-            f"{len(self.resident)} of {blocks} blocks stay, {len(self.on_host)} wait on the host, "
-            f"{len(self.on_disk)} on disk ({moved} a pass); {format_bytes(self.used_bytes)} of "
-            f"{format_bytes(self.budget_bytes)} are planned for"
+            f"{len(self.resident)} of {blocks} blocks stay on the device, "
+            f"{len(self.on_host)} are streamed from the host, {len(self.on_disk)} from disk "
+            f"({moved} per pass); the plan uses {format_bytes(self.used_bytes)} of "
+            f"{format_bytes(self.budget_bytes)}"
         )
 
     def table(self) -> RenderableType:

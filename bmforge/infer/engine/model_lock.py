@@ -47,8 +47,9 @@ class ModelLock:
         ends = self._is_shared and requests is not None and not requests.is_busy
         if not self._lock.acquire(blocking=ends):
             raise ConfigError(
-                f"{what} was asked while another request runs: an engine takes one at a time. Read "
-                "a stream to its end, or close it, first; or ask by `submit` or `call`."
+                f"{what} was called while another request is running: the engine runs one "
+                "direct call at a time. Read or close the running stream first, or use "
+                "`submit` or `call`."
             )
         try:
             yield

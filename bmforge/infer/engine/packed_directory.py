@@ -50,8 +50,8 @@ def make_packed_place(folder: Path | None) -> tuple[Path, Callable[[], None]]:
             directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         except OSError as error:
             raise ConfigError(
-                f"EngineConfig.spill_directory={str(parent)!r} cannot be used ({error.strerror}). "
-                "Name a directory that exists and can be written."
+                f"EngineConfig.spill_directory={str(parent)!r} cannot be used "
+                f"({error.strerror}). Choose an existing, writable directory."
             ) from error
         descriptor = None if fcntl is None else os.open(directory, os.O_RDONLY)
         if descriptor is None or _hold(directory, descriptor):
@@ -112,9 +112,9 @@ def reporting_full_disk(folder: Path, weights: Iterable[Tensor]) -> Iterator[Non
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
             raise
         raise ConfigError(
-            f"EngineConfig.spill_directory={str(folder.parent)!r} has {format_bytes(free_bytes)} "
-            f"free and {format_bytes(needed_bytes)} are needed ({error.strerror}). Free some, or "
-            "name a directory on another disk."
+            f"EngineConfig.spill_directory={str(folder.parent)!r} has "
+            f"{format_bytes(free_bytes)} of free space, but {format_bytes(needed_bytes)} are "
+            f"needed ({error.strerror}). Free disk space, or choose a directory on another disk."
         ) from error
 
 
@@ -138,7 +138,7 @@ def _remove_abandoned(parent: Path) -> None:
             if os.fstat(descriptor).st_uid == os.getuid():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(directory, ignore_errors=True)
-                get_logger().info("removed %s, which a process that ended has left", directory)
+                get_logger().info("removed %s, left by a process that has ended", directory)
         except OSError:  # its process is alive
             continue
         finally:

@@ -171,8 +171,8 @@ class PagedCache:
             ShapeError: always.
         """
         raise ShapeError(
-            "a paged KV cache holds several sequences in one row, so attention must call its "
-            "method `attend`."
+            "a paged KV cache stores several sequences in one row, so attention layers must "
+            "call its method `attend`."
         )
 
     def remember(

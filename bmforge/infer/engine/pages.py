@@ -71,7 +71,7 @@ class Pages:
 
     def give_back(self, page: int) -> None:
         """Drop a reference; an unused page stays cached if it has a key, otherwise it is freed."""
-        assert self._references[page] > 0, f"page {page} is given back and nobody has it"
+        assert self._references[page] > 0, f"page {page} was freed, but no request uses it"
         self._references[page] -= 1
         if self._references[page]:
             return

@@ -96,8 +96,8 @@ class PromptReader:
         is_packed = self._can_pack and config.num_beams == 1
         if config.prompt_logprobs is not None and not is_packed:
             raise ConfigError(
-                f"prompt_logprobs={config.prompt_logprobs} needs a decoder-only model whose "
-                f"requests are batched; a {type(model).__name__} is not one. Leave it out."
+                f"prompt_logprobs={config.prompt_logprobs} needs a decoder-only model with "
+                f"batched requests, but this is a {type(model).__name__}. Leave it out."
             )
         self._check_size(len(ids), config, is_packed)
         answers = self._answers(request, config, read_ids, hidden)
@@ -111,17 +111,20 @@ class PromptReader:
         if not isinstance(prompt, str):
             ids = tuple(prompt)
             if not ids or not all(isinstance(id, int) for id in ids):
-                raise ConfigError(f"prompt={str(prompt)[:60]} must be a text, or at least one id.")
+                raise ConfigError(
+                    f"prompt={str(prompt)[:60]} must be a text or a list of at least one token id."
+                )
             return ids, config, ()
         if tokenizer is None:
             raise ConfigError(
-                "a text needs a tokenizer. Give ids, or Engine(model, tokenizer=...)."
+                "text prompts need a tokenizer. Pass token ids, or create the engine with "
+                "Engine(model, tokenizer=...)."
             )
         is_span = isinstance(tokenizer, CPM2Tokenizer) and model.traits.reads == "apart"
         has_form = is_span or model.traits.objective == "hidden tokens"
         ids = tuple(tokenizer.encode(prompt) if has_form else tokenizer.encode_prompt(prompt))
         if not ids or not prompt:
-            raise ConfigError("the prompt is empty; give a text.")
+            raise ConfigError("the prompt is empty. Pass a text.")
         marks = [tokenizer.bos_id, tokenizer.pad_id]
         hidden = [id for id in marks if id is not None]
         if model.traits.objective == "hidden tokens":
@@ -147,28 +150,31 @@ class PromptReader:
         needs_text = needs_text or request.thoughts is not None
         if request.thoughts is not None and request.constraint is not None:
             raise ConfigError(
-                "a constraint and a limit of the reasoning exclude each other: the constraint says "
-                "how an answer begins. Leave one out."
+                "a constraint and a limit of the reasoning tokens cannot be used together, "
+                "because the constraint applies from the first token. Leave one of them out."
             )
         if (has_beams or fills) and (needs_text or config.stop_strings):
-            what = "documents, which CPM-Bee fills" if fills else "beams"
+            what = "the documents of CPM-Bee" if fills else "beam search"
             raise ConfigError(
-                f"a constraint, stop strings and logprobs are for answers that are written token "
-                f"by token, and {what}, are not. Leave them out, or set num_beams=1."
+                "a constraint, stop strings and logprobs need token-by-token generation and "
+                f"cannot be used with {what}. Leave them out, or set num_beams=1."
             )
         if request.constraint is not None and config.min_new_tokens:
             raise ConfigError(
-                f"min_new_tokens={config.min_new_tokens} and a constraint exclude each other: the "
-                "rule says where an answer may end."
+                f"min_new_tokens={config.min_new_tokens} cannot be used with a constraint, "
+                "which determines where an answer ends. Leave one of them out."
             )
         searches = has_beams and self._model.traits.objective == "hidden tokens"
         if (fills or searches) and config.num_return_sequences > 1:
             raise ConfigError(
-                f"num_return_sequences={config.num_return_sequences}: this search gives one. "
-                "Ask again for another one."
+                f"num_return_sequences={config.num_return_sequences}: this search returns one "
+                "answer. Send several requests instead."
             )
         if config.stop_strings and self._tokenizer is None:
-            raise ConfigError("stop_strings need a tokenizer: Engine(model, tokenizer=...).")
+            raise ConfigError(
+                "stop_strings need a tokenizer. Create the engine with Engine(model, "
+                "tokenizer=...)."
+            )
 
     def _check_size(self, tokens: int, config: GenerationConfig, is_packed: bool) -> None:
         """Raise `ConfigError` if a request exceeds the planned memory."""
@@ -183,9 +189,9 @@ class PromptReader:
         longest = tokens + config.max_new_tokens
         if (not is_packed and rows > self._limit[0]) or longest > self._limit[1]:
             raise ConfigError(
-                f"the request needs {rows} rows of {longest} tokens, and memory was planned for "
-                f"max_rows={self._limit[0]} and max_tokens={self._limit[1]}. Ask for less, or open "
-                "the engine with a larger EngineConfig."
+                f"the request needs {rows} rows of {longest} tokens, more than the engine's "
+                f"memory plan allows (max_rows={self._limit[0]}, max_tokens={self._limit[1]}). "
+                "Request less, or create the engine with a larger EngineConfig."
             )
 
     def _answers(
@@ -195,7 +201,10 @@ class PromptReader:
         matcher = None
         if request.constraint is not None:
             if self._tokenizer is None:
-                raise ConfigError("a constraint needs a tokenizer: Engine(model, tokenizer=...).")
+                raise ConfigError(
+                    "a constraint needs a tokenizer. Create the engine with Engine(model, "
+                    "tokenizer=...)."
+                )
             ends = config.eos_tokens
             if ends not in self._rules:
                 self._rules[ends] = ConstraintCompiler(

@@ -60,7 +60,7 @@ class Request:
         """Raise `ConfigError` if the deadline is not positive."""
         if self.deadline_s is not None and not self.deadline_s > 0:
             raise ConfigError(
-                f"deadline_s={self.deadline_s} must be above 0, or None for as long as it takes."
+                f"deadline_s={self.deadline_s} must be above 0, or None for no limit."
             )
 
 
@@ -165,14 +165,14 @@ class RequestsConfig:
                 raise ConfigError(f"RequestsConfig: {name}={value} must be at least 1.")
         if self.kv_cache_dtype not in (None, "fp32", "bf16", "fp16", "int8"):
             raise ConfigError(
-                f"RequestsConfig: kv_cache_dtype={self.kv_cache_dtype!r} must be fp32, bf16, fp16 "
-                "or int8, or None for the model's."
+                f"RequestsConfig: kv_cache_dtype={self.kv_cache_dtype!r} must be fp32, bf16, "
+                "fp16 or int8, or None for the model's dtype."
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"RequestsConfig: max_num_batched_tokens={self.max_num_batched_tokens} is below "
-                f"max_num_seqs={self.max_num_seqs}, so some answers would get no token. Give at "
-                "least as many."
+                f"max_num_seqs={self.max_num_seqs}, so some answers would never get a token. "
+                "Set it to at least max_num_seqs."
             )
 
 
@@ -312,7 +312,7 @@ class Handle:
             if watch is not None:
                 watch()
         except Exception as raised:
-            get_logger().warning("engine: what watches a request raised %r", raised)
+            get_logger().warning("engine: a callback of a request raised %r", raised)
 
     def _tell(self) -> None:
         if self._watch is not None:

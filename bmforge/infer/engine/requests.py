@@ -111,8 +111,8 @@ class Requests:
         if len(ready.answers) > self._config.max_num_seqs:
             raise ConfigError(
                 f"num_return_sequences={len(ready.answers)} is more than "
-                f"max_num_seqs={self._config.max_num_seqs} answers at once. Ask for fewer, or "
-                "open the engine with a larger RequestsConfig(max_num_seqs=)."
+                f"max_num_seqs={self._config.max_num_seqs}. Request fewer answers, or create "
+                "the engine with a larger RequestsConfig(max_num_seqs=)."
             )
         if ready.is_packed:
             self._packed.check(len(ready.ids) + ready.config.max_new_tokens)
@@ -213,8 +213,8 @@ class Requests:
         waiting = self._waiting()
         if waiting >= self._config.max_queue_size:
             raise ConfigError(
-                f"{waiting} requests wait already, which is max_queue_size="
-                f"{self._config.max_queue_size}. Try again later."
+                f"the queue is full: {waiting} requests are waiting "
+                f"(max_queue_size={self._config.max_queue_size}). Try again later."
             )
 
     def _check_open(self, what: str) -> None:
@@ -247,7 +247,7 @@ class Requests:
                         self._step()
         except BaseException as error:  # any error must end all waiting requests
             self._failure = error
-            get_logger().error("engine: requests ended with %r", error)
+            get_logger().error("engine: requests failed with %r", error)
         finally:
             self._end_all()
 
@@ -330,7 +330,11 @@ class Requests:
         reason = "was closed" if self._failure is None else f"failed ({self._failure!r})"
         for job in jobs:
             self._packed.remove(job)
-            job.fail(_EndedError(f"the engine {reason} while the request ran. Open it anew."))
+            job.fail(
+                _EndedError(
+                    f"the engine {reason} while the request was running. Create a new engine."
+                )
+            )
         self._encodings.fail_all(_EndedError(f"the engine {reason}."))
         while self._works:
             self._works.popleft().fail(_EndedError(f"the engine {reason}."))

@@ -167,9 +167,9 @@ class Scheduler:
         """Raise `ConfigError` if a sequence of this length does not fit into the KV cache."""
         if pages_of(tokens) > self.pages.count:
             raise ConfigError(
-                f"{tokens} tokens, prompt and new ones, are more than the "
-                f"{self.pages.count * PAGE_TOKENS} that the engine has room for. Ask for fewer, or "
-                "open it with a larger RequestsConfig(total_tokens=)."
+                f"the request needs {tokens} tokens (prompt and answer), but the KV cache has "
+                f"{self.pages.count * PAGE_TOKENS}. Request fewer tokens, or create the engine "
+                "with a larger RequestsConfig(total_tokens=)."
             )
 
     def fork(self, sequence: Sequence, order: tuple[int, int]) -> Sequence:

@@ -32,11 +32,11 @@ def score_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) ->
     """
     if model.traits.reads not in ("left", "apart"):
         raise ConfigError(
-            f"a {type(model).__name__} cannot score a text: needed is a language model that reads "
-            "from left to right, or an encoder-decoder with its language-model head."
+            f"a {type(model).__name__} cannot score texts (needed: a causal language model, or "
+            "an encoder-decoder with a language-model head)."
         )
     if not pairs:
-        raise ConfigError("there is nothing to score; give at least one (prompt, text).")
+        raise ConfigError("there is nothing to score. Pass at least one (prompt, text).")
     device = next(model.parameters()).device
     losses = []
     with evaluating(model), torch.no_grad(), leave_out_balance(model):
@@ -48,8 +48,8 @@ def score_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) ->
                 prompt = [*tokenizer.prompt_prefix, *prompt]
             if not prompt or not text:
                 raise DataError(
-                    f"pair {number} has {len(prompt)} tokens of prompt and {len(text)} of text; "
-                    "each needs at least one."
+                    f"pair {number} has {len(prompt)} prompt tokens and {len(text)} text "
+                    "tokens, but needs at least one of each."
                 )
             losses.append(float(model(**_inputs(model, prompt, text, device)).loss))
     return losses

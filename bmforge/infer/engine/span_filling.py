@@ -50,18 +50,23 @@ def fill_blanks(
     pieces = text.split(blank)
     count = len(pieces) - 1
     if not 1 <= count <= _MOST:
-        raise ConfigError(f"the text has {count} blanks; mark 1 to {_MOST} with {blank!r}.")
+        raise ConfigError(
+            f"the text has {count} blanks (allowed: 1 to {_MOST}). Mark blanks with {blank!r}."
+        )
     marks = [_sentinel(model, tokenizer, number) for number in range(count + 1)]
     ends = [mark for mark in marks if mark is not None]
     if len(ends) < count:
         raise ConfigError(
-            f"a {type(model).__name__} with a {type(tokenizer).__name__} has sentinels for "
-            f"{len(ends)} blanks, and the text has {count}: needed is an encoder-decoder that was "
-            "trained to fill spans."
+            f"a {type(model).__name__} with a {type(tokenizer).__name__} has sentinel tokens "
+            f"for {len(ends)} blanks, but the text has {count}. Use fewer blanks, or an "
+            "encoder-decoder that was trained on span corruption."
         )
     completed = complete_config(model, GenerationConfig(**options))
     if completed.num_beams > 1 or completed.num_return_sequences > 1:
-        raise ConfigError("blanks are filled one after the other: leave beams out.")
+        raise ConfigError(
+            "num_beams is not supported, because blanks are filled one after the other. Leave "
+            "it out."
+        )
     config = completed.replace(eos_token_id=tuple(dict.fromkeys((*completed.eos_tokens, *ends))))
     source = _read(model, tokenizer, pieces, ends)
     check_prompt(model, source, torch.ones_like(source), config)

@@ -29,7 +29,7 @@ class ThoughtBudget:
         if self.max_tokens < 1 or not self.end:
             raise ConfigError(
                 f"ThoughtBudget: max_tokens={self.max_tokens} must be at least 1, and "
-                f"end={self.end} at least one token."
+                f"end={self.end} must contain at least one token."
             )
 
     def next_token(self, ids: Sequence[int]) -> int | None:

@@ -120,13 +120,14 @@ class Chat:
     ) -> None:
         if model.traits.reads != "apart" or not isinstance(tokenizer, EVATokenizer):
             raise ConfigError(
-                f"a {type(model).__name__} with a {type(tokenizer).__name__} cannot chat: needed "
-                "is an EVA with its tokenizer."
+                f"a {type(model).__name__} with a {type(tokenizer).__name__} does not support "
+                "this chat (needed: an EVA model with its tokenizer)."
             )
         if len(tokenizer) > model.config.vocab_size:
             raise ConfigError(
-                f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size="
-                f"{model.config.vocab_size}: open both from the same directory."
+                f"tokenizer and model do not match: the tokenizer has {len(tokenizer)} tokens, "
+                f"but the model has vocab_size={model.config.vocab_size}. Load both from the "
+                "same directory."
             )
         self.model, self.tokenizer = model, tokenizer
         self.config = config or ChatConfig()
@@ -140,7 +141,7 @@ class Chat:
             ConfigError: the message is empty.
         """
         if not text.strip():
-            raise ConfigError("there is nothing to answer; say something.")
+            raise ConfigError("the message is empty. Pass a text.")
         source = self._read([*self.history, text])
         device = next(self.model.parameters()).device
         ids = torch.tensor([source], device=device)

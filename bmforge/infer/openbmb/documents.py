@@ -163,8 +163,9 @@ def _check(
     """Validate tokenizer, options and batch size; return the complete generation config."""
     if len(tokenizer) != model.config.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size="
-            f"{model.config.vocab_size}: open both from the same directory."
+            f"tokenizer and model do not match: the tokenizer has {len(tokenizer)} tokens, but "
+            f"the model has vocab_size={model.config.vocab_size}. Load both from the same "
+            "directory."
         )
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} must be at least 1.")
@@ -181,7 +182,7 @@ def _complete(config: GenerationConfig | None, options: dict[str, Any]) -> Gener
     idle = [name for name in _FIXED if getattr(config, name) != getattr(plain, name)]
     if idle:
         values = ", ".join(f"{name}={getattr(config, name)!r}" for name in idle)
-        raise ConfigError(f"documents do not support {values}. Leave it out.")
+        raise ConfigError(f"{values} is not supported for documents. Leave it out.")
     return config
 
 

@@ -79,14 +79,14 @@ def write_texts(model: Any, tokenizer: Any, prompt: str, **options: Any) -> list
     has_form = is_span or traits.objective == "hidden tokens"
     ids = tokenizer.encode(prompt) if has_form else tokenizer.encode_prompt(prompt)
     if not ids or not prompt:
-        raise ConfigError("the prompt is empty; give --prompt TEXT or pipe a text in.")
+        raise ConfigError("the prompt is empty. Give --prompt TEXT, or pipe a text to the command.")
     options = _complete(options, (traits.objective, traits.tokenizer))
     if options.get("eos_token_id") is None:
         options["eos_token_id"] = find_end_tokens(model.config, tokenizer)
     if has_form and options.get("stop_strings"):
         raise ConfigError(
-            f"stop_strings={options['stop_strings']!r} have no effect on the search of a "
-            f"{type(model).__name__}. Leave them out, or use Engine.submit."
+            f"stop_strings={options['stop_strings']!r} has no effect on the search of a "
+            f"{type(model).__name__}. Leave it out, or use Engine.submit."
         )
     if traits.objective == "hidden tokens":
         return [_continue_hidden(model, tokenizer, ids, options)]
@@ -120,8 +120,8 @@ def continue_ids(
     stops, config = config.stop_strings, config.replace(stop_strings=())
     if stops and config.num_beams > 1:
         raise ConfigError(
-            f"num_beams={config.num_beams} and stop_strings exclude each other: the text of a beam "
-            "search is known only at its end. Leave one of them out."
+            f"num_beams={config.num_beams} and stop_strings cannot be used together, because a "
+            "beam search knows its text only at the end. Leave one of them out."
         )
     if config.eos_token_id is None:
         config = config.replace(eos_token_id=find_end_tokens(model.config, tokenizer))
@@ -205,7 +205,7 @@ def answer_document(
 ) -> str:
     """Return the continuation of a text, generated as the answer of a CPM-Bee document."""
     if not prompt.strip():
-        raise ConfigError("the prompt is empty; give --prompt TEXT or pipe a text in.")
+        raise ConfigError("the prompt is empty. Give --prompt TEXT, or pipe a text to the command.")
     document = {"input": tokenizer.escape(prompt), "prompt": _CONTINUE, "<ans>": ""}
     (filled,) = fill_each(model, tokenizer, [document], **options)
     if isinstance(filled, DataError):

@@ -47,9 +47,9 @@ def load_triton(device: torch.device) -> TritonKernels | None:
         return None
     if find_spec("triton") is None:
         say_once(
-            f"Triton is not installed: torch computes packed products and paged attention on "
-            f"{device_name(device)}, many times slower. Install the triton that belongs to this "
-            "torch."
+            "Triton is not installed, so torch computes quantized products and paged "
+            f"attention on {device_name(device)}, many times slower. Install the version of "
+            "triton that this torch release requires."
         )
         return None
     from bmforge.nn.triton_kernels.launch import TritonKernels
@@ -60,7 +60,7 @@ def load_triton(device: torch.device) -> TritonKernels | None:
     if difference:
         say_once(
             f"the Triton kernels are not used on {device_name(device)}: {difference}. Torch "
-            "computes instead, many times slower. Another version of Triton may help."
+            "computes instead, many times slower. Try another version of Triton."
         )
         return None
     return kernels
@@ -98,10 +98,10 @@ def _compare_products(kernels: TritonKernels, device: torch.device, spec: QuantS
         want = multiply_plain(x[:tokens], matrix, rows, spec, bias)
         got = kernels.multiply(x[:tokens].to(device), device_matrix, rows, spec, bias.to(device))
         if not torch.equal(got.cpu(), want):
-            return f"the product of {tokens} tokens with {name} has other bits than the CPU's"
+            return f"the product of {tokens} tokens with {name} differs from the CPU's result"
     got = kernels.dequantize(device_matrix, rows, spec, torch.float32).cpu()
     same = torch.equal(got, unpack_matrix(matrix, rows, spec))
-    return "" if same else f"{name}, dequantized, has other bits than the CPU's"
+    return "" if same else f"the dequantized {name} differs from the CPU's result"
 
 
 def _compare_norm(kernels: TritonKernels, device: torch.device) -> str:
@@ -110,7 +110,11 @@ def _compare_norm(kernels: TritonKernels, device: torch.device) -> str:
     total, out = kernels.add_rms_norm(x.to(device), residual.to(device), weight.to(device), 1e-5)
     want = torch.nn.functional.rms_norm(residual + x, (100,), weight, 1e-5)
     same = torch.equal(total.cpu(), residual + x)
-    return "" if same and torch.allclose(out.cpu(), want) else "the RMS norm differs from the CPU's"
+    return (
+        ""
+        if same and torch.allclose(out.cpu(), want)
+        else "the RMS norm differs from the CPU's result"
+    )
 
 
 def _compare_attention(kernels: TritonKernels, device: torch.device) -> str:
@@ -134,4 +138,4 @@ def _compare_attention(kernels: TritonKernels, device: torch.device) -> str:
         weights = ((row[:, None] @ k.transpose(1, 2)) * 0.125).softmax(-1)
         want.append((weights @ v)[:, 0])
     same = torch.allclose(got.cpu(), torch.stack(want), rtol=1e-4, atol=1e-5)
-    return "" if same else "paged attention differs from the CPU's"
+    return "" if same else "paged attention differs from the CPU's result"

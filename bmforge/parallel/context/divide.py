@@ -107,19 +107,31 @@ def context_problems(
     name = type(model).__name__
     attentions = [attn for stack in stacks for attn in _attentions(stack)]
     if not stacks:
-        return [f"cp={size}: {name} has no rules that say where its stacks of blocks are"]
+        return [f"cp={size}: {name} has no layout rules that list its stacks of blocks"]
     if not attentions:
-        return [f"cp={size}: {name} has stacks, but no block in them has its attention as `attn`"]
+        return [
+            (
+                f"cp={size}: {name} has stacks of blocks, but no block has an attention module "
+                "named `attn`"
+            )
+        ]
     if any(not hasattr(attn, "mix") for attn in attentions):
-        return [f"cp={size}: {name} has attention that cannot look beyond its own tokens"]
+        return [
+            (
+                f"cp={size}: the attention of {name} does not support keys and values of other "
+                "processes"
+            )
+        ]
     if method == "ring" and any(getattr(attn, "softcap", None) for attn in attentions):
-        return [f"cp_method='ring': {name} caps its scores; take 'gather' or 'ulysses'"]
+        return [f"cp_method='ring': {name} uses logit soft-capping; use 'gather' or 'ulysses'"]
     if method != "ulysses":
         return []
     heads = {a.q_proj.out_features // a.head_dim // tp for a in attentions if not _is_window(a)}
     return [
-        f"cp_method='ulysses': cp={size} does not divide the {count} heads that tp={tp} leaves; "
-        "take 'gather' or 'ring'"
+        (
+            f"cp_method='ulysses': cp={size} does not divide the {count} heads per process that "
+            f"tp={tp} leaves; use 'gather' or 'ring'"
+        )
         for count in heads
         if count % size
     ]

@@ -208,8 +208,8 @@ class TokenCut:
         """
         if self.unit > 1 and length % self.unit and torch.is_grad_enabled():
             raise ShapeError(
-                "sequence_parallel=True needs a number of tokens divisible by "
-                f"tp={self.unit}, not {length}. Pad the rows, or leave out sequence_parallel."
+                f"sequence_parallel=True needs a number of tokens divisible by tp={self.unit}, "
+                f"but a batch has {length}. Pad the rows, or leave sequence_parallel out."
             )
         if length < self.group.size() * self.unit:
             return None

@@ -106,7 +106,10 @@ class _Spec:
 def _encode(tensors: Tensors, what: object) -> Tensor:
     """Encode the header of a message; `what` names the message in errors."""
     if len(tensors) > MAX_TENSORS:
-        raise ShapeError(f"{what}: {len(tensors)} tensors; stages send at most {MAX_TENSORS}.")
+        raise ShapeError(
+            f"{what} consists of {len(tensors)} tensors (pipeline stages send at most "
+            f"{MAX_TENSORS})."
+        )
     numbers = [0] * (1 + MAX_TENSORS * _ROW)
     numbers[0] = len(tensors)
     for index, tensor in enumerate(tensors):
@@ -118,12 +121,13 @@ def _encode(tensors: Tensors, what: object) -> Tensor:
 def _encode_one(tensor: Tensor, what: str) -> list[int]:
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
         raise ShapeError(
-            f"{what} is a {type(tensor).__name__}; stages send plain tensors and None only."
+            f"{what} is a {type(tensor).__name__} (pipeline stages send only plain tensors and "
+            "None)."
         )
     if tensor.dtype not in _DTYPES or tensor.dim() > MAX_DIMS:
         raise ShapeError(
-            f"{what} is {tensor.dtype} with {tensor.dim()} dims; stages send at most {MAX_DIMS} "
-            f"dims of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}."
+            f"{what} is {tensor.dtype} with {tensor.dim()} dims (pipeline stages send at most "
+            f"{MAX_DIMS} dims of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)})."
         )
     return [_DTYPES.index(tensor.dtype), tensor.requires_grad, tensor.dim(), *tensor.shape]
 
@@ -280,9 +284,10 @@ class Wire:
             yield
         except RuntimeError as error:
             raise DistributedError(
-                f"pipeline rank {self._rank} lost rank {peer} at the {message.kind} message of "
-                f"stage {message.stage}, micro-batch {message.micro_batch}. Look for that rank's "
-                f"own error first; if it has none, it hangs or was killed. The error: {error}"
+                f"pipeline rank {self._rank} lost the connection to rank {peer} at the "
+                f"{message.kind} message of stage {message.stage}, micro-batch "
+                f"{message.micro_batch}. Look for an error of that rank first; if it has none, "
+                f"it hangs or was killed. The error: {error}"
             ) from error
 
     def _cut(self, tensor: Tensor) -> Tensor:

@@ -189,12 +189,12 @@ class PipelinedModel:
             return inner(*args, **kwargs)
         if torch.is_grad_enabled():
             raise ConfigError(
-                "a pipelined model trains whole steps: use the Trainer, or run_step. For a plain "
-                "call, switch gradients off (torch.no_grad)."
+                "a pipelined model cannot compute gradients in a plain call. Use the Trainer "
+                "or run_step to train, or torch.no_grad for a call without gradients."
             )
         if kwargs.get("output_hidden_states"):
             raise ConfigError(
-                "output_hidden_states: hidden states do not cross a pipeline's stages. Record them "
+                "output_hidden_states is not supported with pp above 1. Record hidden states "
                 "with train.inspect_activations, or use a layout with pp=1."
             )
         kind: list[Any] = []
@@ -214,7 +214,7 @@ class PipelinedModel:
             self.output = out
 
     def _refuse(self, micro_batch: Batch) -> Any:
-        raise AssertionError("a stage runs outside of a step")
+        raise AssertionError("a pipeline stage ran outside of a training step")
 
     def _least(self) -> int:
         """Smallest number of micro-batches with which the schedule can run."""

@@ -122,7 +122,9 @@ def _finish_times(schedule: Schedule, durations: Mapping[Kind, float]) -> dict[A
                 moved = True
         if not moved:
             waiting = [f"rank {r} at {order[-1]}" for r, order in enumerate(todo) if order]
-            raise ConfigError(f"the schedule {schedule.name} deadlocks: {'; '.join(waiting)}")
+            raise ConfigError(
+                f"the pipeline schedule {schedule.name} deadlocks: {'; '.join(waiting)}"
+            )
     return finished
 
 

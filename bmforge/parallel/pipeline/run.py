@@ -101,9 +101,9 @@ class Pipeline:
         own_stages = schedule.stages_of(link.rank)
         if link.size != schedule.num_ranks or set(stages) != set(own_stages):
             raise ConfigError(
-                f"rank {link.rank} of {link.size} was given the stages {sorted(stages)}; "
-                f"{schedule.name} is for {schedule.num_ranks} ranks and has {list(own_stages)} "
-                "here."
+                f"rank {link.rank} of {link.size} has the stages {sorted(stages)}, but the "
+                f"schedule {schedule.name} for {schedule.num_ranks} ranks needs "
+                f"{list(own_stages)} there."
             )
         self.schedule, self.link = schedule, link
         self._stages, self._sync = dict(stages), sync
@@ -134,8 +134,8 @@ class Pipeline:
         """
         if len(micro_batches) != self.schedule.num_micro_batches:
             raise ConfigError(
-                f"{len(micro_batches)} micro-batches were given; this {self.schedule.name} "
-                f"schedule is for {self.schedule.num_micro_batches}."
+                f"the batch has {len(micro_batches)} micro-batches, but this "
+                f"{self.schedule.name} schedule was built for {self.schedule.num_micro_batches}."
             )
         run = self._start(self._route, micro_batches)
         for action in self.schedule.orders[self.link.rank]:
@@ -269,6 +269,6 @@ def _check_loss(result: object, stage: int) -> None:
     if not _wants_gradient(result) or result.dim() != 0:  # type: ignore[attr-defined]
         returned = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise ShapeError(
-            f"the last stage ({stage}) returned {returned}; it must return the loss, a scalar that "
-            "requires a gradient."
+            f"the last stage ({stage}) returned {returned} (needed: the loss, a scalar that "
+            "requires a gradient)."
         )

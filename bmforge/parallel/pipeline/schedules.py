@@ -260,7 +260,10 @@ def problems(
     """Return the reasons why this schedule cannot be built; see `write_schedule`."""
     if name not in _RECIPES:
         return [
-            f"schedule={name!r} is not one of {', '.join(SCHEDULES)}." + suggest(name, SCHEDULES)
+            (
+                f"schedule={name!r} is unknown (known: "
+                f"{', '.join(SCHEDULES)}).{suggest(name, SCHEDULES)}"
+            )
         ]
     recipe = _RECIPES[name]
     per_rank = recipe.fewest_per_rank if stages_per_rank is None else stages_per_rank
@@ -275,15 +278,15 @@ def problems(
     fewest = recipe.fewest_per_stage * num_ranks * per_rank
     if num_micro_batches < fewest:
         reasons.append(
-            f"num_micro_batches={num_micro_batches}: {name} on {num_ranks} ranks needs at least "
-            f"{fewest}; make them smaller or take zbv"
+            f"num_micro_batches={num_micro_batches}: {name} on {num_ranks} ranks needs at "
+            f"least {fewest}; use smaller micro-batches or the schedule zbv"
         )
     if recipe.in_rounds and num_micro_batches % _rounds(num_ranks, num_micro_batches):
         rounded = -(-num_micro_batches // num_ranks) * num_ranks
         reasons.append(
-            f"num_micro_batches={num_micro_batches} does not divide into "
-            f"{_rounds(num_ranks, num_micro_batches)} equal rounds, which {name} on {num_ranks} "
-            f"ranks needs; {rounded} would"
+            f"num_micro_batches={num_micro_batches} does not divide into the "
+            f"{_rounds(num_ranks, num_micro_batches)} equal rounds that {name} needs on "
+            f"{num_ranks} ranks; {rounded} does"
         )
     return reasons
 

@@ -219,7 +219,7 @@ class Estimator:
         batch = self.request.batch
         if batch % (replicas * choice.rows):
             raise ConfigError(
-                f"a batch of {batch} rows cannot be divided into {replicas} processes x "
+                f"a batch of {batch} rows does not divide into {replicas} processes x "
                 f"{choice.rows} rows."
             )
         return batch // (replicas * choice.rows)

@@ -65,7 +65,7 @@ class Cluster:
             full = self.count // self.per_node * self.per_node
             inside = next(n for n in range(self.per_node, 0, -1) if self.count % n == 0)
             raise ConfigError(
-                f"{self.count} devices do not fill nodes of {self.per_node}. Nearest that work: "
+                f"{self.count} devices cannot be grouped into nodes of {self.per_node}. Use "
                 f"--gpus {full} or {full + self.per_node}, or --gpus-per-node {inside}."
             )
 
@@ -101,12 +101,15 @@ def find_device(
     if known_device is None:
         if memory_gib is None or half_tflops is None:
             raise ConfigError(
-                f"--gpu {name!r} is not known.{suggest(key, DEVICES)} Known: "
-                f"{', '.join(DEVICES)}. Any other: give --gpu-memory GIB and --gpu-tflops N."
+                f"unknown GPU: --gpu {name!r} (known: "
+                f"{', '.join(DEVICES)}).{suggest(key, DEVICES)} For another GPU, give "
+                "--gpu-memory GIB and --gpu-tflops N."
             )
         tflops = half_tflops
         near = min(DEVICES.values(), key=lambda device: abs(device.half_tflops - tflops))
-        known_device = replace(near, name=name, source=f"by hand, the rest as {near.name}")
+        known_device = replace(
+            near, name=name, source=f"given by options, the rest as for {near.name}"
+        )
     if memory_gib is not None:
         known_device = replace(known_device, memory_gib=memory_gib)
     return known_device if half_tflops is None else replace(known_device, half_tflops=half_tflops)
@@ -126,7 +129,7 @@ def parse_interconnect(text: str) -> float:
         value = 0.0
     if value <= 0:
         raise ConfigError(
-            f"--interconnect {text!r} is neither a number of Gb/s per GPU nor one of "
-            f"{', '.join(INTERCONNECTS)}."
+            f"unknown interconnect: --interconnect {text!r} (a number of Gb/s per GPU, or one "
+            f"of {', '.join(INTERCONNECTS)})."
         )
     return value

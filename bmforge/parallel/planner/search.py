@@ -74,8 +74,9 @@ class Plan:
             missing = max(first.short_bytes, first.host_short_bytes) / 2**30
             where = "on the host" if first.short_bytes <= 0 else "per device"
             raise ConfigError(
-                f"nothing fits: {first.choice.layout} lacks least, {missing:.2f} GiB {where}. Use "
-                "more or larger GPUs, a smaller --seq, or another model."
+                f"no layout fits into memory: the closest, {first.choice.layout}, lacks "
+                f"{missing:.2f} GiB {where}. Use more or larger GPUs, a smaller --seq, or "
+                "another model."
             )
         return first
 
@@ -202,8 +203,8 @@ class _Looker:
             near = batch // replicas * replicas
             would = " or ".join(str(n) for n in (near, near + replicas) if n)
             raise ConfigError(
-                f"a batch of {batch} rows does not divide into {replicas} processes that work on "
-                f"different rows; {would} would."
+                f"a batch of {batch} rows does not divide into {replicas} data-parallel "
+                f"processes; {would} would."
             )
         return batch // replicas
 
@@ -266,8 +267,8 @@ def explain_refusal(request: PlanRequest, refused: Sequence[tuple[Layout, str]])
         counts = [n for n in range(1, 2 * count) if batch % n == 0 and request.cluster.holds(n)]
         near = min(counts, key=lambda n: abs(n - count))
         text += (
-            f" Nearest that works: --batch {min(batches, key=lambda n: abs(n - batch))}, or "
-            f"--gpus {near} for this batch."
+            " Nearest batch that works: --batch "
+            f"{min(batches, key=lambda n: abs(n - batch))}, or --gpus {near} for this batch."
         )
     return text
 

@@ -73,7 +73,7 @@ def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[st
     if size == 1:
         return []
     if not cuts:
-        return [f"tp={size}: {type(model).__name__} has no rules by which it could be cut"]
+        return [f"tp={size}: {type(model).__name__} has no tensor-parallel rules"]
     problems, modules = [], dict(model.named_modules())
     for cut in cuts:
         try:
@@ -90,15 +90,20 @@ def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[st
             problems.append(f"tp={size} does not divide the {cut.units} {kind} of {cut.glob}")
         if cut.style in FOREIGN_STYLES:
             problems += [
-                f"tp={size}: {name} is a {type(modules[name]).__name__}, which cannot be cut as "
-                f"{cut.style!r} (only nn.Linear can)"
+                (
+                    f"tp={size}: {name} is a {type(modules[name]).__name__}, which does not "
+                    f"support the style {cut.style!r} (only nn.Linear does)"
+                )
                 for name in names
                 if type(modules[name]) is not nn.Linear
             ]
         reasons = {getattr(modules[name], "uncut_reason", "") for name in names} - {""}
         problems += [f"tp={size}: {cut.glob}: {reason}" for reason in sorted(reasons)]
         problems += [
-            f"tp={size}: {name}.{key} has only {tuple(parameter.shape)}, too few to cut"
+            (
+                f"tp={size}: {name}.{key} has only the shape {tuple(parameter.shape)}, too "
+                "small to shard"
+            )
             for name in names
             for key, parameter in modules[name].named_parameters(recurse=False)
             if _leaves_empty(parameter, _dims_of(modules[name], cut).get(key), size) and not shares
@@ -116,12 +121,16 @@ def _part_problems(model: nn.Module, styles: Mapping[str, Cut], size: int) -> li
         style = "" if cut is None else cut.style
         if style not in supported:
             problems.append(
-                f"tp={size}: {name}, a {type(module).__name__}, stands beside a module that is cut "
-                f"as {style!r}; it can follow {', '.join(map(repr, sorted(supported - {''})))} only"
+                f"tp={size}: {name}, a {type(module).__name__}, is attached to a module "
+                f"that is sharded as {style!r}, but supports only "
+                f"{', '.join(map(repr, sorted(supported - {''})))}"
             )
         elif cut is not None:
             problems += [
-                f"tp={size}: {name}.{key} has only {tuple(parameter.shape)}, too few to cut"
+                (
+                    f"tp={size}: {name}.{key} has only the shape {tuple(parameter.shape)}, too "
+                    "small to shard"
+                )
                 for key, parameter in module.named_parameters(recurse=False)
                 if _leaves_empty(parameter, _dims_of(module, cut).get(key), size)
             ]

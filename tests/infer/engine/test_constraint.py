@@ -155,7 +155,7 @@ def test_names_of_special_tokens_are_written_as_characters(kind: str, form: str)
     ("make", "match"),
     [
         (lambda: Constraint.json_schema("{"), "is not valid JSON"),
-        (lambda: Constraint.json_schema("3"), "must be an object"),
+        (lambda: Constraint.json_schema("3"), "must be a JSON object"),
         (lambda: Constraint.choices([]), "at least one text"),
         (lambda: Constraint.choices("yes"), "at least one text"),
         (lambda: Constraint.regex(""), "is empty"),
@@ -181,7 +181,7 @@ def test_what_cannot_be_kept_to_is_refused() -> None:
             with pytest.raises(ConfigError, match="constraint"):
                 engine.submit(Request("say", constraint=rule))
         beams, least = GenerationConfig(num_beams=2), GenerationConfig(min_new_tokens=2)
-        for options, match in ((beams, "token by token"), (least, "min_new_tokens=2")):
+        for options, match in ((beams, "token-by-token"), (least, "min_new_tokens=2")):
             with pytest.raises(ConfigError, match=match):
                 engine.submit(Request("say", options, constraint=Constraint.regex("a")))
         handle = engine.submit(

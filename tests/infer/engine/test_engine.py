@@ -139,7 +139,7 @@ def test_nothing_is_read_before_the_budget_is_known(
     ("options", "match"),
     [
         ({"device_budget_bytes": -5}, "device_budget_bytes=-5 must be above 0"),
-        ({"device_budget_bytes": 1 << 60}, "more than the machine has"),
+        ({"device_budget_bytes": 1 << 60}, "more than the machine's memory"),
         ({"host_budget_bytes": 1 << 30}, "no effect on a CPU"),
         ({"config": EngineConfig(max_tokens=65)}, "max_tokens=65 is more than"),
         ({"device_budget_bytes": 1 << 20}, "is the smallest that works"),
@@ -188,7 +188,7 @@ def test_closed_and_busy(llama: tuple[Any, Path]) -> None:
     engine = open_llama(llama[1], tokenizer=_Numbers(300))
     pieces = engine.stream("1 2 3", max_new_tokens=5)
     next(pieces)
-    with pytest.raises(ConfigError, match="one at a time"):
+    with pytest.raises(ConfigError, match="one direct call at a time"):
         engine.generate(IDS)
     pieces.close()
     engine.generate(IDS, max_new_tokens=2)
@@ -243,7 +243,7 @@ def test_texts(llama: tuple[Any, Path]) -> None:
 def test_a_tokenizer_of_another_model(llama: tuple[Any, Path]) -> None:
     with (
         open_llama(llama[1], tokenizer=_Numbers(301)) as engine,
-        pytest.raises(ConfigError, match="301 tokens, the model vocab_size=300"),
+        pytest.raises(ConfigError, match="301 tokens, but the model has vocab_size=300"),
     ):
         engine.generate("1 2")
     with (
@@ -307,14 +307,17 @@ def test_the_plan_is_drawn(llama: tuple[Any, Path]) -> None:
 
 def test_models_that_it_does_not_take(llama: tuple[Any, Path]) -> None:
     model, directory = llama
-    with open_llama(directory) as engine, pytest.raises(ConfigError, match="streamed already"):
+    with (
+        open_llama(directory) as engine,
+        pytest.raises(ConfigError, match="already parallelized or streamed"),
+    ):
         Engine(engine.model)
-    with pytest.raises(ConfigError, match="on meta"):
+    with pytest.raises(ConfigError, match="on the meta device"):
         Engine(Llama.from_config(model.config, device="meta"))
     with pytest.raises(ConfigError, match="head: for models that are opened"):
         Engine(model, head="none")
     with (
         Engine(directory, head="none", config=SMALL) as engine,
-        pytest.raises(ConfigError, match="needs a model that writes"),
+        pytest.raises(ConfigError, match="needs a model that generates"),
     ):
         engine.generate(IDS)

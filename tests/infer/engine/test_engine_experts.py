@@ -77,10 +77,10 @@ def test_bits_budget_and_bytes(directory: Path, scheme: str | None) -> None:
 
 
 def test_what_cannot_be(directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give the engine the directory"):
+    with pytest.raises(ConfigError, match="create the engine with its directory"):
         Engine(AutoModel.from_pretrained(directory), config=CONFIG)
     Llama.from_config(LlamaConfig(**SIZES, num_layers=2)).save_pretrained(tmp_path / "llama")
-    with pytest.raises(ConfigError, match="has no layers of experts"):
+    with pytest.raises(ConfigError, match="has no MoE layers"):
         Engine(tmp_path / "llama", config=CONFIG)
 
 

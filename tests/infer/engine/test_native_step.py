@@ -337,7 +337,7 @@ def test_steps_share_a_cache_with_torch() -> None:
     for number in range(9):
         decoding.decoder.cache.step = step if number % 2 else None
         assert_close(decoding.run()[0], scores_of(model, decoding.at))
-    with pytest.raises(Exception, match="has room for max_length=14"):
+    with pytest.raises(Exception, match="of max_length=14 tokens"):
         decoding.decoder.run(IDS[:, :1])
 
 

@@ -353,17 +353,17 @@ def test_what_watches_ends_its_own_request(kind: str) -> None:
 def test_bad_input_is_refused_before_anything_runs() -> None:
     model = make("gpt2")
     bad: list[tuple[Any, Any, str]] = [
-        ([], {}, "at least one id"),
+        ([], {}, "at least one token id"),
         ("text", {}, "tokenizer"),
         ([1, 97], {}, "ids from 1 to 97"),
         ([-1], {}, "ids from -1"),
         ([1] * 125, {}, "max_seq_len=128"),
         ([1], {"stop_strings": ("a",)}, "stop_strings need a tokenizer"),
-        ([1], {"num_beams": 2, "stop_strings": ("a",)}, "token by token"),
+        ([1], {"num_beams": 2, "stop_strings": ("a",)}, "token-by-token"),
         ([1], {"do_sample": True, "num_return_sequences": 17}, "max_num_seqs=16"),
         ([1], {"min_new_tokens": 3}, "min_new_tokens=3 has no effect"),
-        ([1], {"logit_bias": {97: 1.0}}, "name id 97"),
-        ([1], {"bad_words_ids": ((3, 200),)}, "name id 200"),
+        ([1], {"logit_bias": {97: 1.0}}, "contains id 97"),
+        ([1], {"bad_words_ids": ((3, 200),)}, "contains id 200"),
     ]
     with opened(model) as engine:
         for prompt, options, match in bad:
@@ -378,7 +378,7 @@ def test_bad_input_is_refused_before_anything_runs() -> None:
         engine.submit(Request([1]))
     with opened(model, max_queue_size=1, max_num_seqs=1) as engine:
         long = Request([1], greedy(max_new_tokens=100))
-        with pytest.raises(ConfigError, match="wait already"):
+        with pytest.raises(ConfigError, match="are waiting"):
             [engine.submit(long) for _ in range(50)]
 
 

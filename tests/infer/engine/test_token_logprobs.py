@@ -178,7 +178,7 @@ def test_a_model_laid_out_on_one_process_runs_in_an_engine() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"logprobs_mode": "processed_logprobs"}, "needs logprobs"),
+        ({"logprobs_mode": "processed_logprobs"}, "has no effect without logprobs"),
         ({"num_beams": 2, "prompt_logprobs": 0}, "prompt_logprobs and num_beams"),
         ({"logprobs": 0, "logprobs_mode": "logits"}, "raw_logprobs or processed_logprobs"),
     ],
