@@ -58,17 +58,18 @@ def find_base(adapter: Path, hub_ids: dict[str, str]) -> Path:
         base = config.get("base_model_name_or_path")
     except (ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{ADAPTER_CONFIG} in {str(adapter)!r} is damaged: {error}. Copy it again."
+            f"{ADAPTER_CONFIG} in {str(adapter)!r} is damaged: {error}. Copy it again from its "
+            "source."
         ) from error
     if not base:
         raise ConfigError(
-            f"the adapter in {str(adapter)!r} does not name its base model. Give the base model "
-            f"and --adapter {adapter}, or write base_model_name_or_path into {ADAPTER_CONFIG}."
+            f"{ADAPTER_CONFIG} in {str(adapter)!r} does not name the base model. Pass the base "
+            f"model and --adapter {adapter}, or write base_model_name_or_path into the file."
         )
     try:
         return resolve_model(base, hub_ids)
     except ConfigError as error:
         raise ConfigError(
-            f"the base model {base!r} of the adapter in {str(adapter)!r} was not found ({error}) "
-            f"Give the base model and --adapter {adapter}."
+            f"the base model {base!r} of the adapter in {str(adapter)!r} was not found "
+            f"({error}) Pass the base model and --adapter {adapter}."
         ) from error

@@ -226,7 +226,8 @@ class Model(WeightNames, ModelHooks, nn.Module):
         """
         if any(is_distributed(tensor) for tensor in persistent_tensors(self).values()):
             raise ConfigError(
-                f"{type(self).__name__} is already parallelized. Change it before parallelize."
+                f"{type(self).__name__} is already parallelized and cannot be changed. Change "
+                "it before calling parallelize."
             )
         apply_change_(self, change, seed)
         self.config = self.config.replace(changes=(*self.config.changes, change))
@@ -348,8 +349,8 @@ class Model(WeightNames, ModelHooks, nn.Module):
         width = self.embed.embedding_dim
         if inputs.dim() != 3 or inputs.shape[-1] != width:
             raise ShapeError(
-                f"{name} is {tuple(inputs.shape)}; it must be (batch, tokens, {width}), as the "
-                "token embedding returns it."
+                f"{name} has shape {tuple(inputs.shape)} (needed: (batch, tokens, {width}), "
+                "like the output of the token embedding)."
             )
         return inputs
 

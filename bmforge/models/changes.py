@@ -85,12 +85,12 @@ class Change:
             ConfigError: the format is invalid, or this version does not support the kind.
         """
         if not isinstance(value, dict):
-            raise ConfigError(f"a modification is an object with kind and where, not {value!r}.")
+            raise ConfigError(f"a change must be an object with kind and where, not {value!r}.")
         fields = {"kind", "where", "options", "name", "weight"}
         if set(value) - fields or not {"kind", "where"} <= set(value):
             raise ConfigError(
-                f"a change has the fields {', '.join(sorted(fields))} (kind and where are "
-                f"required); this one has {', '.join(sorted(value))}."
+                f"a change has wrong fields: {', '.join(sorted(value))} (allowed: "
+                f"{', '.join(sorted(fields))}; kind and where are required)."
             )
         change = config_from_dict(cls, {**value, "where": _listed(value["where"])}, "change.")
         find_kind(change.kind)
@@ -121,7 +121,7 @@ def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
         kind = find_kind(change.kind)
         options = config_from_dict(kind.options, dict(change.options), "options.")
         if not change.where:
-            raise ConfigError("where=() selects no module.")
+            raise ConfigError("where=() selects no module. Give at least one module pattern.")
         names = match_names([n for n, _ in model.named_modules() if n], change.where)
         kind.apply(model, names, options, change.name)
     except ConfigError as error:
@@ -190,8 +190,8 @@ def changes_from_json(value: Any, config: str) -> tuple[Change, ...]:
     """
     if not isinstance(value, dict) or not isinstance(value.get("changes"), list):
         raise ConfigError(
-            f"{config}: config.json has {value!r} under {CHANGES_KEY!r}; it must be a table with "
-            "version and changes."
+            f"{config}: {CHANGES_KEY!r} is {value!r}, but it must be a table with version and "
+            "changes."
         )
     if value.get("version") != _VERSION:
         raise ConfigError(

@@ -32,7 +32,10 @@ def read_config_file(directory: str | Path) -> dict[str, Any]:
         return read_gguf_config(directory)
     file = Path(directory) / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{str(directory)!r} is not a model: it contains no config.json.")
+        raise ConfigError(
+            f"{str(directory)!r} is not a model directory: it contains no config.json. Pass a "
+            "directory with config.json and weights."
+        )
     raw = _read_object(file)
     generation = file.with_name(GENERATION_FILE)
     if generation.is_file():
@@ -46,7 +49,7 @@ def _read_object(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(
-            f"{str(file)!r} is not valid JSON: {error}. Get the file again."
+            f"{str(file)!r} is not valid JSON: {error}. Download the file again."
         ) from error
     if not isinstance(content, dict):
         raise ConfigError(

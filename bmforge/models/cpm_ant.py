@@ -136,11 +136,17 @@ class CPMAnt(CPMLive):
         inputs, prompt_length = given_inputs(input_ids, inputs_embeds), 0
         if segment is None:
             if context is not None or span is not None or length is not None:
-                raise ShapeError("context, span and length need segment. Give all of them or none.")
+                raise ShapeError(
+                    "context, span and length have no effect without segment. Pass all of them "
+                    "or none."
+                )
             prompt_length = 0 if past else self.config.prompt_length
             x, mask, bias = self._read_text(inputs, attention_mask, cache, past)
         elif context is None:
-            raise ShapeError("segment needs context (True for given tokens). Give both or none.")
+            raise ShapeError(
+                "segment needs context (True for input tokens, False for tokens to predict). "
+                "Pass both or none."
+            )
         else:
             _check_width(inputs, past, segment, context, span, attention_mask)
             real = None if attention_mask is None else attention_mask.bool()
@@ -288,8 +294,8 @@ def _check_width(inputs: Tensor, past: int, *described: Tensor | None) -> None:
     for tensor in described:
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ShapeError(
-                f"a per-token input has shape {tuple(tensor.shape)}; with {inputs.shape[1]} new "
-                f"and {past} cached tokens it must be {shape}."
+                f"a per-token input has shape {tuple(tensor.shape)} (needed for "
+                f"{inputs.shape[1]} new and {past} cached tokens: {shape})."
             )
 
 
@@ -321,8 +327,8 @@ def _rescale(model: CPMAnt, folded: bool) -> CPMAnt:
     head = weights.pop("lm_head.weight", None)
     if not folded and head is not None and not torch.equal(head, weights["embed.weight"]):
         raise ConfigError(
-            "the head differs from the embedding, but CPM-Live's format stores one weight for "
-            "both. Keep the model in transformers' format."
+            "the head differs from the token embedding, but CPM-Live's format stores one "
+            "weight for both. Keep the model in the format of transformers."
         )
     target = config.replace(folded=folded, tie_word_embeddings=not folded, raw={})
     out = CPMAnt.from_config(target, device="meta", dtype=next(iter(weights.values())).dtype)

@@ -99,9 +99,11 @@ class CPMAntConfig(CPMLiveConfig):
         fixed = {"sum_scale": 1.0, "task_id": 2, "prompts_in_vocabulary": False, "mask_modules": ()}
         for name, value in fixed.items() if self.folded else ():
             if getattr(self, name) != value:
-                problems.append(f"{name} must be {value!r} in transformers' format (folded=True)")
+                problems.append(
+                    f"{name} must be {value!r} in the format of transformers (folded=True)"
+                )
         if not self.folded and not self.tie_word_embeddings:
-            problems.append("tie_word_embeddings=False exists only in transformers' format")
+            problems.append("tie_word_embeddings=False exists only in the format of transformers")
         return problems
 
     @classmethod

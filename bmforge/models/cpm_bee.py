@@ -95,10 +95,12 @@ class CPMBeeConfig(CPMLiveConfig):
         problems = super().problems()
         if self.hidden_size % 2:
             problems.append(
-                f"hidden_size={self.hidden_size} must be even: sub ids turn pairs of dims"
+                f"hidden_size={self.hidden_size} must be even, because sub ids rotate pairs of dims"
             )
         if not self.tie_word_embeddings:
-            problems.append("tie_word_embeddings must be True: the head is the embedding")
+            problems.append(
+                "tie_word_embeddings must be True, because the head uses the token embedding"
+            )
         return problems
 
 
@@ -107,7 +109,7 @@ class CPMBee(CPMLive):
 
     config_class = CPMBeeConfig
     family_traits = Traits("left", "documents", "relative", tokenizer="CPMBeeTokenizer")
-    fixed_width = "sub ids rotate its features in pairs"
+    fixed_width = "its hidden size must be even, because sub ids rotate pairs of features"
     hf_prefix = "cpmbee."
 
     def __init__(self, config: CPMBeeConfig) -> None:
@@ -199,7 +201,9 @@ class CPMBee(CPMLive):
                 offset=segment_rel_offset,
             )
             if segment_rel is None:
-                raise ShapeError("segment needs segment_rel, the segments' relations. Give both.")
+                raise ShapeError(
+                    "segment needs segment_rel (the relations between segments). Pass both."
+                )
             mask, bias = self._read_tokens(tokens, segment_rel, length, span, position, past)
         x, hidden_states = self._run(x, mask, bias, cache, output_hidden_states)
         extension = None
@@ -291,10 +295,12 @@ def _check_tokens(shape: tuple[int, int], **described: Tensor | None) -> _Tokens
     """Raise `ShapeError` unless all inputs are given and cover the cached and the new tokens."""
     for name, tensor in described.items():
         if tensor is None:
-            raise ShapeError(f"segment needs {name}; see `tokenizers.cpm_bee_batch`.")
+            raise ShapeError(
+                f"segment needs {name}. Build the batch with `tokenizers.cpm_bee_batch`."
+            )
         if tuple(tensor.shape) != shape:
             raise ShapeError(
-                f"{name} has shape {tuple(tensor.shape)}; with cached tokens it must be {shape}."
+                f"{name} has shape {tuple(tensor.shape)} (needed with cached tokens: {shape})."
             )
     return _Tokens(**{name: tensor for name, tensor in described.items() if tensor is not None})
 

@@ -108,7 +108,7 @@ class CPMLiveConfig(ModelConfig):
         if any(len(pair) != 2 for pair in pairs):
             raise ConfigError(
                 f"{type(self).__name__}: mask_modules={self.mask_modules!r} must have one pair "
-                "(lacks attention, lacks MLP) per layer."
+                "(attention removed, MLP removed) per layer."
             )
         self.mask_modules = tuple((bool(attn), bool(mlp)) for attn, mlp in pairs)
         super().__post_init__()
@@ -130,7 +130,7 @@ class CPMLiveConfig(ModelConfig):
                 f"mask_modules has {len(self.mask_modules)} entries for {self.num_layers} layers"
             )
         if self.mask_modules and all(attn for attn, _ in self.mask_modules):
-            problems.append("mask_modules leaves no attention in any layer")
+            problems.append("mask_modules removes the attention of all layers")
         return problems
 
     @property

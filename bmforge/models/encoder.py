@@ -229,7 +229,7 @@ class EncoderModel(Model):
         ids, mask, added = with_prompt(self.embed, input_ids, attention_mask)
         if added and positions is not None:
             raise ConfigError(
-                f"position_ids do not cover the soft prompt's {added} rows. Leave them out."
+                f"position_ids do not include the {added} rows of the soft prompt. Leave them out."
             )
         if added and segments is not None:
             segments = F.pad(segments, (added, 0), value=0)

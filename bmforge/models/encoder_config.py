@@ -133,7 +133,7 @@ class EncoderConfig(ModelConfig):
             if getattr(self, name) < 1:
                 problems.append(f"{name}={getattr(self, name)} must be a positive number")
         if self.pad_token_id is None and self.positions_skip_padding:
-            problems.append("pad_token_id=None must be set: positions are counted from it")
+            problems.append("pad_token_id must be set, because positions are counted from it")
         elif not 0 <= (self.pad_token_id or 0) < self.vocab_size:
             problems.append(
                 f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}"

@@ -160,8 +160,9 @@ class GLMConfig(ModelConfig):
         """Convert the published config; a GLM-4 config raises an error."""
         if fields := sorted(_GLM4S & set(raw)):
             raise ConfigError(
-                f"this config.json has {', '.join(fields)}: it is a GLM-4, which shares nothing "
-                "but the model_type 'glm' with GLM-10B, the model of this family."
+                f"config.json has {', '.join(fields)}, so the model is a GLM-4, which has the "
+                "model_type 'glm' but another architecture than GLM-10B. Use a GLM-10B "
+                "checkpoint."
             )
         return super().from_hf(raw, allow_unknown)
 
@@ -217,8 +218,8 @@ class GLM(CausalLM):
         """
         if input_ids.dim() != 2:
             raise ShapeError(
-                "blanks are located in input_ids. With inputs_embeds pass position_ids (B, 2, T), "
-                "and the length of part A as attention_mask (B,)."
+                "the blanks of the text are located in input_ids. With inputs_embeds, pass "
+                "position_ids (B, 2, T), and the length of part A as attention_mask (B,)."
             )
         padding = attention_mask if attention_mask is None or attention_mask.dim() == 2 else None
         ids = self.config.sop_token_id, self.config.mask_token_id
@@ -234,8 +235,9 @@ class GLM(CausalLM):
         positions = self.row_positions(inputs, attention_mask)
         if positions is not None and past:
             raise ShapeError(
-                "with a cache, position_ids (B, 2, T) must be given, because the blank that a "
-                "token fills is found in the whole sequence (model.row_positions computes them)."
+                "position_ids (B, 2, T) must be passed together with a cache, because the "
+                "position of a blank depends on the whole sequence. model.row_positions "
+                "computes them."
             )
         return super()._count_positions(inputs, None, past) if positions is None else positions
 
@@ -245,8 +247,8 @@ class GLM(CausalLM):
         limit = self.embed_positions.num_embeddings - 1
         if reads_are_free(position_ids) and position_ids.numel() and position_ids.max() > limit:
             raise ShapeError(
-                f"position_ids go up to {int(position_ids.max())}, but the model has positions 0 "
-                f"to max_seq_len={limit}. Truncate the input."
+                f"position_ids are out of range: up to {int(position_ids.max())} (allowed: 0 to "
+                f"max_seq_len={limit}). Truncate the input."
             )
         positions = self.embed_positions(position_ids[:, 0]) + self.embed_blocks(position_ids[:, 1])
         x = x + positions
@@ -266,7 +268,9 @@ class GLM(CausalLM):
         if attention_mask is not None and attention_mask.dim() < 2:
             count = attention_mask.numel()
             if count not in (1, batch_size):
-                raise ShapeError(f"attention_mask has {count} lengths for {batch_size} sequences.")
+                raise ShapeError(
+                    f"attention_mask has {count} lengths, but the batch has {batch_size} sequences."
+                )
             prefix, attention_mask = attention_mask.reshape(-1).expand(batch_size), None
         elif self.config.sop_token_id is not None and not past:
             prefix = self.derive_positions(inputs, attention_mask)[1]

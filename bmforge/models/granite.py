@@ -87,7 +87,7 @@ class GraniteConfig(LlamaLikeConfig):
         """Raise `ConfigError` for inconsistent fields."""
         super().check()
         if not self.logit_divisor:
-            raise ConfigError("GraniteConfig: logit_divisor=0 must be another number.")
+            raise ConfigError("GraniteConfig: logit_divisor must not be 0.")
 
 
 class Granite(LlamaLike):

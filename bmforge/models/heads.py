@@ -180,7 +180,7 @@ def find_last_token(inputs: Tensor, attention_mask: Tensor | None, padding: int 
 def check_head(family: str, head: str, heads: Mapping[str, Head]) -> None:
     """Raise `ConfigError` if the family does not have the head."""
     if head not in heads:
-        raise ConfigError(f"{family} has no head {head!r} (it has: {', '.join(heads)}).")
+        raise ConfigError(f"{family} has no head {head!r} (available: {', '.join(heads)}).")
 
 
 def check_labels(labels: Tensor, rows: int) -> None:
@@ -196,7 +196,8 @@ def check_places(head: str, labels: Tensor | None, logits_at: Tensor | None) -> 
     if labels is not None or head not in ("masked_lm", "language_model", "sequence_to_sequence"):
         conflict = "with labels" if labels is not None else f"with the head {head!r}"
         raise ShapeError(
-            f"logits_at selects positions of token logits and has no effect {conflict}."
+            f"logits_at selects positions of token logits and has no effect {conflict}. Leave "
+            "it out."
         )
 
 
@@ -218,7 +219,7 @@ def pick_states(x: Tensor, last: int | None, logits_at: Tensor | None) -> Tensor
         return x if last is None else x[:, -last:]
     if last is not None or logits_at.dim() != 2 or logits_at.shape[0] != x.shape[0]:
         raise ShapeError(
-            f"logits_at has shape {tuple(logits_at.shape)} with logits_to_keep={last}; it must be "
-            f"(B={x.shape[0]}, M), without logits_to_keep."
+            f"logits_at has shape {tuple(logits_at.shape)} with logits_to_keep={last} (needed: "
+            f"(B={x.shape[0]}, M), without logits_to_keep)."
         )
     return x[torch.arange(x.shape[0], device=x.device)[:, None], logits_at]

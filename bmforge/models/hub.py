@@ -48,10 +48,13 @@ def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
             return family, family.config_class.preset(preset)
     names = [n for f in FAMILIES.values() for n in f.config_class.presets]
     if Path(name).is_dir():
-        raise ConfigError(f"{name!r} is not a model: it contains no config.json.")
+        raise ConfigError(
+            f"{name!r} is not a model directory: it contains no config.json. Pass a directory "
+            "with config.json and weights."
+        )
     raise ConfigError(
-        f"unknown preset {name!r}.{suggest(name, names)} Presets are listed in "
-        "docs/reference/presets.md; another model is named by its directory, with config.json."
+        f"unknown preset {name!r}.{suggest(name, names)} docs/reference/presets.md lists the "
+        "presets; for another model, pass its directory with config.json."
     )
 
 
@@ -173,8 +176,8 @@ class AutoModel:
         raw = read_config_file(directory)
         if "model_type" not in raw and (directory / "pytorch_model.pt").is_file():
             raise ConfigError(
-                f"{str(name)!r} is in ModelCenter's format. Convert it: bmforge convert {name} "
-                "DIRECTORY."
+                f"{str(name)!r} is in ModelCenter's format. Convert it first: bmforge convert "
+                f"{name} DIRECTORY."
             )
         return cls.family_of(raw, backend), directory
 
@@ -183,7 +186,7 @@ def check_backend(backend: str) -> None:
     """Raise `ConfigError` if the backend does not exist."""
     if backend not in get_args(Backend):
         raise ConfigError(
-            f"backend={backend!r} is unknown (allowed: {', '.join(get_args(Backend))})."
+            f"unknown backend: backend={backend!r} (allowed: {', '.join(get_args(Backend))})."
         )
 
 
@@ -193,19 +196,19 @@ def _describe_unknown(kind: str, raw: dict[str, Any], backend: str) -> str:
     native = sorted({t for c in configs for t in c.model_types or (c.family,)})
     if kind in native:
         return (
-            f"model_type={kind!r} names a native family, but the other fields of this config.json "
-            "are of another architecture. Open it with backend='transformers'."
+            f"model_type={kind!r} is a native family, but the other fields of config.json "
+            "belong to another architecture. Load it with backend='transformers'."
         )
     if backend == "native":
         hint = suggest(kind, native)
         return (
-            f"model_type={kind!r} has no native family (allowed: {', '.join(native)}).{hint} "
-            "Leave backend out to open it with transformers."
+            f"model_type={kind!r} has no native family.{hint} Leave backend out to load it "
+            "with transformers; docs/reference/capabilities.md lists the native families."
         )
     if "auto_map" in raw:
         return (
-            f"model_type={kind!r} is Python code in the model's directory, which bmforge does not "
-            "run. Use a model whose architecture is part of transformers."
+            f"model_type={kind!r} needs Python code from the model's directory, which "
+            "bmforge does not run. Use a model whose architecture is part of transformers."
         )
     version = load_library().__version__
     return (

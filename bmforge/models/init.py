@@ -122,7 +122,7 @@ def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
         draw_tensor_(tensor, name, note, model.init_std(base), seed)
     elif not tensor.is_floating_point() or key in model.get_submodule(owner)._buffers:
         raise TypeError(
-            f"no initialization of {name}: its module needs tensor_notes "
+            f"{name} has no initialization rule: its module must define tensor_notes "
             "(docs/explanation/changed_models.md)."
         )
     elif name.endswith("norm.weight"):

@@ -47,12 +47,12 @@ def keep_(plain: Any, read: WeightReader) -> Any:
             layers.setdefault(spec, []).append(name)
     if not layers:
         raise ConfigError(
-            "the checkpoint has no integers that packed layers support (quantize='keep' is for "
-            "GGUF, GPTQ and AWQ). Name a scheme, such as quantize='int8'."
+            "quantize='keep': the checkpoint has no integer weights that quantized layers "
+            "support (supported: GGUF, GPTQ and AWQ). Choose a scheme, such as quantize='int8'."
         )
     for spec, names in layers.items():
         plain.change_(Change("quantize", tuple(names), asdict(spec)))
-        get_logger().info("%d layers keep their integers (%s)", len(names), _describe(spec))
+        get_logger().info("%d layers keep their integer weights (%s)", len(names), _describe(spec))
     return plain
 
 

@@ -79,7 +79,10 @@ def _put_in_place_(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
     for n, module in new.items():
         if taken := [p for p, _ in beside_parts(model.get_submodule(n)) if hasattr(module, p)]:
             kind = type(module).__name__
-            raise ConfigError(f"an adapter of {n} has a name that {kind} uses: {taken[0]!r}.")
+            raise ConfigError(
+                f"an adapter of {n} has the name {taken[0]!r}, which {kind} uses too. Give the "
+                "adapter another name."
+            )
     for n, module in new.items():
         old = replace_module_(model, n, module)
         move_parts_(old, module)
@@ -109,9 +112,9 @@ def resize_blocks_(model: nn.Module, names: Sequence[str], sizes: Sizes, name: s
 
 KINDS: Mapping[str, Kind] = {
     **PART_KINDS,
-    "int8": Kind(NoOptions, store_as_int8_, "weights of layers stored as int8 rows"),
+    "int8": Kind(NoOptions, store_as_int8_, "weights of linear layers stored as int8 rows"),
     "quantize": Kind(QuantSpec, quantize_layers_, "weights of layers quantized to integers"),
-    "resize": Kind(Sizes, resize_blocks_, "layers of other sizes, or without a sublayer"),
+    "resize": Kind(Sizes, resize_blocks_, "layers with other sizes or without a sublayer"),
 }
 
 
@@ -123,8 +126,7 @@ def find_kind(name: str) -> Kind:
     """
     if name not in KINDS:
         raise ConfigError(
-            f"change kind {name!r} is not known to this version of bmforge (known: "
-            f"{', '.join(KINDS)}).{suggest(name, KINDS)} A newer version may have written it: "
-            "update bmforge."
+            f"unknown change kind {name!r} (known: {', '.join(KINDS)}).{suggest(name, KINDS)} A "
+            "newer version of bmforge may have written it. Update bmforge."
         )
     return KINDS[name]

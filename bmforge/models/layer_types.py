@@ -45,7 +45,7 @@ class LayerTypesConfig(LlamaLikeConfig):
         kinds, name = self.layer_types, type(self).__name__
         if kinds and (len(kinds) != self.num_layers or set(kinds) - {_SLIDING, _FULL}):
             raise ConfigError(
-                f"{name}: layer_types={kinds} must name {_SLIDING!r} or {_FULL!r} for each of "
+                f"{name}: layer_types={kinds} must have {_SLIDING!r} or {_FULL!r} for each of "
                 f"num_layers={self.num_layers} layers."
             )
         if self.sliding_layers and self.window < 1:
@@ -99,8 +99,8 @@ class LocalRotaryConfig(LayerTypesConfig):
             theta = local.pop("rope_theta", theta)
             if local.pop("rope_type", "default") != "default" or local:
                 raise ConfigError(
-                    f"{cls.__name__}: rope_parameters[{_SLIDING!r}]={tables[_SLIDING]} (only "
-                    "rope_type 'default', with rope_theta)."
+                    f"{cls.__name__}: rope_parameters[{_SLIDING!r}]={tables[_SLIDING]} is not "
+                    "supported (only rope_type 'default' with rope_theta)."
                 )
             raw["rope_parameters"] = tables.get(_FULL)
         values, raw = super()._take_special(raw)

@@ -185,15 +185,16 @@ class Longformer(EncoderModel):
             return None
         if inputs.dim() != 2:
             raise ShapeError(
-                "the end of the question is found in input_ids. With inputs_embeds pass "
+                "the end of the question is located in input_ids. With inputs_embeds, pass "
                 "global_attention_mask."
             )
         separators = inputs == self.config.sep_token_id
         if reads_are_free(inputs) and not bool((separators.sum(1) == 3).all()):
             raise ShapeError(
-                f"every sequence needs three separators (sep_token_id={self.config.sep_token_id}): "
-                "after the question, before and after the text; these have "
-                f"{separators.sum(1).tolist()}. Or pass global_attention_mask."
+                "every sequence needs three separators "
+                f"(sep_token_id={self.config.sep_token_id}): after the question, before and "
+                f"after the text (the batch has {separators.sum(1).tolist()}). Add them, or "
+                "pass global_attention_mask."
             )
         return position < separators.int().argmax(1, keepdim=True)
 

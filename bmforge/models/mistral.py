@@ -92,8 +92,8 @@ class MistralConfig(LlamaLikeConfig):
             problems.append(f"model_type={self.model_type!r} must be 'mistral' or 'ministral'")
         if self.window_layers and (not self.window or self.model_type == "mistral"):
             problems.append(
-                f"window_layers={self.window_layers} needs window (got {self.window}) and "
-                f"model_type='ministral' (got {self.model_type!r})"
+                f"window_layers={self.window_layers} needs window (now {self.window}) and "
+                f"model_type='ministral' (now {self.model_type!r})"
             )
         if not all(0 <= i < self.num_layers for i in self.window_layers):
             problems.append(
@@ -111,8 +111,9 @@ class MistralConfig(LlamaLikeConfig):
         slides = [i for i, kind in enumerate(kinds) if kind == _SLIDING]
         if len(slides) + kinds.count(_FULL) != len(kinds) or (slides and not window):
             raise ConfigError(
-                f"MistralConfig: layer_types={kinds} with sliding_window={window} (only {_SLIDING} "
-                f"and {_FULL}; a sliding layer needs sliding_window)."
+                f"MistralConfig: layer_types={kinds} with sliding_window={window} is not "
+                f"supported (allowed: {_SLIDING} and {_FULL}; a sliding layer needs "
+                "sliding_window)."
             )
         values["model_type"] = "ministral"  # transformers reads a Mistral with layer_types so
         raw["model_type"] = "ministral"

@@ -121,7 +121,7 @@ class OPTConfig(ModelConfig):
                 f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} the same"
             )
         if self.norm_eps != _NORM_EPS:
-            problems.append(f"norm_eps={self.norm_eps} must be {_NORM_EPS}, as in every OPT")
+            problems.append(f"norm_eps={self.norm_eps} must be {_NORM_EPS}, as in all OPT models")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             problems.append(
                 f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}"

@@ -84,14 +84,15 @@ def find_targets(model: Any) -> list[str]:
         targets_found = [name for name in targets_found if name not in uncalled]
     if not targets_found:
         raise ConfigError(
-            f"{type(model).__name__} has no layers to quantize by default. Name some in where=."
+            f"{type(model).__name__} has no layers that are quantized by default. Select layers "
+            "with where=."
         )
     targets = [
         modules[name] for glob in targets_found for name in modules if match_glob(name, glob)
     ]
     if all(isinstance(module, PackedStore) for module in targets):
         raise ConfigError(
-            f"{type(model).__name__} is already quantized. Use the model that it was made from."
+            f"{type(model).__name__} is already quantized. Quantize the original model instead."
         )
     return targets_found
 
@@ -118,7 +119,7 @@ def _warn_of_floats(model: Any) -> None:
     if left > _FEW_FLOATS * (left + packed):
         largest = ", ".join(name for name, _ in floats.most_common(3))
         get_logger().warning(
-            "%d of %d weights in the blocks stay floats, most of them in %s",
+            "%d of %d weights in the blocks are not quantized, most of them in %s",
             *(left, left + packed, largest),
         )
 

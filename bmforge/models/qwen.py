@@ -135,7 +135,7 @@ class QwenConfig(RotaryConfig):
         if self.model_type not in ("qwen2", "qwen3"):
             problems.append(f"model_type={self.model_type!r} must be 'qwen2' or 'qwen3'")
         if self.attn_bias and self.model_type == "qwen2":
-            problems.append("attn_bias=True has no effect with qwen2, whose biases are fixed")
+            problems.append("attn_bias=True has no effect with qwen2, which always has biases")
         if bool(self.window) != bool(self.window_layers):
             problems.append(
                 f"window={self.window} and window_layers={self.window_layers} must be set together"
@@ -164,8 +164,9 @@ class QwenConfig(RotaryConfig):
         slides = [i for i, kind in enumerate(kinds) if kind == _SLIDING]
         if len(slides) + kinds.count(_FULL) != len(kinds) or (slides and window is None):
             raise ConfigError(
-                f"QwenConfig: layer_types={kinds} with sliding_window={window} (only {_SLIDING} "
-                f"and {_FULL}; a sliding layer needs use_sliding_window and sliding_window)."
+                f"QwenConfig: layer_types={kinds} with sliding_window={window} is not supported "
+                f"(allowed: {_SLIDING} and {_FULL}; a sliding layer needs use_sliding_window "
+                "and sliding_window)."
             )
         if slides:
             values |= {"window": window, "window_layers": slides}

@@ -175,9 +175,9 @@ class Qwen2MoeConfig(Qwen3MoeConfig):
         outside = [i for i in self.window_layers if not 0 <= i < self.num_layers]
         if outside or bool(self.window) != bool(self.window_layers):
             raise ConfigError(
-                f"{type(self).__name__}: window={self.window} and window_layers="
-                f"{self.window_layers} must be set together, the layers below num_layers="
-                f"{self.num_layers}."
+                f"{type(self).__name__}: window={self.window} and "
+                f"window_layers={self.window_layers} must be set together, with window_layers "
+                f"below num_layers={self.num_layers}."
             )
 
     def attn_spec(self) -> AttentionSpec:

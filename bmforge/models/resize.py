@@ -54,7 +54,7 @@ def resize_(model: Any, names: Sequence[str], sizes: Sizes) -> None:
             layer already has another change. The model is then unchanged.
     """
     if not names:
-        raise ConfigError("names=[] selects no layer to resize.")
+        raise ConfigError("names=[] selects no layer to resize. Give at least one layer name.")
     old = {name: _find(model, name) for name in names}
     specs = {name: resize_block(block.spec, sizes, name) for name, block in old.items()}
     _check(model, old, specs)
@@ -172,8 +172,8 @@ def _find(model: Any, name: str) -> Block:
         own = {n for n, _ in Block(block.spec, 0).named_parameters()}
     if unexpected := sorted(set(tensors) ^ own):
         raise ConfigError(
-            f"{name} has other changes: {', '.join(unexpected[:3])} does not follow from its "
-            "sizes. Resize layers first, then apply other changes."
+            f"{name} has other changes than its sizes ({', '.join(unexpected[:3])}). Resize "
+            "layers first, then apply other changes."
         )
     if any(is_distributed(tensor) for tensor in tensors.values()):
         raise ConfigError(f"{name} is already parallelized. Resize it before `parallelize`.")
@@ -192,7 +192,7 @@ def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> No
         if table is not None and attn.num_heads > table.weight.shape[1]:
             raise ConfigError(
                 f"{name} cannot be resized: num_heads={attn.num_heads} exceeds the "
-                f"{table.weight.shape[1]} heads of the bias that the layers share."
+                f"{table.weight.shape[1]} heads of the position bias that all layers share."
             )
         if attn.head_dim < rotary_dim and attn.head_dim % 2:
             raise ConfigError(
@@ -203,7 +203,10 @@ def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> No
         blocks = model.get_submodule(stack).named_children()
         left = [specs.get(f"{stack}.{number}", block.spec) for number, block in blocks]
         if all(spec.attn is None for spec in left):
-            raise ConfigError(f"attn=False would remove attention from all layers of {stack}.")
+            raise ConfigError(
+                f"attn=False would remove the attention of all layers of {stack}. Keep it in at "
+                "least one."
+            )
 
 
 def _rotary_dim(model: Any) -> int:

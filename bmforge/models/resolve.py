@@ -15,7 +15,7 @@ __all__ = ["resolve_model"]
 
 _WANTED = ["*.json", "README.md", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*"]
 # Short names of ModelCenter whose weights were on its own server and never on the hub.
-_SERVER = "ModelCenter hosted it on its own server (openbmb.oss-cn-hongkong.aliyuncs.com)"
+_SERVER = "ModelCenter provided it on its own server (openbmb.oss-cn-hongkong.aliyuncs.com)"
 _NOT_ON_HUB = {
     "kv-plm": "The same BERT was published with the paper, at github.com/thunlp/KV-PLM.",
     "cpm1-large": "The CPM-1 of the paper is another model: TsinghuaAI/CPM-Generate on the hub is "
@@ -44,14 +44,14 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
         return path
     if path.exists():
         raise ConfigError(
-            f"{str(name)!r} is a file. Pass the directory with config.json, or a .gguf file."
+            f"{str(name)!r} is a file. Pass a directory with config.json, or a .gguf file."
         )
     if path.suffix == ".gguf":
-        raise ConfigError(f"GGUF file {str(path)!r} does not exist.")
+        raise ConfigError(f"the GGUF file {str(path)!r} does not exist.")
     name = (hub_ids or {}).get(str(name), str(name))
     if name in _NOT_ON_HUB:
         raise ConfigError(
-            f"{name!r} is not on the hub. {_SERVER}: if you have its config.json and "
+            f"{name!r} is not on the hub. {_SERVER}. If you have its config.json and "
             f"pytorch_model.pt, copy them into the directory {str(path.absolute())!r}. "
             f"{_NOT_ON_HUB[name]}"
         )
@@ -63,14 +63,14 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
     except Exception as error:
         if cached is not None:
             get_logger().warning(
-                "%s: the cached copy %s lacks weights, and the hub is not reachable (%s)",
+                "%s: the cached copy %s has no weights, and the hub cannot be reached (%s)",
                 *(name, cached, type(error).__name__),
             )
             return cached
         raise ConfigError(
-            f"{name!r} is neither a directory nor in the Hugging Face cache, and the hub is not "
-            f"reachable ({type(error).__name__}). Offline, copy config.json and the weights into "
-            f"the directory {str(path.absolute())!r}."
+            f"{name!r} is neither a directory nor in the Hugging Face cache, and the hub cannot "
+            f"be reached ({type(error).__name__}). Without a network, copy config.json and the "
+            f"weights into the directory {str(path.absolute())!r}."
         ) from error
 
 
@@ -82,7 +82,10 @@ def _find_cached(name: str) -> Path | None:
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except HFValidationError as error:
-        raise ConfigError(f"{name!r} is neither a directory nor a hub id.") from error
+        raise ConfigError(
+            f"{name!r} is neither a directory nor a model on the Hugging Face hub. Check the "
+            "path or the id."
+        ) from error
     except LocalEntryNotFoundError:
         return None
 

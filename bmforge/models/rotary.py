@@ -107,7 +107,9 @@ class RotaryConfig(ModelConfig):
         if kind in ("yarn", "longrope"):
             numbers.setdefault("factor", self.max_seq_len / numbers["original_seq_len"])
         elif kind and "factor" not in numbers:
-            raise ConfigError(f"rotary scaling {kind!r} needs a factor (got {numbers}).")
+            raise ConfigError(
+                f"rotary scaling {kind!r} needs a factor (its parameters are {numbers})."
+            )
         return RopeSpec(
             rotary_dim or self.head_dim,
             self.rope_theta,

@@ -44,7 +44,7 @@ def write_model(
     """
     if has_weights(out) and not overwrite:
         raise CheckpointError(
-            f"{str(out)!r} already holds a model. Choose another path, or pass overwrite=True."
+            f"{str(out)!r} already contains a model. Choose another path, or pass overwrite=True."
         )
     rank, world = (0, 1) if alone else _rank_and_world()
     if world > 1:
@@ -117,8 +117,10 @@ def _warn_of_changes(model: Any, out: Path) -> None:
     if changes:
         kinds = ", ".join(dict.fromkeys(change.kind for change in changes))
         get_logger().warning(
-            "%s contains a changed model (%s), which bmforge opens; transformers refuses it or "
-            "initializes the changed tensors",
+            (
+                "%s contains a changed model (%s), which bmforge loads; transformers rejects it or "
+                "initializes the changed tensors randomly"
+            ),
             *(out, kinds),
         )
 

@@ -134,7 +134,9 @@ class Seq2Seq(Model):
         head, source = self.config.head, encoder_outputs
         check_places(head, labels, logits_at)
         if source is None and input_ids is None and inputs_embeds is None:
-            raise ShapeError("no source given. Pass input_ids, inputs_embeds or encoder_outputs.")
+            raise ShapeError(
+                "there is no encoder input. Pass input_ids, inputs_embeds or encoder_outputs."
+            )
         target, target_embeds = decoder_input_ids, decoder_inputs_embeds
         if self.decoder is None:
             target = target_embeds = None
@@ -214,7 +216,7 @@ class Seq2Seq(Model):
         if roles is None or x is None:
             return x
         if not self.spec.num_roles:
-            raise ShapeError(f"{type(self).__name__} has no roles. Leave out role_ids.")
+            raise ShapeError(f"{type(self).__name__} does not support role_ids. Leave them out.")
         check_ids(roles, self.spec.num_roles, "role_ids", "num_roles")
         return x + self.embed_segments(roles)
 
@@ -247,8 +249,8 @@ class Seq2Seq(Model):
         target = labels if self.config.head == "sequence_to_sequence" else input_ids
         if target is None:
             raise ShapeError(
-                f"no target given: with the head {self.config.head!r} pass decoder_input_ids, or "
-                "the labels or input_ids that they are derived from."
+                f"there is no decoder input. With the head {self.config.head!r}, pass "
+                "decoder_input_ids, or the labels or input_ids from which they are computed."
             )
         return shift_right(target, self.config.decoder_start_token_id, self.config.pad_token_id)
 
@@ -282,7 +284,10 @@ class Seq2Seq(Model):
         assert x is not None
         if self.config.head == "sequence_classification":
             if ends_of is None:
-                raise ShapeError("a sequence is classified at its end token. Pass input_ids.")
+                raise ShapeError(
+                    "the sequence classification head needs the end tokens in input_ids. Pass "
+                    "input_ids."
+                )
             last = find_last_end(ends_of, self.config.eos_token_id)
             x = x[torch.arange(x.shape[0], device=x.device), last]
         dropout = self.spec.classifier_dropout
@@ -317,8 +322,8 @@ def find_last_end(input_ids: Tensor, end: int) -> Tensor:
     if reads_are_free(is_end) and not bool(is_end.any(1).all()):
         rows = (~is_end.any(1)).nonzero()[:, 0].tolist()
         raise ShapeError(
-            f"sequences {rows} have no end token (eos_token_id={end}), at which they are "
-            "classified. Append it to every sequence."
+            f"sequences {rows} have no end-of-sequence token (eos_token_id={end}), whose hidden "
+            "state is classified. Append it to every sequence."
         )
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     return (positions * is_end).argmax(-1)

@@ -61,21 +61,23 @@ class Sizes:
                     problems.append(f"{name}={value!r} must be {allowed}")
             elif name in ("attn", "mlp"):
                 if value is not False:
-                    problems.append(f"{name}={value!r} can only be False, which removes it")
+                    problems.append(
+                        f"{name}={value!r} can only be False, which removes the sublayer"
+                    )
             elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                problems.append(f"{name}={value!r} must be a positive whole number")
+                problems.append(f"{name}={value!r} must be a positive integer")
         heads = self.num_heads or self.num_kv_heads or self.head_dim
         feed = self.intermediate_size or self.num_experts or self.experts_per_token
         if self.split and (not self.num_experts or self.intermediate_size):
-            problems.append("split=True needs num_experts, from which intermediate_size follows")
+            problems.append("split=True needs num_experts, which determines intermediate_size")
         if not self.split and (self.shared_size or self.router or self.choice):
-            problems.append("shared_size, router and choice belong to split=True")
+            problems.append("shared_size, router and choice need split=True")
         if self.mlp is False and feed:
-            problems.append("an MLP that is taken away has no size")
+            problems.append("mlp=False cannot be combined with sizes of the MLP")
         if self.attn is False and heads:
-            problems.append("attention that is taken away has no heads")
+            problems.append("attn=False cannot be combined with sizes of the attention")
         if problems:
-            raise ConfigError(f"resize: {'; '.join(problems)}. Give some of {', '.join(_NAMES)}.")
+            raise ConfigError(f"resize: {'; '.join(problems)}. Pass some of {', '.join(_NAMES)}.")
 
 
 _NAMES = [f.name for f in fields(Sizes)]
@@ -176,9 +178,11 @@ class LayerSizes:
         if (feed or sizes.mlp is False) and not self.intermediate_size:
             problems.append("it has no MLP")
         if sizes.experts_per_token and not (self.num_experts or sizes.num_experts):
-            problems.append("it has no experts: experts_per_token needs num_experts")
+            problems.append("it has no experts, and experts_per_token needs num_experts")
         if sizes.split and self.num_experts:
-            problems.append("it has experts already: only an MLP can be split")
+            problems.append(
+                "it has experts already, and split=True applies to an MLP without experts"
+            )
         elif sizes.split and (self.intermediate_size - (sizes.shared_size or 0)) % (
             sizes.num_experts or 1
         ):

@@ -116,7 +116,7 @@ def find_block(model: nn.Module, name: str) -> Block:
         module = getattr(module, part) if not isinstance(module, nn.ModuleDict) else module[part]
         if isinstance(module, Block):
             return module
-    raise ValueError(f"{name} is in no block")
+    raise ValueError(f"{name} does not belong to a block")
 
 
 def run_layers(
@@ -247,7 +247,7 @@ def given_inputs(
     ids = name.replace("inputs_embeds", "input_ids")
     if (input_ids is None) == (inputs_embeds is None):
         what = "neither was given" if input_ids is None else "both were given"
-        raise ShapeError(f"pass either {ids} or {name}: {what}.")
+        raise ShapeError(f"pass either {ids} or {name}, not both: {what}.")
     inputs = inputs_embeds if input_ids is None else input_ids
     assert inputs is not None
     return inputs

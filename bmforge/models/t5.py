@@ -194,7 +194,7 @@ class T5Config(ModelConfig):
                 f"{self.model_types}."
             )
         if self.model_type == "mt5" and self.scale_head:
-            raise ConfigError("T5Config: scale_head=True does not exist in mT5. Set it to False.")
+            raise ConfigError("T5Config: scale_head=True is not supported by mT5. Set it to False.")
 
     @property
     def is_gated(self) -> bool:

@@ -62,7 +62,7 @@ def match_sources(
             replaced.add(source)
             continue
         if shapes[source] != need:
-            misshaped.append(f"{source} is {shapes[source]}, the config needs {need}")
+            misshaped.append(f"{source} has shape {shapes[source]}, but the config needs {need}")
         pairs.append((rule, source))
     extra = _find_extra(model, files, shapes, {source for _, source in pairs} | replaced)
     if missing or misshaped or extra:
@@ -121,7 +121,7 @@ def settle_tie(model: Any, files: WeightFiles, wanted: bool | None = None) -> Mo
     if head in files.shapes and source is not None and config.tie_word_embeddings:
         if not _are_equal(files, head, source):
             get_logger().warning(
-                "config.json ties %s to the embedding, but the weights differ: both are loaded",
+                ("config.json ties %s to the embedding, but their weights differ: both are loaded"),
                 head,
             )
             return config.replace(tie_word_embeddings=False)
@@ -135,16 +135,17 @@ def _tie_as_wanted(model: Any, files: WeightFiles, wanted: bool) -> ModelConfig:
     head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
     if head is None or embed is None:
         raise ConfigError(
-            f"tie_word_embeddings={wanted} has no effect on {type(model).__name__} with "
-            f"head={model.config.head!r}, which has no output layer over the vocabulary. Leave it "
-            "out."
+            f"tie_word_embeddings={wanted} has no effect on a {type(model).__name__} with "
+            f"head={model.config.head!r}, which has no output layer over the vocabulary. Leave "
+            "it out."
         )
     bare = embed.removeprefix(model.hf_prefix)
     source = next((n for n in (embed, bare) if n in files.shapes), None)
     is_stored = source is not None and head in files.shapes
     if wanted and is_stored and not _are_equal(files, head, source):  # type: ignore[arg-type]
         raise ConfigError(
-            f"tie_word_embeddings=True would drop {head}, which differs from {embed}. Leave it out."
+            f"tie_word_embeddings=True would discard {head}, which differs from {embed}. Leave "
+            "it out."
         )
     config: ModelConfig = model.config.replace(tie_word_embeddings=wanted)
     return config
@@ -252,9 +253,13 @@ def _refuse(
     text = "; ".join(f"{title}: {_list(names)}" for title, names in parts if names)
     hint = ""
     if missing and set(missing) <= set(head.names.values()):
-        hint = f" The checkpoint has no head {model.config.head!r}: new_head=True initializes one."
+        hint = (
+            f" The checkpoint has no weights for the head {model.config.head!r}: new_head=True "
+            "initializes them randomly."
+        )
     raise CheckpointError(
-        f"the weights in {str(files.directory)!r} do not fit {type(model).__name__}: {text}.{hint}"
+        f"the weights in {str(files.directory)!r} do not match {type(model).__name__}: "
+        f"{text}.{hint}"
     )
 
 

@@ -132,7 +132,8 @@ class ViTConfig(ModelConfig):
         if self.patch_size < 1 or self.num_channels < 1 or self.image_size < self.patch_size:
             raise ConfigError(
                 f"ViTConfig: image_size={self.image_size}, patch_size={self.patch_size} and "
-                f"num_channels={self.num_channels} must be positive, and patches at most as large."
+                f"num_channels={self.num_channels} must be positive, with patch_size at most "
+                "image_size."
             )
         if (
             self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim")
@@ -148,7 +149,9 @@ class ViTConfig(ModelConfig):
             value = raw.get(name)
             if isinstance(value, list | tuple):
                 if len(value) != 2 or value[0] != value[1]:
-                    raise ConfigError(f"ViTConfig: {name}={value!r} must be a square.")
+                    raise ConfigError(
+                        f"ViTConfig: {name}={value!r} must be one number or two equal numbers."
+                    )
                 raw[name] = value[0]
         pooling = raw.pop("add_pooling_layer", None)
         return ({} if pooling is None else {"add_pooling_layer": pooling}), raw
@@ -273,8 +276,8 @@ class ViT(Model):
         if attention_mask is not None:
             if attention_mask.shape != x.shape[:2]:
                 raise ShapeError(
-                    f"attention_mask is {tuple(attention_mask.shape)}; it must be "
-                    f"{tuple(x.shape[:2])}, for the class token and the patches."
+                    f"attention_mask has shape {tuple(attention_mask.shape)} (needed: "
+                    f"{tuple(x.shape[:2])}, for the class token and the patches)."
                 )
             mask = attention_mask.bool()[:, None, None]
         x, states = run_layers(self.layers, x, {None: mask}, output_hidden_states)
@@ -300,17 +303,18 @@ class ViT(Model):
         shape = tuple(images.shape)
         if images.dim() != 4 or shape[1] != channels:
             raise ShapeError(
-                f"pixel_values is {shape}; the model needs (batch, {channels} channels, {size}, "
-                f"{size}). Use the image processor of the model."
+                f"pixel_values has shape {shape} (needed: (batch, {channels} channels, {size}, "
+                f"{size})). Use the image processor of the model."
             )
         if not any_size and shape[2:] != (size, size):
             raise ShapeError(
-                f"the images are {shape[2]} x {shape[3]} pixels, the model needs {size} x {size}. "
-                "Resize them, or pass interpolate_pos_encoding=True."
+                f"the images have {shape[2]} x {shape[3]} pixels, but the model needs {size} x "
+                f"{size}. Resize them, or pass interpolate_pos_encoding=True."
             )
         if min(shape[2:]) < patch:
             raise ShapeError(
-                f"the images are {shape[2]} x {shape[3]} pixels, smaller than a patch of {patch}."
+                f"the images have {shape[2]} x {shape[3]} pixels, less than a patch of {patch}. "
+                "Use larger images."
             )
 
     def _embed(self, images: Tensor, any_size: bool) -> Tensor:

@@ -77,22 +77,23 @@ def _check_table(model: Any, new_size: int) -> None:
     record = laid_out(model)
     if record is not None and (record.layout is not None or record.streamers):
         raise ConfigError(
-            f"{kind} is parallelized already, or streams its blocks. Call resize_token_embeddings "
-            "before that."
+            f"{kind} is already parallelized or streamed. Call resize_token_embeddings before that."
         )
     if not model.config.vocab_size or getattr(table, "weight", None) is None:
-        raise ConfigError(f"{kind} has no plain token embedding to resize.")
+        raise ConfigError(
+            f"{kind} has no plain token embedding, so its vocabulary cannot be resized."
+        )
     rows = table.num_embeddings
     if rows != model.config.vocab_size:
         raise ConfigError(
-            f"{kind} has {rows} embeddings for vocab_size={model.config.vocab_size}: the others "
-            "have ids behind the vocabulary, which resizing would move. Train a soft prompt "
-            "instead of new tokens."
+            f"{kind} has {rows} embedding rows for vocab_size={model.config.vocab_size}; the "
+            "ids of the other rows follow the vocabulary, so resizing would change them. Train "
+            "a soft prompt instead of new tokens."
         )
     if getattr(table, "prompt", None) is not None:
         raise ConfigError(
-            "the token embedding has a soft prompt, whose ids follow the vocabulary. Remove it, "
-            "resize, then attach it again."
+            "the token embedding has a soft prompt, whose ids follow the vocabulary. Detach "
+            "it, resize the vocabulary, then attach it again."
         )
     padding = getattr(table, "padding_idx", None)
     if padding is not None and padding >= new_size:
@@ -110,7 +111,9 @@ def _resized_axes(old: nn.Module, new: nn.Module) -> dict[str, int]:
         pairs = list(zip(tensor.shape, sizes[name], strict=True))
         differing = [axis for axis, (before, after) in enumerate(pairs) if before != after]
         if len(differing) > 1:
-            raise ConfigError(f"{name} depends on vocab_size in {len(differing)} dims.")
+            raise ConfigError(
+                f"{name} depends on vocab_size in {len(differing)} dims, so it cannot be resized."
+            )
         axes |= {name: differing[0]} if differing else {}
     return axes
 
@@ -127,19 +130,20 @@ def _check_tensor(
         )
     if is_distributed(tensor) or is_streamed(tensor):
         raise ConfigError(
-            f"{name} is sharded or streamed. Call resize_token_embeddings before `parallelize`."
+            f"{name} is already sharded or streamed. Call resize_token_embeddings before "
+            "`parallelize`."
         )
     if tensor.shape[axis] != old_size:
         raise ConfigError(
-            f"{name} has {tensor.shape[axis]} rows, not vocab_size={old_size}, so new rows would "
-            "get other ids than new tokens."
+            f"{name} has {tensor.shape[axis]} rows instead of vocab_size={old_size}, so the new "
+            "rows would not match the ids of new tokens. Its vocabulary cannot be resized."
         )
     parts = [slot for slot, _ in beside_parts(model.get_submodule(owner))]
     merged = [n for n in model.__dict__.get("_base_weights", {}) if n.startswith(f"{owner}.")]
     if parts or merged:
         raise ConfigError(
-            f"{owner} has an adapter ({', '.join(parts) or 'merged'}) of the old vocabulary size. "
-            "Call resize_token_embeddings before attaching it."
+            f"{owner} has an adapter ({', '.join(parts) or 'merged'}) with the old vocabulary "
+            "size. Call resize_token_embeddings before attaching the adapter."
         )
 
 

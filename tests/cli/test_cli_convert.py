@@ -83,7 +83,7 @@ def test_model_center(tmp_path: Path) -> None:
 
 def test_refusals(small: Path, tmp_path: Path) -> None:
     """Nothing is overwritten, and every mistake is a sentence."""
-    assert_refused(bmforge("convert", small, small), "holds a model")
+    assert_refused(bmforge("convert", small, small), "contains a model")
     new = tmp_path / "new"
     assert_refused(bmforge("convert", tmp_path / "none", new), "none")
     assert_refused(bmforge("convert", small, new, "--max-file-gb", "0"), "max_file_gb")

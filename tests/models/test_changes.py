@@ -69,7 +69,7 @@ def test_places_that_are_no_names(where: Any) -> None:
     [
         ({"kind": "low_rank"}, "kind and where are"),
         ({"kind": "low_rank", "where": "a", "rank": 2}, "this one has kind, rank, where"),
-        (["low_rank"], "is an object with kind and where"),
+        (["low_rank"], "must be an object with kind and where"),
         ({"kind": "lowrank", "where": "a"}, "Did you mean 'low_rank'"),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_laid_out_model_is_not_changed() -> None:
     model = small()
     try:
         parallelize(model, Layout(), precision="bf16")
-        with pytest.raises(ConfigError, match="before parallelize"):
+        with pytest.raises(ConfigError, match="before calling parallelize"):
             model.change_(low_rank())
     finally:
         shutdown_distributed()

@@ -438,7 +438,7 @@ def test_pickled_hugging_face_directory(small: Path, tmp_path: Path) -> None:
 def test_nothing_is_overwritten(small: Path, tmp_path: Path) -> None:
     """A target that holds anything is refused; an empty directory will do."""
     before = {p: p.read_bytes() for p in small.iterdir()}
-    with pytest.raises(CheckpointError, match="holds a model"):
+    with pytest.raises(CheckpointError, match="contains a model"):
         convert_checkpoint(small, small)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")

@@ -152,7 +152,7 @@ def test_inputs_in_another_order(tmp_path):
     for stem, weight in want.items():
         ours = stem.removeprefix("model.").replace("self_attn", "attn")
         assert torch.equal(got[f"{ours}.weight"], weight), stem
-    with pytest.raises(ConfigError, match="no integers that packed layers support"):
+    with pytest.raises(ConfigError, match="no integer weights that quantized layers support"):
         AutoModel.from_pretrained(tmp_path, quantize="keep")
 
 
@@ -183,7 +183,7 @@ def test_refused_by_name(tmp_path):
     short = {**tensors, f"{name}.scales": tensors[f"{name}.scales"][:1].clone()}
     gone = {key: tensor for key, tensor in tensors.items() if key != f"{name}.qzeros"}
     for found, said in (
-        (ordered, "groups beyond"),
+        (ordered, "group numbers beyond"),
         (short, "do not fit"),
         (gone, "qzeros.*missing"),
     ):

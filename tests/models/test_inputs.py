@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         model(**inputs, inputs_embeds=embeds)
     with pytest.raises(ShapeError, match=r"ass .*input_ids[ ,]"):
         model()
-    with pytest.raises(ShapeError, match="as the token embedding"):
+    with pytest.raises(ShapeError, match="like the output of the token embedding"):
         model(
             **{k: v for k, v in inputs.items() if k != "input_ids"}, inputs_embeds=embeds[..., 1:]
         )

@@ -148,5 +148,5 @@ def test_gptq_and_awq(
 
 def test_what_holds_no_integers(tmp_path: Path) -> None:
     Llama.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="has no integers that packed layers support"):
+    with pytest.raises(ConfigError, match="has no integer weights that quantized layers support"):
         AutoModel.from_pretrained(tmp_path, quantize="keep")

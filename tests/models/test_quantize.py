@@ -321,7 +321,7 @@ def test_a_directory_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(
         run(AutoModel.from_pretrained(out)), run(quantize_(copy.deepcopy(plain), "int8"))
     )
-    with pytest.raises(CheckpointError, match="holds a model"):
+    with pytest.raises(CheckpointError, match="contains a model"):
         quantize_directory(tmp_path / "plain", out, "int8")
 
     def fill_the_disk(*_: Any) -> None:

@@ -303,13 +303,17 @@ def strip(model: Any) -> Any:
         (["layers.9"], {"num_heads": 2}, "layers.9.*matches nothing"),
         (["layers.0.attn"], {"num_heads": 2}, "not a layer of this model.*layers.0"),
         (["layers.0"], {"head_dim": 3}, "head_dim=3 is odd"),
-        (["layers.0", "layers.1", "layers.2"], {"attn": False}, "remove attention from all layers"),
+        (
+            ["layers.0", "layers.1", "layers.2"],
+            {"attn": False},
+            "remove the attention of all layers",
+        ),
         (["layers.0"], {"experts_per_token": 2}, "experts_per_token needs num_experts"),
         (["layers.0"], {"num_experts": 2, "experts_per_token": 3}, "is more than num_experts=2"),
         (["layers.0"], {}, "no size is changed"),
         (["layers.0"], {"num_heads": 0}, "num_heads=0 must be a positive"),
         (["layers.0"], {"attn": True}, "attn=True can only be False"),
-        (["layers.0"], {"mlp": False, "num_experts": 2}, "an MLP that is taken away"),
+        (["layers.0"], {"mlp": False, "num_experts": 2}, "mlp=False cannot be combined"),
         (["layers.0"], {"heads": 2}, "heads"),
     ],
 )
@@ -327,7 +331,7 @@ def test_what_does_not_fit_is_refused(
 def test_families_refuse_what_they_cannot_have() -> None:
     """A missing part, columns of a shared bias, global tokens."""
     cases = [
-        ("t5", {"num_heads": 8}, "4 heads of the bias that the layers share"),
+        ("t5", {"num_heads": 8}, "4 heads of the position bias"),
         ("longformer", {"num_kv_heads": 2}, "global tokens"),
     ]
     for name, options, message in cases:

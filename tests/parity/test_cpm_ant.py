@@ -221,7 +221,7 @@ class TestCPMAntSegments(FamilySuite, FileSuite):
     def test_what_is_given_must_fit(self, tiny: CPMAnt) -> None:
         """Half of the inputs, widths that differ and ids outside are refused."""
         inputs = make_segments(tiny)
-        with pytest.raises(ShapeError, match="need segment"):
+        with pytest.raises(ShapeError, match="without segment"):
             tiny(inputs["input_ids"], context=inputs["context"])
         with pytest.raises(ShapeError, match="needs context"):
             tiny(inputs["input_ids"], segment=inputs["segment"])

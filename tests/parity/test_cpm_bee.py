@@ -289,7 +289,7 @@ def test_published_configs() -> None:
     assert not CPMBeeConfig.opens({**live, "model_type": "cpmant"})
     with pytest.raises(ConfigError, match="distance_scale=8"):
         CPMBeeConfig.from_hf({**live, "distance_scale": 8})
-    with pytest.raises(ConfigError, match="mask_modules leaves no attention in any layer"):
+    with pytest.raises(ConfigError, match="mask_modules removes the attention of all layers"):
         CPMBeeConfig.from_hf({**live, "mask_modules": [[True, False]] * 32})
 
 

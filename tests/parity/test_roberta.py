@@ -137,7 +137,7 @@ def test_longest_input() -> None:
     assert model(torch.full((1, 16), 5)).logits.isfinite().all()
     with pytest.raises(ShapeError, match="max_seq_len=16"):
         model(torch.full((1, 17), 5))
-    with pytest.raises(ConfigError, match="pad_token_id=None"):
+    with pytest.raises(ConfigError, match="pad_token_id must be set"):
         RobertaConfig.from_hf({**fields, "pad_token_id": None})
 
 

@@ -315,13 +315,13 @@ def test_bad_inputs(tiny: T5) -> None:
     ids = make_ids(2, 4)
     with pytest.raises(ShapeError, match="input_ids, inputs_embeds or encoder_outputs"):
         tiny(decoder_input_ids=ids)
-    with pytest.raises(ShapeError, match="no target given"):
+    with pytest.raises(ShapeError, match="no decoder input"):
         tiny(ids)
     for wrong in ({"input_ids": ids + 40, "labels": ids}, {"input_ids": ids, "labels": ids + 40}):
         with pytest.raises(ShapeError, match="vocab_size=40"):
             tiny(**wrong)
     classifier = T5.from_config(tiny.config.replace(head="sequence_classification"))
-    with pytest.raises(ShapeError, match=r"sequences \[0, 1\] have no end token"):
+    with pytest.raises(ShapeError, match=r"sequences \[0, 1\] have no end-of-sequence token"):
         classifier(ids)
 
 

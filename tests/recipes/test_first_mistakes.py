@@ -55,7 +55,7 @@ def test_a_directory_without_a_model(
 ) -> None:
     prompt = ["--prompt", "hi"] if command == "generate" else []
     assert main([command, str(tmp_path), *prompt]) == 2
-    assert "is not a model: it contains no config.json" in capsys.readouterr().err
+    assert "is not a model directory: it contains no config.json" in capsys.readouterr().err
 
 
 def test_a_missing_task(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,7 +118,8 @@ def _find(raw: Mapping[str, Any]) -> CompressedTensorsScheme | None:
     ]
     if len(forms) > 1:
         problems.append(
-            f"several schemes: (bits, group, tokens, symmetric)={sorted(map(str, forms))}"
+            "more than one scheme: (bits, group size, activations, "
+            f"symmetric)={sorted(map(str, forms))}"
         )
     if problems:
         raise ConfigError(
@@ -215,9 +216,8 @@ class CompressedLinears:
         fits = len(shape) == 2 and len(scale) == 2 and scale[0] == shape[0]
         if not fits or not scale[1] or shape[1] % scale[1]:
             raise CheckpointError(
-                f"the compressed parts of {stem} do not fit each other: {weight_part} of "
-                f"{tuple(stored_shape)}, "
-                f"weight_scale of {scale}."
+                f"the compressed tensors of {stem} do not match: {weight_part} has shape "
+                f"{tuple(stored_shape)}, weight_scale {scale}. Download the checkpoint again."
             )
         return shape[0], shape[1]
 
@@ -301,19 +301,25 @@ class CompressedLinears:
             stored = unpack_words(stored.t().contiguous(), kind.bits).t()
         if stored.shape[1:] != self._shape(stem, "scale")[1:] or stored.shape[0] < rows.stop:
             raise CheckpointError(
-                f"{stem}.weight_zero_point does not fit weight_scale: its unpacked shape is "
-                f"{tuple(stored.shape)}."
+                f"{stem}.weight_zero_point does not match weight_scale: its unpacked shape is "
+                f"{tuple(stored.shape)}. Download the checkpoint again."
             )
         return stored[rows]
 
     def _read_whole(self, name: str) -> Tensor:
         if name not in self.files:
-            raise CheckpointError(f"{name} of a compressed layer is missing.")
+            raise CheckpointError(
+                f"the tensor {name} of a compressed layer is missing. Download the checkpoint "
+                "again."
+            )
         return self._read(name, tuple(slice(0, n) for n in self.files[name].shapes[name]))
 
     def _read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
         if name not in self.files:
-            raise CheckpointError(f"{name} of a compressed layer is missing.")
+            raise CheckpointError(
+                f"the tensor {name} of a compressed layer is missing. Download the checkpoint "
+                "again."
+            )
         file = self.files[name]
         out = torch.empty([s.stop - s.start for s in slices], dtype=file.dtype(name))
         file.fill(name, slices, out)

@@ -65,7 +65,7 @@ def save_compressed(
     """
     out = Path(directory)
     if has_weights(out) and not overwrite:
-        raise CheckpointError(f"{str(out)!r} already holds a model. Name another.")
+        raise CheckpointError(f"{str(out)!r} already contains a model. Choose another directory.")
     source = _Source(model)
     spec = _check(model, source.stems)
     out.mkdir(parents=True, exist_ok=True)
@@ -132,38 +132,41 @@ def _check(model: Any, stems: dict[str, str]) -> QuantSpec:
     """Validate the model; return the quantization scheme that its linear layers share."""
     problems: list[str] = []
     if type(model).__name__ in _WITHOUT_READERS:
-        problems.append(f"neither transformers nor vLLM opens a {type(model).__name__}")
+        problems.append(f"neither transformers nor vLLM supports a {type(model).__name__}")
     specs: dict[QuantSpec, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedExperts):
-            problems.append(f"{name}: experts are stacked here, and single layers there")
+            problems.append(
+                f"{name}: the experts are stacked in this model, but the format stores single "
+                "layers"
+            )
         elif isinstance(module, QuantizedLinear):
             specs.setdefault(module.spec, name)
             if stems[name].startswith(OWN_PREFIX):
-                problems.append(f"{name} is a part of a fused or turned tensor in this family")
+                problems.append(f"{name} belongs to a fused or transposed tensor in this family")
             problems += [f"{name} {problem}" for problem in _storage_problems(module)]
             if type(model).__name__ in _RENAMED_MODULES and _form_of(module.spec)[2]:
                 problems.append(
-                    f"{name} has rows for 8-bit tokens, and transformers names the modules of a "
-                    f"{type(model).__name__} otherwise than the file does"
+                    f"{name} has row-wise weights for 8-bit activations, but transformers "
+                    f"uses other module names for a {type(model).__name__} than its files"
                 )
             if _form_of(module.spec) == (4, 0, True):
                 problems.append(
-                    f"{name} has rows of 4 bits for tokens of 8, where the format has weights "
-                    'alone (activations="float")'
+                    f"{name} has row-wise 4-bit weights for 8-bit activations, but the "
+                    'format supports 4 bits for weights only (activations="float")'
                 )
     if not specs:
         raise ConfigError(
-            f"{type(model).__name__} has no quantised linear layers: compress.quantize(model, "
-            '"int8-dynamic") makes some.'
+            f"{type(model).__name__} has no quantized linear layers. Quantize it first, for "
+            'example with compress.quantize(model, "int8-dynamic").'
         )
     if len({(_form_of(spec), spec.symmetric) for spec in specs}) > 1:
-        problems.append(f"several schemes, as of {' and '.join(specs.values())}")
+        problems.append(f"the layers have several schemes ({' and '.join(specs.values())})")
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ConfigError(
-            f"{METHOD} cannot hold this model: {'; '.join(problems[:3])}{more}. Save it in our own "
-            "form (save_pretrained), or quantise it otherwise."
+            f"the format {METHOD} does not support this model: {'; '.join(problems[:3])}{more}. "
+            "Save it with save_pretrained, or quantize it with another scheme."
         )
     return next(iter(specs))
 
@@ -176,10 +179,10 @@ def _storage_problems(store: QuantizedLinear) -> list[str]:
     if spec.symmetric:
         return problems
     if not spec.group_size and spec.activations == "int8":
-        problems.append('has asymmetric rows for 8-bit tokens (take activations="float")')
+        problems.append('it has asymmetric weights for 8-bit activations (use activations="float")')
     is_on_meta = any(t is not None and t.is_meta for t in store._tensors())
     if spec.scale_dtype == "float16" or (not is_on_meta and find_zero_points(store) is None):
-        problems.append("has minima that are no integer zero points")
+        problems.append("it has minima that are not integer zero points")
     return problems
 
 

@@ -120,7 +120,7 @@ def write_directory(
         reason = (
             "holds a model" if out.is_dir() and has_weights(out) else "is not an empty directory"
         )
-        raise CheckpointError(f"{str(out)!r} {reason}; give a directory that does not exist yet.")
+        raise CheckpointError(f"{str(out)!r} {reason}. Choose a directory that does not exist yet.")
     check_place(out, "target")
     directory = find_model(source)
     partial = out.with_name(partial_name(out.name))
@@ -154,8 +154,8 @@ def _open(
         return load_megatron(directory, preset=preset, dtype=dtype, allow_unknown=allow_unknown)
     if preset is not None:
         raise ConfigError(
-            f"preset={preset!r} selects the model of Megatron's shards, but {str(directory)!r} "
-            "holds a model with a config.json. Omit it."
+            f"preset={preset!r} applies to Megatron shards only, but {str(directory)!r} has a "
+            "config.json. Leave preset out."
         )
     dtype = dtype or find_dtype(WeightFiles(directory))
     return AutoModel.from_pretrained(directory, dtype=dtype, allow_unknown=allow_unknown)
@@ -173,7 +173,7 @@ def find_dtype(files: WeightFiles) -> torch.dtype:
 def _save_tokenizer(source: Path, target: Path) -> None:
     """Write the tokenizer of a GGUF file, if it has one."""
     if read_gguf_header(source).metadata.get("tokenizer.ggml.model", "none") == "none":
-        get_logger().warning("%s has no tokenizer, so none is written", source)
+        get_logger().warning("%s has no tokenizer, so the converted model has none", source)
         return
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
 

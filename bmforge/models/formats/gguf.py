@@ -133,7 +133,7 @@ class GgufFile(CheckedFile):
         if ".attn_k." in name:
             heads = metadata.get(f"{kind}.attention.head_count_kv", heads)
         if type(heads) is not int or heads < 1 or rows % (2 * heads):
-            raise self.damaged(f"{name} has {rows} rows for {heads} heads")
+            raise self.damaged(f"{name} has {rows} rows, which do not divide into {heads} heads")
         return rows // heads
 
     def _row_bytes(self, name: str) -> int:
@@ -185,7 +185,7 @@ class GgufFile(CheckedFile):
         while done < count:
             got = file.readinto(view[done:])  # type: ignore[attr-defined]
             if not got:
-                raise self.damaged("it ends too early")
+                raise self.damaged("the file ends too early")
             done += got
         return data
 

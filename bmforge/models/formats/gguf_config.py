@@ -59,8 +59,8 @@ def find_architecture(header: GgufHeader) -> Architecture:
     kinds = sorted({architecture.kind for architecture in ARCHITECTURES.values()})
     if not isinstance(kind, str) or kind not in kinds:
         raise CheckpointError(
-            f"{str(header.path)!r} is of the architecture {kind!r}, which is not read."
-            f"{suggest(str(kind), kinds)} Read are {', '.join(kinds)}."
+            f"{str(header.path)!r} has the unsupported architecture {kind!r} (supported: "
+            f"{', '.join(kinds)}).{suggest(str(kind), kinds)}"
         )
     experts = header.metadata.get("llama.expert_count", 0)
     if kind == "llama" and (type(experts) is not int or experts > 0):
@@ -164,8 +164,9 @@ class _Metadata:
             # The shortest decimal with this fp32 value is the original config value.
             return float(str(np.float32(value))) if isinstance(value, float) else value
         raise CheckpointError(
-            f"{str(self.header.path)!r} has {self.kind}.{key}={value!r}; needed is one number from "
-            f"0 to {_MAX_NUMBER}. The file is damaged, or of a model whose layers differ."
+            f"{str(self.header.path)!r} has {self.kind}.{key}={value!r} (needed: one number "
+            f"from 0 to {_MAX_NUMBER}). The file is damaged, or its layers have different "
+            "sizes, which is not supported."
         )
 
     def size(self, tensor: str, dim: int) -> int:
@@ -173,8 +174,9 @@ class _Metadata:
         entry = self.header.tensors.get(tensor)
         if entry is None or len(entry.shape) <= dim:
             raise CheckpointError(
-                f"{str(self.header.path)!r} lacks the tensor {tensor!r} of a {self.kind}. If it is "
-                "one of several parts, join them with llama.cpp's gguf-split --merge."
+                f"{str(self.header.path)!r} lacks the tensor {tensor!r} of a {self.kind}. If "
+                "the file is one of several parts, merge them with llama.cpp's gguf-split "
+                "--merge."
             )
         return entry.shape[dim]
 
@@ -182,7 +184,10 @@ class _Metadata:
         """Fill in the head size; contradictory fields are kept, so that the family rejects them."""
         heads, width = self.number("attention.head_count"), self.number("embedding_length")
         if type(heads) is not int or heads < 1:
-            raise CheckpointError(f"{str(self.header.path)!r} has {heads} attention heads.")
+            raise CheckpointError(
+                f"{str(self.header.path)!r} has an invalid number of attention heads: {heads}. "
+                "Download it again."
+            )
         implied = width // heads
         name = architecture.keys.get("attention.key_length")
         if name is not None:
@@ -201,8 +206,9 @@ class _Metadata:
         for tensor, (dim, expected) in sizes.items():
             if self.size(tensor, dim) != expected:
                 raise CheckpointError(
-                    f"{str(self.header.path)!r} is damaged: its metadata say {expected} where "
-                    f"{tensor} is {self.header.tensors[tensor].shape}. Download it anew."
+                    f"{str(self.header.path)!r} is damaged: its metadata need {expected} for "
+                    f"{tensor}, but its shape is {self.header.tensors[tensor].shape}. Download "
+                    "it again."
                 )
 
     def check_layers(self) -> None:
@@ -211,8 +217,8 @@ class _Metadata:
             count = self.number(key, 0)
             if count > len(self.header.tensors):
                 raise CheckpointError(
-                    f"{str(self.header.path)!r} is damaged: it has {self.kind}.{key}={count} and "
-                    f"{len(self.header.tensors)} tensors. Download it anew."
+                    f"{str(self.header.path)!r} is damaged: it has {self.kind}.{key}={count}, "
+                    f"but {len(self.header.tensors)} tensors. Download it again."
                 )
 
     def rest(self) -> dict[str, Any]:

@@ -113,7 +113,10 @@ def _number(header: GgufHeader, numbers: dict[str, Any], key: str, default: floa
     value = numbers.get(key, default)
     if isinstance(value, int | float) and math.isfinite(value) and value >= 0:
         return value
-    raise CheckpointError(f"{str(header.path)!r} has rope.{key}={value!r}; needed is a number.")
+    raise CheckpointError(
+        f"{str(header.path)!r} has rope.{key}={value!r}, which is not a number. Convert the "
+        "model from its original files."
+    )
 
 
 def _factors(header: GgufHeader, name: str, head_dim: int) -> list[float] | None:
@@ -123,14 +126,15 @@ def _factors(header: GgufHeader, name: str, head_dim: int) -> list[float] | None
         return None
     if entry.kind != "F32" or entry.shape != (head_dim // 2,):
         raise CheckpointError(
-            f"{name} in {str(header.path)!r} is {entry.shape} in {entry.kind}; needed is one "
-            f"number in F32 for each of {head_dim // 2} frequencies."
+            f"{name} in {str(header.path)!r} has shape {entry.shape} and type {entry.kind} "
+            f"(needed: F32, one number for each of {head_dim // 2} frequencies). Convert the "
+            "model from its original files."
         )
     with (entry.path or header.path).open("rb") as file:
         file.seek(entry.start)
         data = bytearray(file.read(entry.size))
     if len(data) != entry.size:
-        raise CheckpointError(f"{str(header.path)!r} ends too early. Download it anew.")
+        raise CheckpointError(f"{str(header.path)!r} ends too early. Download it again.")
     return torch.frombuffer(data, dtype=torch.float32).tolist()
 
 
@@ -184,7 +188,10 @@ def write_rope(raw: dict[str, Any], head_dim: int) -> tuple[dict[str, Any], dict
     if kind == "llama3":
         return keys, {"rope_freqs.weight": llama3_factors(head_dim, raw["rope_theta"], scaling)}
     if kind not in ("linear", "yarn", "longrope"):
-        raise ConfigError(f"GGUF has no rotary scaling of kind {kind!r}.")
+        raise ConfigError(
+            f"GGUF does not support rotary scaling of kind {kind!r}. Keep the model in the "
+            "Hugging Face format."
+        )
     keys["rope.scaling.type"] = kind
     original = scaling.get("original_max_position_embeddings")
     if original and kind != "linear":

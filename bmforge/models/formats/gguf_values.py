@@ -32,8 +32,8 @@ def find_values(model: Model, kind: str) -> Callable[[str], Tensor]:
     stores = {n: m for n, m in model.named_modules() if isinstance(m, PackedStore)}
     if stores and kind == "q4_0":
         raise ConfigError(
-            f"this {type(model).__name__} has packed weights, which type 'q4_0' would "
-            "round again. Use 'q8_0' or 'f16', or convert the original model."
+            f"this {type(model).__name__} has quantized weights, which type 'q4_0' would "
+            "quantize again. Use 'q8_0' or 'f16', or convert the unquantized model."
         )
 
     def load(name: str) -> Tensor:
@@ -56,9 +56,11 @@ def find_scales(model: Model, kind: str) -> Callable[[str], Tensor | None]:
     again = [n for n, m in stores.items() if not _are_blocks(m)]
     if again and kind == "q8_0":
         get_logger().warning(
-            "%d of %d packed layers are quantized again to Q8_0, for example %s: their groups have "
-            "zero points, outlier columns, or other widths than multiples of 32. Write 'f16' or "
-            "'bf16' to keep their values.",
+            (
+                "%d of %d quantized layers are quantized again to Q8_0, for example %s: they have "
+                "zero points, outlier columns, or a group size that is not a multiple of 32. Use "
+                "'f16' or 'bf16' to keep their values."
+            ),
             *(len(again), len(stores), again[0]),
         )
 

@@ -99,14 +99,18 @@ def write_gguf(
     plan.extra = values.pop("tensors")
     _check_said(model, architecture, values, plan)
     if left_out:
-        get_logger().warning("GGUF's %s omits %s", architecture.kind, ", ".join(left_out))
+        get_logger().warning(
+            "GGUF %s: these parts of the model are left out: %s",
+            architecture.kind,
+            ", ".join(left_out),
+        )
     values |= to_metadata(model.provenance)
     partial = out.with_name(partial_name(out.name))
     try:
         _write(partial, architecture, {**values, **(tokens or _NO_TOKENS)}, plan)
         os.replace(partial, out)
     except OSError as error:
-        advice = "Free some space, or name another directory."
+        advice = "Free disk space, or choose another directory."
         raise CheckpointError(f"cannot write {str(out)!r} ({error}). {advice}") from error
     finally:
         partial.unlink(missing_ok=True)
@@ -124,7 +128,7 @@ def check_target(out: Path, kind: str, overwrite: bool) -> None:
     if out.suffix != ".gguf":
         raise ConfigError(f"{str(out)!r} must end in .gguf.")
     if out.is_dir() or (out.exists() and not overwrite):
-        raise CheckpointError(f"{str(out)!r} already exists. Name another file.")
+        raise CheckpointError(f"{str(out)!r} already exists. Choose another file.")
     check_place(out, "target")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"the parent directory of {str(out)!r} does not exist. Create it first.")
@@ -152,7 +156,7 @@ def _find(model: Model) -> Architecture:
         )
     if any(change.kind != "quantize" for change in model.config.changes):
         raise ConfigError(
-            f"this {name} has changes, which GGUF does not support. Merge its adapters first."
+            f"this {name} has changes that GGUF does not support. Merge its adapters first."
         )
     if laid_out(model) is not None:
         raise ConfigError(
@@ -161,8 +165,8 @@ def _find(model: Model) -> Architecture:
         )
     if architecture.name != "bert" and model.config.head not in _WRITES_TEXT:
         raise ConfigError(
-            f"head={model.config.head!r} is not supported in GGUF (supported: heads that generate "
-            "text). Open the model with such a head."
+            f"head={model.config.head!r} is not supported in GGUF (supported: heads that "
+            "generate text). Load the model with such a head."
         )
     return architecture
 
@@ -329,11 +333,11 @@ def _check_said(
             continue
         expected, got = getattr(config, field.name), getattr(back, field.name)
         if not _are_same(expected, got):
-            problems.append(f"{field.name}={expected!r} (would be {got!r})")
+            problems.append(f"{field.name}={expected!r} (GGUF would store {got!r})")
     if problems:
         raise ConfigError(
-            f"GGUF cannot express these fields of a {architecture.kind}: {'; '.join(problems)}. "
-            "Keep the model in the Hugging Face format."
+            f"GGUF cannot represent these fields of a {architecture.kind}: "
+            f"{'; '.join(problems)}. Keep the model in the Hugging Face format."
         )
 
 

@@ -178,7 +178,7 @@ def _find(raw: Mapping[str, Any]) -> Packing | None:
         raise ConfigError(
             f"the quantization_config of this {method} checkpoint has unsupported fields: "
             f"{', '.join(problems)} (supported: GPTQ of 4 or 8 bits in the formats 'gptq' and "
-            "'gptq_v2', AWQ of 4 bits in the format 'gemm'). Take such a checkpoint, or the "
+            "'gptq_v2', AWQ of 4 bits in the format 'gemm'). Use such a checkpoint, or the "
             "unquantized model."
         )
     return Packing(method, bits, group, int(method == "gptq" and form == "gptq"))
@@ -305,7 +305,10 @@ class PackedLinears:
         groups = -(-inputs // self._group(inputs))
         expected = {"qzeros": (groups, outputs // self.per_word), "scales": (groups, outputs)}
         if outputs % self.per_word or any(shapes[part] != expected[part] for part in expected):
-            raise CheckpointError(f"the packed parts of {stem} do not fit each other: {shapes}.")
+            raise CheckpointError(
+                f"the packed tensors of {stem} do not match: {shapes}. Download the checkpoint "
+                "again."
+            )
         self._find_order(stem, inputs, groups)
         return outputs, inputs
 
@@ -318,7 +321,10 @@ class PackedLinears:
         if torch.equal(order, torch.arange(inputs) // self._group(inputs)):
             return
         if not bool(((order >= 0) & (order < groups)).all()):
-            raise CheckpointError(f"{name} names groups beyond the {groups} of the layer.")
+            raise CheckpointError(
+                f"{name} contains group numbers beyond the {groups} groups of the layer. "
+                "Download the checkpoint again."
+            )
         self._orders[stem] = order
 
     def _group(self, inputs: int) -> int:
@@ -327,7 +333,10 @@ class PackedLinears:
     def _shape(self, name: str) -> tuple[int, ...]:
         shape = self.files[name].shapes[name] if name in self.files else ()
         if len(shape) != 2:
-            raise CheckpointError(f"{name} of a packed layer is missing, or of shape {shape}.")
+            raise CheckpointError(
+                f"the tensor {name} of a packed layer is missing or does not have the shape "
+                f"{shape}. Download the checkpoint again."
+            )
         return shape
 
     def _read(self, name: str, slices: tuple[slice, ...]) -> Tensor:

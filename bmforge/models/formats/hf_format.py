@@ -134,8 +134,8 @@ def _find_files(directory: Path) -> list[Path]:
     if len(live) == 1:
         return live
     raise CheckpointError(
-        f"{str(directory)!r} holds no weights: "
-        f"expected {_SINGLE}, {_INDEX}, {_PICKLED[1]}, or a single .pt file of CPM-Live."
+        f"{str(directory)!r} contains no weights (needed: {_SINGLE}, {_INDEX}, {_PICKLED[1]}, "
+        "or a single .pt file of CPM-Live)."
     )
 
 

@@ -81,16 +81,16 @@ def find_shards(directory: Path) -> list[Path]:
     experts = [n for n in names if _EXPERT_FILE.fullmatch(n)]
     if experts:
         raise CheckpointError(
-            f"{str(directory)!r} holds {experts[0]} and others, one per expert and rank: CPM-2's "
-            "experts have norms, which are not supported. Only dense shards "
+            f"{str(directory)!r} contains {experts[0]} and other files with one expert per "
+            "rank: CPM-2's experts have norms, which are not supported. Only dense shards "
             "(mp_rank_00_model_states.pt) can be read."
         )
     shards = {int(m[1]): directory / n for n in names if (m := _FILE.fullmatch(n))}
     missing = sorted(set(range(max(shards, default=-1) + 1)) - set(shards))
     if missing:
         raise CheckpointError(
-            f"{str(directory)!r} has shards {sorted(shards)} but lacks {missing}: copy "
-            f"{', '.join(f'mp_rank_{n:02d}_model_states.pt' for n in missing)} there too."
+            f"{str(directory)!r} has shards {sorted(shards)}, but lacks {missing}. Copy "
+            f"{', '.join(f'mp_rank_{n:02d}_model_states.pt' for n in missing)} there."
         )
     return [shards[rank] for rank in sorted(shards)]
 
@@ -116,7 +116,7 @@ class MegatronShards:
     def __init__(self, directory: Path) -> None:
         self.paths = find_shards(directory)
         if not self.paths:
-            raise CheckpointError(f"{str(directory)!r} holds no mp_rank_00_model_states.pt.")
+            raise CheckpointError(f"{str(directory)!r} contains no mp_rank_00_model_states.pt.")
         self._shards = [_read_shard(path, len(self.paths)) for path in self.paths]
         self._check_alike()
         self.shapes = {n: self._whole_shape(n, t.shape) for n, t in self._shards[0].items()}
@@ -170,9 +170,9 @@ class MegatronShards:
             wrong += [n for n in first if n in shard and not _are_parts(first[n], shard[n])]
             if wrong:
                 raise CheckpointError(
-                    f"{path.name} does not belong to {self.paths[0].name} in "
-                    f"{str(path.parent)!r}: {', '.join(wrong[:5])} and {len(wrong[5:])} more "
-                    "differ. The shards are from different degrees or models; copy all from one."
+                    f"{path.name} and {self.paths[0].name} in {str(path.parent)!r} belong to "
+                    f"different models or parallel degrees: {', '.join(wrong[:5])} and "
+                    f"{len(wrong[5:])} more differ. Copy all shards from one model."
                 )
 
 
@@ -214,7 +214,7 @@ def _read_shard(path: Path, degree: int) -> dict[str, Tensor]:
     if expected not in (None, degree):
         raise CheckpointError(
             f"{str(path)!r} is one of {expected} shards, but {degree} are present. Copy all "
-            f"{expected} of them, and none of another degree, to one directory."
+            f"{expected} shards, and no others, to one directory."
         )
     wrong = [n for n, t in tensors.items() if t.dim() > 2]
     if wrong:
@@ -265,7 +265,9 @@ def write_shards(
     if degree < 1:
         raise CheckpointError(f"degree={degree} must be at least 1.")
     if holds_shards(directory):
-        raise CheckpointError(f"{str(directory)!r} already holds shards. Use another directory.")
+        raise CheckpointError(
+            f"{str(directory)!r} already contains shards. Choose another directory."
+        )
     for name, shape in shapes.items():
         split_tensor(name, torch.empty(shape, device="meta"), 0, degree)
     inner = directory / "1"

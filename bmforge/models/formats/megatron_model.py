@@ -91,8 +91,8 @@ def _find_config(
         return family.settle_config(config_class.preset(fitting[0]), files.shapes)
     match = f"fit the presets {', '.join(fitting)}" if fitting else "fit no preset"
     raise ConfigError(
-        f"the shards in {str(files.directory)!r} are a {family.__name__}, but their sizes {match}: "
-        "select it with preset=..., or add the model's config.json."
+        f"the shards in {str(files.directory)!r} are a {family.__name__}, but their sizes "
+        f"{match}. Select a preset with preset=..., or add the model's config.json."
     )
 
 
@@ -127,13 +127,13 @@ def save_megatron(model: Model, directory: str | Path, degree: int) -> None:
     has_experts = isinstance(model, CPM2) and model.config.num_experts > 0
     if not isinstance(model, CPM1 | CPM2 | EVA) or has_experts:
         raise ConfigError(
-            f"{type(model).__name__} cannot be saved as Megatron's shards; CPM1, EVA and CPM2 "
-            "without experts can."
+            f"{type(model).__name__} cannot be saved as Megatron shards (supported: CPM1, EVA, "
+            "and CPM2 without experts)."
         )
     if model.config.changes:
         kinds = ", ".join(dict.fromkeys(change.kind for change in model.config.changes))
         raise ConfigError(
-            f"this {type(model).__name__} was changed ({kinds}), which Megatron's shards do not "
+            f"this {type(model).__name__} was changed ({kinds}), which Megatron shards do not "
             "support. Save it with save_pretrained."
         )
     parameters = {name: p.detach() for name, p in model.named_parameters()}

@@ -116,7 +116,9 @@ def load_model_center(
     family = family or tell_family(tensors, raw)
     if family not in OLD_FAMILIES or family not in FAMILIES:
         supported = sorted(OLD_FAMILIES.keys() & FAMILIES.keys())
-        raise ConfigError(f"family={family!r} is not supported; supported: {', '.join(supported)}.")
+        raise ConfigError(
+            f"unsupported family: family={family!r} (supported: {', '.join(supported)})."
+        )
     if family not in ("T5", "CPM2"):  # one stack, called "decoder" in old versions
         tensors = _rename(tensors, ((r"^decoder\.", "encoder."),))
     values = read_old_config(family, raw, tensors, allow_unknown)
@@ -180,7 +182,9 @@ def _make_config(family: str, values: Mapping[str, Any]) -> ModelConfig:
     """Build the config from its field values."""
     config_class = FAMILIES[family].config_class
     if values.get("head", "") not in ("", *config_class.heads):
-        raise ConfigError(f"cls_head: {family} has no token classification head.")
+        raise ConfigError(
+            f"cls_head is not supported, because {family} has no token classification head."
+        )
     field_names = {f.name for f in fields(config_class) if f.init}
     return config_class(**{name: value for name, value in values.items() if name in field_names})
 
@@ -218,7 +222,7 @@ def _check_fit(
     shapes = {sources[name]: tuple(p.shape) for name, p in model.named_parameters()}
     missing = [name for name in shapes if name not in tensors]
     wrong = [
-        f"{name} is {tuple(tensors[name].shape)}, the config needs {shape}"
+        f"{name} has shape {tuple(tensors[name].shape)}, but the config needs {shape}"
         for name, shape in shapes.items()
         if name in tensors and tuple(tensors[name].shape) != shape
     ]
@@ -237,10 +241,13 @@ def _check_fit(
         parts = (("missing", missing), ("unexpected", extra), ("wrong shape", wrong))
         text = "; ".join(f"{title}: {', '.join(n[:_LISTED])}" for title, n in parts if n)
         raise CheckpointError(
-            f"{str(directory / _WEIGHTS)!r} does not fit {type(model).__name__}: {text}."
+            f"the tensors in {str(directory / _WEIGHTS)!r} do not match {type(model).__name__}: "
+            f"{text}. Check config.json, or copy the file again."
         )
     if unread:
-        get_logger().info("head %r ignores: %s", model.config.head, ", ".join(unread))
+        get_logger().info(
+            "head %r does not use these tensors: %s", model.config.head, ", ".join(unread)
+        )
 
 
 def _is_copy(name: str, tensors: Mapping[str, Tensor]) -> bool:

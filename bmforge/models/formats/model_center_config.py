@@ -165,8 +165,8 @@ OLD_FAMILIES: dict[str, OldFamily] = {
 
 
 _WAYS = {
-    "CPM1": "Open it with bmforge.compat.model_center.model.CPM1.from_pretrained(directory).",
-    "CPM3": "Its published form is CPM-Ant: use that checkpoint.",
+    "CPM1": "Load it with bmforge.compat.model_center.model.CPM1.from_pretrained(directory).",
+    "CPM3": "The same model was published as CPM-Ant: use that checkpoint.",
 }
 # Sizes of the published vocabularies, padded or not: all T5 versions, mengzi, mT5; CPM-2.
 _VOCABULARIES = {
@@ -195,8 +195,8 @@ def tell_family(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
         is_prompted = "prompt_embedding.weight" in tensors
         name = "CPM3" if is_prompted else "CPM1"
         raise ConfigError(
-            f"this is ModelCenter's {name}, with relative positions, which the Hugging Face format "
-            f"and bmforge's families do not support. " + _WAYS[name]
+            f"this is {name} of ModelCenter, with relative positions, which the Hugging Face "
+            f"format and bmforge's families do not support. {_WAYS[name]}"
         )
     signs = {
         "block_position_embedding.weight": "GLM",
@@ -232,8 +232,9 @@ def _tell_seq2seq(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
     if vocab_size in _VOCABULARIES:
         return _VOCABULARIES[vocab_size]
     raise ConfigError(
-        f"the tensors fit both T5 1.1 and CPM-2, whose names are the same, and a vocabulary of "
-        f"{vocab_size} is unknown. Give the family: T5 or CPM2 (--family of bmforge convert)."
+        "the tensors fit both T5 1.1 and CPM-2, which use the same names, and the vocabulary "
+        f"size {vocab_size} belongs to neither. Give the family: T5 or CPM2 (--family of "
+        "bmforge convert)."
     )
 
 
@@ -276,8 +277,9 @@ def read_old_config(
         problems.append("num_encoder_layers and num_decoder_layers (only equal ones)")
     if problems:
         raise ConfigError(
-            f"these fields of ModelCenter's config could change results: {', '.join(problems)}. If "
-            "you know that they do not, add them to allow_unknown."
+            "these fields of ModelCenter's config are not supported and could change results: "
+            f"{', '.join(problems)}. If they do not matter for this model, add them to "
+            "allow_unknown."
         )
     values = {_FIELDS[name]: value for name, value in old_config.items() if name in _FIELDS}
     values["activation"] = values["feed_forward"] = old.activations[activation]

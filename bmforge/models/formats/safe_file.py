@@ -151,7 +151,8 @@ class SafeFile(CheckedFile):
         kind = self._entries[name].dtype
         if kind not in _DTYPES:
             raise CheckpointError(
-                f"{name} in {str(self.path)!r} has dtype {kind}; known: {', '.join(_DTYPES)}."
+                f"{name} in {str(self.path)!r} has the unsupported dtype {kind} (supported: "
+                f"{', '.join(_DTYPES)})."
             )
         return _DTYPES[kind]
 
@@ -166,8 +167,8 @@ class SafeFile(CheckedFile):
                 self._read_by(self._reads, _view_bytes(target), runs)
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{str(self.path)!r} no longer exists; it did when the model was opened. Restore "
-                "it, or open the model at its current location."
+                f"{str(self.path)!r} was removed after the model was loaded. Restore it, or "
+                "load the model from its current location."
             ) from error
         except OSError as error:
             raise self.damaged(str(error)) from error
@@ -182,7 +183,7 @@ class SafeFile(CheckedFile):
                 while done < end:
                     got = file.readinto(view[done:end])
                     if not got:
-                        raise self.damaged("it ends too early")
+                        raise self.damaged("the file ends too early")
                     done += got
 
     def _read_by(self, reads: FileReads, view: memoryview, runs: list[tuple[int, int]]) -> None:
@@ -361,6 +362,6 @@ def write_file(
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise CheckpointError(
-            f"cannot write {str(path)!r} of {len(text) + offset:,} bytes ({error.strerror}). Free "
-            "some space, or name another directory."
+            f"cannot write {str(path)!r} of {len(text) + offset:,} bytes ({error.strerror}). "
+            "Free disk space, or choose another directory."
         ) from error

@@ -79,7 +79,8 @@ def find_class(hf_config: Any, head: str) -> Any:
             if isinstance(own := getattr(library, name, None), type):
                 return own
         raise ConfigError(
-            f"model_type={hf_config.model_type!r} has no head {head!r} in transformers."
+            f"model_type={hf_config.model_type!r} has no head {head!r} in transformers. Choose "
+            "another head."
         ) from None
     if isinstance(classes, (tuple, list)):
         preferred = getattr(hf_config, "architectures", None) or ()

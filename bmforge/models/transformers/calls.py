@@ -47,7 +47,7 @@ def call_arguments(module: nn.Module, arguments: dict[str, Any], *, cached: bool
     unknown = [name for name in chosen if name not in names and not passes_on]
     if unknown:
         raise ConfigError(
-            f"a {type(module).__name__} does not take {', '.join(unknown)} "
+            f"a {type(module).__name__} does not support the arguments {', '.join(unknown)} "
             f"(allowed: {', '.join(sorted(names - {'self'}))}). Leave them out."
         )
     if "use_cache" in names:

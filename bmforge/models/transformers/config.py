@@ -155,7 +155,8 @@ class TransformersConfig(ModelConfig):
         """Build the transformers config, with this config's changed fields."""
         if not self.source:
             raise ConfigError(
-                "a model of the transformers backend is built from a config.json: open a directory."
+                "a model of the transformers backend is built from a config.json. Pass its "
+                "directory."
             )
         hf = config_from_json(json.loads(self.source))
         if bool(getattr(hf, "tie_word_embeddings", False)) != self.tie_word_embeddings:
@@ -190,7 +191,10 @@ class TransformersConfig(ModelConfig):
         nested = [n for n, v in vars(hf).items() if v is text and isinstance(raw.get(n), dict)]
         (raw[nested[0]] if nested else raw)["vocab_size"] = size
         if _read_sizes(config_from_json(raw))["vocab_size"] != size:
-            raise ConfigError(f"model_type={self.model_type!r} has no vocab_size to change.")
+            raise ConfigError(
+                f"the config of model_type={self.model_type!r} has no vocab_size, so its "
+                "vocabulary cannot be resized."
+            )
         return self.replace(vocab_size=size, source=json.dumps(raw))
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:

@@ -85,7 +85,10 @@ def config_from_json(raw: dict[str, Any]) -> Any:
     """
     kind = str(raw.get("model_type"))
     if not supports(kind):
-        raise ConfigError(f"model_type={kind!r} is not known to the installed transformers.")
+        raise ConfigError(
+            f"model_type={kind!r} is not known to the installed transformers. Install a newer "
+            "transformers."
+        )
     module = importlib.import_module("transformers.models.auto.configuration_auto")
     chosen = module.CONFIG_MAPPING[kind]
     try:
@@ -118,7 +121,7 @@ def find_auto_class(raw: dict[str, Any]) -> str:
         if kind in table:
             return head
     raise ConfigError(
-        f"model_type={kind!r} has no language model, encoder or classifier in transformers, only "
-        f"{', '.join(classes) or 'a config'}. Supported auto classes: "
-        f"{', '.join(auto for auto, _ in AUTO_CLASSES.values())}."
+        f"model_type={kind!r} has no language model, encoder or classifier in transformers, "
+        f"only {', '.join(classes) or 'a config'} (supported auto classes: "
+        f"{', '.join((auto for auto, _ in AUTO_CLASSES.values()))})."
     )

@@ -89,9 +89,9 @@ class LanguageLoss:
         """
         if self.behavior.head != "linear" or not self._is_plain_head():
             raise ConfigError(
-                f"{type(self.foreign).__name__} computes its logits by more than one linear layer, "
-                "so log-probabilities of tokens cannot be computed in the transformers backend. "
-                "Use a family of bmforge, and leave adapters off the head."
+                f"{type(self.foreign).__name__} computes its logits with more than one linear "
+                "layer, so the transformers backend cannot compute log-probabilities of "
+                "tokens. Use a model family of bmforge, and attach no adapter to the head."
             )
         body = self.foreign.get_submodule(self.structure.body)
         hidden = hidden_of(body(**call_arguments(body, given, cached=False)))
@@ -181,7 +181,7 @@ def head_loss(
             torch.stack((out.start_logits, out.end_logits), -1), starts, ends, num_items
         )
     if labels is None:
-        raise ConfigError(f"head={config.head!r} needs labels to compute a loss.")
+        raise ConfigError(f"head={config.head!r} needs labels to compute a loss. Pass labels.")
     if config.head == "ctc":
         out = foreign(**call_arguments(foreign, {**arguments, "labels": labels}, cached=False))
         return out.loss if num_items is None else out.loss * (labels.shape[0] / num_items)
@@ -189,7 +189,9 @@ def head_loss(
         arguments = {**arguments, "labels": labels}
     out = foreign(**call_arguments(foreign, arguments, cached=False))
     if getattr(out, "logits", None) is None:
-        raise ConfigError(f"head={config.head!r} has no loss in the transformers backend.")
+        raise ConfigError(
+            f"head={config.head!r} has no loss in the transformers backend. Use another head."
+        )
     if config.head in ("sequence_classification", "token_classification", "image_classification"):
         return classification_loss(out.logits, labels, config.problem_type, num_items)
     if config.head == "image_text_to_text":

@@ -178,9 +178,9 @@ class TransformersModel(Model):
         if self.stored_names.opaque:
             kind = type(self.foreign).__name__
             raise ConfigError(
-                f"a {kind} stores tensors in a form that bmforge cannot read by slices: "
+                f"a {kind} stores tensors in a form that bmforge cannot read in slices: "
                 f"{self.stored_names.opaque[0]} and {len(self.stored_names.opaque) - 1} more. "
-                "Load it with transformers."
+                "Load it with transformers and save it again."
             )
         missing = {rule.theirs for rule in rules} - set(names)
         if not missing:
@@ -312,7 +312,7 @@ class TransformersModel(Model):
         if low < 0 or high >= table.num_embeddings:
             raise ShapeError(
                 f"input_ids has ids from {low} to {high} (allowed: 0 to "
-                f"{table.num_embeddings - 1}). Use the tokenizer of the model."
+                f"{table.num_embeddings - 1}). Use the tokenizer that belongs to the model."
             )
 
     def _separate(
@@ -323,10 +323,11 @@ class TransformersModel(Model):
             return positions, mask
         kind = self.behavior.packing
         if not kind:
-            why = self.behavior.reason or "its layers pass information between documents"
+            why = self.behavior.reason or "its layers mix the documents of a row"
             raise ConfigError(
-                f"model_type={self.config.model_type!r} cannot keep the documents of a packed row "
-                f"apart ({why}). Set data.reset_at_documents=false, or use one document per row."
+                f"model_type={self.config.model_type!r} cannot separate the documents of a "
+                f"packed row ({why}). Set data.reset_at_documents=false, or use one document "
+                "per row."
             )
         positions = count_positions(documents) if positions is None else positions
         if kind == "positions":

@@ -320,6 +320,6 @@ def check_opaque(names: StoredNames, kind: str) -> None:
     """Raise `ConfigError` if some tensors are stored in a form that bmforge cannot slice."""
     if names.opaque:
         raise ConfigError(
-            f"a {kind} stores {len(names.opaque)} tensors in a form that bmforge cannot read by "
-            f"slices, such as {names.opaque[0]!r}. Load it with transformers and save it anew."
+            f"a {kind} stores {len(names.opaque)} tensors in a form that bmforge cannot read in "
+            f"slices, such as {names.opaque[0]!r}. Load it with transformers and save it again."
         )

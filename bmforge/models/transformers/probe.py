@@ -96,7 +96,9 @@ def probe_architecture(hf_config: Any, head: str) -> Behavior:
         return _probe(twin, find_structure(twin))
     except Exception as error:  # any code of transformers may fail at small sizes
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        get_logger().info("no twin of model_type=%r: %s", hf_config.model_type, reason)
+        get_logger().info(
+            "no small model of model_type=%r can be built: %s", hf_config.model_type, reason
+        )
         return Behavior(reason=reason)
 
 

@@ -54,7 +54,7 @@ def find_tensor_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
     styles = {n: style for n in modules for glob, style in plan.items() if match_glob(n, glob)}
     cuts, problem = _make_cuts(modules, styles, config)
     if problem or not cuts:
-        return (), problem or "its plan names no linear layer of the blocks"
+        return (), problem or "its tensor-parallel plan contains no linear layer of the blocks"
     return cuts, _find_uncovered(model, modules, styles)
 
 
@@ -70,7 +70,10 @@ def _make_cuts(
         elif type(module) is nn.Linear and style in _LINEAR:
             cuts.append(_cut_linear(name, module, _LINEAR[style], config))
         elif not (style in _WHOLE and not isinstance(module, nn.Linear)):
-            return (), f"its plan shards {name} as {style!r}, which bmforge does not support"
+            return (), (
+                f"its tensor-parallel plan shards {name} as {style!r}, which bmforge does not "
+                "support"
+            )
     return tuple(cuts), ""
 
 
@@ -100,7 +103,7 @@ def _find_uncovered(model: Any, modules: Mapping[str, nn.Module], styles: Mappin
         if not inside or covered or is_foreign_experts(modules[name]):
             continue
         if not name.endswith(_BEFORE):
-            return f"its plan does not say how {name} is sharded"
+            return f"its tensor-parallel plan does not contain {name}"
     idle = model.uncalled(list(_parameter_owners(modules)))
     return f"it reads the weights of {idle[0]} without calling the module" if idle else ""
 

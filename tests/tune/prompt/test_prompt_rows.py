@@ -124,7 +124,7 @@ def test_logits_of_some_places_only():
     torch.testing.assert_close(some, every[torch.arange(2)[:, None], places])
     with pytest.raises(ShapeError, match="has no effect with labels"):
         model(ids, labels=ids, logits_at=places)
-    with pytest.raises(ShapeError, match=r"must be \(B=2, M\)"):
+    with pytest.raises(ShapeError, match=r"needed: \(B=2, M\)"):
         model(ids, logits_at=places[0])
     causal = GPT2.from_config(FAMILIES["gpt2"][1])
     with pytest.raises(ShapeError, match="without logits_to_keep"):
