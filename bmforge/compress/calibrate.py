@@ -144,7 +144,8 @@ def by_block(
             )
         if isinstance(matrix.module, nn.Embedding):
             raise ConfigError(
-                f"{matrix.name} is an embedding, which has no inputs to calibrate with. Exclude it."
+                f"{matrix.name} is an embedding, which has no input activations for "
+                "calibration. Leave it out of `where`."
             )
         by_name.setdefault(names[0], []).append(matrix)
     return by_name

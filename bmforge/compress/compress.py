@@ -64,7 +64,8 @@ def compress(
     if (config.distill is None) != (teacher is None):
         problem = "no teacher was given" if teacher is None else "nothing says what it teaches"
         raise ConfigError(
-            f"{problem}: give both compress(..., teacher=...) and CompressConfig.distill."
+            f"{problem}: pass both compress(..., teacher=...) and CompressConfig.distill, or "
+            "neither."
         )
     if not config.names and not methods and teacher is None:
         raise ConfigError(
@@ -181,8 +182,9 @@ class Compression:
         names = [method.name for method in self.methods]
         if set(state["methods"]) != set(names):
             raise ConfigError(
-                f"the run to resume uses {', '.join(state['methods']) or 'no method'}, this recipe "
-                f"{', '.join(names) or 'none'}. Resume with the recipe that the run began with."
+                f"the run to resume uses {', '.join(state['methods']) or 'no method'}, but this "
+                f"recipe {', '.join(names) or 'none'}. Resume with the recipe with which the "
+                "run was started."
             )
         self.step = int(state["step"])
         if self.distiller is not None:

@@ -97,7 +97,7 @@ def find_matrices(model: nn.Module, where: Sequence[str] = ()) -> list[Matrix]:
     for glob in where:
         inside = _inside(modules, match_names(modules, (glob,)))
         if not inside:
-            raise ConfigError(f"where: {glob!r} names no linear layer, embedding or experts.")
+            raise ConfigError(f"where: {glob!r} matches no linear layer, embedding or experts.")
         names.update(dict.fromkeys(inside))
     if not where:
         names = dict.fromkeys(usual_names(model))
@@ -107,8 +107,8 @@ def find_matrices(model: nn.Module, where: Sequence[str] = ()) -> list[Matrix]:
             continue
         if is_stored(modules[name]):
             raise ConfigError(
-                f"{name} is a {type(modules[name]).__name__}: its weights are integers already. "
-                "Zeros, scales and rounding come before that; begin with the plain model."
+                f"{name} is a {type(modules[name]).__name__}, so its weights are already "
+                "quantized. Prune, smooth or quantize the unquantized model instead."
             )
         for matrix in _matrices_of(name, modules[name]):
             if (id(matrix.parameter), matrix.index) not in seen:
@@ -128,7 +128,8 @@ def usual_names(model: nn.Module) -> list[str]:
     names = [name for name in names if not isinstance(modules[name], nn.Embedding)]
     if not names:
         raise ConfigError(
-            f"{type(model).__name__} has no repeated blocks with linear layers: name some in where."
+            f"{type(model).__name__} has no repeated blocks with linear layers. Select layers "
+            "with `where`."
         )
     return names
 
@@ -156,8 +157,11 @@ def warn_of_stacks(model: nn.Module, where: Sequence[str], done: str) -> None:
     if stacks:
         total = sum(parameter.numel() for parameter in model.parameters())
         get_logger().warning(
-            "%d stacks of experts of this %s (%s, ...), %.0f %% of the floats that are left, are "
-            "not %s: open the model with bmforge.models.AutoModel, whose experts are",
+            (
+                "%d stacks of experts of this %s (%s, ...), %.0f %% of the weights that are not "
+                "quantized, are not %s: load the model with bmforge.models.AutoModel, which "
+                "supports its experts"
+            ),
             *(len(stacks), type(model).__name__, stacks[0][0]),
             *(100 * sum(count for _, count in stacks) / total, done),
         )

@@ -56,27 +56,27 @@ def _check(config: CompressConfig, batches: Batches, own: Sequence[Method]) -> N
     unknown = [method.name for method in own if method.name not in METHOD_NAMES]
     if unknown:
         raise ConfigError(
-            f"a method is called {unknown[0]!r}; its name says where it comes in the order "
-            f"{', '.join(METHOD_NAMES)}."
+            f"unknown compression method: {unknown[0]!r} (known, in this order: "
+            f"{', '.join(METHOD_NAMES)})."
         )
     names = [name for name, (part, _) in _PARTS.items() if getattr(config, part) is not None]
     names += [method.name for method in own]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(
-            f"{', '.join(twice)} is configured twice. Put all of it into one "
-            "configuration, or compress twice in a row."
+            f"{', '.join(twice)} is configured twice. Use one configuration, or call compress "
+            "twice."
         )
     _check_gates(config, own)
     if batches is not None and not config.is_calibrated:
         raise ConfigError(
-            f"batches have no effect: {', '.join(config.names) or 'the config'} uses no "
+            f"batches have no effect, because {', '.join(config.names) or 'the config'} uses no "
             "calibration data. Leave them out."
         )
     if batches is None and config.is_calibrated:
         raise ConfigError(
-            "no batches were given, and something in the config chooses by what goes through the "
-            "model: give compress(..., batches=...), or calibration texts in a recipe."
+            "there is no calibration data, but a method of the config needs activations. Pass "
+            "compress(..., batches=...), or calibration texts in a recipe."
         )
 
 
@@ -92,8 +92,8 @@ def _check_gates(config: CompressConfig, own: Sequence[Method]) -> None:
     for name, config_of_method in settings:
         if needed := _needs_shapes(name, config_of_method):
             raise ConfigError(
-                f"structured pruning with gates changes the shapes that {needed} needs. Run "
-                "it before, in a separate job (the phase `structure` in a recipe for "
+                f"structured pruning with gates changes the tensor shapes that {needed} needs. "
+                "Run it first, in a separate job (the phase `structure` in a recipe for "
                 "`bmforge compress`)."
             )
 

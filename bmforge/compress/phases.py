@@ -71,8 +71,8 @@ def split_phases(config: CompressConfig, steps: PhaseSteps) -> tuple[Phase, ...]
         if not is_wanted and not is_last:
             if count:
                 raise ConfigError(
-                    f"steps.{name}={count} has no effect: the recipe says nothing of "
-                    f"{' or '.join(parts)}."
+                    f"steps.{name}={count} has no effect, because the recipe does not use "
+                    f"{' or '.join(parts)}. Leave it out."
                 )
             continue
         left_out = dict.fromkeys(part for part in everything if part not in parts)
@@ -85,7 +85,7 @@ def split_phases(config: CompressConfig, steps: PhaseSteps) -> tuple[Phase, ...]
         )
     if config.distill is not None and not any(phase.steps for phase in phases):
         raise ConfigError(
-            "distill has no effect without steps: give some of steps.structure, steps.experts and "
-            "steps.weights."
+            "distill has no effect without training steps. Set steps.structure, steps.experts "
+            "or steps.weights."
         )
     return tuple(phases)

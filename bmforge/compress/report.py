@@ -147,7 +147,7 @@ class CompressReport:
         file = Path(directory) / _JSON
         if not file.is_file():
             raise DataError(
-                f"{str(directory)!r} contains no {_JSON}, so it is not a compressed model. Name "
+                f"{str(directory)!r} contains no {_JSON}, so it is not a compressed model. Pass "
                 "the output directory of a compression."
             )
         return config_from_dict(cls, read_json(file))

@@ -108,7 +108,7 @@ def _fitting(members: Sequence[Matrix], schemes: Sequence[str]) -> list[str]:
     fitting = []
     for scheme in schemes:
         if scheme not in PRESETS:
-            raise ConfigError(f"the scheme {scheme!r} is unknown; known: {', '.join(PRESETS)}.")
+            raise ConfigError(f"unknown scheme: {scheme!r} (known: {', '.join(PRESETS)}).")
         if all(PRESETS[scheme].fits(m.read().shape[1]) for m in members):
             fitting.append(scheme)
     if not fitting:
@@ -136,8 +136,8 @@ def _measurer(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None) -> 
     reference = _take(before, key)
     if reference is None:
         raise ConfigError(
-            f"{type(model).__name__} returns neither logits nor hidden states: give `loss`, or "
-            "labels in the batches."
+            f"{type(model).__name__} returns neither logits nor hidden states. Pass `loss`, or "
+            "batches with labels."
         )
 
     def moved() -> float:
@@ -197,13 +197,13 @@ def spend_bits(sensitivities: Sequence[Sensitivity], average_bits: float) -> dic
     budget = average_bits * weights
     if not least <= budget * (1 + 1e-9):
         raise ConfigError(
-            f"average_bits={average_bits} is out of reach: the fewest here are "
-            f"{least / weights:.3f}."
+            f"average_bits={average_bits} cannot be reached (at least {least / weights:.3f} for "
+            "this model)."
         )
     if budget > most * (1 + 1e-9):
         raise ConfigError(
-            f"average_bits={average_bits} is more than all layers can use ({most / weights:.3f}). "
-            'Use the scheme "int8" instead.'
+            f"average_bits={average_bits} is more than all layers can use (at most "
+            f'{most / weights:.3f}). Use the scheme "int8" instead.'
         )
     chosen = {name: each[0] for name, each in options.items()}
     steps = [(name, each[0], each[-1]) for name, each in options.items() if len(each) > 1]

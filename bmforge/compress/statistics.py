@@ -148,8 +148,9 @@ class Hessian:
             is_positive = not int(failed) and bool(ends.isfinite().all())
         if not is_positive:
             raise ConfigError(
-                f"{name}: the Hessian of what goes in is not positive with damp={damp}, "
-                f"{self.tokens} tokens and {columns} columns. Give more texts, or raise damp (0.1)."
+                f"{name}: the Hessian of the inputs is not positive definite with damp={damp}, "
+                f"{self.tokens} tokens and {columns} columns. Pass more texts, or raise damp "
+                "(for example 0.1)."
             )
         self._factor = factor
         return factor

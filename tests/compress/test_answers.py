@@ -113,7 +113,7 @@ def test_rows_are_found_in_any_order(tmp_path: Path) -> None:
     got, want = (learn(student, opened, one, 1.0) for one in (turned, batch))
     assert_close(got, want, rtol=1e-9, atol=1e-12)
     strange = batch["input_ids"][:1] + 1
-    with pytest.raises(DataError, match="no answers for row 1"):
+    with pytest.raises(DataError, match="no stored predictions for row 1"):
         opened.look_up({"input_ids": torch.cat((batch["input_ids"][:1], strange))})
     with pytest.raises(CheckpointError, match="already exists"):
         write_answers(teacher, singles, kept)
@@ -153,9 +153,9 @@ def test_what_answers_cannot_teach_is_said(tmp_path: Path) -> None:
     theirs = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2))
     for student, losses, said in (
         (make_llama(0, vocab_size=VOCAB + 1), (DistillLoss(),), "vocab_size=30"),
-        (make_llama(0), (DistillLoss(temperature=2.0),), "kept at temperature=1.0"),
+        (make_llama(0), (DistillLoss(temperature=2.0),), "stored at temperature=1.0"),
         (make_llama(0), (DistillLoss(), hidden), "only logits"),
-        (theirs, (DistillLoss(),), "without a language model's head of ours"),
+        (theirs, (DistillLoss(),), "without a language-model head of bmforge"),
     ):
         with pytest.raises(ConfigError, match=said):
             Distiller(student, kept, DistillConfig(losses=losses))
@@ -163,7 +163,7 @@ def test_what_answers_cannot_teach_is_said(tmp_path: Path) -> None:
         DistillConfig(teacher="a", answers="b")
     for model, options, said in (
         (teacher, {"count": VOCAB + 1}, f"give 1 to {VOCAB}"),
-        (make_t5(0), {"count": 2}, "reads one text and writes another"),
+        (make_t5(0), {"count": 2}, "not encoder-decoders"),
     ):
         with pytest.raises(ConfigError, match=said):
             write_answers(model, [{"input_ids": batch["input_ids"]}], tmp_path / "no", **options)

@@ -145,7 +145,7 @@ def test_what_does_not_go_together() -> None:
         ({"methods": [Pull("shrink")]}, "called 'shrink'"),
         ({"methods": [Pull(), Pull()]}, "structure is configured twice"),
         ({"methods": [Pull()], "batches": batches}, "batches have no effect"),
-        ({"config": CompressConfig(prune=PruneConfig("wanda"))}, "no batches were given"),
+        ({"config": CompressConfig(prune=PruneConfig("wanda"))}, "there is no calibration data"),
     ):
         with pytest.raises(ConfigError, match=said):
             compress(model, **arguments)  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def test_phases() -> None:
     assert (one.name, one.steps, one.config) == ("weights", 5, config)
     (alone,) = split_phases(CompressConfig(distill=teach), PhaseSteps(weights=2))
     assert alone.config.names == ()
-    with pytest.raises(ConfigError, match="distill has no effect without steps"):
+    with pytest.raises(ConfigError, match="distill has no effect without training steps"):
         split_phases(config, PhaseSteps())
     with pytest.raises(ConfigError, match=r"steps\.structure=1 has no effect"):
         split_phases(config, PhaseSteps(structure=1))

@@ -212,13 +212,13 @@ def test_what_cannot_be_trained_so() -> None:
     with pytest.raises(ConfigError, match="specs=choose_specs"):
         FakeQuantize(QuantizeConfig(scheme="auto", average_bits=5.0, training="fake"))
     config = QuantizeConfig(scheme="int8-dynamic", training="int8")
-    with pytest.raises(ConfigError, match="is for linear layers of blocks"):
+    with pytest.raises(ConfigError, match="supports only linear layers of blocks"):
         FakeQuantize(config).attach_(mixtral())
     model = llama()
     FakeQuantize(config).attach_(model)
     with pytest.raises(ConfigError, match="already has a wrapper at place='rounding'"):
         FakeQuantize(config).attach_(model)
-    with pytest.raises(ConfigError, match="linear layers and experts are rounded"):
+    with pytest.raises(ConfigError, match="supports only linear layers and experts"):
         FakeQuantize(QuantizeConfig(training="fake", where=("embed",))).attach_(llama())
 
 

@@ -340,13 +340,13 @@ def detached(model: Any, method: StructureMethod) -> Any:
         (
             "llama",
             {"target": "parameters", "keep_ratio": 0.02, "gates": ("features",)},
-            "out of reach",
+            "cannot be reached",
         ),
-        ("llama", {"num_heads": 2, "gates": ("features",)}, "cannot reach sizes of heads"),
-        ("llama", {"num_heads": 1, "num_kv_heads": 1, "gates": ("heads",)}, "whole key-value"),
-        ("llama", {"hidden_size": 16, "gates": ("heads",)}, "choose hidden_size"),
+        ("llama", {"num_heads": 2, "gates": ("features",)}, "cannot determine heads"),
+        ("llama", {"num_heads": 1, "num_kv_heads": 1, "gates": ("heads",)}, "is not a multiple of"),
+        ("llama", {"hidden_size": 16, "gates": ("heads",)}, "cannot determine hidden_size"),
         ("llama", {"hidden_size": 999, "gates": ("hidden",)}, "is more than the"),
-        ("cpm_bee", {"hidden_size": 16, "gates": ("hidden",)}, "keep their width"),
+        ("cpm_bee", {"hidden_size": 16, "gates": ("hidden",)}, "cannot prune the hidden size"),
         ("mixtral", {"target": "parameters", "gates": ("features",)}, "no layer.*has features"),
     ],
 )

@@ -206,7 +206,7 @@ def test_packed_experts_are_saved(tmp_path: Path) -> None:
         ("llama", {"num_experts": 8, "always": 1}, "does not divide the 39"),
         ("mixtral", {}, "has experts already"),
         ("llama", {"where": ("layers.7",)}, "matches nothing"),
-        ("cpm_ant", {"num_experts": 8, "relu": True}, "has one activation"),
+        ("cpm_ant", {"num_experts": 8, "relu": True}, "whose activation is fixed"),
     ],
 )
 def test_what_cannot_be_is_said(name: str, options: dict[str, Any], message: str) -> None:

@@ -81,7 +81,7 @@ def test_plans_are_json() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("llama", {"num_heads": 3}, "nearest that fits is 4"),
+        ("llama", {"num_heads": 3}, "nearest valid value is 4"),
         (
             "llama",
             {"num_heads": 2, "num_kv_heads": 1, "tensor_parallel": 4},
@@ -90,8 +90,8 @@ def test_plans_are_json() -> None:
         ("llama", {"head_dim": 3}, "split a rotary pair. The nearest valid value is 4"),
         ("llama", {"intermediate_size": 41}, "intermediate_size=41 is more than the 40"),
         ("llama", {"num_experts": 2}, "no layer of this Llama has such parts"),
-        ("llama", {"target": "parameters", "keep_ratio": 0.001}, "out of reach"),
-        ("llama", {"target": "parameters", "num_heads": 2}, "both say how large"),
+        ("llama", {"target": "parameters", "keep_ratio": 0.001}, "cannot be reached"),
+        ("llama", {"target": "parameters", "num_heads": 2}, "cannot be used together"),
         ("llama", {"hidden_size": 64}, "must be below"),
         ("cpm_bee", {"hidden_size": 16}, "cannot be pruned"),
         ("bert", {"num_heads": 2, "uniform": True}, "the published config has no fields"),

@@ -331,7 +331,7 @@ def test_roles_are_eva_s() -> None:
     """A family without roles refuses them."""
     model = CPM2.from_config(CPM2Config(**TINY))
     ids = make_batch(model)
-    with pytest.raises(ShapeError, match="CPM2 has no roles"):
+    with pytest.raises(ShapeError, match="CPM2 does not support role_ids"):
         model(ids, labels=ids, role_ids=ids % 2)
 
 

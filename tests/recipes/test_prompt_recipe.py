@@ -154,7 +154,7 @@ def test_what_a_template_makes_is_shown(place, capsys):
     assert "masked" in said
     assert f"good = {tokenizer.token_to_id('good')}" in said
     assert main([*told, "no mask"]) == 2
-    assert "one is needed" in capsys.readouterr().err
+    assert "add one" in capsys.readouterr().err
 
 
 def test_files_of_words(tmp_path):
@@ -174,10 +174,10 @@ def test_files_of_words(tmp_path):
     ):
         assert read_verbalizer(write(name, text), 0, ["n", "p"]) == [["bad"], ["good"]], name
     for name, text, said in (
-        ("g.json", "{", "is no JSON"),
+        ("g.json", "{", "is not valid JSON"),
         ("h.json", '{"x": ["bad"], "p": "good"}', "classes are n, p"),
-        ("i.txt", "bad\n", "words of 1 classes"),
-        ("j.json", "3", "is no verbalizer"),
+        ("i.txt", "bad\n", "words for 1 classes"),
+        ("j.json", "3", "is not a verbalizer"),
     ):
         with pytest.raises(ConfigError, match=said):
             read_verbalizer(write(name, text), 0, ["n", "p"])

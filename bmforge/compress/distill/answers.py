@@ -78,7 +78,7 @@ def write_answers(
     """
     out = Path(directory)
     if out.exists():
-        raise CheckpointError(f"{str(out)!r} already exists. Name another directory.")
+        raise CheckpointError(f"{str(out)!r} already exists. Choose another directory.")
     head = find_head(teacher, "teacher")
     size = _check_teacher(teacher, count, temperature)
     partial = out.with_name(partial_name(out.name))
@@ -113,12 +113,12 @@ def _check_teacher(teacher: nn.Module, count: int, temperature: float) -> int:
     traits: Any = getattr(teacher, "traits", None)
     if traits is not None and traits.reads == "apart":
         raise ConfigError(
-            f"a {type(teacher).__name__} reads one text and writes another: answers are kept of "
-            "models that predict where they read, decoders and masked language models."
+            f"predictions of a {type(teacher).__name__} cannot be stored (supported: decoders "
+            "and masked language models, not encoder-decoders)."
         )
     if not 1 <= count <= size or not temperature > 0:
         raise ConfigError(
-            f"count={count}, temperature={temperature}: give 1 to {size} answers, and a "
+            f"count={count}, temperature={temperature}: count must be 1 to {size}, and "
             "temperature above 0."
         )
     return size
@@ -133,8 +133,8 @@ def find_head(model: nn.Module, who: str) -> LMHead:
     head = next((module for module in model.modules() if isinstance(module, LMHead)), None)
     if head is None:
         raise ConfigError(
-            f"the {who} is a {type(model).__name__} without a language model's head of ours, whose "
-            "answers could be kept: open it with bmforge.models.AutoModel."
+            f"the {who} is a {type(model).__name__} without a language-model head of bmforge, "
+            "so its predictions cannot be stored. Load it with bmforge.models.AutoModel."
         )
     return head
 
@@ -150,12 +150,13 @@ def _ask(
         prediction, keys = recorder.prediction, keys_of(recorder.inputs)
     if prediction is None or prediction.vocab is not None:
         raise ConfigError(
-            "answers can only be stored if every process has the whole teacher. Use tp=1."
+            "predictions can only be stored if every process has the whole teacher. Use tp=1."
         )
     if prediction.given.hidden.shape[0] != inputs["input_ids"].numel():
         raise ConfigError(
-            f"a {type(teacher).__name__} predicted {prediction.given.hidden.shape[0]} tokens of "
-            f"{inputs['input_ids'].numel()}: answers are kept of models that predict everywhere."
+            f"the {type(teacher).__name__} predicts {prediction.given.hidden.shape[0]} of "
+            f"{inputs['input_ids'].numel()} tokens, but predictions can only be stored of "
+            "models that predict every token. Use another teacher."
         )
     step = max(1, _CHUNK_ELEMENTS // prediction.given.weight.shape[0])
     parts = []
@@ -238,7 +239,9 @@ class _Shards:
         if self._parts:
             self._write()
         if not self._number:
-            raise ConfigError("there are no batches for which to store answers. Give at least one.")
+            raise ConfigError(
+                "there are no batches for which to store predictions. Pass at least one."
+            )
         facts |= {"shards": self._number, "rows": len(self._known)}
         replace_file(self._folder / _FACTS, json.dumps(facts, indent=2) + "\n")
 
@@ -264,7 +267,7 @@ class TeacherAnswers:
         folder = Path(directory)
         if not (folder / _FACTS).is_file():
             raise DataError(
-                f"{str(folder)!r} contains no {_FACTS}. Name a directory written by write_answers."
+                f"{str(folder)!r} contains no {_FACTS}. Pass a directory written by write_answers."
             )
         facts = read_json(folder / _FACTS)
         self.directory, self.count = folder, int(facts["count"])
@@ -298,9 +301,9 @@ class TeacherAnswers:
         for row, key in enumerate(keys_of(inputs)):
             if key not in self._places:
                 raise DataError(
-                    f"{str(self.directory)!r} has no answers for row {row} of a batch. Store the "
-                    "answers for the same rows as in this run (same data, seq_len, seed and "
-                    "epochs)."
+                    f"{str(self.directory)!r} has no stored predictions for row {row} of a "
+                    "batch. Store them for the same rows as in this run (same data, seq_len, "
+                    "seed and epochs)."
                 )
             number, start, stop = self._places[key]
             file = self._files[number]

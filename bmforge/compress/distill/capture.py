@@ -161,8 +161,8 @@ class Recorder:
         """
         if name.startswith(INTO):
             raise ConfigError(
-                f"{name}: what goes into a module cannot be turned into the teacher's width "
-                f"{teacher_width}; name the module that it comes out of."
+                f"{name}: the input of a module cannot be projected to the teacher's width "
+                f"{teacher_width}. Name the module that outputs this tensor."
             )
         module = model.get_submodule(name)
         if hasattr(module, _VIEW):
@@ -209,8 +209,9 @@ def find_attention(model: nn.Module, name: str) -> Attention:
     attn = module if isinstance(module, Attention) else getattr(module, "attn", None)
     if not isinstance(attn, Attention):
         raise ConfigError(
-            f"{name} of {type(model).__name__} has no attention of ours (`nn.Attention`), whose "
-            "queries and keys could be seen: pair other modules, or learn from hidden states."
+            f"{name} of {type(model).__name__} has no attention module of bmforge "
+            "(`nn.Attention`) whose queries and keys can be compared. Pair other modules, or "
+            "use a loss on hidden states."
         )
     return attn
 

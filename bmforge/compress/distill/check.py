@@ -20,7 +20,7 @@ def check_teacher(student: nn.Module, teacher: nn.Module, config: DistillConfig)
     """Raise one `ConfigError` that lists all mismatches of vocabulary, head or depth."""
     if student is teacher:
         raise ConfigError(
-            "teacher and student are the same object. Give a copy of the model as the teacher."
+            "teacher and student are the same object. Pass a copy of the model as the teacher."
         )
     problems = []
     for what in ("vocab_size", "head", "num_labels"):
@@ -35,7 +35,7 @@ def check_teacher(student: nn.Module, teacher: nn.Module, config: DistillConfig)
             and student_value != teacher_value
         ):
             problems.append(
-                f"the student has {what}={student_value!r}, the teacher {teacher_value!r}"
+                f"the student has {what}={student_value!r}, but the teacher {teacher_value!r}"
             )
     for loss in config.losses:
         if loss.kind == "logits":
@@ -47,7 +47,7 @@ def check_teacher(student: nn.Module, teacher: nn.Module, config: DistillConfig)
         except ConfigError as error:
             problems.append(str(error))
     if problems:
-        raise ConfigError(f"this teacher cannot teach this student: {'; '.join(problems)}")
+        raise ConfigError(f"teacher and student do not match: {'; '.join(problems)}")
 
 
 def check_answers(student: nn.Module, answers: TeacherAnswers, config: DistillConfig) -> None:
@@ -56,20 +56,19 @@ def check_answers(student: nn.Module, answers: TeacherAnswers, config: DistillCo
     size = getattr(_config(student), "vocab_size", None)
     if size != answers.vocab_size:
         raise ConfigError(
-            f"the student has vocab_size={size}, the teacher whose answers were kept "
-            f"{answers.vocab_size}: it answers with its own tokens. Take one of the same "
-            "vocabulary."
+            f"the student has vocab_size={size}, but the predictions were stored for "
+            f"vocab_size={answers.vocab_size}. Use a teacher with the vocabulary of the student."
         )
     if config.looks_inside:
         raise ConfigError(
-            "stored answers contain only logits, not the teacher's hidden states or attention. "
-            'Use only kind="logits", or give the teacher itself.'
+            "stored predictions contain only logits, not the teacher's hidden states or "
+            'attention. Use only kind="logits", or pass the teacher itself.'
         )
     temperature = config.losses[0].temperature
     if temperature != answers.temperature:
         raise ConfigError(
-            f"the answers were kept at temperature={answers.temperature}, and the student is to "
-            f"learn at {temperature}: take the same one, or ask the teacher again."
+            f"the predictions were stored at temperature={answers.temperature}, but the loss "
+            f"uses {temperature}. Use the same temperature, or store the predictions again."
         )
 
 
@@ -89,23 +88,23 @@ def _attention_problems(
         )
         if loss.kind == "attention" and own_attention.num_heads != others.num_heads:
             problems.append(
-                f"{student_name} has {own_attention.num_heads} heads, the teacher's "
-                f"{teacher_name} {others.num_heads}: "
-                'learn relations instead (kind="relation")'
+                f"{student_name} has {own_attention.num_heads} heads, but the teacher's "
+                f'{teacher_name} {others.num_heads}: use kind="relation"'
             )
         if loss.kind == "value" and _value_width(own_attention) != _value_width(others):
             problems.append(
-                f"{student_name} has values of {_value_width(own_attention)} channels, the "
-                f"teacher's {teacher_name} of "
-                f'{_value_width(others)}: learn relations instead (kind="relation")'
+                f"{student_name} has values of {_value_width(own_attention)} channels, but "
+                f"the teacher's {teacher_name} of {_value_width(others)}: use "
+                'kind="relation"'
             )
         if loss.kind == "relation":
             heads = relation_heads(loss, own_attention)
             widths = [_width(attn, loss.of) for attn in (own_attention, others)]
             if any(width % heads for width in widths):
                 problems.append(
-                    f"relation_heads={heads} does not divide the {widths[0]} and {widths[1]} "
-                    f"channels of {student_name} and the teacher's {teacher_name}"
+                    f"relation_heads={heads} does not divide the {widths[0]} channels of "
+                    f"{student_name} and the {widths[1]} channels of the teacher's "
+                    f"{teacher_name}"
                 )
     return problems
 
@@ -141,20 +140,20 @@ def check_students_layout(
     is_cut |= find_head(student, "student").vocab is not None if has_answers else False
     if has_answers and (is_cut or (record is not None and record.pipeline is not None)):
         raise ConfigError(
-            "kept answers are of whole rows and of the whole vocabulary: use a layout with tp=1, "
-            "cp=1 and pp=1, or give the teacher itself."
+            "stored predictions contain whole rows and the whole vocabulary. Use a layout with "
+            "tp=1, cp=1 and pp=1, or pass the teacher itself."
         )
     if other is not None and other.pipeline is not None:
         raise ConfigError(
-            "the teacher is cut into a pipeline's stages: hand over one that is whole on every "
-            "process, streamed or packed as integers where memory is short."
+            "the teacher is split into pipeline stages. Pass a teacher that is whole on every "
+            "process; to save memory, stream or quantize it."
         )
     if not config.looks_inside:
         return
     if record is not None and record.pipeline is not None:
         raise ConfigError(
-            "the student is cut into a pipeline's stages, and what is inside does not cross them: "
-            'use a layout with pp=1, or learn logits alone (kind="logits").'
+            "the student is split into pipeline stages, so its internal tensors cannot be "
+            'compared. Use a layout with pp=1, or only kind="logits".'
         )
     layout = None if record is None else record.layout
     is_hidden = any(loss.kind == "hidden" for loss in config.losses)
@@ -166,8 +165,8 @@ def check_students_layout(
         )
     if any(getattr(module, "token_cut", None) is not None for module in student.modules()):
         raise ConfigError(
-            "the student's rows are divided over processes (cp), and a row's tokens must be "
-            'together to be compared inside: use cp=1, or learn logits alone (kind="logits").'
+            "the tokens of a row are divided over processes (cp), so internal tensors cannot "
+            'be compared. Use cp=1, or only kind="logits".'
         )
 
 

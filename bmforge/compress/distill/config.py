@@ -57,16 +57,18 @@ class DistillLoss:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(
-                    f"distill.losses: {name}={value} of {self.kind!r} must be finite and above 0; "
-                    "leave a loss out that is not wanted."
+                    f"distill.losses: {name}={value} of {self.kind!r} must be finite and above "
+                    "0. To disable a loss, leave it out."
                 )
         if (self.schedule == "constant") != (self.steps == 0) or self.steps < 0:
             raise ConfigError(
-                f"distill.losses: schedule={self.schedule!r} and steps={self.steps}: rise and fall "
-                "need the number of steps, constant has none."
+                f"distill.losses: schedule={self.schedule!r} and steps={self.steps} do not "
+                "match (rise and fall need a number of steps, constant has none)."
             )
         if self.relation_heads < 0:
-            raise ConfigError(f"distill.losses: relation_heads={self.relation_heads} is negative.")
+            raise ConfigError(
+                f"distill.losses: relation_heads={self.relation_heads} must be at least 0."
+            )
         needed = {
             "temperature": "logits",
             "form": "hidden",
@@ -122,18 +124,21 @@ class DistillConfig:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for an empty list of losses or values out of range."""
         if not self.losses:
-            raise ConfigError("distill.losses is empty: name at least one, or leave distill out.")
+            raise ConfigError(
+                "distill.losses is empty. Give at least one loss, or leave distill out."
+            )
         if not (self.task_weight >= 0 and math.isfinite(self.task_weight)):
             raise ConfigError(
-                f"distill.task_weight={self.task_weight} must be finite and at least 0."
+                "distill.losses contains logits more than once. Give one logits loss, with one "
+                "temperature."
             )
         if sum(loss.kind == "logits" for loss in self.losses) > 1:
             raise ConfigError(
-                "distill.losses contains logits more than once. Give it once, with one temperature."
+                "distill has both a teacher and stored predictions. Give only one of them."
             )
         if self.teacher is not None and self.answers is not None:
             raise ConfigError(
-                "distill has both a teacher and stored answers. Give only one of them."
+                "distill has both a teacher and stored predictions. Give only one of them."
             )
         if self.teacher_quantize is not None and self.teacher is None:
             raise ConfigError("distill.teacher_quantize has no effect without distill.teacher.")

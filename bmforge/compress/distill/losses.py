@@ -46,9 +46,9 @@ def compare_states(student: Tensor, teacher: Tensor, weights: Tensor, form: str)
     """
     if student.shape != teacher.shape:
         raise ShapeError(
-            f"the student's states are {tuple(student.shape)}, the teacher's "
-            f"{tuple(teacher.shape)}. Pair modules of the same tokens; of models whose config "
-            "tells hidden_size other widths are turned."
+            f"the hidden states of the student have shape {tuple(student.shape)}, but the "
+            f"teacher's {tuple(teacher.shape)}. Pair modules with the same tokens; different "
+            "widths are supported for models whose config has hidden_size."
         )
     wide = wide_dtype(student.dtype)
     student_wide, teacher_wide = student.to(wide), teacher.to(wide)
@@ -81,9 +81,8 @@ def compare_values(student: AttentionInput, teacher: AttentionInput, channels: i
     student_values, teacher_values = _join_heads(student.value), _join_heads(teacher.value)
     if student_values.shape != teacher_values.shape:
         raise ShapeError(
-            f"the student's values are {tuple(student_values.shape)}, the teacher's "
-            f"{tuple(teacher_values.shape)}: "
-            'other widths have relations, kind="relation".'
+            f"the values of the student have shape {tuple(student_values.shape)}, but the "
+            f'teacher\'s {tuple(teacher_values.shape)}. For different widths use kind="relation".'
         )
     wide = wide_dtype(student_values.dtype)
     return (student_values.to(wide) - teacher_values.to(wide)).square().sum(-1) / channels
@@ -101,9 +100,9 @@ def compare_attention(student: AttentionInput, teacher: AttentionInput, heads: i
     """
     if student.query.shape[:3] != teacher.query.shape[:3]:
         raise ShapeError(
-            f"the student has (B, N, T) = {tuple(student.query.shape[:3])}, the teacher "
-            f"{tuple(teacher.query.shape[:3])}: other numbers of heads have relations, "
-            'kind="relation".'
+            f"the queries of the student have (B, N, T) = {tuple(student.query.shape[:3])}, but "
+            f"the teacher's {tuple(teacher.query.shape[:3])}. For different numbers of heads "
+            'use kind="relation".'
         )
 
     def compare(start: int, stop: int) -> Tensor:
@@ -155,8 +154,8 @@ def compare_logits(student: Tensor, teacher: Tensor, temperature: float) -> Tens
     """
     if student.shape != teacher.shape:
         raise ShapeError(
-            f"the student's logits are {tuple(student.shape)}, the teacher's "
-            f"{tuple(teacher.shape)}: both must have the same classes."
+            f"the logits of the student have shape {tuple(student.shape)}, but the teacher's "
+            f"{tuple(teacher.shape)}. Use models with the same classes."
         )
     wide = wide_dtype(student.dtype)
     student_wide, teacher_wide = student.to(wide), teacher.to(wide)
@@ -226,7 +225,7 @@ def _divide(x: Tensor, num_local: int, heads: int) -> Tensor:
     joined = _join_heads(x)
     if not num_local or joined.shape[-1] % num_local:
         raise ShapeError(
-            f"relation_heads={heads} must divide the {joined.shape[-1]} channels of both sides, "
-            "and be divided by the processes that share them."
+            f"relation_heads={heads} must divide the {joined.shape[-1]} channels of both models "
+            "and be divisible by the number of processes that share them."
         )
     return joined.unflatten(-1, (num_local, -1)).transpose(1, 2)

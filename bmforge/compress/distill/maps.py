@@ -34,8 +34,8 @@ def pair_layers(student: int, teacher: int, layers: str) -> list[tuple[int, int]
     if layers == "same":
         if student != teacher:
             raise ConfigError(
-                f"the student has {student} layers, the teacher {teacher}: say which learns from "
-                'which, layers="uniform", "last" or "skip", or pairs by name.'
+                f"the student has {student} layers and the teacher {teacher}, so a mapping is "
+                'needed. Give layers="uniform", "last" or "skip", or pairs of module names.'
             )
         return [(layer, layer) for layer in range(student)]
     count = min(student, teacher)
@@ -45,7 +45,10 @@ def pair_layers(student: int, teacher: int, layers: str) -> list[tuple[int, int]
     if layers == "skip":
         pairs.pop()
     if not pairs:
-        raise ConfigError(f"layers={layers!r} leaves nothing of {student} and {teacher} layers.")
+        raise ConfigError(
+            f"layers={layers!r} selects no pair of the {student} student and {teacher} teacher "
+            "layers. Use another mapping."
+        )
     return pairs
 
 
@@ -74,7 +77,7 @@ def find_stacks(model: nn.Module) -> dict[str, list[str]]:
         stacks.setdefault(name.rpartition(".")[0], []).append(name)
     if not stacks:
         raise ConfigError(
-            f"{type(model).__name__} has no repeated blocks: name pairs of modules in distill."
+            f"{type(model).__name__} has no repeated blocks. Give pairs of module names in distill."
         )
     return stacks
 
@@ -90,9 +93,8 @@ def find_pairs(student: nn.Module, teacher: nn.Module, loss: DistillLoss) -> Pai
     student_stacks, teacher_stacks = find_stacks(student), find_stacks(teacher)
     if len(student_stacks) != len(teacher_stacks):
         raise ConfigError(
-            f"the student has the stacks {', '.join(student_stacks)}, the teacher "
-            f"{', '.join(teacher_stacks)}: name "
-            "pairs of modules."
+            f"the student has the stacks {', '.join(student_stacks)}, but the teacher "
+            f"{', '.join(teacher_stacks)}. Give pairs of module names."
         )
     if loss.stack:
         student_stacks, teacher_stacks = (
@@ -110,7 +112,10 @@ def _pick(stacks: Mapping[str, list[str]], part: str) -> dict[str, list[str]]:
     """Return the blocks of the encoder or of the decoder stack."""
     picked = {name: blocks for name, blocks in stacks.items() if part in name.split(".")}
     if len(picked) != 1:
-        raise ConfigError(f"stack={part!r} is none of {', '.join(stacks)}: leave it out.")
+        raise ConfigError(
+            f"unknown stack: stack={part!r} (known: {', '.join(stacks)}). Leave it out to use "
+            "all stacks."
+        )
     return picked
 
 

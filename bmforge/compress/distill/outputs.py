@@ -51,8 +51,9 @@ def _compare_spans(student: Any, teacher: Any, temperature: float) -> Tensor:
         student_logits, teacher_logits = getattr(student, name, None), getattr(teacher, name, None)
         if student_logits is None or teacher_logits is None:
             raise ConfigError(
-                f"{type(student).__name__} has no logits to learn from: kind='logits' needs a "
-                "model that returns them, or one of ours with a head."
+                f"kind='logits' is not supported for a {type(student).__name__}, because it "
+                "returns no logits. Use a model that returns logits, or a bmforge model with a "
+                "head."
             )
         both = compare_logits(student_logits, teacher_logits, temperature).sum() / 2
         total = both if total is None else total + both

@@ -66,8 +66,8 @@ def collect_inputs(
             hook.remove()
     if empty := [name for name, count in counts.items() if not count]:
         raise ConfigError(
-            f"the calibration batches bring no token to {empty[0]}. Pass more batches, or leave "
-            "that layer out of `where`."
+            f"no token of the calibration batches reaches {empty[0]}. Pass more batches, or "
+            "leave that layer out of `where`."
         )
     return {name: torch.cat(parts) for name, parts in tokens.items()}
 

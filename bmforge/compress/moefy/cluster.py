@@ -67,7 +67,10 @@ def order_of(groups: Tensor) -> Tensor:
 
 def _check(count: int, groups: int) -> None:
     if count % groups:
-        raise ConfigError(f"{groups} groups of one size do not fit {count} rows.")
+        raise ConfigError(
+            f"{count} rows cannot be divided into {groups} groups of equal size. Use a divisor "
+            f"of {count}."
+        )
 
 
 def _first_centers(unit: Tensor, groups: int, seed: int) -> Tensor:

@@ -36,7 +36,7 @@ def count_together(activities: Iterable[Tensor], share: float) -> Tensor:
         together = active.T @ active
         total = together if total is None else total + together
     if total is None:
-        raise ConfigError("group='coactivation' needs batches of tokens to look at.")
+        raise ConfigError("group='coactivation' needs calibration batches. Pass batches.")
     return total.fill_diagonal_(0)
 
 
@@ -60,7 +60,10 @@ def group_together(together: Tensor, groups: int, seed: int = 0) -> Tensor:
     group with the largest sum of edges.
     """
     if together.shape[0] % groups:
-        raise ConfigError(f"{groups} groups of one size do not fit {together.shape[0]} features.")
+        raise ConfigError(
+            f"{together.shape[0]} features cannot be divided into {groups} groups of equal "
+            f"size. Use a divisor of {together.shape[0]}."
+        )
     try:
         import pymetis
     except ImportError as error:

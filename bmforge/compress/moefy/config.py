@@ -57,7 +57,7 @@ class MoEfyConfig:
         """Raise `ConfigError` for values out of range."""
         problems = []
         if self.num_experts < 2:
-            problems.append(f"num_experts={self.num_experts} must be 2 or more")
+            problems.append(f"num_experts={self.num_experts} must be at least 2")
         for name, share in {"share": self.share, **self.shares}.items():
             if not 0 < share <= 1:
                 problems.append(f"{name}={share} must be above 0 and at most 1")
@@ -70,6 +70,6 @@ class MoEfyConfig:
             if getattr(self, name) < 1:
                 problems.append(f"{name}={getattr(self, name)} must be above 0")
         if self.always < 0:
-            problems.append(f"always={self.always} must not be below 0")
+            problems.append(f"always={self.always} must be at least 0")
         if problems:
             raise ConfigError(f"moefy: {'; '.join(problems)}.")

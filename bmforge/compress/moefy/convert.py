@@ -93,7 +93,8 @@ def moefy(
     batches = list(batches)
     if not batches:
         raise ConfigError(
-            "moefy needs batches of real text: which features are active depends on the tokens."
+            "moefy needs batches of real texts, because experts are formed from the features "
+            "that are active together. Pass batches."
         )
     undo = _use_relu_(model) if config.relu else None
     try:
@@ -110,7 +111,10 @@ def moefy(
     _carry_out_(model, shares, splits, config)
     report = MoEfyReport({name: split.report for name, split in splits.items()})
     get_logger().info(
-        "%d MLPs became experts; the routers capture %.3f of the oracle's activity",
+        (
+            "split %d MLPs into experts; the routers reach %.3f of the activity that ideal routers "
+            "would reach"
+        ),
         *(len(splits), report.captured),
     )
     return report
@@ -159,7 +163,7 @@ def _find_layers(model: Any, config: MoEfyConfig) -> dict[str, int]:
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, Block) and m.mlp is not None}
     if not blocks or getattr(model, "spec", None) is None:
         raise ConfigError(
-            f"a {type(model).__name__} has no MLPs of bmforge to split: open it with "
+            f"a {type(model).__name__} has no MLPs of bmforge that can be split. Load it with "
             "bmforge.models.AutoModel."
         )
     names = match_names(blocks, config.where, "layer")
@@ -173,8 +177,8 @@ def _check_layer(model: Any, name: str, config: MoEfyConfig) -> None:
     block: Block = model.get_submodule(name)
     if isinstance(block.spec.mlp, MoESpec):
         raise ConfigError(
-            f"{name} has experts already. Leave it out of `where`; fewer experts are a matter of "
-            "structure (StructureConfig.num_experts)."
+            f"{name} already has experts. Leave it out of `where`; to reduce the number of "
+            "experts use StructureConfig.num_experts."
         )
     parts = [part for _, part in block.mlp.named_modules()]  # type: ignore[union-attr]
     strange = [type(p).__name__ for p in parts[1:] if not isinstance(p, nn.Linear)]
@@ -199,7 +203,8 @@ def _use_relu_(model: Any) -> Callable[[], None]:
         changed = config.replace(activation="relu")
     else:
         raise ConfigError(
-            f"relu=True: a {type(model).__name__} has one activation, and its config none to say."
+            f"relu=True is not supported for a {type(model).__name__}, whose activation is "
+            "fixed. Leave it out."
         )
     described = type(model).from_config(changed, device="meta")
     before: list[tuple[Any, str, Any]] = [

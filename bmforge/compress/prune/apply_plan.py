@@ -55,7 +55,7 @@ class Shrunk:
         where = (
             "transformers opens it"
             if self.opens_elsewhere
-            else f"only bmforge opens it: {self.reason}"
+            else f"only bmforge can load it: {self.reason}"
         )
         return f"{text}; {where}"
 
@@ -124,7 +124,7 @@ def _check_plain(model: Any, plan: PruningPlan) -> None:
     tensors = persistent_tensors(model).values()
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         raise ConfigError(
-            f"{type(model).__name__} is parallelized already. Prune it before parallelize."
+            f"{type(model).__name__} is already parallelized. Prune it before parallelize."
         )
     others = [change.kind for change in model.config.changes if change.kind != "resize"]
     others += [type(module).__name__ for module in changed_modules(model).values()]
@@ -132,9 +132,9 @@ def _check_plain(model: Any, plan: PruningPlan) -> None:
         others.append("experts made of MLPs")
     if others:
         raise ConfigError(
-            f"{type(model).__name__} was changed already "
-            f"({', '.join(dict.fromkeys(others))}). Apply the methods in this order: "
-            "structured pruning, MoEfication, sparsity, quantization, adapters."
+            f"{type(model).__name__} was already changed ({', '.join(dict.fromkeys(others))}). "
+            "Apply the methods in this order: structured pruning, MoEfication, sparsity, "
+            "quantization, adapters."
         )
     if plan.hidden is not None and model.fixed_width:
         raise ConfigError(
@@ -166,8 +166,9 @@ def _order_shared_heads(model: Any, plan: PruningPlan) -> PruningPlan:
             order += [head for head in heads if head not in order]
             if set(order) != set(heads):
                 raise ConfigError(
-                    f"the layers of {stack} share a bias with a column per head: of two layers the "
-                    "one with fewer heads must keep some of those that the other keeps."
+                    f"the layers of {stack} share a position bias with one column per head, so "
+                    "the heads that one layer keeps must be among those that the other keeps. "
+                    "Choose the heads accordingly."
                 )
         for name, heads in sets.items():
             if (name in layers and layers[name].heads is not None) or list(heads) != order[
@@ -310,8 +311,8 @@ def _fill_(settled: Settled, values: Mapping[str, Tensor], flags: Mapping[str, b
     for name, tensor in described.items():
         if tuple(values[name].shape) != tuple(tensor.shape):
             raise ConfigError(
-                f"{name} would be {tuple(values[name].shape)}, and the smaller model needs "
-                f"{tuple(tensor.shape)}."
+                f"{name} would have the shape {tuple(values[name].shape)}, but the smaller "
+                f"model needs {tuple(tensor.shape)}."
             )
         block, key = _split_name(name, settled.sources)
         source = name if block is None else f"{settled.sources[block]}.{key}"

@@ -42,14 +42,18 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
     at_once += [] if "hidden" in config.gates else ["hidden_size"]
     if given_names := [name for name in at_once if getattr(config, name)]:
         raise ConfigError(
-            "gates reach num_heads, num_kv_heads, head_dim and intermediate_size, of 'hidden' "
-            f"hidden_size; choose {', '.join(given_names)} at once (gates=())."
+            f"gates cannot determine {', '.join(given_names)} (supported: num_heads, "
+            "num_kv_heads, head_dim, intermediate_size, and hidden_size with 'hidden'). Prune "
+            "these without gates (gates=())."
         )
     shares: dict[tuple[str, str], float] = {}
     if config.hidden_size:
         width = model.config.hidden_size
         if not 0 < config.hidden_size <= width:
-            raise ConfigError(f"hidden_size={config.hidden_size} is more than the {width} it has.")
+            raise ConfigError(
+                f"hidden_size={config.hidden_size} is more than the model's {width}. Use a "
+                "smaller value."
+            )
         shares["", "hidden"] = config.hidden_size / width
     blocks = blocks_of(model)
     for glob, sizes in wanted_sizes(model, config).items():
@@ -61,8 +65,8 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
                 groups, each = spec.attn.num_kv_heads, heads_per_group(spec.attn)
                 if sizes.num_heads % each or sizes.num_heads > spec.attn.num_heads:
                     raise ConfigError(
-                        f"{name}: num_heads={sizes.num_heads} is no number of whole key-value "
-                        f"heads, {each} query heads each; gates take those."
+                        f"{name}: num_heads={sizes.num_heads} is not a multiple of {each}, the "
+                        "number of query heads per key-value head."
                     )
                 shares[name, "heads"] = sizes.num_heads // each / groups
             if sizes.head_dim and spec.attn is not None:
@@ -72,7 +76,8 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
     lacking = {kind for _, kind in shares} - set(config.gates)
     if lacking or not shares:
         raise ConfigError(
-            f"gates={config.gates} cannot reach sizes of {', '.join(sorted(lacking)) or 'nothing'}."
+            f"gates={config.gates} cannot determine {', '.join(sorted(lacking)) or 'any size'}. "
+            "Add the gates of these sizes."
         )
     return shares
 
@@ -81,8 +86,8 @@ def _share_of_dims(model: Any, name: str, spec: AttentionSpec, width: int) -> fl
     """Return the fraction of the head dims to keep open."""
     if not 0 < width <= spec.head_dim or (width % 2 and query_order(spec, _rope(model))):
         raise ConfigError(
-            f"{name}: head_dim={width} must be at most {spec.head_dim}, and even where rotary "
-            "pairs are not to be torn."
+            f"{name}: head_dim={width} is out of range (at most {spec.head_dim}, and even if "
+            "the model has rotary positions)."
         )
     return width / spec.head_dim
 
@@ -122,8 +127,9 @@ def binarise(
     reached = sum(cost.values())
     if reached > limit:
         raise ConfigError(
-            f"keep_ratio={config.keep_ratio} is out of reach of gates={config.gates}: the least "
-            f"that they can leave is {reached / costs.total:.3f} of the blocks' {config.target}."
+            f"keep_ratio={config.keep_ratio} cannot be reached with gates={config.gates} (at "
+            f"least {reached / costs.total:.3f} of the {config.target} of the blocks). Raise "
+            "it, or use more gates."
         )
     return {key: tuple(sorted(numbers)) for key, numbers in left.items()}
 

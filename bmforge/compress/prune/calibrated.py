@@ -58,8 +58,10 @@ def prune_by_texts_(model: nn.Module, config: PruneConfig, batches: Sequence[Any
     )
     if without_inputs:
         get_logger().warning(
-            "%s: the calibration batches bring %d of the matrices no input other than 0 (%s); "
-            "their weights are pruned by magnitude",
+            (
+                "%s: the calibration batches have only zeros as inputs of %d matrices (%s); their "
+                "weights are pruned by magnitude"
+            ),
             *(config.method, len(without_inputs), ", ".join(without_inputs[:3])),
         )
 

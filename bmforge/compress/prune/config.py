@@ -56,8 +56,8 @@ class PruneConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(
-                    f"prune.{name}={getattr(self, name)!r} is unknown."
-                    f"{suggest(str(getattr(self, name)), choices)} Known: {', '.join(choices)}."
+                    f"unknown value: prune.{name}={getattr(self, name)!r} (known: "
+                    f"{', '.join(choices)}).{suggest(str(getattr(self, name)), choices)}"
                 )
         problems = [*self._range_problems(), *self._method_problems()]
         if problems:
@@ -66,7 +66,7 @@ class PruneConfig:
     def _range_problems(self) -> list[str]:
         problems = []
         if not 0 < self.sparsity < 1:
-            problems.append(f"sparsity={self.sparsity} must lie between 0 and 1, both excluded")
+            problems.append(f"sparsity={self.sparsity} must be above 0 and below 1")
         for name, least in (
             ("begin_step", 0),
             ("steps", 0),
@@ -82,8 +82,8 @@ class PruneConfig:
         if self.pattern != "free":
             if self.sparsity != 0.5:
                 problems.append(
-                    f"sparsity={self.sparsity}: pattern={self.pattern!r} makes half of the weights "
-                    "zeros; leave sparsity out"
+                    f"sparsity={self.sparsity} has no effect with pattern={self.pattern!r}, "
+                    "which zeroes half of the weights; leave sparsity out"
                 )
             problems += self._without_effect("scope", f"with pattern={self.pattern!r}")
         return problems
@@ -92,19 +92,22 @@ class PruneConfig:
         problems = []
         if self.is_calibrated and (self.steps or self.begin_step):
             problems.append(
-                f"method={self.method!r} looks at what texts bring, once: steps={self.steps} and "
+                f"method={self.method!r} uses calibration data once: steps={self.steps} and "
                 f"begin_step={self.begin_step} must be 0"
             )
         if self.method == "movement" and not self.steps:
-            problems.append('method="movement" needs steps in which weights move: set `steps`')
+            problems.append('method="movement" needs training steps: set `steps`')
         if self.pattern != "free" and self.steps:
-            problems.append(f"pattern={self.pattern!r} comes at once: leave `steps` out")
+            problems.append(f"pattern={self.pattern!r} is applied at once: leave `steps` out")
         if self.is_calibrated and self.scope == "global":
-            problems.append(f"scope='global': the scores of {self.method} are those of one matrix")
+            problems.append(
+                f"scope='global' is not supported: the scores of {self.method} are comparable "
+                "within one matrix only"
+            )
         if self.method == "sparsegpt":
             problems += self._without_effect("scope", "with sparsegpt")
             if self.pattern not in ("free", "2:4"):
-                problems.append(f"pattern={self.pattern!r} is not known to sparsegpt")
+                problems.append(f"pattern={self.pattern!r} is not supported by sparsegpt")
         else:
             for name in ("damp", "block_columns"):
                 problems += self._without_effect(name, f"with method={self.method!r}")

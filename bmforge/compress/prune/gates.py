@@ -41,7 +41,7 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
         ConfigError: no layer has a kind, or the model already has gates.
     """
     if find_gates(model):
-        raise ConfigError(f"{type(model).__name__} already has gates.")
+        raise ConfigError(f"{type(model).__name__} already has gates. Remove them first.")
     gates: Gates = {}
     turned = getattr(model.spec, "rope", None)
     for name, block in blocks_of(model).items():
@@ -56,7 +56,10 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
         gates["", "hidden"] = _put_hidden(model, seed)
     for kind in kinds:
         if not any(gate_kind == kind for _, gate_kind in gates):
-            raise ConfigError(f"gates: no layer of this {type(model).__name__} has {kind}.")
+            raise ConfigError(
+                f"gates: no layer of this {type(model).__name__} has {kind}. Leave this kind of "
+                "gates out."
+            )
     for (name, kind), gate in gates.items():
         if kind == "hidden":
             continue

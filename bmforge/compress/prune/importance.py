@@ -52,7 +52,7 @@ def measure_importance(model: Any, batches: Iterable[Any] = (), by: By = "size")
     """
     if by not in get_args(By):
         raise ConfigError(
-            f"by={by!r} is unknown.{suggest(by, get_args(By))} Known: {get_args(By)}."
+            f"unknown importance: by={by!r} (known: {get_args(By)}).{suggest(by, get_args(By))}"
         )
     blocks = blocks_of(model)
     scores = _sizes(model, blocks)
@@ -60,7 +60,10 @@ def measure_importance(model: Any, batches: Iterable[Any] = (), by: By = "size")
         return scores
     batches = list(batches)
     if not batches:
-        raise ConfigError(f"by={by!r} needs batches to measure on; by='size' needs none.")
+        raise ConfigError(
+            f"by={by!r} needs calibration batches. Pass batches, or use by='size', which needs "
+            "none."
+        )
     probes = _Probes(blocks, by == "taylor")
     with probes.attached(model):
         for batch in prepare_batches(model, batches):
@@ -191,7 +194,9 @@ class _Probes:
             return
         loss = model(**batch).loss
         if loss is None:
-            raise ConfigError("by='taylor' needs batches with labels: the model returned no loss.")
+            raise ConfigError(
+                "by='taylor' needs a loss, but the model returned none. Pass batches with labels."
+            )
         keys, scales = zip(*self.scales, strict=True)
         for key, grad in zip(
             keys, torch.autograd.grad(loss, scales, allow_unused=True), strict=True

@@ -85,8 +85,8 @@ def pick_heads(spec: AttentionSpec, scores: Tensor, num_heads: int, num_kv_heads
     if num_heads % num_kv_heads or num_heads // num_kv_heads > heads_per_group(spec):
         fit = nearest_fit(num_heads, num_kv_heads, num_kv_heads * heads_per_group(spec))
         raise ConfigError(
-            f"num_heads={num_heads} does not fit num_kv_heads={num_kv_heads}, of which each has at "
-            f"most {heads_per_group(spec)}: the nearest that fits is {fit}."
+            f"num_heads={num_heads} does not match num_kv_heads={num_kv_heads} with at most "
+            f"{heads_per_group(spec)} query heads each. The nearest valid value is {fit}."
         )
     each = num_heads // num_kv_heads
     groups = scores.view(spec.num_kv_heads, -1)
@@ -124,7 +124,8 @@ def _without_half(
         candidates = [name for name in candidates if getattr(blocks[name], half) is not None]
         if count > len(candidates):
             raise ConfigError(
-                f"{half}_layers={count} is more than the {len(candidates)} of {stack}."
+                f"{half}_layers={count} is more than the {len(candidates)} layers of {stack}. "
+                "Use a smaller number."
             )
         removed += sorted(candidates, key=lambda name: float(scores[name, half]))[
             : len(candidates) - count
@@ -202,7 +203,9 @@ def _keep_heads(
     if width == spec.head_dim:
         return parts
     if width > spec.head_dim:
-        raise ConfigError(f"head_dim={width} is more than the {spec.head_dim} that it has.")
+        raise ConfigError(
+            f"head_dim={width} is more than the layer's {spec.head_dim}. Use a smaller value."
+        )
     chosen = parts.get("heads") or parts.get("cross_heads") or range(spec.num_heads)
     groups_kept = list(dict.fromkeys(head // heads_per_group(spec) for head in chosen))
     turned = getattr(model.spec, "rope", None)
@@ -252,14 +255,18 @@ def _keep_features(
                 "leave num_experts out."
             )
         if count > spec.num_experts:
-            raise ConfigError(f"num_experts={count} is more than the {spec.num_experts} it has.")
+            raise ConfigError(
+                f"num_experts={count} is more than the layer's {spec.num_experts}. Use a "
+                "smaller value."
+            )
         if count < spec.num_experts:
             parts["experts"] = _best(scores[name, "experts"], count)
             features = features[list(parts["experts"])]
     size = options.get("intermediate_size") or spec.intermediate_size
     if size > spec.intermediate_size:
         raise ConfigError(
-            f"intermediate_size={size} is more than the {spec.intermediate_size} that it has."
+            f"intermediate_size={size} is more than the layer's {spec.intermediate_size}. Use a "
+            "smaller value."
         )
     if size < spec.intermediate_size:
         if isinstance(spec, MoESpec):

@@ -84,8 +84,8 @@ class PruningPlan:
         for name, part in dict(value.get("layers") or {}).items():
             if unknown := sorted(set(part) - field_names):
                 raise ConfigError(
-                    f"{name}: a plan has no {unknown[0]!r}.{suggest(unknown[0], field_names)} "
-                    f"Known: {', '.join(sorted(field_names))}."
+                    f"{name}: unknown field of a plan: {unknown[0]!r} (known: "
+                    f"{', '.join(sorted(field_names))}).{suggest(unknown[0], field_names)}"
                 )
             layers[name] = Kept(**{key: _as_tuples(item) for key, item in part.items()})
         hidden = value.get("hidden")
@@ -99,7 +99,7 @@ class PruningPlan:
         """
         blocks = blocks_of(model)
         problems = [
-            f"{name!r} is no layer of this model{suggest(name, blocks) or '.'}"
+            f"{name!r} is not a layer of this model{suggest(name, blocks) or '.'}"
             for name in (*self.layers, *self.gone)
             if name not in blocks
         ]
@@ -119,9 +119,11 @@ class PruningPlan:
                 and self.layers.get(name, Kept()).attn
             ]
             if not left:
-                problems.append(f"no attention would be left in any layer of {stack}")
+                problems.append(f"no layer of {stack} would keep its attention")
         if problems:
-            raise ConfigError(f"the model cannot be pruned like this: {'; '.join(problems[:8])}.")
+            raise ConfigError(
+                f"the pruning plan is not valid for this model: {'; '.join(problems[:8])}."
+            )
 
 
 def blocks_of(model: nn.Module) -> dict[str, Block]:
@@ -133,8 +135,8 @@ def blocks_of(model: nn.Module) -> dict[str, Block]:
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, Block)}
     if not blocks or getattr(model, "spec", None) is None:
         raise ConfigError(
-            f"a {type(model).__name__} has no layers of bmforge, so nothing knows what its sizes "
-            "mean. Open it with bmforge.models.AutoModel."
+            f"a {type(model).__name__} has no layers of bmforge, so it cannot be pruned "
+            "structurally. Load it with bmforge.models.AutoModel."
         )
     return blocks
 
@@ -171,16 +173,16 @@ def _problems(block: Block, part: Kept) -> list[str]:
         if heads is None:
             continue
         if attn is None:
-            problems.append(f"{what} are given, but it has no {name}")
+            problems.append(f"{what} are given, but the layer has no {name}")
         else:
             problems += _head_problems(attn, heads, what)
     counts = {len(heads) for heads in (part.heads, part.cross_heads) if heads is not None}
     if len(counts) > 1:
-        problems.append("both attentions of a layer keep equally many heads")
+        problems.append("both attentions of a layer must keep the same number of heads")
     if part.query_dims is not None or part.value_dims is not None:
         problems += _dim_problems(block, part)
     if (part.features is not None or part.experts is not None) and block.mlp is None:
-        problems.append("features are given, but it has no MLP")
+        problems.append("features are given, but the layer has no MLP")
     elif part.features is not None or part.experts is not None:
         problems += _feature_problems(block, part)
     if not part.attn and block.attn is None:
@@ -198,20 +200,23 @@ def _head_problems(spec: AttentionSpec, heads: Sequence[int], what: str) -> list
     counts = {group: groups.count(group) for group in groups}
     if len(set(counts.values())) > 1:
         return [
-            f"{what} must be equally many of every key-value head that stays; these are "
-            + ", ".join(f"{count} of head {group}" for group, count in counts.items())
+            (
+                f"{what} must have the same number for every key-value head that is kept; they "
+                "have "
+                f"{', '.join((f'{count} of head {group}' for group, count in counts.items()))}"
+            )
         ]
     if groups != [group for group, count in counts.items() for _ in range(count)]:
-        return [f"{what} of one key-value head must lie side by side"]
+        return [f"{what} of one key-value head must be consecutive"]
     return []
 
 
 def _dim_problems(block: Block, part: Kept) -> list[str]:
     spec = block.spec.attn or block.spec.cross_attn
     if spec is None:
-        return ["dims of heads are given, but it has no attention"]
+        return ["dims of heads are given, but the layer has no attention"]
     if part.query_dims is None or part.value_dims is None:
-        return ["query_dims and value_dims belong together: a head has one width"]
+        return ["query_dims and value_dims must be given together, because heads have one width"]
     groups = spec.num_kv_heads
     if part.heads is not None:
         groups = len(kept_groups(spec, part.heads))
@@ -220,16 +225,16 @@ def _dim_problems(block: Block, part: Kept) -> list[str]:
     for what in ("query_dims", "value_dims"):
         lists = getattr(part, what)
         if len(lists) != groups:
-            problems.append(f"{what} has {len(lists)} lists for {groups} key-value heads")
+            problems.append(f"all heads of a layer must have one width, not {sorted(widths)}")
         for dims in lists:
             widths.add(len(dims))
             problems += _numbers(dims, spec.head_dim, what)
     if len(widths) > 1:
-        problems.append(f"all heads of a layer have one width, not {sorted(widths)}")
+        problems.append(f"all heads of a layer must have one width, not {sorted(widths)}")
     module: Any = block.attn or block.cross_attn
     is_normed = isinstance(module, Attention) and module.q_norm is not None
     if is_normed and len(set(part.query_dims)) > 1:
-        problems.append("heads that share a norm keep the same query_dims")
+        problems.append("heads that share a norm must keep the same query_dims")
     return problems
 
 
@@ -238,7 +243,7 @@ def _feature_problems(block: Block, part: Kept) -> list[str]:
     assert spec is not None
     if not isinstance(spec, MoESpec):
         if part.experts is not None:
-            return ["experts are given, but it has an MLP"]
+            return ["experts are given, but the layer has a dense MLP"]
         return _numbers(part.features or (), spec.intermediate_size, "features")
     problems = []
     experts = spec.num_experts
@@ -251,7 +256,7 @@ def _feature_problems(block: Block, part: Kept) -> list[str]:
         for numbers in part.features:
             problems += _numbers(numbers, spec.intermediate_size, "features")
         if len({len(numbers) for numbers in part.features}) > 1:
-            problems.append("all experts of a layer have one width")
+            problems.append("all experts of a layer must have one width")
     return problems
 
 
@@ -261,7 +266,7 @@ def _numbers(numbers: Sequence[int], count: int, what: str) -> list[str]:
     if len(set(numbers)) < len(numbers):
         return [f"{what} has a number twice"]
     if not 0 <= min(numbers) <= max(numbers) < count:
-        return [f"{what} go from 0 to {count - 1}, not from {min(numbers)} to {max(numbers)}"]
+        return [f"{what} must be from 0 to {count - 1}, not from {min(numbers)} to {max(numbers)}"]
     return []
 
 

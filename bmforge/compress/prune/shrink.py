@@ -45,7 +45,8 @@ def shrink_(
         return carry_out_(model, what, uniform=uniform)
     if what.gates:
         raise ConfigError(
-            f"gates={what.gates} are trained: use StructureMethod in a run, or leave them out."
+            f"gates={what.gates} must be trained. Use StructureMethod in a training run, or "
+            "leave gates out."
         )
     batches = list(batches)
     plan = choose_structure(model, what, batches)
@@ -69,7 +70,8 @@ def choose_structure(
         count = len(model.get_submodule(stack))
         if config.num_layers > count:
             raise ConfigError(
-                f"num_layers={config.num_layers} is more than the {count} layers of {stack}."
+                f"num_layers={config.num_layers} is more than the {count} layers of {stack}. "
+                "Use a smaller number."
             )
         gone[stack] = count - (config.num_layers or count)
     counts = {"attn": config.attn_layers, "mlp": config.mlp_layers}

@@ -74,8 +74,8 @@ def settle_config(model: Any, plan: PruningPlan) -> Settled:
             best = Settled(config, new, sources)
     if best is None:
         raise ConfigError(
-            f"a {type(model).__name__} has no place for these sizes: its rotary positions follow "
-            "from the heads' width."
+            f"the config of a {type(model).__name__} has no field for these sizes, because its "
+            "rotary positions depend on the head width."
         )
     for name, source in sources.items():
         _check_block(best.model.get_submodule(name), blocks[source], sizes[name], name)
@@ -139,9 +139,9 @@ def _without_blocks(config: Any, blocks: Mapping[str, Block], plan: PruningPlan)
         key = "num_decoder_layers" if has_own else "num_layers"
         if changes.setdefault(key, len(numbers)) != len(numbers):
             raise ConfigError(
-                f"a {type(config).__name__} has one num_layers for all its stacks: take as many "
-                f"blocks from each ({', '.join(f'{s}: {len(n)}' for s, n in remaining.items())} "
-                "left)."
+                f"a {type(config).__name__} has one num_layers for all its stacks. Remove the "
+                "same number of blocks from each (remaining: "
+                f"{', '.join((f'{s}: {len(n)}' for s, n in remaining.items()))})."
             )
     numbers = next(iter(remaining.values()))
     for item in fields(config):
@@ -228,7 +228,7 @@ def _options_to(have: LayerSizes, want: LayerSizes) -> dict[str, Any]:
         if getattr(want, name) != getattr(have, name)
     }
     if options and have.resized(Sizes(**options)) != want:
-        raise ConfigError(f"nothing turns {have} into {want}.")
+        raise ConfigError(f"{have} cannot be changed into {want}.")
     return options
 
 
@@ -250,8 +250,8 @@ def _check_block(new: Block, old: Block, want: LayerSizes, name: str) -> None:
     )
     if expected != new.spec or sizes_of(new.spec) != want:
         raise ConfigError(
-            f"{name} would replace a layer of another kind: layers of this family cannot "
-            "be renumbered. Remove the attention and MLP of the layer instead."
+            f"{name} would replace a layer of another type, and the layers of this family "
+            "cannot be renumbered. Remove the attention and MLP of the layer instead."
         )
 
 

@@ -110,13 +110,13 @@ class StructureMethod(MethodBase):
             "tokens" in dict(wrappers_of(block)) for block in blocks_of(model).values()
         ):
             raise ConfigError(
-                "gates of hidden features need all tokens on every process: train them with "
-                "sequence_parallel=False, or choose hidden_size at once (gates=())."
+                "gates of hidden features need all tokens on every process. Train them with "
+                "sequence_parallel=False, or prune hidden_size without gates (gates=())."
             )
         if len(find_gates(model)) < len({id(gate) for gate in self.gates.values()}):
             raise ConfigError(
-                "gates need all blocks on every process: train them with pp=1, or choose parts at "
-                "once (gates=())."
+                "gates need all blocks on every process. Train them with pp=1, or prune "
+                "without gates (gates=())."
             )
         missed = self._missed(step)
         linear, square = self._multipliers.to(missed.device)

@@ -86,7 +86,7 @@ class StructureConfig:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for values out of range and settings without effect."""
         problems = [
-            f"{f.name}={getattr(self, f.name)!r} must not be below 0"
+            f"{f.name}={getattr(self, f.name)!r} must be at least 0"
             for f in fields(self)
             if isinstance(getattr(self, f.name), int) and getattr(self, f.name) < 0
         ]
@@ -101,23 +101,21 @@ class StructureConfig:
             )
         sizes = [name for name in (*_SIZES, *_COUNTS) if getattr(self, name)]
         if self.target == "sizes" and not sizes and not self.layers:
-            problems.append("no size is given: give some, or a target")
+            problems.append("no size is given: give at least one size, or a target")
         if self.target != "sizes" and (sizes or self.layers):
             given_sizes = ", ".join([*sizes, *(["layers"] if self.layers else [])])
-            problems.append(
-                f"{given_sizes} and target={self.target!r} both say how large it is to be"
-            )
+            problems.append(f"{given_sizes} and target={self.target!r} cannot be used together")
         if self.target != "sizes" and not 0 < self.keep_ratio < 1:
-            problems.append(f"keep_ratio={self.keep_ratio} must be between 0 and 1")
+            problems.append(f"keep_ratio={self.keep_ratio} must be above 0 and below 1")
         problems += [f"gates: {kind!r} is unknown" for kind in self.gates if kind not in GATE_KINDS]
         if self.gates and not self.warmup_steps <= self.gate_steps:
             problems.append(
-                f"warmup_steps={self.warmup_steps} must not be above gate_steps={self.gate_steps}"
+                f"warmup_steps={self.warmup_steps} must be at most gate_steps={self.gate_steps}"
             )
         for kind in {"dims", "hidden"} & set(self.gates):
             if self.target == "milliseconds":
                 problems.append(
-                    f"gates of {kind} reach sizes, parameters and flops, no {self.target}"
+                    f"gates of {kind} support sizes, parameters and flops, but not {self.target}"
                 )
         if problems:
             raise ConfigError(f"structure: {'; '.join(problems)}.")
@@ -139,8 +137,8 @@ def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
     lacking = [n for n in common if not any(getattr(sizes, n) for sizes in sizes_by_name.values())]
     if lacking:
         raise ConfigError(
-            f"{lacking[0]}={common[lacking[0]]}: no layer of this {type(model).__name__} has such "
-            "parts."
+            f"{lacking[0]}={common[lacking[0]]} has no effect, because no layer of this "
+            f"{type(model).__name__} has such parts. Leave it out."
         )
     for glob, options in config.layers.items():
         sizes_by_name[glob] = config_from_dict(Sizes, dict(options), f"layers.{glob}.")
@@ -171,6 +169,6 @@ def _check_layout(model: Any, config: StructureConfig) -> None:
         shares = name == "num_kv_heads" and size and config.tensor_parallel % size == 0
         if size and size % config.tensor_parallel and not shares:
             raise ConfigError(
-                f"{name}={size} is not divisible over tp={config.tensor_parallel}. The nearest "
-                f"size that fits is {nearest_fit(size, config.tensor_parallel, limit)}."
+                f"{name}={size} is not divisible by tp={config.tensor_parallel}. The nearest "
+                f"valid size is {nearest_fit(size, config.tensor_parallel, limit)}."
             )

@@ -51,8 +51,8 @@ def _time_halves(name: str, block: Block, seq_len: int) -> dict[str, Half]:
     spec, halves = block.spec, {}
     if spec.cross_attn is not None or (spec.attn is not None and spec.attn.global_tokens):
         raise ConfigError(
-            f"{name} attends to a memory or to chosen tokens, whose time is not measured: "
-            'take target="flops".'
+            f"{name} has cross-attention or global tokens, whose time is not measured. Use "
+            'target="flops".'
         )
     alone = replace(spec, attn=None, mlp=None, layer_drop=0.0)
     if spec.attn is not None:

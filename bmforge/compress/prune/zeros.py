@@ -174,8 +174,8 @@ class Zeros(MethodBase):
             self.keep_(model)
         if self._movement is not None and self.share < self.config.sparsity:
             get_logger().warning(
-                "movement's scores are counted anew from here: the run was stopped between two "
-                "prunings"
+                "the scores of movement pruning restart from zero, because the run was stopped "
+                "between two pruning steps"
             )
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
@@ -191,8 +191,10 @@ class Zeros(MethodBase):
         total = sum(n for _, n in counts.values())
         zeros = sum(n for n, _ in counts.values())
         get_logger().info(
-            "%.1f %% of %d weights are zeros. On a CPU that alone saves neither time nor memory; "
-            "a GPU with 2:4 products is faster with pattern='2:4'",
+            (
+                "%.1f %% of %d weights are zeros. On a CPU this saves neither time nor memory; "
+                "GPUs with 2:4 sparsity are faster with pattern='2:4'"
+            ),
             *(100 * zeros / max(total, 1), total),
         )
         each = {name: n / count for name, (n, count) in counts.items()}
@@ -211,10 +213,10 @@ def check_pattern(matrices: list[Matrix], config: PruneConfig) -> None:
                 problems.append(f"{matrix.name} of {rows} x {columns}")
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        sides = "rows and columns" if both else "columns, what goes in,"
+        sides = "rows and columns" if both else "columns"
         raise ConfigError(
-            f"pattern={config.pattern!r} needs {sides} in groups of 4; they do not fit "
-            f"{', '.join(problems[:5])}{more}. Leave these out of `where`."
+            f"pattern={config.pattern!r} needs {sides} that are multiples of 4; this does not "
+            f"hold for {', '.join(problems[:5])}{more}. Leave these out of `where`."
         )
 
 

@@ -62,8 +62,8 @@ class QuantizeConfig:
             value = str(getattr(self, name))
             if value not in choices:
                 raise ConfigError(
-                    f"quantize.{name}={value!r} is unknown.{suggest(value, choices)} "
-                    f"Known: {', '.join(choices)}."
+                    f"unknown value: quantize.{name}={value!r} (known: "
+                    f"{', '.join(choices)}).{suggest(value, choices)}"
                 )
         problems = [*self._scheme_problems(), *self._method_problems()]
         if problems:
@@ -73,7 +73,7 @@ class QuantizeConfig:
         problems = []
         if self.is_auto != (self.average_bits is not None):
             problems.append(
-                'scheme="auto" needs average_bits, such as 5.0'
+                'scheme="auto" needs average_bits, for example 5.0'
                 if self.is_auto
                 else f'average_bits={self.average_bits} is for scheme="auto"'
             )
@@ -83,7 +83,7 @@ class QuantizeConfig:
             find_preset(self.scheme)
         if self.training.startswith("int8") and not self.is_rows_by_tokens:
             problems.append(
-                f"training={self.training!r} multiplies whole rows by whole tokens: take "
+                f"training={self.training!r} needs one scale per row and per token: use "
                 'scheme="int8-dynamic", or training="fake"'
             )
         return problems
@@ -94,7 +94,7 @@ class QuantizeConfig:
             if self.method != method:
                 problems += self._without_effect(name, f"with method={self.method!r}")
         if not 0 <= self.strength <= 1:
-            problems.append(f"strength={self.strength} must lie between 0 and 1")
+            problems.append(f"strength={self.strength} must be from 0 to 1")
         if self.grid < 1 or self.block_columns < 1:
             problems.append(
                 f"grid={self.grid} and block_columns={self.block_columns} must be above 0"
@@ -103,14 +103,17 @@ class QuantizeConfig:
             problems.append(f"damp={self.damp} must be above 0")
         if self.training != "none" and self.method != "absmax":
             problems.append(
-                f"method={self.method!r} moves weights after training; with training="
-                f"{self.training!r} they are what training has made of them: leave method out"
+                f"method={self.method!r} quantizes after training, but with "
+                f"training={self.training!r} the weights are already quantized in training: "
+                "leave method out"
             )
         if self.spec is not None and self.spec.outlier_ratio:
             if self.method == "gptq":
-                problems.append("gptq has no outliers: set spec.outlier_ratio=0")
+                problems.append("gptq does not support outlier columns: set spec.outlier_ratio=0")
             if self.training != "none":
-                problems.append("training rounds all columns alike: set spec.outlier_ratio=0")
+                problems.append(
+                    "training does not support outlier columns: set spec.outlier_ratio=0"
+                )
         return problems
 
     def _without_effect(self, name: str, when: str) -> list[str]:

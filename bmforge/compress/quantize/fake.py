@@ -56,7 +56,8 @@ class FakeQuantize(MethodBase):
     ) -> None:
         if config.training != "none" and config.is_auto and specs is None:
             raise ConfigError(
-                'training with scheme="auto" needs the schemes first: specs=choose_specs(...).'
+                'training with scheme="auto" needs the schemes of the layers. Pass '
+                "specs=choose_specs(...)."
             )
         self.config, self.batches, self.specs = config, batches, specs
         self._names: list[str] = []
@@ -82,8 +83,8 @@ class FakeQuantize(MethodBase):
             _check_kind(matrix, self.config)
             if spec.group_size == 0 and owner in rows:
                 matrix.module.uncut_reason = (  # type: ignore[assignment]
-                    "rows that share one scale cannot be cut by what goes in while they are "
-                    "rounded; take a scheme with groups, or tp=1"
+                    "rows with one scale cannot be sharded along their columns in "
+                    "training; use a scheme with groups, or tp=1"
                 )
             wrap_forward_(matrix.module, self._wrapper(matrix, spec), _PLACE)
 
@@ -166,9 +167,9 @@ def _group_here(spec: QuantSpec, module: nn.Module, weights: Mapping[str, Any]) 
         columns = weight.shape[0 if hasattr(module, "nf") else -1]
         if spec.group_size and columns % spec.group_size:
             raise ConfigError(
-                f"{key} of a {type(module).__name__} has {columns} columns here, no multiple of "
-                f"group_size={spec.group_size}: a layout has cut through a group. Take smaller "
-                "groups, or less tp."
+                f"{key} of a {type(module).__name__} has {columns} columns on this process, "
+                f"which is not a multiple of group_size={spec.group_size}. Use a smaller "
+                "group_size or a smaller tp."
             )
     return spec.group_of(columns)
 
@@ -192,13 +193,14 @@ def _check_kind(matrix: Matrix, config: QuantizeConfig) -> None:
     )
     if config.training.startswith("int8") and not is_plain:
         raise ConfigError(
-            f"{matrix.owner} is a {type(matrix.module).__name__}: training={config.training!r} is "
-            'for linear layers of blocks. Leave it out of `where`, or take training="fake".'
+            f"{matrix.owner} is a {type(matrix.module).__name__}, but "
+            f"training={config.training!r} supports only linear layers of blocks. Leave it out "
+            'of `where`, or use training="fake".'
         )
     if isinstance(matrix.module, nn.Embedding) or hasattr(matrix.module, "matrix"):
         raise ConfigError(
-            f"{matrix.owner} is a {type(matrix.module).__name__}: while training, linear layers "
-            "and experts are rounded. Leave it out of `where`; quantize it afterwards."
+            f"{matrix.owner} is a {type(matrix.module).__name__}, but training supports only "
+            "linear layers and experts. Leave it out of `where`, and quantize it afterwards."
         )
 
 

@@ -121,14 +121,16 @@ def quantize_gptq_(
         if not rounder.done:
             raise
         raise ConfigError(
-            f"{error} The model is quantized up to {rounder.done[-1]}: load it again before you "
-            "retry."
+            f"{error} The model is already quantized up to {rounder.done[-1]}. Load it again "
+            "before you retry."
         ) from error
     remember_(model, specs)
     if rounder.dead:
         get_logger().warning(
-            "gptq: the calibration batches bring %d of the matrices no input other than 0 (%s); "
-            "their weights are rounded to nearest",
+            (
+                "gptq: the calibration batches have only zeros as inputs of %d matrices (%s); "
+                "their weights are rounded to nearest"
+            ),
             *(len(rounder.dead), ", ".join(rounder.dead[:3])),
         )
 
@@ -150,9 +152,9 @@ def _check_tokens(run: BlockRun, narrowest: Mapping[str, int]) -> None:
     tokens = max(statistic.tokens for statistic in run.statistics.values())
     if tokens < narrowest[run.name]:
         raise ConfigError(
-            f"{tokens} tokens came to {run.name}, whose narrowest matrix has "
-            f"{narrowest[run.name]} columns: gptq needs at least as many tokens as columns. Give "
-            "more or longer batches."
+            f"gptq needs at least as many calibration tokens as columns, but {run.name} "
+            f"received {tokens} tokens for {narrowest[run.name]} columns. Pass more or longer "
+            "batches."
         )
 
 
@@ -174,7 +176,10 @@ class _Tokens:
         few, self._few = self._few, []
         if few:
             get_logger().warning(
-                "fewer tokens than columns came to %s%s: only rounded; give more texts",
+                (
+                    "gptq: fewer calibration tokens than columns for %s%s: their weights are "
+                    "rounded to nearest; pass more texts"
+                ),
                 *(", ".join(few[:3]), f" and {len(few) - 3} more" if len(few) > 3 else ""),
             )
 

@@ -84,8 +84,9 @@ class ParallelAdapter(Delta):
             )
             if len(reads) != len(writes):
                 raise ConfigError(
-                    f"pair ({first!r}, {second!r}): the first means {len(reads)} "
-                    f"modules, the second {len(writes)}; each must have its other."
+                    f"pair ({first!r}, {second!r}) matches {len(reads)} modules with the first "
+                    f"and {len(writes)} with the second pattern. Use patterns that match the "
+                    "same number."
                 )
             reads_at |= dict(zip(writes, reads, strict=True))
         self.options["reads_at"] = reads_at

@@ -43,5 +43,5 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
     """Read PEFT's older pickle file without executing code from it."""
     tensors = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise ValueError(f"{path.name} is not a table of tensors")
+        raise ValueError(f"{path.name} is not a dictionary of tensors")
     return tensors

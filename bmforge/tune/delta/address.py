@@ -166,7 +166,9 @@ def fits(name: str, pattern: str) -> bool:
     try:
         match = re.search(pattern.removeprefix(_REGEX), name)
     except re.error as error:
-        raise ConfigError(f"target {pattern!r} is no regular expression: {error}.") from error
+        raise ConfigError(
+            f"target {pattern!r} is not a valid regular expression: {error}."
+        ) from error
     if match is None or match.end() != len(name):
         return False
     return match.start() == 0 or name[match.start() - 1] == "."
@@ -280,7 +282,10 @@ def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parame
             owners = tuple(f"{name}." for name in find_places(model, [target]))
             matched = {n: p for n, p in named.items() if n.startswith(owners)}
         if not matched:
-            raise ConfigError(f"target {target!r} matches modules without parameters.")
+            raise ConfigError(
+                f"target {target!r} matches only modules without parameters. Choose modules "
+                "with parameters."
+            )
         parameters |= matched
     return parameters
 
@@ -388,10 +393,10 @@ def _refuse(
     if target in WORDS:
         linear = {name.rpartition(".")[2] for name in _linear_in_blocks(model)}
         hint = (
-            f" The word means a layer that this model does not have; its linear layers are "
-            f"{', '.join(sorted(linear))}."
+            " The word stands for a layer type that this model does not have; its linear "
+            f"layers are {', '.join(sorted(linear))}."
         )
-    left = " Or all that it means is excluded." if has_exclude else ""
+    left = " All modules that it matches are excluded." if has_exclude else ""
     raise ConfigError(
         f"target {target!r} matches no module of this "
         f"{type(model).__name__}.{hint}{left} A target can be the end of a module name, "

@@ -123,7 +123,7 @@ def refuse_laid_out(model: nn.Module, what: str) -> None:
     record = laid_out(model)
     if is_laid_out(model) or (record is not None and record.streamers):
         raise ConfigError(
-            f"{type(model).__name__} is already parallelized, or streams its blocks. {what} before."
+            f"{type(model).__name__} is already parallelized or streamed. {what} before."
         )
 
 

@@ -136,10 +136,9 @@ class AttachedDelta:
         for key in options:
             if key not in option_names:
                 raise ConfigError(
-                    f"{type(self).__name__} has no option "
-                    f"{key!r}.{suggest(key, option_names)} Options: "
+                    f"{type(self).__name__} has no option {key!r} (known: "
                     f"{', '.join(option_names)}, targets, name, exclude, train_also and "
-                    "seed."
+                    f"seed).{suggest(key, option_names)}"
                 )
         return options
 
@@ -311,14 +310,16 @@ class AttachedDelta:
             self.weigh_(1.0)
             return self
         if self.is_attached():
-            raise ConfigError(f"delta {self.name!r} is attached already.")
+            raise ConfigError(f"delta {self.name!r} is already attached.")
         taken = [
             entry.owner
             for entry in self.held
             if getattr(self.model.get_submodule(entry.owner), entry.slot, None) is not None
         ]
         if taken:
-            raise ConfigError(f"{taken[0]} no longer contains {self.name!r}; it has been replaced.")
+            raise ConfigError(
+                f"{taken[0]} no longer contains {self.name!r}, because the module was replaced."
+            )
         for owner, slot, part in self.held:
             module = self.model.get_submodule(owner)
             if isinstance(part, BesidePart):
@@ -375,7 +376,7 @@ class AttachedDelta:
 
     def _refuse_merged(self, what: str) -> None:
         if self.merged:
-            raise ConfigError(f"delta {self.name!r} is merged: call unmerge() before {what}.")
+            raise ConfigError(f"delta {self.name!r} is merged. Call unmerge() before {what}.")
 
     def describe(self) -> dict[str, Any]:
         """Return the type, kind and options, as written to the adapter's config file."""

@@ -30,8 +30,8 @@ def write_card(delta: AttachedDelta, facts: Mapping[str, Any]) -> str:
     for key in facts:
         if key not in CARD_FIELDS:
             raise ConfigError(
-                f"the card has no field {key!r}.{suggest(key, CARD_FIELDS)} Fields: "
-                f"{', '.join(CARD_FIELDS)}."
+                f"unknown field of the model card: {key!r} (known: "
+                f"{', '.join(CARD_FIELDS)}).{suggest(key, CARD_FIELDS)}"
             )
     base = facts.get("base")
     head = ["---", *([f"base_model: {base}"] if base else []), "library_name: peft"]
@@ -56,7 +56,7 @@ def write_card(delta: AttachedDelta, facts: Mapping[str, Any]) -> str:
     lines = [*head, "---", "", f"# {type(delta).__name__} for {rows['base']}", ""]
     lines += ["| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items() if value]
-    lines += ["", "Open it with `bmforge.tune.delta.load_delta(model, directory)`.", ""]
+    lines += ["", "Load it with `bmforge.tune.delta.load_delta(model, directory)`.", ""]
     return "\n".join(lines)
 
 

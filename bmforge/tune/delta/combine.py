@@ -41,11 +41,14 @@ def combine_deltas(
     """
     deltas = [find_delta(model, name) for name in weights]
     if not deltas:
-        raise ConfigError("weights names no delta.")
+        raise ConfigError("weights is empty. Give at least one adapter with its weight.")
     if how not in ("concatenate", "svd", "sum"):
-        raise ConfigError(f"how={how!r} must be concatenate, svd or sum.")
+        raise ConfigError(f"unknown method: how={how!r} (known: concatenate, svd, sum).")
     if (rank is not None) != (how == "svd"):
-        raise ConfigError(f"rank={rank} goes with how='svd', and only with it; how={how!r}.")
+        raise ConfigError(
+            f"rank={rank} and how={how!r} do not match: how='svd' needs a rank, the other "
+            "methods have none."
+        )
     if how == "sum":
         combined = _sum(model, deltas, weights, into)
     else:
@@ -94,9 +97,8 @@ def _concatenate(
         for owner, _, part in delta.held:
             if type(part) is not LowRank or part.magnitude is not None or part.bias is not None:
                 raise ConfigError(
-                    f"delta {delta.name!r} has at {owner} a {type(part).__name__}; only "
-                    "Loras of linear layers, without magnitude and bias, can be "
-                    "combined."
+                    f"delta {delta.name!r} has a {type(part).__name__} at {owner} (supported: "
+                    "Lora on linear layers, without magnitude and bias)."
                 )
             up = part.up.detach() * (weights[delta.name] * part.scale)
             factors.setdefault(owner, []).append((up, part.down.detach()))
@@ -121,6 +123,9 @@ def _join(each: list[Factors], rank: int | None) -> Factors:
         return up, down
     left, sizes, right = torch.linalg.svd(up @ down, full_matrices=False)
     if rank > len(sizes):
-        raise ConfigError(f"rank={rank} is above {len(sizes)}, the smaller dimension of a layer.")
+        raise ConfigError(
+            f"rank={rank} is more than {len(sizes)}, the smaller dimension of a layer. Use a "
+            "smaller rank."
+        )
     root = sizes[:rank].sqrt()
     return left[:, :rank] * root, root[:, None] * right[:rank]

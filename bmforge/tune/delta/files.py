@@ -321,7 +321,8 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
     old = directory / OLD_WEIGHTS_NAME
     if not (directory / CONFIG_NAME).exists() or not (weights.exists() or old.exists()):
         raise CheckpointError(
-            f"{str(directory)!r} holds no delta: {CONFIG_NAME} and {WEIGHTS_NAME} are needed."
+            f"{str(directory)!r} is not an adapter directory: it needs {CONFIG_NAME} and "
+            f"{WEIGHTS_NAME}."
         )
     try:
         config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
@@ -340,16 +341,18 @@ def _check_base(
     fingerprint = None if base is None or allowed else fingerprint_of(delta.model, delta.wholes())
     if fingerprint is None and base is not None and not allowed:
         get_logger().warning(
-            "the adapter in %s was trained on the base %s, and it cannot be checked whether this "
-            "one, which is quantized, streamed or without memory, is the same",
+            (
+                "the adapter in %s was trained on the base %s; it cannot be checked whether this "
+                "model, which is quantized, streamed or on the meta device, is the same"
+            ),
             directory,
             base,
         )
     if fingerprint is None or fingerprint == base:
         return
     raise CheckpointError(
-        f"the adapter in {str(directory)!r} was trained on another base (fingerprint "
-        f"{base}; this model has {fingerprint}). Open its base model, or pass "
+        f"the adapter in {str(directory)!r} was trained on another base model (fingerprint "
+        f"{base}; this model has {fingerprint}). Load its base model, or pass "
         "allow_other_base=True."
     )
 
@@ -373,14 +376,16 @@ def _fill(delta: AttachedDelta, loaded: Mapping[str, Tensor], directory: Path) -
     for name, tensor in own.items():
         if name in loaded and loaded[name].shape != tensor.shape:
             problems.append(
-                f"wrong shape: {name} is {tuple(loaded[name].shape)}, not {tuple(tensor.shape)}"
+                f"wrong shape: {name} has {tuple(loaded[name].shape)}, but the adapter "
+                f"needs {tuple(tensor.shape)}"
             )
         elif name in loaded and not bool(loaded[name].isfinite().all()):
             problems.append(f"not finite: {name}")
     if problems:
         more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise CheckpointError(
-            f"the delta in {str(directory)!r} does not fit: {'; '.join(problems[:20])}{more}."
+            f"the adapter in {str(directory)!r} does not match the model: "
+            f"{'; '.join(problems[:20])}{more}."
         )
     with torch.no_grad():
         for name, tensor in own.items():

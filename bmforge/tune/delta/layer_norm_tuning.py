@@ -42,7 +42,7 @@ class LayerNormTuning(Delta):
         for delta in deltas_of(self.model).values():
             if shared := sorted(own & set(delta.wholes())):
                 raise ConfigError(
-                    f"{shared[0]} is already fully trained by adapter {delta.name!r}. Exclude it."
+                    f"{shared[0]} is already trained by adapter {delta.name!r}. Exclude it."
                 )
         self.norm_names = list(names)
         self._whole_names = self._whole_names | own
@@ -67,7 +67,7 @@ class LayerNormTuning(Delta):
     def attach(self) -> LayerNormTuning:
         """Set the norms to their trained values."""
         if self._attached:
-            raise ConfigError(f"adapter {self.name!r} is attached already.")
+            raise ConfigError(f"adapter {self.name!r} is already attached.")
         self._swap_()
         return self
 

@@ -83,7 +83,7 @@ def merge_(model: nn.Module, deltas: Sequence[AttachedDelta], dequantize: bool =
     """Merge adapters into the base weights; see `Delta.merge`."""
     for delta in deltas:
         if delta.merged:
-            raise ConfigError(f"adapter {delta.name!r} is merged already. Unmerge it first.")
+            raise ConfigError(f"adapter {delta.name!r} is already merged. Unmerge it first.")
         if not delta.is_attached():
             raise ConfigError(f"adapter {delta.name!r} is detached. Call attach() before merging.")
     base, laid_out = base_weights_of(model), is_laid_out(model)
@@ -118,7 +118,7 @@ def unmerge_(model: nn.Module, deltas: Sequence[AttachedDelta]) -> None:
     """Undo `merge_` for some of the merged adapters."""
     for delta in deltas:
         if not delta.merged:
-            raise ConfigError(f"adapter {delta.name!r} is not merged. There is nothing to undo.")
+            raise ConfigError(f"adapter {delta.name!r} is not merged, so it cannot be unmerged.")
     if is_laid_out(model):
         raise ConfigError("a parallelized model cannot be unmerged. Load the base model again.")
     base = base_weights_of(model)
@@ -242,8 +242,8 @@ def _check_exact(model: nn.Module, target: str, merged: Sequence[AttachedDelta])
     others = {n for link, i in zip(chain, inside, strict=True) if not i and (n := _name(link))}
     raise ConfigError(
         f"adapters {', '.join(map(repr, names))} cannot be merged at {target} while "
-        f"{', '.join(map(repr, sorted(others)))} stays attached: their order matters. Merge or "
-        "unmerge them together (merge_deltas, unmerge_deltas), or remove one."
+        f"{', '.join(map(repr, sorted(others)))} is attached there, because the order matters. "
+        "Merge or unmerge them together (merge_deltas, unmerge_deltas), or detach one."
     )
 
 
@@ -360,12 +360,14 @@ def _check_weights(
             is_whole = all(isinstance(link.part, TokenRows) for link in chain)
             if id(tensor) in shared and not is_whole:
                 raise ConfigError(
-                    f"{target}.{key} is tied to another weight, which merging would "
-                    "change as well. Open the model with tie_word_embeddings=False "
-                    f"before you attach {deltas[0].name!r}."
+                    f"{target}.{key} is tied to another weight, which merging would change too. "
+                    "Load the model with tie_word_embeddings=False before you attach "
+                    f"{deltas[0].name!r}."
                 )
             if is_streamed(tensor):
-                raise ConfigError(f"{target}.{key} is streamed. Merge before its blocks stream.")
+                raise ConfigError(
+                    f"{target}.{key} is streamed. Merge the adapter before the blocks are streamed."
+                )
 
 
 def _join_licenses_(delta: AttachedDelta) -> None:

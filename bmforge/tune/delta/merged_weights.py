@@ -57,14 +57,14 @@ def dequantized_weight(model: nn.Module, target: str, allowed: bool) -> Tensor |
     weight = getattr(module, "weight", None)
     if hasattr(module, "packed") or (isinstance(weight, Tensor) and not weight.is_floating_point()):
         raise ConfigError(
-            f"{target} has an integer weight, which cannot hold a merged adapter. Open the model "
-            "unquantized, merge, and quantize it afterwards."
+            f"{target} has an integer weight, into which an adapter cannot be merged. Load the "
+            "model unquantized, merge, and quantize it afterwards."
         )
     if weight is None or type(weight) in (nn.Parameter, Tensor) or not is_torchao(weight):
         return None
     if not allowed:
         raise ConfigError(
-            f"{target} has a quantized weight ({type(weight).__name__}). "
-            "merge(dequantize=True) replaces it with a plain one."
+            f"{target} has a quantized weight ({type(weight).__name__}). Pass "
+            "merge(dequantize=True) to replace it with an unquantized one."
         )
     return weight.dequantize().detach()  # type: ignore[no-any-return]

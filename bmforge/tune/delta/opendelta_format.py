@@ -111,7 +111,7 @@ def opendelta_type(
     """
     kind = str(config.get("delta_type"))
     if kind not in _TYPES:
-        raise ConfigError(f"delta_type={kind!r} is unknown. Known: {', '.join(_TYPES)}.")
+        raise ConfigError(f"unknown delta type: delta_type={kind!r} (known: {', '.join(_TYPES)}).")
     options: dict[str, Any] = {}
     names = config.get("modified_modules")
     if kind == "soft_prompt":
@@ -210,12 +210,18 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **overrides: An
         problems = [f"missing: {n}" for n in own if n not in renamed]
         problems += [f"unexpected: {n}" for n in renamed if n not in own]
         problems += [
-            f"wrong shape: {n} is {tuple(renamed[n].shape)}, not {tuple(own[n].shape)}"
+            (
+                f"wrong shape: {n} has {tuple(renamed[n].shape)}, but the adapter needs "
+                f"{tuple(own[n].shape)}"
+            )
             for n in own
             if n in renamed and renamed[n].shape != own[n].shape
         ]
         if problems:
-            raise CheckpointError(f"the delta in {str(directory)!r}: {'; '.join(problems[:20])}.")
+            raise CheckpointError(
+                f"the adapter in {str(directory)!r} does not match the model: "
+                f"{'; '.join(problems[:20])}."
+            )
     except (CheckpointError, ConfigError):
         delta.remove()
         raise
@@ -289,7 +295,8 @@ def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
             (own_name, *others) = published.get(owner, [owner])
             if others:
                 raise CheckpointError(
-                    f"{name} is part of a fused weight in this model, with {own_name} and others."
+                    f"{name} is part of a fused weight in this model ({own_name} with others), "
+                    "which is not supported."
                 )
             renamed[f"{own_name}.{leaf}"] = tensor
     return renamed

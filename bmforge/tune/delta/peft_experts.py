@@ -55,7 +55,9 @@ def read_experts(
         factors[f"{key}_down"], factors[f"{key}_up"] = down.detach(), torch.zeros_like(up)
     for pair in pairs.values():
         if set(pair) != {"A", "B"}:
-            raise CheckpointError(f"{name} lacks one of two factors: it has {sorted(pair)}.")
+            raise CheckpointError(
+                f"{name} has only one of its two factors: {sorted(pair)}. Copy the adapter again."
+            )
         factors |= _read_stack(name, part, pair["A"], pair["B"])
     return factors
 

@@ -140,8 +140,10 @@ def check_fields(config: Mapping[str, Any]) -> None:
             )
 
 
-_MERGE = "Merge the adapter in PEFT and open the merged model."
+_MERGE = "Merge the adapter in PEFT and load the merged model."
 _ADVICE = {
-    "init_lora_weights": "It changes the base's weights when PEFT opens it. Save it again in PEFT "
-    "with save_pretrained(..., path_initial_model_for_weight_conversion=...).",
+    "init_lora_weights": (
+        "It changes the weights of the base model when PEFT loads it. Save it again in PEFT "
+        "with save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+    ),
 }

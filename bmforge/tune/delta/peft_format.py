@@ -81,8 +81,9 @@ class Names:
             if tuple(tensor.shape) != rule.source_shape(shape):
                 raise CheckpointError(
                     f"{published_name} has the shape {tuple(tensor.shape)} in the file, but "
-                    f"{rule.source_shape(shape)} in this {type(self.model).__name__}. Resize the "
-                    "token embedding (resize_token_embeddings) or open the base of the adapter."
+                    f"{rule.source_shape(shape)} in this {type(self.model).__name__}. Resize "
+                    "the token embedding (resize_token_embeddings), or load the base model of "
+                    "the adapter."
                 )
             slices = rule.source_slices(Box((0,) * len(shape), shape))
             pieces[rule.ours] = rule.source_view(tensor[slices])
@@ -108,7 +109,7 @@ class Names:
             ConfigError: published checkpoints have no such module.
         """
         if name not in self.theirs:
-            raise ConfigError(f"{name} is no module of published checkpoints.")
+            raise ConfigError(f"{name} is not a module of published checkpoints.")
         return self.theirs[name]
 
 
@@ -156,7 +157,7 @@ def options_of(
     if unknown := sorted(name for name in modules if name not in names.ours):
         raise CheckpointError(
             f"the adapter is attached to {', '.join(unknown[:5])}, which this "
-            f"{type(model).__name__} does not have. Open the base model of the adapter."
+            f"{type(model).__name__} does not have. Load the base model of the adapter."
         )
     targets = [n for name in sorted(modules) for n in names.ours[name]]
     options["targets"] = [*targets, *sorted(set(experts.values()))]
@@ -175,8 +176,9 @@ def _prefix_options(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     is_apart = config.get("num_transformer_submodules") == 2
     if is_apart != (getattr(getattr(model, "traits", None), "reads", "") == "apart"):
         raise ConfigError(
-            f"num_transformer_submodules={config.get('num_transformer_submodules')} does not fit a "
-            f"{type(model).__name__} (2 for an encoder-decoder, else 1). Open the adapter's base."
+            f"num_transformer_submodules={config.get('num_transformer_submodules')} does not "
+            f"match a {type(model).__name__} (2 for an encoder-decoder, else 1). Load the base "
+            "model of the adapter."
         )
     if not is_apart:
         return {"shift_positions": True}
@@ -223,7 +225,10 @@ def _module_of(key: str) -> str | None:
 def _norm_owners(names: Names, key: str) -> list[str]:
     owner, is_there, _ = key.removeprefix(PREFIX).rpartition(".ln_tuning_layers.")
     if is_there and owner not in names.ours:
-        raise CheckpointError(f"{key} is of no module of this {type(names.model).__name__}.")
+        raise CheckpointError(
+            f"{key} does not belong to a module of this {type(names.model).__name__}. Load the "
+            "base model of the adapter."
+        )
     return names.ours[owner] if is_there else []
 
 
@@ -264,9 +269,9 @@ def _saved_whole(
         own_tensors = names.read_whole(published_name, tensor)
         if not own_tensors and not _is_copy(tensors, key):
             raise CheckpointError(
-                f"{key} is of no module of this {type(names.model).__name__}. Open the base model "
-                "of the adapter, with the head that it was trained with (tie_word_embeddings=False "
-                "where its head is trained apart from its embedding)."
+                f"{key} does not belong to a module of this {type(names.model).__name__}. Load "
+                "the base model of the adapter with the head with which it was trained (with "
+                "tie_word_embeddings=False if head and embedding were trained separately)."
             )
         saved.update(dict.fromkeys(own_tensors))
     _refuse_untied(names, config, saved)
@@ -288,9 +293,9 @@ def _refuse_untied(names: Names, config: Mapping[str, Any], parameters: Iterable
     for name in parameters:
         if name in named and id(named[name]) in shared:
             raise ConfigError(
-                f"modules_to_save={config['modules_to_save']} without ensure_weight_tying unties "
-                f"{name} in PEFT, but this {type(names.model).__name__} shares it. Open the model "
-                "with tie_word_embeddings=False."
+                f"modules_to_save={config['modules_to_save']} without ensure_weight_tying "
+                f"unties {name} in PEFT, but this {type(names.model).__name__} shares it. Load "
+                "the model with tie_word_embeddings=False."
             )
 
 
@@ -355,8 +360,9 @@ def _read_prompt(delta: AttachedDelta, rows: Tensor) -> dict[str, Tensor]:
         rows = _repeated_layers(rows, len(delta.held))
     if tuple(rows.shape) != (length, 2 * len(delta.held) * heads * width):
         raise CheckpointError(
-            f"prompt_embeddings has the shape {tuple(rows.shape)}, not "
-            f"{(length, 2 * len(delta.held) * heads * width)}. Open the base model of the adapter."
+            f"prompt_embeddings has the shape {tuple(rows.shape)} (needed: "
+            f"{(length, 2 * len(delta.held) * heads * width)}). Load the base model of the "
+            "adapter."
         )
     prefixes = {}
     each = rows.chunk(2 * len(delta.held), 1)  # layer by layer: keys, values

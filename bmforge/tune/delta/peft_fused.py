@@ -33,7 +33,7 @@ def split_fused(
         ranks: rank of each adapter module, if they were written block by block.
     """
     if leaf not in _LEAVES:
-        raise CheckpointError(f"lora_{leaf} is no tensor of PEFT's that is known.")
+        raise CheckpointError(f"lora_{leaf} is not a known tensor of PEFT.")
     key = _LEAVES[leaf]
     tensor = tensor.flatten() if key == "weight" else tensor
     pieces = [tensor] * len(parts)

@@ -57,7 +57,10 @@ def token_indices_of(
     """
     kind = type(names.model).__name__
     if unknown := [name for name in owners if name not in names.ours]:
-        raise CheckpointError(f"{unknown[0]} is of no module of this {kind}. Open its base model.")
+        raise CheckpointError(
+            f"{unknown[0]} does not belong to a module of this {kind}. Load the base model of "
+            "the adapter."
+        )
     if indices is None:
         return {}
     if isinstance(indices, Mapping):
@@ -72,8 +75,8 @@ def token_indices_of(
         own_indices = {embedding_name(names.model): list(indices)}
     if biased := _biased_heads(names.model, own_indices):
         raise ConfigError(
-            f"trainable_token_indices={indices!r} changes {biased[0]}, whose bias PEFT then leaves "
-            "out. Train these tokens with bmforge."
+            f"trainable_token_indices={indices!r} changes {biased[0]}, whose bias PEFT would "
+            "ignore. Train these tokens with bmforge."
         )
     return own_indices
 

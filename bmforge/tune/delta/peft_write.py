@@ -277,7 +277,10 @@ def _join_low_rank(
         factors = {f"{start}lora_embedding_A": first.down, f"{start}lora_embedding_B": first.up}
         return {n: t.detach() for n, t in factors.items()}, []
     if len({part.scale for part in present}) > 1:
-        raise ConfigError(f"parts of {start.removeprefix(PREFIX)} have different scales.")
+        raise ConfigError(
+            f"parts of {start.removeprefix(PREFIX)} have different scales, which one layer of "
+            "the file cannot represent."
+        )
     alike = all(torch.equal(part.down, first.down) for part in present) and len(present) == len(
         parts
     )
@@ -301,7 +304,7 @@ def _join_low_rank(
         if pieces[0] is not None:
             if len(present) != len(parts):
                 raise ConfigError(
-                    f"{key}: all of {', '.join(owners)} must have it, because they are "
+                    f"{key}: it must be set for all of {', '.join(owners)}, because they are "
                     "one layer in the file."
                 )
             factors[leaf] = torch.cat([p.detach() for p in pieces])

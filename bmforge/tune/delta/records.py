@@ -19,9 +19,9 @@ def check_patterns(delta: Any, names: Sequence[str]) -> None:
         for glob in delta.options.get(option) or {}:
             if not any(match_glob(name, glob) for name in names):
                 raise ConfigError(
-                    f"{option} has {glob!r}, which matches none of the modules that the "
-                    f"{type(delta).__name__} is attached to.{suggest(glob, names)} Use a name "
-                    "glob such as '**.v_proj'."
+                    f"{option} has {glob!r}, which matches none of the modules to which the "
+                    f"{type(delta).__name__} is attached.{suggest(glob, names)} Use a name glob "
+                    "such as '**.v_proj'."
                 )
     names_in_model = known_names(delta.model)
     for pattern in delta.exclude:
@@ -64,7 +64,9 @@ def rename_options(options: Mapping[str, Any], names: Mapping[str, str]) -> dict
             continue
         value = renamed.pop(theirs)
         if renamed.get(ours):
-            raise ConfigError(f"{ours} and {theirs} are two names of one option. Give one of them.")
+            raise ConfigError(
+                f"{ours} and {theirs} are two names of the same option. Give one of them."
+            )
         renamed[ours] = (value or ()) if ours == "train_also" else value
     return renamed
 
@@ -81,7 +83,7 @@ def embedding_name(model: Any) -> str:
     names = [name for name, module in model.named_modules() if module is table]
     if table is None or not names:
         raise ConfigError(
-            f"trainable_token_indices: {type(model).__name__} has no token embedding. Give a dict "
-            "from the names of layers to ids."
+            f"trainable_token_indices: {type(model).__name__} has no token embedding. Pass a "
+            "dict from layer names to token ids."
         )
     return names[0]

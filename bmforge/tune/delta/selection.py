@@ -94,15 +94,16 @@ def use_deltas(
     if isinstance(weights, Mapping):
         if unknown := [name for name in weights if name not in chosen]:
             raise ConfigError(
-                f"weights has an unselected adapter: {unknown[0]!r} (names={chosen}). Add it to "
-                "names."
+                f"weights contains an adapter that is not selected: {unknown[0]!r} "
+                f"(names={chosen}). Add it to names."
             )
         factors = {name: float(weights.get(name, 1.0)) for name in chosen}
     else:
         values = [1.0] * len(chosen) if weights is None else list(weights)
         if len(values) != len(chosen):
             raise ConfigError(
-                f"weights has {len(values)} values for {len(chosen)} adapters. Give one for each."
+                f"weights has {len(values)} values for {len(chosen)} adapters. Give one value "
+                "per adapter."
             )
         factors = dict(zip(chosen, map(float, values), strict=True))
     adapters = deltas_of(model)
@@ -218,7 +219,10 @@ def _prepare(
     first = next((x for x in args if isinstance(x, Tensor)), next(named, None))
     count = selection.batch_size
     if first is not None and count is not None and first.shape[0] != count:
-        raise ShapeError(f"the batch has {first.shape[0]} samples, adapter_names has {count}.")
+        raise ShapeError(
+            f"adapter_names has {count} entries, but the batch has {first.shape[0]} samples. "
+            "Give one entry per sample."
+        )
     if torch.is_grad_enabled():
         _pass_to_recomputed_(module)
     return args, {**kwargs, _ARGUMENT: selection}

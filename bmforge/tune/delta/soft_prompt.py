@@ -79,15 +79,15 @@ class SoftPrompt(Delta):
         self.scores = []
         if not isinstance(getattr(model, "embed", None), nn.Embedding):
             raise ConfigError(
-                f"a {type(model).__name__} has no token embedding of ours in front of "
-                "which a prompt could stand."
+                f"a {type(model).__name__} has no token embedding of bmforge, so no soft prompt "
+                "can be attached."
             )
         length = options.get("length", self.defaults["length"])
         limit = getattr(model, "position_limit", None)
         if limit is not None and length >= limit:
             raise ConfigError(
-                f"a prompt of length={length} leaves no room for text: the model has "
-                f"{limit} positions."
+                f"a prompt of length={length} leaves no positions for text: the model has "
+                f"{limit}. Use a shorter prompt."
             )
         super().__init__(model, **options)
 
@@ -149,8 +149,8 @@ def put_prompt_first(
     if args or unknown:
         raise ConfigError(
             "a soft prompt does not support the arguments "
-            f"{', '.join(unknown) or 'more arguments'}. Put token ids of at least "
-            "vocab_size into input_ids yourself."
+            f"{', '.join(unknown) or 'more arguments'}. Add token ids of at least vocab_size to "
+            "input_ids instead."
         )
     length = prompt.weight.shape[0]
     new = {**kwargs, "input_ids": prompt_ids(table, ids)}
@@ -173,8 +173,8 @@ def put_prompt_first(
 
 _KNOWN = {"input_ids", *_OF_TOKENS, *_OTHERS}
 _PUT_TWICE = (
-    "A compiled model with a soft prompt puts its rows in front itself, and input_ids has some, "
-    "which are ids from vocab_size on: leave them out, or do not compile the whole model."
+    "input_ids has ids from vocab_size on (soft prompt rows), but a compiled model adds "
+    "these rows itself. Leave these ids out, or do not compile the whole model."
 )
 
 

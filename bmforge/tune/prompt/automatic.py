@@ -47,7 +47,7 @@ def find_label_tokens(
         ConfigError: a class has no examples, or has all of them.
     """
     if score not in ("llr", "ce"):
-        raise ConfigError(f"score={score!r} is unknown. Known: llr, ce.")
+        raise ConfigError(f"unknown score: score={score!r} (known: llr, ce).")
     chances = logits.float().softmax(-1)
     log_yes, log_no = (chances + _TINY).log(), (1 - chances + _TINY).log()
     tokens = []
@@ -55,7 +55,8 @@ def find_label_tokens(
         in_class = labels == number
         if not in_class.any() or in_class.all():
             raise ConfigError(
-                f"class {number} has {int(in_class.sum())} of the {len(labels)} examples."
+                f"class {number} has {int(in_class.sum())} of the {len(labels)} examples, but "
+                "label words can only be chosen if every class has some and none has all."
             )
         likely = log_yes[in_class].sum(0).argsort(descending=True)[:num_candidates]
         factor = float(in_class.sum() / (~in_class).sum()) if balance else 1.0
@@ -106,8 +107,8 @@ class AutomaticVerbalizer(ManualVerbalizer):
         tokens = find_label_tokens(logits, labels, **self._options)
         if len(tokens) != self.num_classes:
             raise ConfigError(
-                f"the labels go up to class {len(tokens) - 1}, but there are "
-                f"{self.num_classes} classes. Give examples of every class."
+                f"the labels go up to class {len(tokens) - 1}, but "
+                f"num_classes={self.num_classes}. Give examples of every class."
             )
         self.words = [["<!>" + self._tokenizer.decode([id]) for id in row] for row in tokens]
         self._set_tokens([[[id] for id in row] for row in tokens])
@@ -120,5 +121,7 @@ class AutomaticVerbalizer(ManualVerbalizer):
             ConfigError: `fit_` was not called yet.
         """
         if not hasattr(self, "ids"):
-            raise ConfigError("no label words were chosen yet: call fit_ with labelled examples.")
+            raise ConfigError(
+                "no label words have been chosen yet. Call fit_ with labeled examples first."
+            )
         return super().forward(logits)

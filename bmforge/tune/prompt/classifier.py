@@ -76,7 +76,7 @@ class PromptClassifier(nn.Module):
             mask_at: (B, M)
         """
         scored = score_batch(self.model, self.verbalizer, {"mask_at": mask_at, **inputs})
-        assert scored is not None, "a pipeline's stages are asked by `prompt_objective`"
+        assert scored is not None, "the stages of a pipeline are trained with `prompt_objective`"
         scores, word_logits = scored
         loss = None
         if labels is not None:

@@ -36,9 +36,12 @@ def classify_together(
     """
     counts = sorted({classifier.verbalizer.num_classes for classifier in classifiers})
     if len(counts) != 1:
-        raise ConfigError(f"needed are classifiers of the same classes; these have {counts}.")
+        raise ConfigError(
+            f"the classifiers have different numbers of classes: {counts}. Use classifiers of "
+            "the same classes."
+        )
     if mean not in ("probabilities", "logits"):
-        raise ConfigError(f"mean={mean!r} is unknown. Known: probabilities, logits.")
+        raise ConfigError(f"unknown mean: mean={mean!r} (known: probabilities, logits).")
     logits = torch.stack([each.classify(examples, **options) for each in classifiers])
     if mean == "logits":
         return logits.mean(0).log_softmax(-1)

@@ -39,7 +39,8 @@ def read_verbalizer(
     verbalizers = _read_lines(text) if file.suffix in (".txt", ".csv") else _read_json(text, file)
     if not 0 <= choice < len(verbalizers):
         raise ConfigError(
-            f"{str(file)!r} has {len(verbalizers)} verbalizers; choice={choice} must be below that."
+            f"choice={choice} is out of range: {str(file)!r} has {len(verbalizers)} "
+            "verbalizers, numbered from 0."
         )
     return _order(verbalizers[choice], file, classes)
 
@@ -61,7 +62,7 @@ def _read_json(text: str, file: Path) -> list[Any]:
             return [json.loads(line) for line in text.splitlines() if line.strip()]
         parsed = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{str(file)!r} is no JSON ({error}).") from error
+        raise ConfigError(f"{str(file)!r} is not valid JSON ({error}).") from error
     if (
         isinstance(parsed, list)
         and parsed
@@ -82,20 +83,20 @@ def _order(words: Any, file: Path, classes: Sequence[str]) -> list[list[str]]:
     if isinstance(words, dict):
         if classes and set(words) != set(map(str, classes)):
             raise ConfigError(
-                f"{str(file)!r} has words of the classes {', '.join(words)}, but the "
-                f"task's classes are {', '.join(map(str, classes))}."
+                f"{str(file)!r} has words for the classes {', '.join(words)}, but the task's "
+                f"classes are {', '.join(map(str, classes))}. Use the class names of the task."
             )
         words = [words[str(name)] for name in classes] if classes else list(words.values())
     if not isinstance(words, list) or not all(isinstance(row, (str, list)) for row in words):
         raise ConfigError(
-            f"{str(file)!r} is no verbalizer: needed are the words of every class, as a "
-            "list or as a table class -> words."
+            f"{str(file)!r} is not a verbalizer (needed: the words of every class, as a list or "
+            "as a table from class to words)."
         )
     rows = [[row] if isinstance(row, str) else row for row in words]
     if classes and len(rows) != len(classes):
         raise ConfigError(
-            f"{str(file)!r} has words of {len(rows)} classes, but there are "
-            f"{len(classes)}: {', '.join(map(str, classes))}."
+            f"{str(file)!r} has words for {len(rows)} classes, but there are {len(classes)}: "
+            f"{', '.join(map(str, classes))}. Give words for each class."
         )
     return rows
 

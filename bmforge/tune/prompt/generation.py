@@ -48,7 +48,10 @@ class GenerationVerbalizer(nn.Module):
         self._rules = [parse_template(row[0], needs_mask=False) for row in rows] if rule else None
         kinds = {p.kind for rule in self._rules or () for p in rule}
         if kinds & {"mask", "soft", "special"}:
-            raise ConfigError("a class's text has no mask, soft or special pieces: it is written.")
+            raise ConfigError(
+                "the text of a class must not contain mask, soft or special pieces, because "
+                "the model generates it."
+            )
 
     @property
     def num_classes(self) -> int:

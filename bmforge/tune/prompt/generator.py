@@ -60,8 +60,8 @@ class PromptGenerator(nn.Module):
         super().__init__()
         if template.num_masks != 1 or not template.asking.goes_on:
             raise ConfigError(
-                "generation needs one mask and a model that generates token by token; "
-                f"this template has {template.num_masks} masks, and its format is "
+                "generation needs a template with one mask and a model that generates token by "
+                f"token, but the template has {template.num_masks} masks and the format "
                 f"{template.asking.kind!r}."
             )
         self.model, self.template, self._write = model, template, write
@@ -83,7 +83,7 @@ class PromptGenerator(nn.Module):
             mask_at, labels: (B, L)
         """
         outputs = ask_model(self.model, inputs, mask_at)
-        assert outputs is not None, "a pipeline's stages are asked by an objective"
+        assert outputs is not None, "the stages of a pipeline are trained with an objective"
         return WriteOutput(target_loss(outputs.logits, labels).sum(-1).mean(), outputs.logits)
 
     def encode(self, example: Any, target: str, **options: Any) -> Encoded:
@@ -131,7 +131,7 @@ class PromptGenerator(nn.Module):
         write = self._write or getattr(type(self.model), "generate", None)
         if write is None:
             raise ConfigError(
-                "nothing that writes was given: make the PromptGenerator with "
+                "the PromptGenerator has no function that generates text. Create it with "
                 "write=bmforge.infer.generate."
             )
         device = next(self.model.parameters()).device

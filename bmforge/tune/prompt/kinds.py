@@ -49,7 +49,7 @@ class PTuning(Template):
     ) -> None:
         super().__init__(text, tokenizer, model, encoder=encoder, **options)
         if not self.rows:
-            raise ConfigError(f'the template {text!r} has no soft piece: write {{"soft"}} in it.')
+            raise ConfigError(f'the template {text!r} has no soft piece. Add {{"soft"}} to it.')
 
 
 class PTRTemplate(Template):
@@ -68,7 +68,7 @@ class PTRTemplate(Template):
         super().__init__(text, tokenizer, model, **options)
         if self.num_masks < 2:
             raise ConfigError(
-                f"the template has {self.num_masks} mask that the model reads: rules need several."
+                f"the template has {self.num_masks} mask, but rules need several. Add masks."
             )
 
 

@@ -34,14 +34,16 @@ def read_lambda(node: ast.Lambda) -> Callable[[Any], str]:
     spec = node.args
     names = [argument.arg for argument in spec.args]
     if len(names) != 1 or spec.defaults or spec.vararg or spec.kwarg or spec.kwonlyargs:
-        raise ValueError("a lambda with one argument is needed")
+        raise ValueError("it needs exactly one argument")
     body = _compile(node.body, {*names})
 
     def process(value: Any) -> str:
         try:
             result = body({names[0]: value})
         except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise ValueError(f"{ast.unparse(node)} does not fit {value!r:.60} ({error})") from error
+            raise ValueError(
+                f"{ast.unparse(node)} does not apply to {value!r:.60} ({error})"
+            ) from error
         if not isinstance(result, str):
             raise ValueError(f"{ast.unparse(node)} returns {result!r:.60}, which is not a text")
         return result
@@ -73,12 +75,12 @@ def _compile(node: ast.expr, names: set[str]) -> Expression:
             return _compile_loop(element, loop, names)
         case ast.GeneratorExp(elt=element, generators=[loop]):
             return _compile_loop(element, loop, names)
-    raise ValueError(f"{ast.unparse(node)!r} is not one of the operations on text that are read")
+    raise ValueError(f"{ast.unparse(node)!r} is not one of the supported text operations")
 
 
 def _compile_method(name: str, owner: Expression, arguments: list[Expression]) -> Expression:
     if name not in _METHODS:
-        raise ValueError(f"{name!r} is not one of the methods {', '.join(sorted(_METHODS))}")
+        raise ValueError(f"{name!r} is not a supported method ({', '.join(sorted(_METHODS))})")
     return lambda scope: getattr(_text(owner(scope)), name)(*(a(scope) for a in arguments))
 
 
@@ -93,7 +95,7 @@ def _compile_loop(element: ast.expr, loop: ast.comprehension, names: set[str]) -
         case ast.Call(func=ast.Name(id="enumerate"), args=[inner], keywords=[]):
             source, is_numbered = inner, True
     if len(variables) != 1 + is_numbered:
-        raise ValueError("a comprehension may only have its element and its index as variables")
+        raise ValueError("a comprehension supports only the element and its index as variables")
     items = _compile(source, names)
     result = _compile(element, {*names, *variables})
 
@@ -110,7 +112,7 @@ def _piece(part: ast.expr) -> ast.expr:
     if not isinstance(part, ast.FormattedValue):
         return part
     if part.format_spec is not None or part.conversion != -1:
-        raise ValueError("an f-string with a format is not supported")
+        raise ValueError("an f-string with a format specification is not supported")
     return part.value
 
 
@@ -121,7 +123,7 @@ def _index(node: ast.expr) -> Any:
         return slice(*(None if part is None else ast.literal_eval(part) for part in parts))
     index = ast.literal_eval(node)
     if not isinstance(index, str | int):
-        raise ValueError(f"the index {index!r} is no number and no text")
+        raise ValueError(f"the index {index!r} is neither a number nor a text")
     return index
 
 

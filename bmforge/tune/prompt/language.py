@@ -63,7 +63,7 @@ def parse_template(text: str, needs_mask: bool = True) -> tuple[Piece, ...]:
             end = at + len(plain.rstrip(" "))
         at, spaced = end, False
     if needs_mask and not any(piece.kind == "mask" for piece in pieces):
-        raise TemplateError('there is no {"mask"}; one is needed', text, len(text))
+        raise TemplateError('the template has no {"mask"}; add one', text, len(text))
     return tuple(pieces)
 
 
@@ -71,10 +71,12 @@ def _check_characters(text: str) -> None:
     if not isinstance(text, str):
         raise TemplateError(f"the template must be a text, not a {type(text).__name__}", "", 0)
     if len(text) > _MAX_CHARS:
-        raise TemplateError(f"{len(text)} characters (at most {_MAX_CHARS})", text, 0)
+        raise TemplateError(
+            f"the template has {len(text)} characters (at most {_MAX_CHARS})", text, 0
+        )
     for at, character in enumerate(text):
         if character == "\0" or "\ud800" <= character <= "\udfff":
-            raise TemplateError(f"character {ord(character):#x} is not text", text, at)
+            raise TemplateError(f"character {ord(character):#x} is not allowed in a text", text, at)
 
 
 def _find_end(text: str, begin: int) -> int:
@@ -114,11 +116,13 @@ def _read_piece(text: str, begin: int, end: int, spaced: bool) -> Piece:
         near = difflib.get_close_matches(str(unknown[0]), _KEYS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         keys = ", ".join(sorted(_KEYS))
-        raise fail(f"unknown key {unknown[0]!r}{hint} Known: {keys}")
+        raise fail(f"unknown key {unknown[0]!r} (known: {keys}){hint}")
     kinds = [key for key in _KINDS if key in values]
     kinds = [key for key in kinds if key != "soft_id"] or ["soft"] * ("soft_id" in values)
     if len(kinds) != 1:
-        raise fail(f"one of {', '.join(_KINDS)} is needed, not {', '.join(kinds) or 'none'}")
+        raise fail(
+            f"a piece needs exactly one of {', '.join(_KINDS)}, not {', '.join(kinds) or 'none'}"
+        )
     kind: Any = kinds[0]
     for key, allowed in _ONLY.items():
         if key in values and kind not in allowed:
@@ -128,9 +132,9 @@ def _read_piece(text: str, begin: int, end: int, spaced: bool) -> Piece:
     _check_value(kind, values.get(kind), fail)
     soft_id, duplicate = values.get("soft_id", 0), values.get("duplicate", 1)
     if "soft_id" in values and (not _is_count(soft_id)):
-        raise fail(f"soft_id={soft_id!r} must be a whole number from 1")
+        raise fail(f"soft_id={soft_id!r} must be an integer of at least 1")
     if not _is_count(duplicate) or duplicate > _MAX_DUPLICATE:
-        raise fail(f"duplicate={duplicate!r} must be a whole number from 1 to {_MAX_DUPLICATE}")
+        raise fail(f"duplicate={duplicate!r} must be an integer from 1 to {_MAX_DUPLICATE}")
     for key in ("shortenable", "same"):
         if not isinstance(values.get(key, False), bool):
             raise fail(f"{key}={values[key]!r} must be True or False")
@@ -167,10 +171,10 @@ def _read_literal(piece: str, fail: Callable[[str], TemplateError]) -> Mapping[A
                     for key, value in pairs
                 }
     except SyntaxError as error:
-        raise fail(f"this is not a literal ({error.msg}); values stand in quotes") from None
+        raise fail(f"this is not a literal ({error.msg}); put texts in quotes") from None
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise fail(f"only literals are allowed here ({error!s:.60})") from None
-    raise fail('needed is {"key": value, ...} or {"key"}')
+    raise fail('a piece must be {"key": value, ...} or {"key"}')
 
 
 def _check_value(kind: str, value: Any, fail: Callable[[str], TemplateError]) -> None:
@@ -178,13 +182,13 @@ def _check_value(kind: str, value: Any, fail: Callable[[str], TemplateError]) ->
     if kind in ("placeholder", "meta", "special", "text") and not isinstance(value, str):
         raise fail(f"{kind}={value!r} must be a text")
     if kind == "soft" and not isinstance(value, (str, type(None))):
-        raise fail(f"soft={value!r} must be the words that initialize the soft tokens, or None")
+        raise fail(f"soft={value!r} must be the text that initializes the soft tokens, or None")
     if kind == "mask" and value is not None:
-        raise fail(f"mask={value!r}: a mask has no value")
+        raise fail(f"mask={value!r} is not allowed: a mask has no value")
     if kind == "special" and value not in SPECIALS:
         near = difflib.get_close_matches(value, SPECIALS, 1)
-        hint = f" did you mean {near[0]!r}?" if near else ""
-        raise fail(f"unknown special token {value!r};{hint} Known: {', '.join(SPECIALS)}")
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise fail(f"unknown special token {value!r} (known: {', '.join(SPECIALS)}){hint}")
 
 
 def _read_process(value: Any, fail: Callable[[str], TemplateError]) -> Callable[[str], str] | None:
@@ -201,12 +205,12 @@ def _read_process(value: Any, fail: Callable[[str], TemplateError]) -> Callable[
             return read_lambda(value)
         except ValueError as error:
             raise fail(
-                f"this lambda cannot be read ({error}). Register the function with "
-                "register_post_processing and write its name"
+                f"this lambda is not supported ({error}). Register the function with "
+                "register_post_processing and use its name"
             ) from None
     process = take_post_processing(value) if isinstance(value, str) else None
     if process is None:
         raise fail(
-            f"post_processing={value!r:.40} is unknown. Known: {', '.join(list_post_processing())}"
+            f"post_processing={value!r:.40} is unknown (known: {', '.join(list_post_processing())})"
         )
     return process

@@ -29,7 +29,10 @@ def score_levels(
         ConfigError: the number of names differs from the number of classes.
     """
     if len(classes) != scores.shape[-1]:
-        raise ConfigError(f"{len(classes)} names were given for {scores.shape[-1]} classes.")
+        raise ConfigError(
+            f"classes has {len(classes)} names for {scores.shape[-1]} classes. Give one name "
+            "per class."
+        )
     parts = [name.split(sep) for name in classes]
     chances, levels = scores.log_softmax(-1), []
     for depth in range(1, max(map(len, parts)) + 1):

@@ -164,7 +164,9 @@ def lay_out(
     if asking.form == "row":
         first = at + text.masks[0] - 1
         if first < 0:
-            raise ConfigError(f"{name}: nothing stands before the mask; a token is needed.")
+            raise ConfigError(
+                f"{name}: there is no token before the mask. Put text before the mask."
+            )
         if not answer:
             return Encoded(ids, [first])
         return Encoded(ids[:-1], list(range(first, len(ids) - 1)), predicted=ids[first + 1 :])

@@ -108,7 +108,7 @@ def _ask_other(model: Any) -> Asking:
     if "CausalLM" in names or "LMHead" in names:
         return ASKINGS["causal"]
     raise ConfigError(
-        f"{type(model).__name__} has no head that predicts tokens. Give a masked or causal "
+        f"{type(model).__name__} has no head that predicts tokens. Use a masked or causal "
         "language model, or an encoder-decoder."
     )
 
@@ -128,7 +128,8 @@ def special_token(tokenizer: Tokenizer, name: str) -> int:
     id = role_token(tokenizer, SPECIALS[name])
     if id is None:
         raise ConfigError(
-            f"the tokenizer has no token for {name}: it has {', '.join(tokenizer.special_ids)}."
+            f"the tokenizer has no token for {name} (it has "
+            f"{', '.join(tokenizer.special_ids)}). Use the tokenizer of the model."
         )
     return id
 
@@ -145,6 +146,6 @@ def check_marks(asking: Asking, tokenizer: Tokenizer, model: Any) -> None:
              if getattr(config, n, None) != id]  # fmt: skip
     if wrong:
         raise ConfigError(
-            f"the model has {', '.join(wrong)}: it finds blanks by these ids, but the "
-            f"tokenizer has other ids. Set {needed} in its config."
+            f"the model has {', '.join(wrong)}, but the tokenizer uses other ids for blanks. "
+            f"Set {needed} in the model's config."
         )

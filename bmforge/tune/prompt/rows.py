@@ -54,7 +54,7 @@ class _Rows:
         self, template: Template, examples: Sequence[Any], seq_len: int, cut: Cut, *settings: Any
     ) -> None:
         if not len(examples):
-            raise ConfigError("there is no example to learn from.")
+            raise ConfigError("there are no training examples. Pass at least one.")
         self._template, self._examples, self._cut = template, examples, cut
         self._seq_len, self._pad = seq_len, template.tokenizer.pad_id or 0
         ends = (str(examples[0]), str(examples[len(examples) - 1]))

@@ -35,7 +35,7 @@ def draw_few(
     """
     if (per_label > 0) == (total > 0):
         raise ConfigError(
-            f"per_label={per_label}, total={total}. Give exactly one of them, at least 1."
+            f"per_label={per_label} and total={total}: set exactly one of them, to at least 1."
         )
     generator = np.random.RandomState(seed)
     everything = list(range(len(labels)))

@@ -56,19 +56,25 @@ def search_templates(
         ConfigError: no examples, not one word per example, or a model without span corruption.
     """
     if not examples or len(examples) != len(words) or min(beams, keep) < 1:
-        raise ConfigError(f"{len(examples)} examples have {len(words)} words; beams={beams}.")
+        raise ConfigError(
+            f"{len(examples)} examples have {len(words)} words, and beams={beams} (needed: one "
+            "word per example, and at least one beam)."
+        )
     template = Template(_SHAPES[pairs], tokenizer, model)
     if template.asking.kind != "spans":
         raise ConfigError(
-            f"a template with the format {template.asking.kind!r} cannot be used to "
-            "generate the removed text. Use a T5 or CPM-2."
+            f"a template with the format {template.asking.kind!r} cannot be used for the "
+            "template search. Use a T5 or CPM-2."
         )
     source, mask = _read_source(model, template, examples, words, max_seq_len)
     first, second = template.blanks
     third = tokenizer.token_to_id((model.traits.sentinel or "<extra_id_{}>").format(2))
     third = tokenizer.eos_id if third is None else third
     if third is None:
-        raise ConfigError("the tokenizer has neither a third sentinel nor an end token.")
+        raise ConfigError(
+            "the tokenizer has neither a third sentinel token nor an end-of-sequence token. "
+            "Use the tokenizer of a T5 or CPM-2."
+        )
     start = model.config.decoder_start_token_id
     open_ones: list[tuple[list[int], float]] = [([start, first], 0.0)]
     closed: list[tuple[list[int], float]] = []

@@ -89,7 +89,7 @@ class MadeRows(nn.Module):
     def __init__(self, length: int, width: int, kind: str) -> None:
         super().__init__()
         if kind not in ("lstm", "mlp"):
-            raise ConfigError(f"encoder={kind!r} is unknown. Known: lstm, mlp.")
+            raise ConfigError(f"unknown encoder: encoder={kind!r} (known: lstm, mlp).")
         self.inputs = nn.Embedding(length, width)
         both = 2 * width if kind == "lstm" else width
         self.lstm = (
@@ -146,9 +146,9 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
     ):
         if encoder:
             raise ConfigError(
-                f"encoder={encoder!r} has no effect if the model's config declares the "
-                "soft tokens, as in a run, because they are trained directly. Train an "
-                "encoder with PromptClassifier."
+                f"encoder={encoder!r} has no effect if the soft tokens are part of the model's "
+                "config, as in a run, because they are trained directly. Train an encoder with "
+                "PromptClassifier."
             )
         return attached
     if attached is not None:

@@ -64,7 +64,7 @@ class Template:
         seed: int = 0,
     ) -> None:
         if asking and asking not in ASKINGS:
-            raise ConfigError(f"asking={asking!r} is unknown. Known: {', '.join(ASKINGS)}.")
+            raise ConfigError(f"unknown format: asking={asking!r} (known: {', '.join(ASKINGS)}).")
         if behind not in _BEHIND:
             raise ConfigError(f"behind={behind!r} must be one of {', '.join(_BEHIND)}.")
         self.text, self.tokenizer, self.front, self.encoder = text, tokenizer, front, encoder
@@ -103,10 +103,9 @@ class Template:
         following = self.pieces[first + 1 :]
         if following and behind == "refuse":
             raise ConfigError(
-                f"the template has {following[0].kind} {following[0].value or ''!r} "
-                f"behind its mask, which a model of the kind {self.asking.kind!r} never "
-                "reads: let the mask stand last, or give behind='leave out' or "
-                "behind='score'."
+                f"the template has {following[0].kind} {following[0].value or ''!r} after its "
+                f"mask, which a model of the kind {self.asking.kind!r} never reads. Put the "
+                "mask last, or pass behind='leave out' or behind='score'."
             )
         if behind == "score" and (not following or self.asking.form != "row"):
             raise ConfigError(
@@ -259,7 +258,7 @@ class Template:
         id = self.tokenizer.token_to_id(token)
         if id is None:
             raise ConfigError(
-                f"the tokenizer has no {token}, which marks a mask. Use the tokenizer of the model."
+                f"the tokenizer has no mask token {token}. Use the tokenizer of the model."
             )
         return id
 
@@ -283,7 +282,9 @@ def read_fields(example: Any) -> tuple[Mapping[str, str], Mapping[str, str]]:
         fields = {"text_a": example.text_a, "text_b": getattr(example, "text_b", "")}
         meta = getattr(example, "meta", None) or {}
     else:
-        raise ConfigError(f"{type(example).__name__} is no example: give a TaskExample or a dict.")
+        raise ConfigError(
+            f"a {type(example).__name__} is not an example. Pass a TaskExample or a dict."
+        )
     for name, value in zip(("text_a", "text_b"), list(fields.values()), strict=False):
         fields.setdefault(name, value)
     return fields, meta
@@ -303,7 +304,7 @@ def fill_piece(piece: Piece, fields: Mapping[str, Any], meta: Mapping[str, Any])
             return _process_value(piece, values[piece.value])
     has = ", ".join(dict.fromkeys([*meta, *fields] if piece.kind == "meta" else fields))
     raise ConfigError(
-        f"the template needs the {piece.kind} {piece.value!r}, but the example has: {has}."
+        f"the template needs the {piece.kind} {piece.value!r}, but the example has only: {has}."
     )
 
 
@@ -323,8 +324,8 @@ def _process_value(piece: Piece, value: Any) -> str:
     except (TypeError, ValueError) as error:
         problem = str(error)
     raise ConfigError(
-        f"the {piece.kind} {piece.value!r} cannot be put into the template: {problem}. Give a "
-        "post_processing that returns a text."
+        f"the {piece.kind} {piece.value!r} cannot be inserted into the template: {problem}. Add "
+        "a post_processing that returns a text."
     )
 
 
@@ -337,6 +338,7 @@ def read_template(path: str | Path, choice: int = 0) -> str:
     lines = [line for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
     if not 0 <= choice < len(lines):
         raise ConfigError(
-            f"{str(path)!r} has {len(lines)} templates; choice={choice} must be below that."
+            f"choice={choice} is out of range: {str(path)!r} has {len(lines)} templates, "
+            "numbered from 0."
         )
     return lines[choice]

@@ -104,7 +104,10 @@ def _find_last(model: Any) -> tuple[Any, Any]:
     for child in model.children():
         if last is not None and any(module is last for module in child.modules()):
             return last, child
-    raise ConfigError(f"{type(model).__name__} has no head that predicts tokens.")
+    raise ConfigError(
+        f"{type(model).__name__} has no head that predicts tokens. Load it with a "
+        "language-model head."
+    )
 
 
 class PrototypeVerbalizer(nn.Module):
@@ -136,8 +139,9 @@ class PrototypeVerbalizer(nn.Module):
         super().__init__()
         if words is not None and (words.num_classes != num_classes or words.takes != "logits"):
             raise ConfigError(
-                f"words has {words.num_classes} classes and takes {words.takes}; needed "
-                f"are {num_classes} and a verbalizer that reads tokens at the mask."
+                f"words is a verbalizer of {words.num_classes} classes that uses {words.takes} "
+                f"(needed: {num_classes} classes, and a verbalizer that uses the tokens at the "
+                "mask)."
             )
         if words is not None and num_classes < 2:
             raise ConfigError(

@@ -29,14 +29,14 @@ def cut_parts(
         ConfigError: an unknown `cut`, or the other parts alone are longer than `room`.
     """
     if cut not in CUTS:
-        raise ConfigError(f"cut={cut!r} is unknown. Known: {', '.join(CUTS)}.")
+        raise ConfigError(f"unknown method: cut={cut!r} (known: {', '.join(CUTS)}).")
     lengths = [len(ids) if shortenable else 0 for ids, shortenable in parts]
     excess = sum(len(ids) for ids, _ in parts) - room
     if excess > sum(lengths):
         fixed = sum(len(ids) for ids, _ in parts) - sum(lengths)
         raise ConfigError(
-            f"{name} does not fit: the pieces that are not shortenable have {fixed} "
-            f"tokens, but only {max(room, 0)} fit. Raise max_seq_len, or make a piece "
+            f"{name} does not fit: its pieces that may not be shortened have {fixed} tokens, "
+            f"but only {max(room, 0)} are allowed. Raise max_seq_len, or make a piece "
             "shortenable."
         )
     if excess <= 0:

@@ -57,7 +57,7 @@ class ManualVerbalizer(nn.Module):
     ) -> None:
         super().__init__()
         if join not in _JOININGS:
-            raise ConfigError(f"join={join!r} is unknown. Known: {', '.join(_JOININGS)}.")
+            raise ConfigError(f"unknown method: join={join!r} (known: {', '.join(_JOININGS)}).")
         self.classes, self.words = read_words(words)
         self.join, self.normalize = join, normalize
         self.takes = "words" if join == "joint" else "logits"
@@ -82,8 +82,10 @@ class ManualVerbalizer(nn.Module):
         }
         if long and self.join == "first":
             get_logger().warning(
-                "only the first token of these words is looked at: %s. Give join='joint' to score "
-                "them whole",
+                (
+                    "only the first token of these words is scored: %s. Pass join='joint' to score "
+                    "whole words"
+                ),
                 "; ".join(f"{word!r} = {' | '.join(ids)}" for word, ids in long.items()),
             )
 
@@ -246,7 +248,9 @@ class OneToOneVerbalizer(ManualVerbalizer):
         super().__init__(words, tokenizer, **options)
         many = [name for name, row in zip(self.classes, self.words, strict=True) if len(row) > 1]
         if many:
-            raise ConfigError(f"these classes have several words: {', '.join(many)}. Give one.")
+            raise ConfigError(
+                f"these classes have several words: {', '.join(many)}. Give one word per class."
+            )
 
 
 class PTRVerbalizer(nn.Module):
@@ -277,7 +281,9 @@ class PTRVerbalizer(nn.Module):
         super().__init__()
         self.classes, self.words = read_words(words)
         if len({len(row) for row in self.words}) != 1:
-            raise ConfigError("every class needs the same number of words, one per mask.")
+            raise ConfigError(
+                "every class needs the same number of words, one per mask. Add or remove words."
+            )
         if options.get("join") == "joint":
             raise ConfigError(
                 "join='joint' is not supported with several masks (supported: first, max, mean)."

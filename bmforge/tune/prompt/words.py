@@ -26,7 +26,7 @@ def read_words(words: Words) -> tuple[list[str], list[list[str]]]:
     bad = [n for n, row in enumerate(rows) if not all(isinstance(w, str) and w for w in row)]
     if bad:
         raise ConfigError(
-            f"class {bad[0]} has {rows[bad[0]]!r:.60}: words must be texts that are not empty."
+            f"class {bad[0]} has {rows[bad[0]]!r:.60}, but words must be non-empty texts."
         )
     classes = [str(name) for name, _ in pairs]
     check_left(classes, rows, "the list")
@@ -42,7 +42,7 @@ def check_left(classes: Sequence[str], rows: Sequence[Sequence[str]], after: str
     empty = [name for name, row in zip(classes, rows, strict=True) if not row]
     if empty:
         raise ConfigError(
-            f"after {after} these classes have no words: {', '.join(empty)}. Give them more."
+            f"after {after}, these classes have no words: {', '.join(empty)}. Give them more words."
         )
 
 
@@ -57,8 +57,8 @@ def check_shared(rows: Sequence[Sequence[str]]) -> None:
         for word in row:
             if owner.setdefault(word, number) != number:
                 raise ConfigError(
-                    f"the word {word!r} is of class {owner[word]} and of class {number}: "
-                    "it tells neither. Give each its own."
+                    f"the word {word!r} belongs to class {owner[word]} and to class {number}. "
+                    "Give each class its own words."
                 )
 
 
@@ -74,5 +74,5 @@ def spell_word(word: str, tokenizer: Tokenizer) -> list[int]:
     is_bare = word.startswith("<!>") or has_chinese(bare)
     ids = tokenizer.encode_plain([bare if is_bare else " " + bare])[0]
     if not ids or tokenizer.unk_id in ids:
-        raise ConfigError(f"the tokenizer cannot spell the word {word!r}: choose another.")
+        raise ConfigError(f"the tokenizer cannot encode the word {word!r}. Choose another word.")
     return ids

@@ -77,7 +77,7 @@ def test_an_argument_of_a_call(recomputes: bool) -> None:
         if parameter.requires_grad:
             assert_close({name: parameter.grad}, {name: grads[name]}, rtol=1e-4, atol=1e-5)
     assert torch.equal(model(IDS).logits, both)
-    with pytest.raises(ShapeError, match="3 samples, adapter_names has 2"):
+    with pytest.raises(ShapeError, match="adapter_names has 2 entries, but the batch has 3"):
         model(IDS, adapter_names=["a", "b"])
     with pytest.raises(ConfigError, match="no delta 'c'"):
         model(IDS, adapter_names=["a", "b", "c"])

@@ -77,7 +77,7 @@ def test_templates_are_the_likeliest_of_all(letters: LetterTokenizer) -> None:
     for text, _ in found:
         assert Template(text, LETTERS, model).num_masks == 1
     causal = GPT2.from_config(GPT2Config(vocab_size=43, hidden_size=16, num_layers=1, num_heads=2))
-    with pytest.raises(ConfigError, match="behind its mask"):
+    with pytest.raises(ConfigError, match="after its mask"):
         search_templates(causal, LETTERS, EXAMPLES, WORDS)
     with pytest.raises(ConfigError, match="2 examples have 1 words"):
         search_templates(model, LETTERS, EXAMPLES, WORDS[:1])

@@ -143,7 +143,7 @@ def test_a_cut_prompt_is_as_long_as_it_may_be(name, cut, tokenizers):
 
 def test_what_does_not_fit_a_model_is_refused(tokenizers):
     model = fresh_model("gpt2", 330)
-    with pytest.raises(ConfigError, match="behind its mask"):
+    with pytest.raises(ConfigError, match="after its mask"):
         Template(TEXTS[0], tokenizers["gpt2"], model)
     with pytest.raises(ConfigError, match="the example has: text_a"):
         build("bert", 1, tokenizers).encode({"text_a": "film"})

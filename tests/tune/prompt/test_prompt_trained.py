@@ -103,7 +103,7 @@ def test_points_and_words_together_are_the_mean_of_both():
     expected = expected + spread(both(hidden))
     torch.testing.assert_close(found * 2, alone.detach())
     torch.testing.assert_close(alone, expected)
-    with pytest.raises(ConfigError, match="needed are 4"):
+    with pytest.raises(ConfigError, match="needed: 4"):
         PrototypeVerbalizer(4, 16, words=words)
 
 
@@ -118,7 +118,7 @@ def test_found_words_classify_like_given_ones(case, tmp_path):
         int(labels.max()) + 1, tokenizer, words_per_class=case["words_per_class"],
         num_candidates=case["num_candidates"], score=case["score"], balance=case["balance"],
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="call fit_"):
+    with pytest.raises(ConfigError, match="Call fit_"):
         ours(logits)
     ours.fit_(logits, labels)
     assert ours.ids[..., 0].tolist() == case["chosen_ids"]
@@ -153,7 +153,7 @@ def test_classes_as_texts_of_each_example(name):
     texts.per_token = True
     lengths = torch.tensor([[3, 7], [1, 7]])
     torch.testing.assert_close(classifier.classify(examples), found / lengths)
-    with pytest.raises(ConfigError, match="is written"):
+    with pytest.raises(ConfigError, match="the model generates it"):
         GenerationVerbalizer(['{"mask"}', "a"], LETTERS, rule=True)
 
 
