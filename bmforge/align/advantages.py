@@ -47,9 +47,9 @@ def compute_advantages(rewards: Tensor, name: AdvantageName) -> Tensor:
     """
     if rewards.shape[1] == 1 and name not in ("whitened", "batch"):
         raise ConfigError(
-            f"rollout.num_generations=1 gives every answer the advantage 0 with "
-            f"rl.advantage={name!r}, which compares the answers of a prompt. Generate at least 2 "
-            "answers per prompt, or use --method reinforce++."
+            "rollout.num_generations=1 gives every answer the advantage 0 with "
+            f"rl.advantage={name!r}, which compares the answers to one prompt. Generate at "
+            "least 2 answers per prompt, or use --method reinforce++."
         )
     return ADVANTAGES[name](rewards.double()).nan_to_num(nan=0.0)
 

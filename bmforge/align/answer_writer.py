@@ -58,8 +58,8 @@ class AnswerWriter:
             self._owners = _find_owners(model)
         if not can_pack(self._copy or model):
             raise ConfigError(
-                f"rollouts need a decoder-only language model with learned or rotary positions; a "
-                f"{type(model).__name__} is not one."
+                "rollouts need a decoder-only language model with learned or rotary positions, "
+                f"but this is a {type(model).__name__}."
             )
         requests = RequestsConfig(
             max_num_seqs=max_num_seqs,

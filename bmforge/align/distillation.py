@@ -30,9 +30,9 @@ def check_vocabularies(student: Any, teacher: Any, vocabularies: tuple[Any, Any]
     sizes = student.vocab_size, teacher.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"the student has vocab_size={sizes[0]}, the teacher vocab_size={sizes[1]}: their "
-            "distributions cannot be compared. Use models with the same tokenizer and size of the "
-            "vocabulary."
+            f"the student has vocab_size={sizes[0]}, but the teacher vocab_size={sizes[1]}, so "
+            "their distributions cannot be compared. Use models with the same tokenizer and "
+            "vocabulary size."
         )
     if vocabularies[0] != vocabularies[1]:
         counts = [len(vocabulary) for vocabulary in vocabularies]
@@ -68,7 +68,9 @@ class DistillationObjective:
 
         def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:
             if vocab is not None:
-                raise ConfigError("on-policy distillation does not support layout.tp above 1.")
+                raise ConfigError(
+                    "on-policy distillation does not support layout.tp above 1. Set layout.tp=1."
+                )
             is_scored = targets != IGNORE_INDEX
             return linear_jsd(head.select(is_scored), teacher, self._beta, self._temperature)
 

@@ -78,7 +78,9 @@ def _read(path: Path, names: Sequence[str]) -> list[Tensor] | None:
         with safe_open(path, "pt") as file:
             return [file.get_tensor(name) for name in names]
     except SafetensorError:
-        get_logger().warning("%s has values of other rows, which are computed again", path)
+        get_logger().warning(
+            "%s contains reference values of other rows; they are computed again", path
+        )
         return None
 
 

@@ -48,8 +48,8 @@ def load_function(spec: str) -> Callable[..., Any]:
         return make_verifier(kind, argument)
     if not origin or not name:
         raise ConfigError(
-            f"--reward {spec}: give module:function, file.py:function, dir:MODEL, an http address, "
-            f"or a verifier: {', '.join(VERIFIERS)}."
+            f"unknown reward: --reward {spec} (module:function, file.py:function, dir:MODEL, an "
+            f"http address, or a verifier: {', '.join(VERIFIERS)})."
         )
     try:
         module = _import_file(origin) if origin.endswith(".py") else importlib.import_module(origin)

@@ -155,7 +155,7 @@ class RewardProcess:
             raise TimeoutError(f"no result after {timeout_s:g} seconds") from None
         if not line:
             self.close()
-            raise RuntimeError("its process has ended")
+            raise RuntimeError("the process of the reward has ended")
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -257,8 +257,8 @@ class RewardSet:
     ) -> None:
         if not sources:
             raise ConfigError(
-                "there is no reward. Give --reward module:function, or a verifier such "
-                "as --reward exact:answer."
+                "there is no reward. Pass --reward module:function, or a verifier such as "
+                "--reward exact:answer."
             )
         if timeout_s <= 0:
             raise ConfigError(f"reward_timeout_s={timeout_s} must be above 0 seconds.")
@@ -299,7 +299,7 @@ class RewardSet:
     def _report(self, name: str, what: str) -> None:
         self.failures[name] += 1
         get_logger().warning(
-            "reward %s failed (%d times so far), its answers are not scored by it: %s",
+            "reward %s failed (%d times so far) and gives these answers no score: %s",
             *(name, self.failures[name], what),
         )
 
@@ -362,7 +362,7 @@ def _open(
         return CallableReward(reward)
     if reward.startswith("dir:"):
         if open_model is None:
-            raise ConfigError(f"--reward {reward}: reward models cannot be opened in this call.")
+            raise ConfigError(f"--reward {reward}: reward models cannot be loaded in this call.")
         return open_model(reward.removeprefix("dir:"))
     return RewardProcess(reward, timeout_s)
 

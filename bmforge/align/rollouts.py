@@ -359,8 +359,9 @@ class RolloutLoader:
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise ConfigError(
-                    f"the checkpoint has {key}={state.get(key)}, this run has {key}={value}: the "
-                    "rollouts cannot be resumed. Restore the prompts and options, or start anew."
+                    f"the checkpoint has {key}={state.get(key)}, but this run has "
+                    f"{key}={value}, so the rollouts cannot be resumed. Restore the prompts and "
+                    "options, or start a new run."
                 )
         self.rollouts, self._used = state["rollouts"], state["used"]
         self._answers = [RolloutAnswer(**values) for values in state["answers"]]

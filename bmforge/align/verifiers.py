@@ -41,7 +41,7 @@ def make_verifier(kind: str, argument: str) -> Reward:
         ConfigError: the argument is missing or not valid.
     """
     if not argument:
-        raise ConfigError(f"--reward {kind}: needs {VERIFIERS[kind][1]}, as in {kind}:NAME.")
+        raise ConfigError(f"--reward {kind} needs {VERIFIERS[kind][1]}, for example {kind}:NAME.")
     return VERIFIERS[kind][0](argument)
 
 
@@ -92,7 +92,9 @@ def _matches(pattern: str) -> Reward:
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ConfigError(f"--reward regex:{pattern} is no regular expression ({error}).") from None
+        raise ConfigError(
+            f"--reward regex:{pattern} is not a valid regular expression ({error})."
+        ) from None
     return lambda completions, **_: [float(bool(compiled.search(text_of(c)))) for c in completions]
 
 
@@ -119,7 +121,7 @@ def _fits_schema(file: str) -> Reward:
         checker = jsonschema.validators.validator_for(schema)
         checker.check_schema(schema)
     except (OSError, ValueError, jsonschema.SchemaError) as error:
-        raise ConfigError(f"--reward json_schema:{file} is no JSON schema ({error}).") from None
+        raise ConfigError(f"--reward json_schema:{file} is not a JSON schema ({error}).") from None
     validator = checker(schema)
 
     def score(answer: str) -> float:

@@ -130,8 +130,8 @@ class AdapterConfig:
             )
         elif self.kind not in KINDS:
             raise ConfigError(
-                f"adapter.kind={self.kind!r} is unknown.{suggest(self.kind, KINDS)} Kinds: "
-                f"{', '.join(KINDS)}."
+                f"unknown adapter: adapter.kind={self.kind!r} (known: "
+                f"{', '.join(KINDS)}).{suggest(self.kind, KINDS)}"
             )
 
     def options(self) -> dict[str, Any]:

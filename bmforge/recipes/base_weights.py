@@ -67,18 +67,18 @@ def _check_packed(config: Any) -> None:
     dtype = config.base_dtype
     if config.init_from is None:
         raise ConfigError(
-            f"base_dtype={dtype!r} quantizes pretrained weights. Give the directory or "
-            "hub id of the model with --model."
+            f"base_dtype={dtype!r} quantizes pretrained weights. Give the directory or hub id "
+            "of a model with --model."
         )
     if config.changes or config.offload.weights or config.layout.is_tensor_parallel:
         raise ConfigError(
-            f"base_dtype={dtype!r} does not work with changes, offload.weights or layout.tp. "
+            f"base_dtype={dtype!r} does not support changes, offload.weights or layout.tp. "
             "Quantize the model first (bmforge quantize) and start from the result."
         )
     if config.adapter.merge:
         raise ConfigError(
-            f"adapter.merge has no effect on a base in {dtype!r}. Leave it out; `bmforge merge "
-            "RUN --out DIR` merges the adapter into the 16-bit base."
+            f"adapter.merge has no effect on a base model in {dtype!r}. Leave it out; `bmforge "
+            "merge RUN --out DIR` merges the adapter into the 16-bit base model."
         )
 
 

@@ -134,7 +134,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     if not 0 <= config.long_ratio <= 1 or not 0 < config.noise_density < 1:
         raise ConfigError(
             f"long_ratio={config.long_ratio} must be from 0 to 1, and "
-            f"noise_density={config.noise_density} between 0 and 1."
+            f"noise_density={config.noise_density} above 0 and below 1."
         )
     if config.mean_span_length < 1:
         raise ConfigError(f"mean_span_length={config.mean_span_length} must be at least 1.")
@@ -150,8 +150,8 @@ def _open_texts(config: Any, tokenizer: GLMTokenizer, rows: World) -> TrainingDa
     if wrong:
         needed = " ".join(f"--model.{n.replace('_', '-')} {id}" for n, id in ids.items())
         raise ConfigError(
-            f"{', '.join(wrong)}: the model finds blanks by these ids, but the tokenizer "
-            f"has other ids. Give {needed}."
+            f"the model has {', '.join(wrong)}, but the tokenizer uses other ids for blanks. "
+            f"Give {needed}."
         )
     # The text, three marks, and for every span a blank and a start.
     width = config.data.seq_len

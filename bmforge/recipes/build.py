@@ -93,8 +93,9 @@ def _freeze_(model: Model, head: Collection[str]) -> None:
     freeze_base_(model, head)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            "freeze_base=True leaves nothing to train: no adapter is attached to a layer "
-            f"of this {type(model).__name__}. Add one with changes, such as a low_rank."
+            "freeze_base=True leaves no parameter to train, because no adapter is attached to "
+            f"a layer of this {type(model).__name__}. Add one with changes, for example "
+            "low_rank."
         )
 
 

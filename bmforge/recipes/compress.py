@@ -196,7 +196,7 @@ def _check_task(config: CompressRunConfig, phases: tuple[Phase, ...]) -> None:
         for name in ("task", "run"):
             if getattr(config, name):
                 raise ConfigError(
-                    f"{name} has no effect: no phase has steps. Give steps.structure, "
+                    f"{name} has no effect, because no phase has steps. Set steps.structure, "
                     "steps.experts or steps.weights, or leave it out."
                 )
         return
@@ -293,7 +293,7 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
             "use a recipe with [distill] answers instead."
         )
     if config.out.exists():
-        raise ConfigError(f"out={str(config.out)!r} exists already: name another directory.")
+        raise ConfigError(f"out={str(config.out)!r} already exists. Choose another directory.")
     phases, source = _check(config)
     phase = max(phases, key=lambda phase: phase.steps)
     with tempfile.TemporaryDirectory() as folder:
@@ -301,7 +301,9 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
         changes = {"answers": config.out, "answer_count": count}
         settings.compress = dataclasses.replace(settings.compress, **changes)
         recipe.run(settings)
-    get_logger().info("kept the teacher's answers in %s: [distill] answers names them", config.out)
+    get_logger().info(
+        "stored the teacher's predictions in %s; use them with [distill] answers", config.out
+    )
     return config.out
 
 

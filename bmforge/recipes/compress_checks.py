@@ -48,13 +48,12 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
             and answers.vocabulary != fingerprint_vocabulary(own_vocabulary)
         ):
             raise ConfigError(
-                f"distill.answers={config.answers!r} come from a teacher with a "
-                "different vocabulary. Use a teacher with the same tokenizer as the "
-                "model."
+                f"distill.answers={config.answers!r} comes from a teacher with another "
+                "vocabulary. Use a teacher with the same tokenizer as the model."
             )
         return
     if config.teacher is None:
-        raise ConfigError("distill.teacher is missing: name its directory or hub id.")
+        raise ConfigError("distill.teacher is missing. Set it to a directory or hub id.")
     teacher = find_model(config.teacher)
     student_vocabulary, teacher_vocabulary = read_vocabulary(source), read_vocabulary(teacher)
     if student_vocabulary is None or teacher_vocabulary is None:
@@ -81,7 +80,9 @@ def read_vocabulary(directory: Path) -> dict[str, int] | None:
     try:
         vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(directory).get_vocab()
     except DataError as error:
-        get_logger().warning("whether the teacher reads the same tokens is not known: %s", error)
+        get_logger().warning(
+            "the vocabulary of the teacher cannot be compared with the model's: %s", error
+        )
         return None
     return vocabulary
 
@@ -112,13 +113,13 @@ def check_compressible(source: Path, phases: Sequence[Phase]) -> None:
     config = phases[-1].config
     if config.quantize is None:
         raise ConfigError(
-            'format="compressed-tensors" requires a quantised model. Set quantize, or '
-            "remove the format."
+            'format="compressed-tensors" needs a quantized model. Set quantize, or leave the '
+            "format out."
         )
     if config.quantize.is_auto:
         raise ConfigError(
-            'format="compressed-tensors" supports only one scheme for all layers. '
-            'Choose one instead of "auto".'
+            'format="compressed-tensors" supports only one scheme for all layers. Choose a '
+            'scheme other than "auto".'
         )
     if any(phase.config.moefy is not None for phase in phases):
         raise ConfigError(
@@ -169,7 +170,7 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
             cause = f"quantize.scheme={quantize_config.scheme!r}"
     if structure.multiple_of % step:
         raise ConfigError(
-            f"{cause} needs widths that are multiples of {step}, and "
+            f"{cause} needs widths that are multiples of {step}, but "
             f"structure.multiple_of={structure.multiple_of} allows other widths. Set "
             f"structure.multiple_of={step}."
         )
@@ -180,9 +181,9 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
     ]
     if any(width % step for width in widths) and not all(selections):
         raise ConfigError(
-            f"{cause} needs widths that are multiples of {step}, and structure removes "
-            f"heads of {min(widths)} channels. List the layers in `where`, without "
-            "o_proj, or use a scheme with smaller groups."
+            f"{cause} needs widths that are multiples of {step}, but structure removes heads of "
+            f"{min(widths)} channels. List the layers in `where`, without o_proj, or use a "
+            "scheme with smaller groups."
         )
 
 
@@ -192,19 +193,19 @@ def _shrink(model: Any, phase: Phase) -> str:
     if config.structure is not None:
         if config.structure.target != "sizes":
             ratio = config.structure.keep_ratio
-            return f"; {ratio:.0%} of the blocks' {config.structure.target} will be left"
+            return f"; {ratio:.0%} of the {config.structure.target} of the blocks will be left"
         for name, sizes in wanted_sizes(model, config.structure).items():
             new_sizes = {k: v for k, v in dataclasses.asdict(sizes).items() if v is not None}
             model.change_(Change("resize", (name,), new_sizes))
         others = [n for n in ("hidden_size", "num_layers") if getattr(config.structure, n)]
         if others:
-            return f"; less than that, by {' and '.join(others)}"
+            return f"; reduced further by {' and '.join(others)}"
     if config.moefy is not None:
-        return f"; MLPs in {config.moefy.num_experts} experts, and their routers"
+        return f"; MLPs split into {config.moefy.num_experts} experts with routers"
     if config.prune is not None:
         check_pattern(find_matrices(model, config.prune.where), config.prune)
     if config.quantize is not None:
         if config.quantize.is_auto:
-            return f"; about {config.quantize.average_bits} bits for a quantised weight"
+            return f"; about {config.quantize.average_bits} bits per quantized weight"
         quantize(model, config.quantize.used_spec, where=config.quantize.where)
     return ""

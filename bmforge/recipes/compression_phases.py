@@ -110,9 +110,9 @@ def read_calibration(
             break
     if len(ids) < num_tokens:
         raise DataError(
-            f"calibration.texts have {len(ids):,} tokens; rows={config.rows} of "
-            f"seq_len={config.seq_len} need {num_tokens:,}. Give more texts, or reduce "
-            "rows or seq_len."
+            f"calibration.texts has {len(ids):,} tokens, but rows={config.rows} of "
+            f"seq_len={config.seq_len} need {num_tokens:,}. Give more texts, or reduce rows or "
+            "seq_len."
         )
     rows = torch.tensor(ids[:num_tokens]).view(config.rows, config.seq_len)
     return [make_inputs(model, part) for part in rows.split(config.batch_size)]
@@ -147,13 +147,13 @@ def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | N
         )
     if config.train.load_best_model_at_end or config.train.early_stopping_patience is not None:
         raise ConfigError(
-            "compression is only complete at the last step of a phase. Remove "
-            "train.load_best_model_at_end and train.early_stopping_patience."
+            "compression is complete only at the last step of a phase. Leave "
+            "train.load_best_model_at_end and train.early_stopping_patience out."
         )
     if axis_size(mesh, *STAGE_AXES) > 1:
         raise ConfigError(
-            "compression needs the whole model in each process, which a pipeline does "
-            "not have. Use layout.pp=1."
+            "compression needs the whole model on each process, so it does not support "
+            "pipeline parallelism. Use layout.pp=1."
         )
     batches = None
     if phase.config.is_calibrated:
@@ -176,7 +176,7 @@ def _open_teacher(model: Model, config: Any, mesh: DeviceMesh) -> Model | Teache
 def _read_teacher(config: DistillConfig, head: str) -> tuple[Model, Path]:
     """Return the unsharded teacher, with the student's head type if possible, and its directory."""
     if config.teacher is None:
-        raise ConfigError("distill.teacher is missing: name its directory or hub id.")
+        raise ConfigError("distill.teacher is missing. Set it to a directory or hub id.")
     directory = find_model(config.teacher)
     family = AutoModel.family_of(read_config_file(directory))
     named: dict[str, Any] = {"head": head} if head in family.config_class.heads else {}
@@ -213,13 +213,13 @@ def keep_answers(config: Any, data: Any, world: World) -> Model:
         )
     if data.objective is not causal_lm:
         raise ConfigError(
-            "answers are kept for tasks that hand a model its own arguments, such as "
-            "pretrain: give the teacher itself (distill.teacher)."
+            "predictions can only be stored for tasks that train on batches of model inputs, "
+            "such as pretrain. Use the teacher itself (distill.teacher)."
         )
     if distill is None or distill.looks_inside:
         raise ConfigError(
-            "stored teacher outputs contain only logits. Set distill.losses to logits "
-            '(kind="logits") only.'
+            "stored predictions of the teacher contain only logits. Set distill.losses to "
+            'logits (kind="logits") only.'
         )
     assert phase.answers is not None
     teacher, directory = _read_teacher(distill, config.model.head)

@@ -53,7 +53,7 @@ def train_quality(config: QualityConfig) -> list[Path]:
     files += [config.out / "quality.npz"] if config.bad or config.labeled else []
     for path in files:
         if path.exists():
-            raise ConfigError(f"{str(path)!r} exists already. Name another directory with --out.")
+            raise ConfigError(f"{str(path)!r} already exists. Choose another directory with --out.")
     if config.labeled:
         good, others = (_lowest(texts, config) for texts in read_labeled(config))
     else:
@@ -74,8 +74,8 @@ def _check(config: QualityConfig) -> None:
         raise ConfigError("labeled already contains texts of both classes. Remove good and bad.")
     if not (config.labeled or config.good):
         raise ConfigError(
-            "there are no texts to learn from. Name good ones with --good (and others "
-            "with --bad), or files with labels with --labeled."
+            "there are no training texts. Give good texts with --good (and others with --bad), "
+            "or files of labeled texts with --labeled."
         )
     if config.good_from is not None and not config.labeled:
         raise ConfigError(f"good_from={config.good_from:g} has no effect without labeled.")
@@ -98,7 +98,7 @@ def _train_classifier(
         score = measure_scores(scorer(kept), scorer(kept_others))
         get_logger().info("quality: %s", score)
     else:
-        get_logger().info("quality: not measured, since too few texts are held out")
+        get_logger().info("quality: not measured, because there are too few held-out texts")
     return scorer
 
 

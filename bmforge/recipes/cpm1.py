@@ -169,7 +169,7 @@ def _number_ids(tokenizer: CPM1Tokenizer) -> list[int]:
         ids = tokenizer.encode(f"选项{number}:")
         matching = [i for i in ids if str(number) in tokenizer.decode([i])]
         if not matching:
-            raise ConfigError(f"the tokenizer cannot spell {number}; give CPM-1's own.")
+            raise ConfigError(f"the tokenizer cannot encode {number}. Use the tokenizer of CPM-1.")
         numbers.append(matching[0])
     return numbers
 
@@ -193,9 +193,8 @@ def _chid_texts(
                     answer = answers.get(blank.group())
                     if not isinstance(answer, int) or not 0 <= answer < len(candidates):
                         raise DataError(
-                            f"{where}: the answer of {blank.group()} in {str(beside)!r} "
-                            f"is {answer!r}; needed is a number from 0 to "
-                            f"{len(candidates) - 1}."
+                            f"{where}: the answer to {blank.group()} in {str(beside)!r} is "
+                            f"{answer!r} (needed: a number from 0 to {len(candidates) - 1})."
                         )
                     question = encode_chid(text, blank, candidates, tokenizer)
                     yield [*question, numbers[answer]], len(question)
@@ -212,8 +211,8 @@ def _read_question(row: Mapping[str, Any], where: str) -> tuple[list[str], list[
         or not all(isinstance(text, str) for text in (*texts, *candidates))  # type: ignore[misc]
     ):
         raise DataError(
-            f"{where} needs 'content', a text or several, and 'candidates', 2 to {_NUM_OPTIONS} "
-            "texts."
+            f"{where} needs 'content', a text or a list of texts, and 'candidates', 2 to "
+            f"{_NUM_OPTIONS} texts."
         )
     return texts, candidates  # type: ignore[return-value]
 
@@ -237,7 +236,7 @@ def _stc_texts(paths: Sequence[str], tokenizer: CPM1Tokenizer) -> Iterator[tuple
             parts = ["".join(part.split()) for part in line.split("\t")]
             if len(parts) != 2 or not all(parts):
                 raise DataError(
-                    f"{path}, line {number} is no post and answer with one tab between them."
+                    f"{path}, line {number} is not a post and an answer separated by one tab."
                 )
             text = f"对话上文:{parts[0]} 回复:{parts[1]}"
             yield [*tokenizer.encode(text), _id(tokenizer, "eod")], 0

@@ -66,7 +66,7 @@ class SearchConfig:
         """Raise `ConfigError` for an empty search or an unknown kind."""
         if unknown := [kind for kind in self.kinds if kind not in KINDS]:
             raise ConfigError(
-                f"search.kinds has {unknown[0]!r}, which is unknown. Known: {', '.join(KINDS)}."
+                f"unknown adapter: search.kinds has {unknown[0]!r} (known: {', '.join(KINDS)})."
             )
         if not (self.kinds and self.places and self.sizes):
             raise ConfigError("search.kinds, search.places and search.sizes must not be empty.")
@@ -111,7 +111,7 @@ def search_deltas(config: Any) -> RunResult:
         raise ConfigError("adapter.kind has no effect in a search. Set search.kinds instead.")
     if config.data.dev_split is None and not config.data.validation:
         raise ConfigError(
-            "a search compares losses on held-out data. Set data.dev_split or data.validation."
+            "the search compares losses on validation data. Set data.dev_split or data.validation."
         )
     candidates = find_candidates(config)
     rounds = plan_rounds(len(candidates), config.train.steps, config.search.keep_ratio)
@@ -132,7 +132,7 @@ def search_deltas(config: Any) -> RunResult:
             run_on_first(lambda: _save(config.run_dir, state))
     assert result is not None
     (best,) = _best(state["rounds"][-1], 1)
-    get_logger().info("the best delta is %s: %s", best, config.run_dir / "candidates" / best)
+    get_logger().info("the best adapter is %s: %s", best, config.run_dir / "candidates" / best)
     return result
 
 
@@ -174,9 +174,9 @@ def find_candidates(config: Any) -> dict[str, Candidate]:
             continue
         candidates[name] = Candidate(delta, trained)
     for reason in refused:
-        get_logger().info("left out: %s", reason)
+        get_logger().info("not tried: %s", reason)
     if not candidates:
-        raise ConfigError(f"no delta is left to try: {'; '.join(refused)}")
+        raise ConfigError(f"all adapters of the search were rejected: {'; '.join(refused)}")
     return candidates
 
 
@@ -241,8 +241,8 @@ def _open_state(
     for name in ("candidates", "plan"):
         if state.get(name) != fresh[name]:
             raise ConfigError(
-                f"run_dir={str(run_dir)!r} has another search, with other {name}. Name "
-                "another run_dir, or set its search back."
+                f"run_dir={str(run_dir)!r} contains another search, with other {name}. Choose "
+                "another run_dir, or restore the settings of that search."
             )
     return state
 

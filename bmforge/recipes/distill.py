@@ -73,7 +73,7 @@ def describe_teacher(config: Any) -> tuple[Path, Any]:
         ConfigError: the run has no teacher.
     """
     if config.teacher is None:
-        raise ConfigError("distill needs a teacher: --teacher DIRECTORY_OR_HUB_ID.")
+        raise ConfigError("distill needs a teacher. Give --teacher DIRECTORY_OR_HUB_ID.")
     directory = find_model(config.teacher)
     return directory, AutoModel.describe_pretrained(directory)[0]
 
@@ -83,8 +83,8 @@ def _check_layout(config: Any) -> None:
     processes = init_distributed().size
     if config.layout.row_groups(processes) != processes:
         raise ConfigError(
-            "on-policy distillation supports one process, data parallelism and layout.zero, not "
-            "tensor, pipeline or context parallelism. Leave them out."
+            "on-policy distillation supports data parallelism and layout.zero, but not tensor, "
+            "pipeline or context parallelism. Leave these out."
         )
     for name in ("exact_logprobs", "tools"):
         if getattr(config.rollout, name):

@@ -140,7 +140,7 @@ def _warn_early(mixture: TaskMixture) -> None:
     problems = mixture.survey(_SURVEYED)
     looked_at = min(_SURVEYED, mixture.samples_per_epoch)
     if is_much(len(problems), looked_at):
-        what = "samples looked at before the run"
+        what = "samples read before the run"
         tell_left_out(problems.values(), looked_at, what, mixture.instances_of)
 
 
@@ -155,9 +155,9 @@ def _open_tokenizer(config: Any) -> CPMBeeTokenizer:
     tokenizer = CPMBeeTokenizer.from_pretrained(folder)
     if len(tokenizer) != config.model.vocab_size:
         raise ConfigError(
-            f"the tokenizer in {str(folder)!r} has {len(tokenizer)} tokens, the model "
-            f"vocab_size={config.model.vocab_size}. Use the model's own tokenizer, or "
-            f"for a new model set --model.vocab-size {len(tokenizer)}."
+            f"the tokenizer in {str(folder)!r} has {len(tokenizer)} tokens, but the model has "
+            f"vocab_size={config.model.vocab_size}. Use the tokenizer of the model, or for a "
+            f"new model set --model.vocab-size {len(tokenizer)}."
         )
     return tokenizer
 
@@ -202,8 +202,9 @@ def _fitting(
     tell_left_out(left_out, len(source.documents), what)
     if not fitting:
         raise DataError(
-            f"no held-out document of task {source.task!r} can be used: all are invalid "
-            f"or longer than data.seq_len={config.seq_len}."
+            f"no validation document of task {source.task!r} can be used: all are invalid or "
+            f"longer than data.seq_len={config.seq_len}. Add valid documents, or raise "
+            "data.seq_len."
         )
     return fitting
 

@@ -31,18 +31,20 @@ def settle_epochs(config: Any, epoch_rows: int | None) -> Any:
         raise ConfigError(f"epochs={config.epochs} must be above 0.")
     if epoch_rows is None:
         raise ConfigError(
-            f"epochs={config.epochs} has no effect on this task's data, which is read "
-            "endlessly. Give train.steps (--steps) instead."
+            f"epochs={config.epochs} has no effect, because the data of this task has no end. "
+            "Set train.steps (--steps) instead."
         )
     batch = config.data.global_batch_size
     steps = max(1, math.ceil(config.epochs * epoch_rows / batch))
     get_logger().info(
-        "%g epochs of %d rows, %d rows a step: %d steps", config.epochs, epoch_rows, batch, steps
+        "%g epochs of %d rows, %d rows per step: %d steps", config.epochs, epoch_rows, batch, steps
     )
     if steps < _FEW_STEPS:
         get_logger().info(
-            "%d steps teach a model little: raise --epochs, or lower --batch-size, to learn a "
-            "small file of new answers",
+            (
+                "%d steps are few: raise --epochs or lower --batch-size to train longer on a small "
+                "file"
+            ),
             steps,
         )
     return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))

@@ -151,7 +151,10 @@ def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: Worl
     longest = _length_in_run(directory) or min(sizes.max_seq_len, _LONGEST)
     limit = model.traits.row_limit(sizes)
     if config.seq_len is not None and limit is not None and config.seq_len > limit:
-        raise ConfigError(f"seq_len={config.seq_len}: the model reads {limit} tokens at most.")
+        raise ConfigError(
+            f"seq_len={config.seq_len} is more than the model's {limit} positions. Use a "
+            "smaller value."
+        )
     return _Subject(
         model, _find_tokenizer(directory), directory, mesh, rows, config.seq_len or longest
     )
@@ -192,8 +195,8 @@ def _need_tokenizer(subject: _Subject) -> Tokenizer:
 def _need_next_tokens(model: Model) -> None:
     if model.traits.reads != "left" or not model.traits.writes:
         raise ConfigError(
-            f"a {type(model).__name__} with the head {model.config.head!r} does not predict a "
-            "text's next tokens, so its perplexity is not defined. Evaluate it on tasks."
+            f"a {type(model).__name__} with the head {model.config.head!r} does not predict "
+            "next tokens, so its perplexity is not defined. Evaluate it on tasks."
         )
 
 
@@ -210,10 +213,14 @@ def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
         pairs += roll_windows(ids, begin, subject.seq_len)
         text_bytes += len(document.text.encode())
     if not pairs:
-        raise DataError(f"{path!r} has no token to predict.")
+        raise DataError(f"{path!r} contains no token to predict. Give a longer text.")
     if not begin:
         get_logger().info(
-            "%s: the tokenizer has no token that begins a text: no bits per byte", path
+            (
+                "%s: bits per byte are not computed, because the tokenizer has no "
+                "beginning-of-sequence token"
+            ),
+            path,
         )
     data = ExampleConfig(seq_len=subject.seq_len, micro_batch_size=config.micro_batch_size)
     source = AnswerRows(pairs, _Reading(model.config, data), reads_apart=False)
@@ -253,7 +260,7 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
         else read_task(data.task, data.paths[0], config.split)
     )[: config.examples]
     if not examples:
-        raise DataError(f"{name!r} has no example.")
+        raise DataError(f"{name!r} contains no example.")
     reading = _Reading(model.config, data, config.max_new_tokens)
     traits = traits_of(model.config)
     form: Callable[..., AskedTask]
@@ -261,9 +268,9 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
         has = model.config.num_labels if model.config.head == "sequence_classification" else 0
         if has != count_classes(task):
             raise ConfigError(
-                f"{name} has {count_classes(task)} classes, and the "
-                f"{type(model).__name__} distinguishes {has} (head "
-                f"{model.config.head!r}). Fine-tune it first: bmforge train classify."
+                f"{name} has {count_classes(task)} classes, but the {type(model).__name__} with "
+                f"the head {model.config.head!r} distinguishes {has}. Fine-tune it first: "
+                "bmforge train classify."
             )
         form = AskedClasses
     elif traits.reads in ("left", "apart") and traits.writes:
@@ -285,7 +292,9 @@ def _describe_task(name: str, subject: _Subject, config: EvaluateConfig) -> Task
     if name.endswith(".jsonl"):
         labels = config.labels or _own_labels(subject.model)
         if not labels:
-            raise ConfigError(f"{name!r} is a task of your own: say its labels with --labels.")
+            raise ConfigError(
+                f"{name!r} is a custom task, whose labels are not known. Give them with --labels."
+            )
         data_config = TaskDataConfig(labels=labels, fields=config.fields, paths=(name,), **sizes)
     else:
         if config.task_data is None:
@@ -317,4 +326,4 @@ def _keep(
             add_results(run, results)
             get_logger().info("report: %s", write_report(run))
         except OSError as error:  # the metrics are still returned
-            get_logger().warning("the figures are not kept in the run: %s", error)
+            get_logger().warning("the results could not be saved in the run: %s", error)

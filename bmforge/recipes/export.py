@@ -107,8 +107,8 @@ def push_export(directory: Path, repo_id: str) -> None:
         api.upload_folder(repo_id=repo_id, folder_path=str(directory))
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
         raise ConfigError(
-            f"push_to_hub={repo_id!r} failed ({error}). The export is in {str(directory)!r}; log "
-            "in with `hf auth login` and run the same command again."
+            f"push_to_hub={repo_id!r} failed ({error}). The export is in {str(directory)!r}. "
+            "Log in with `hf auth login` and run the same command again."
         ) from error
     get_logger().info("uploaded %s to https://huggingface.co/%s", directory, repo_id)
 

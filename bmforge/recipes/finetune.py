@@ -158,9 +158,9 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
     task = open_task(config.data)
     if config.model.num_labels != count_classes(task):
         raise ConfigError(
-            f"init_from={config.init_from!r} classifies into {config.model.num_labels}, "
-            f"and {task.name} has {count_classes(task)} labels. Start from a checkpoint "
-            "without a classifier."
+            f"init_from={config.init_from!r} has {config.model.num_labels} classes, but "
+            f"{task.name} has {count_classes(task)} labels. Start from a checkpoint without a "
+            "classifier."
         )
     names = task.label_names
     words = {

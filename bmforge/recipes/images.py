@@ -53,7 +53,8 @@ def train_images(config: Any) -> RunResult:
     classes = ImageFolder(config.data.paths[0], config.data, config.model).classes
     if len(classes) < 2:
         raise ConfigError(
-            f"{config.data.paths[0]!r} has the one class {classes}; there is nothing to tell apart."
+            f"{config.data.paths[0]!r} has only one class: {classes}. Give a folder with at "
+            "least two."
         )
     return run_recipe(config, _open_data, head="image_classification", num_labels=len(classes))
 

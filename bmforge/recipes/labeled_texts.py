@@ -64,9 +64,9 @@ def read_labeled(config: QualityConfig) -> tuple[list[str], list[str]]:
         rule = rule if config.good_from is None else f"{config.label_field}>={config.good_from:g}"
         counts = ", ".join(f"{label!r} ({count})" for label, count in labels.most_common(10))
         raise DataError(
-            f"{'no' if not sides[0] else 'every'} text has {rule}. Labels found: "
-            f"{counts or 'none'}. Give the labels of good texts with --good-labels, or "
-            "give --good-from."
+            f"{'no' if not sides[0] else 'every'} text has {rule}. The labels are: "
+            f"{counts or 'none'}. Give the labels of good texts with --good-labels, or set "
+            "--good-from."
         )
     return sides
 
@@ -79,8 +79,8 @@ def _read(config: QualityConfig) -> Iterator[tuple[str, object, bool]]:
                 text, label = _fields(location, record, config)
                 if config.good_from is not None and not _is_number(label):
                     raise DataError(
-                        f"{location}: {config.label_field}={label!r} is not a number, "
-                        "and --good-from compares numbers. Name good labels with "
+                        f"{location}: {config.label_field}={label!r} is not a number, but "
+                        "--good-from compares numbers. Give the labels of good texts with "
                         "--good-labels."
                     )
                 if config.good_from is not None:

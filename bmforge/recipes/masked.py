@@ -129,7 +129,7 @@ def _find_marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
 
 def _open_data(config: Any, rows: World) -> TrainingData:
     if not 0 < config.mask_ratio < 1:
-        raise ConfigError(f"mask_ratio={config.mask_ratio} must be between 0 and 1.")
+        raise ConfigError(f"mask_ratio={config.mask_ratio} must be above 0 and below 1.")
     check_length(config)
     tokenizer = open_tokenizer(config)
     _, end, _ = _find_marks(tokenizer)

@@ -45,7 +45,7 @@ def _check_schedule(data: Any, layout: Layout, rows: int) -> None:
     problems = step_problems(layout, count)
     if problems:
         raise ConfigError(
-            f"data.global_batch_size={data.global_batch_size} / (data.micro_batch_size="
-            f"{data.micro_batch_size} x {rows} processes with other rows) = {count} micro-batches: "
-            f"{'; '.join(problems)}."
+            f"data.global_batch_size={data.global_batch_size} / "
+            f"(data.micro_batch_size={data.micro_batch_size} x {rows} data-parallel processes) "
+            f"= {count} micro-batches: {'; '.join(problems)}."
         )

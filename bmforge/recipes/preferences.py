@@ -136,8 +136,8 @@ def read_options(config: Any) -> MethodOptions:
     method = METHODS.get(config.method)
     if method is None:
         raise ConfigError(
-            f"method={config.method!r} is unknown.{suggest(config.method, METHODS)} Methods: "
-            f"{', '.join(METHODS)}."
+            f"unknown method: method={config.method!r} (known: "
+            f"{', '.join(METHODS)}).{suggest(config.method, METHODS)}"
         )
     chosen_options = {
         "label_smoothing": config.label_smoothing or None,
@@ -179,8 +179,8 @@ def reference_kind(config: Any) -> ReferenceKind | None:
         return "adapter" if config.adapter.kind is not None and not trains_more else "copy"
     if chosen == "adapter" and (config.adapter.kind is None or trains_more):
         raise ConfigError(
-            "reference=adapter switches the adapter off, which needs an adapter (--adapter lora) "
-            "without adapter.modules_to_save. Use --reference copy."
+            "reference=adapter disables the adapter to compute the reference, which needs an "
+            "adapter (--adapter lora) without adapter.modules_to_save. Use --reference copy."
         )
     return chosen
 

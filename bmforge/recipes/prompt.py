@@ -81,7 +81,7 @@ class PromptDataConfig(TaskDataConfig):
         super().check()
         if self.shots < 0 or self.seeds < 1:
             raise ConfigError(
-                f"data.shots={self.shots} must not be negative, and data.seeds={self.seeds} at "
+                f"data.shots={self.shots} must be at least 0, and data.seeds={self.seeds} at "
                 "least 1."
             )
 
@@ -197,7 +197,9 @@ def _summarise(places: Sequence[Path]) -> Results:
         rows = [result[metric]["model"] for result in results if "model" in values]
         if rows:
             summary[metric] = {"mean": statistics.fmean(rows), "std": statistics.stdev(rows)}
-            get_logger().info("%s: %.4f, spread %.4f", metric, *summary[metric].values())
+            get_logger().info(
+                "%s: %.4f, standard deviation %.4f", metric, *summary[metric].values()
+            )
     return summary
 
 
@@ -221,8 +223,8 @@ def _train_rows(config: Any) -> Any:
         return config
     if adapter.kind == "soft-prompt":
         raise ConfigError(
-            "the template has soft rows, and adapter.kind='soft-prompt' would put "
-            "others in their place: take soft_front for rows in front, or another delta."
+            "the template has soft tokens, which adapter.kind='soft-prompt' would replace. Use "
+            "soft_front for soft tokens before the text, or another adapter."
         )
     delta = dataclasses.replace(adapter, modules_to_save=(*adapter.modules_to_save, _ROWS))
     return dataclasses.replace(config, adapter=delta)
@@ -300,7 +302,7 @@ def _label(example: TaskExample) -> int:
     if isinstance(example.label, str):
         return example.choices.index(example.label)
     if example.label is None:
-        raise ConfigError(f"example {example.idx} has no label. Train on another split.")
+        raise ConfigError(f"example {example.idx} has no label. Train on a split that has labels.")
     return example.label
 
 
@@ -346,7 +348,7 @@ def _target(task: BenchmarkTask, example: TaskExample) -> str:
         return example.answers[0]
     if isinstance(example.label, int):
         return (example.choices or task.label_names)[example.label]
-    raise ConfigError(f"example {example.idx} has no answer. Train on another split.")
+    raise ConfigError(f"example {example.idx} has no answer. Train on a split that has answers.")
 
 
 def _number(task: BenchmarkTask, written: str) -> int:

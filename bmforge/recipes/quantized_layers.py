@@ -80,7 +80,7 @@ def _first_tokens(tokenizer: Any, texts: Sequence[str], count: int) -> list[int]
             if len(ids) >= count:
                 return ids[:count]
     if not ids:
-        raise DataError(f"{', '.join(texts)}: there is no token in it.")
+        raise DataError(f"{', '.join(texts)}: the texts contain no token.")
     return ids
 
 

@@ -62,14 +62,16 @@ def quickstart(config: QuickstartConfig) -> Path:
     )
     if corpus.validation_prefix is None:
         raise DataError(
-            "nothing is held out "
-            f"(validation_fraction={config.prepare.validation_fraction}), so there is "
-            "nothing to compare on. Hold out a part, or give more text."
+            "there is no validation data "
+            f"(validation_fraction={config.prepare.validation_fraction}), so nothing can be "
+            "compared. Raise the fraction, or give more text."
         )
     result = pretrain(_training(config, corpus, data_dir))
     if result.step < config.steps:
         log.info(
-            "the run is at step %d of %d; run the same command to go on", result.step, config.steps
+            "the run is at step %d of %d; run the same command to continue",
+            result.step,
+            config.steps,
         )
         if result.stopped and not restarts_failed():
             raise KeyboardInterrupt  # so that a shell script stops as well
@@ -173,8 +175,8 @@ def _remove(run_dir: Path) -> None:
         return
     if not (run_dir / "data" / RECORD_NAME).exists():
         raise ConfigError(
-            f"{str(run_dir)!r} holds no data/{RECORD_NAME}, so it is not a quickstart's "
-            "and is left alone. Remove it yourself, or name another --run-dir."
+            f"{str(run_dir)!r} contains no data/{RECORD_NAME}, so it does not belong to a "
+            "quickstart and is not removed. Remove it yourself, or choose another --run-dir."
         )
     lock = RunLock(run_dir)
     lock.take()  # the directory of a live run is not removed

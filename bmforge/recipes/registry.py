@@ -288,8 +288,8 @@ def find_recipe(
     model = model or init_from or file_values.get("init_from") or file_values.get("family")
     if model is None:
         raise ConfigError(
-            f"the task {name!r} needs a model: give --model with a preset (gpt2-small), a family "
-            f"(gpt2) or the directory of a model to start from. Families that can do it: "
+            f"the task {name!r} needs a model. Give --model with a preset (gpt2-small), a "
+            "family (gpt2) or the directory of a model. Families that support the task: "
             f"{', '.join(_capable(meant))}. With a model, --help-all lists the options."
         )
     start = find_start(model)
@@ -299,8 +299,10 @@ def find_recipe(
         if form is not None:
             if TASKS[task].tunes and start.init_from is None and init_from is None:
                 get_logger().info(
-                    "--model %s is a size: its weights are drawn. Name a directory or hub id (%s) "
-                    "to start from published ones",
+                    (
+                        "--model %s is a preset: its weights are initialized randomly. Give a "
+                        "directory or hub id (%s) to start from pretrained weights"
+                    ),
                     *(model, start.family.config_class.hub_ids.get(model, "OWNER/NAME")),
                 )
             label = published or (name if recipe is None else recipe.task)

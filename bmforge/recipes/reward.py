@@ -63,7 +63,7 @@ def train_reward(config: Any) -> RunResult:
     """
     if config.center_rewards_coefficient < 0:
         raise ConfigError(
-            f"center_rewards_coefficient={config.center_rewards_coefficient} must not be negative."
+            f"center_rewards_coefficient={config.center_rewards_coefficient} must be at least 0."
         )
     return run_recipe(with_reward_head(config), _open_data, head=_HEAD)
 
@@ -109,7 +109,7 @@ def _padding(tokenizer: Any) -> dict[str, Any]:
     if tokenizer.pad_id is not None and tokenizer.pad_id != tokenizer.eos_id:
         return {"pad_token_id": tokenizer.pad_id}
     get_logger().warning(
-        "the tokenizer pads with its end token or not at all, so the exported model has no "
+        "the tokenizer has no padding token of its own, so the exported model has no "
         "pad_token_id: score batches with an attention mask, or one text at a time"
     )
     return {"pad_token_id": None}

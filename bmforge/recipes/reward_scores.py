@@ -42,9 +42,10 @@ class RewardModel:
         config: Any = self._model.config
         if config.head != "sequence_classification" or config.num_labels != 1:
             raise ConfigError(
-                f"--reward dir:{name}: the model has the head {config.head!r} with num_labels="
-                f"{getattr(config, 'num_labels', None)}; a reward model is a sequence "
-                "classification model with num_labels=1, as `bmforge train reward` exports it."
+                f"--reward dir:{name}: the model has the head {config.head!r} with "
+                f"num_labels={getattr(config, 'num_labels', None)} (needed: a sequence "
+                "classification model with num_labels=1, as exported by `bmforge train "
+                "reward`)."
             )
         self._tokenizer = AutoTokenizer.from_pretrained(directory)
         self._template = ChatTemplate(find_template(directory), self._tokenizer)

@@ -71,8 +71,9 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     policy = config.rl.resolve(config.method)
     if policy.beta and config.adapter.modules_to_save:
         raise ConfigError(
-            "rl.beta above 0 with adapter.modules_to_save: the reference is the base without its "
-            "adapter, and these modules are trained in place. Leave one out."
+            "rl.beta above 0 cannot be used with adapter.modules_to_save: the reference is the "
+            "base model without its adapter, but these modules are trained in place. Leave one "
+            "out."
         )
     run = RolloutRun(config, rows)
     open_model = partial(RewardModel, device=rows.device)

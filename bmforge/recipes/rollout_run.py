@@ -55,13 +55,14 @@ def check_rollouts(config: Any) -> None:
     longest = config.data.seq_len + config.rollout.max_new_tokens
     if limit is not None and longest > limit:
         raise ConfigError(
-            f"data.seq_len={config.data.seq_len} + rollout.max_new_tokens="
-            f"{config.rollout.max_new_tokens} is more than model.max_seq_len={limit}. Shorten one."
+            f"data.seq_len={config.data.seq_len} + "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens} is more than "
+            f"model.max_seq_len={limit}. Reduce one of them."
         )
     if not config.train.disable_dropout:
         raise ConfigError(
-            "train.disable_dropout=False: with dropout, the policy of the loss would "
-            "differ from the policy of the rollouts. Remove the option."
+            "train.disable_dropout=False is not supported: with dropout, the policy of the "
+            "loss would differ from the policy of the rollouts. Leave it out."
         )
     if config.rollout.exact_logprobs:
         _check_exact(config, longest, limit)
@@ -71,18 +72,21 @@ def _check_exact(config: Any, longest: int, limit: int | None) -> None:
     """Raise `ConfigError` if the kernels that sample cannot score rows of prompts and answers."""
     if config.adapter.kind is not None:
         raise ConfigError(
-            f"rollout.exact_logprobs=True with adapter.kind={config.adapter.kind!r}: blocks with "
-            "adapters are not run by the native kernels. Leave one out."
+            "rollout.exact_logprobs=True is not supported with "
+            f"adapter.kind={config.adapter.kind!r}, because native kernels do not run blocks "
+            "with adapters. Leave one out."
         )
     if limit is not None and longest + 1 > limit:
         raise ConfigError(
-            f"rollout.exact_logprobs=True needs one more position than data.seq_len + "
-            f"rollout.max_new_tokens={longest}, and model.max_seq_len={limit}. Shorten one."
+            "rollout.exact_logprobs=True needs one position more than data.seq_len + "
+            f"rollout.max_new_tokens={longest}, but model.max_seq_len={limit}. Reduce one of "
+            "them."
         )
     if not is_host(default_device()) or load_step() is None:
         raise ConfigError(
-            "rollout.exact_logprobs=True needs the native kernels of CPUs: a CPU as device and a "
-            "C++ compiler. Leave it out; sampling/sampling_logp_difference shows the difference."
+            "rollout.exact_logprobs=True needs the native CPU kernels: a CPU as device and a "
+            "C++ compiler. Leave it out; the metric sampling/sampling_logp_difference shows "
+            "the difference."
         )
 
 
@@ -179,8 +183,8 @@ class RolloutRun:
         self._writer = AnswerWriter(model, rollout.max_num_seqs, longest, options, copy)
         if rollout.exact_logprobs and not self._writer.runs_natively:
             raise ConfigError(
-                f"rollout.exact_logprobs=True needs blocks that run natively, and those of this "
-                f"{type(model).__name__} do not. Leave it out."
+                "rollout.exact_logprobs=True needs blocks that the native kernels support, but "
+                f"those of this {type(model).__name__} are not supported. Leave it out."
             )
         self.loader.begin(self._writer, open_scores(model), self._note)
 

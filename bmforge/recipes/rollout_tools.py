@@ -41,7 +41,7 @@ def open_functions(config: Any, template: ChatTemplate | None) -> dict[str, Tool
         for spec in specs:
             if spec.startswith("http") or spec.partition(":")[0] in VERIFIERS:
                 raise ConfigError(
-                    f"rollout.tools={spec}: give module:function or file.py:function."
+                    f"rollout.tools={spec} must be module:function or file.py:function."
                 )
             process = ToolProcess(spec)
             assert process.schema is not None

@@ -253,8 +253,8 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
     model, job, base = build_model(config, world, mesh)
     if job is not None and config.train.disable_dropout:
         raise ConfigError(
-            "train.disable_dropout trains in evaluation mode, in which compression has "
-            "no effect. Remove it."
+            "train.disable_dropout trains in evaluation mode, in which compression has no "
+            "effect. Leave it out."
         )
     log_trained(model, config)
     model.provenance = provenance
@@ -307,9 +307,9 @@ def _check_saved(trainer: Trainer) -> None:
     """
     if trainer.save_error is not None:
         raise CheckpointError(
-            f"the run is at step {trainer.step}, and its last checkpoint could not be "
-            f"written: {trainer.save_error}. Free disk space and run the same command "
-            "again; it resumes from the newest checkpoint on disk."
+            f"the last checkpoint, at step {trainer.step}, could not be saved: "
+            f"{trainer.save_error}. Free disk space and run the same command again; it resumes "
+            "from the newest checkpoint on disk."
         )
 
 

@@ -110,10 +110,10 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
     try:
         changed = _find_changes(file, config)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        return f"{str(file)!r} is damaged ({error}); restore it, or name another run_dir."
+        return f"{str(file)!r} is damaged ({error}); restore it, or choose another run_dir."
     allowed = free | overridden_fields(config) | {"override"}
     differences = [
-        f"{name}: {before!r} there, {now!r} now"
+        f"{name}: {before!r} in that run, now {now!r}"
         for name, (before, now) in changed.items()
         if not _is_free(name, allowed)
     ]
@@ -121,10 +121,10 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
         names = [name for name in changed if not _is_free(name, allowed)]
         hint = ""
         if all(name.startswith(_OVERRIDABLE) for name in names) and hasattr(config, "override"):
-            hint = f", or change them on purpose with --override {' '.join(names)}"
+            hint = f", or change them with --override {' '.join(names)}"
         return (
             f"run_dir={str(run_dir)!r} belongs to another run: {'; '.join(differences)}. "
-            f"Name another run_dir, or set these back to go on with that run{hint}."
+            f"Choose another run_dir, or restore these values to continue that run{hint}."
         )
     return None
 
@@ -191,12 +191,12 @@ def _say_changes(run_dir: Path, config: Any) -> None:
         return
     before = _flatten(rename_fields(tomllib.loads(file.read_text(encoding="utf-8"))))
     if changed := [name for name in _find_changes(file, config) if name != "override"]:
-        get_logger().info("changed since the run began: %s", ", ".join(changed))
+        get_logger().info("changed since the start of the run: %s", ", ".join(changed))
     defaults = _flatten(_default_values(config))
     now = _flatten(config_to_dict(config))
     if new := [f"{name}={now[name]!r}" for name in now if name not in before and name in defaults]:
         get_logger().info(
-            "%s of an earlier version lacks fields, which keep their defaults: %s",
+            "%s of an earlier version lacks fields; their defaults are used: %s",
             _FILE,
             ", ".join(new),
         )
@@ -207,10 +207,10 @@ def check_free(run_dir: Path) -> str | None:
     if not run_dir.exists() or _is_free_place(run_dir):
         return None
     if (run_dir / _FILE).exists():
-        return f"run_dir={str(run_dir)!r} holds another run. Name an empty or new directory."
+        return f"run_dir={str(run_dir)!r} contains another run. Choose an empty or new directory."
     return (
-        f"run_dir={str(run_dir)!r} holds files but no {_FILE}, so it is not a run of "
-        "bmforge. Name an empty or new directory."
+        f"run_dir={str(run_dir)!r} contains files but no {_FILE}, so it is not a run of "
+        "bmforge. Choose an empty or new directory."
     )
 
 

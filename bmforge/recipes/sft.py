@@ -79,7 +79,8 @@ class ConversationData(ExampleConfig):
             )
         if self.validation_fraction and self.validation:
             raise ConfigError(
-                "data.validation_fraction has no effect with data.validation: leave one out."
+                "data.validation_fraction has no effect with data.validation. Leave one of "
+                "them out."
             )
 
 
@@ -167,15 +168,17 @@ def read_template(config: Any, folder: Path) -> str | None:
             return NAMED_TEMPLATES[name]
         if not Path(name).is_file():
             raise ConfigError(
-                f"template={name!r} is neither a file nor a name (known: "
+                f"template={name!r} is neither a file nor a known name (known: "
                 f"{', '.join(NAMED_TEMPLATES)})."
             )
         return read_text(name).removesuffix("\n")
     source = find_template(folder)
     if source is None and traits_of(config.model).objective != "dialogues":
         get_logger().info(
-            "%s has no chat template: a plain one ('User: ...', 'Assistant: ...') is used and "
-            "exported. --template chatml uses ChatML",
+            (
+                "%s has no chat template: a plain one ('User: ...', 'Assistant: ...') is used and "
+                "exported. --template chatml selects ChatML"
+            ),
             folder,
         )
     return source
@@ -187,8 +190,10 @@ def _read_all(paths: Sequence[str]) -> list[ChatExample]:
     empty = [c.place for c in conversations if any(map(_is_empty_answer, c.messages))]
     if empty:
         get_logger().warning(
-            "%d conversations have an empty answer, which the model learns to give; the first: %s. "
-            'A message with "weight": 0 is not learned',
+            (
+                "%d conversations have an empty answer, which the model learns to give; the first: "
+                '%s. A message with "weight": 0 is not trained on'
+            ),
             *(len(empty), empty[0]),
         )
     return conversations
@@ -220,8 +225,7 @@ def _hold_out(
     if not held_out or not training:
         raise DataError(
             f"data.validation_fraction={fraction} leaves {len(training)} conversations for "
-            "training "
-            f"and {len(held_out)} for evaluation. Give another fraction or data.seed."
+            f"training and {len(held_out)} for evaluation. Use another fraction or data.seed."
         )
     return training, held_out
 

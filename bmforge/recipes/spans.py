@@ -159,9 +159,10 @@ class _SpanExamples:
         most = max(spans for _, spans in counts)
         if most + 1 > len(self._sentinels):
             raise ConfigError(
-                f"texts of data.seq_len={longest} tokens have {most} spans, and the tokenizer "
-                f"has {len(self._sentinels)} sentinels ({self._traits.sentinel.format(0)}, ...), "
-                "of which one more is needed. Shorten seq_len, or lengthen mean_span_length."
+                f"texts of data.seq_len={longest} tokens have up to {most} spans, for which the "
+                f"tokenizer has too few sentinel tokens ({len(self._sentinels)}: "
+                f"{self._traits.sentinel.format(0)}, ...; one more than spans is needed). "
+                "Reduce seq_len, or raise mean_span_length."
             )
         source, target = longest + 1, max(noise + spans for noise, spans in counts) + 2
         target = min(target, config.target_len or target)
@@ -224,8 +225,8 @@ def _open_corpus(config: Any, tokenizer: Tokenizer, rows: World) -> TrainingData
 def _open_data(config: Any, rows: World) -> TrainingData:
     if not 0 < config.noise_density < 1 or config.mean_span_length < 1:
         raise ConfigError(
-            f"noise_density={config.noise_density} must be between 0 and 1, and mean_span_length="
-            f"{config.mean_span_length} at least 1."
+            f"noise_density={config.noise_density} must be above 0 and below 1, and "
+            f"mean_span_length={config.mean_span_length} at least 1."
         )
     if config.target_len is not None and config.target_len < 2:
         raise ConfigError(f"target_len={config.target_len} must be at least 2.")
@@ -234,7 +235,9 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     if any(map(is_span_corpus, config.data.paths)):
         return _open_corpus(config, tokenizer, rows)
     if tokenizer.eos_id is None:
-        raise ConfigError("the tokenizer has no end token. Set one in the tokenizer's config.")
+        raise ConfigError(
+            "the tokenizer has no end-of-sequence token. Set one in the tokenizer's config."
+        )
     inside = traits_of(config.model).ends_inside
     pieces, held_out = open_pieces(
         config.data,

@@ -26,8 +26,8 @@ def check_speed(model: Model) -> None:
     """Raise `ConfigError` for a model that cannot generate."""
     if not model.traits.writes:
         raise ConfigError(
-            "speed=true times how fast a model reads a prompt and writes after it; a "
-            f"{type(model).__name__} writes nothing. Leave it out."
+            f"speed=true measures prefill and generation, but a {type(model).__name__} does not "
+            "generate text. Leave it out."
         )
 
 

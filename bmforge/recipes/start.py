@@ -9,6 +9,7 @@ import dataclasses
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,12 @@ def find_start(name: str) -> Start:
         return Start(family, sizes())
     short = {key for family in FAMILIES.values() for key in family.config_class.hub_ids}
     if "/" not in name and name not in short and not Path(name).is_dir():
-        hint = suggest(name, [*presets, *FAMILIES, *(key.lower() for key in FAMILIES)])
+        near = get_close_matches(name, [*presets, *(key.lower() for key in FAMILIES)], n=3)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise ConfigError(
-            f"model={name!r} is no preset, no family and no directory.{hint} Families: "
-            f"{', '.join(FAMILIES)}; presets are in docs/reference/presets.md. A model "
-            "of the hub is named with its owner, such as openai-community/gpt2."
+            f"unknown model: model={name!r} (a preset, a family, a directory, or a model of the "
+            f"hub with its owner, such as openai-community/gpt2).{hint} "
+            "docs/reference/presets.md lists all presets and families."
         )
     directory = find_model(name)
     family = AutoModel.family_of(read_config_file(directory))
@@ -108,8 +110,8 @@ def check_length(config: Any) -> None:
     limit = traits_of(config.model).row_limit(config.model)
     if limit is not None and config.data.seq_len > limit:
         raise ConfigError(
-            f"data.seq_len={config.data.seq_len} is longer than "
-            f"model.max_seq_len={limit}; shorten the one or lengthen the other."
+            f"data.seq_len={config.data.seq_len} is more than model.max_seq_len={limit}. Reduce "
+            "the first, or raise the second."
         )
 
 
@@ -140,7 +142,7 @@ def read_changes(option: str) -> tuple[Change, ...]:
             text = Path(option).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"--changes {option!r} is neither JSON nor a file ({error})."
+                f"--changes {option!r} is neither JSON nor an existing file ({error})."
             ) from error
     try:
         parsed = json.loads(text)
@@ -191,8 +193,8 @@ def settle_model(config: Any) -> Any:
     model = config.model
     if config.family not in (None, family_of(model).__name__):
         raise ConfigError(
-            f"family={config.family!r}, but the model is a {family_of(model).__name__}. "
-            "Remove family; --model determines it."
+            f"family={config.family!r}, but the model is a {family_of(model).__name__}. Leave "
+            "family out, because --model determines it."
         )
     if config.init_from is None:
         if config.model_changes:
@@ -248,9 +250,9 @@ def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
     lacking = find_missing_head(described, find_model(config.init_from))
     if lacking:
         raise ConfigError(
-            f"{config.init_from!r} has no head {config.model.head!r}, which this task "
-            f"trains: {', '.join(lacking)} are not in its weights, or are for other "
-            "classes. Set new_head=True (--new-head) to initialize a new head."
+            f"{config.init_from!r} has no head {config.model.head!r}, which this task trains: "
+            f"its weights lack {', '.join(lacking)}, or have them for other classes. Set "
+            "new_head=True (--new-head) to initialize a new head."
         )
     return config
 
@@ -265,7 +267,7 @@ def _given(config: Any) -> list[str]:
     for name in config.model_changes:
         if name not in names:
             raise ConfigError(
-                f"model_changes names {name!r}, which is not a field of "
+                f"model_changes contains {name!r}, which is not a field of "
                 f"{type(model).__name__}.{suggest(name, names)}"
             )
     return list(config.model_changes)

@@ -146,9 +146,9 @@ class AskedTexts:
     ) -> None:
         if not {"question", "context"} <= set(examples[0].fields):
             raise ConfigError(
-                f"data.task={task.name!r} has no question on a context. Tasks that have "
-                "are SQuAD, cmrc2018 and drcd; for one with choices use the task "
-                "classify (or t5-superglue)."
+                f"data.task={task.name!r} does not ask questions about a context (tasks that "
+                "do: SQuAD, cmrc2018 and drcd). For a task with choices use the task classify "
+                "(or t5-superglue)."
             )
         self._task, self._examples, self._config = task, examples, config
         self._tokenizer, self._traits = tokenizer, traits_of(config.model)
@@ -228,7 +228,9 @@ def _ask(
     width, traits = config.data.seq_len, traits_of(config.model)
     unanswered = [example.idx for example in examples if not example.answers]
     if unanswered:
-        raise DataError(f"{task.name}: these questions have no answer: {unanswered[:5]}.")
+        raise DataError(
+            f"{task.name}: these questions have no answer: {unanswered[:5]}. Remove them."
+        )
     questions = [f"Question: {e.fields['question'].strip()} Answer:" for e in examples]
     texts = [f"Context: {e.fields['context'].strip()}" for e in examples]
     right = [example.answers[0] for example in examples]

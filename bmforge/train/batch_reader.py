@@ -76,8 +76,9 @@ class BatchReader:
         if batches is None and self.epoch + 1 < self._num_epochs:
             if getattr(self._loader, "__iter__", None) is None:
                 raise ConfigError(
-                    f"train.num_epochs={self._num_epochs}, but the loader has ended and has no "
-                    "__iter__ that begins the next epoch. Add one, or set train.num_epochs=1."
+                    f"train.num_epochs={self._num_epochs} needs a loader that can start another "
+                    "epoch, but this loader has no __iter__. Add one, or set "
+                    "train.num_epochs=1."
                 )
             self.epoch += 1
             self._batches = iter(self._loader)  # type: ignore[call-overload]
@@ -85,7 +86,7 @@ class BatchReader:
         self.ended = batches is None
         if batches is None:
             get_logger().info(
-                "the loader has ended after step %d, in epoch %d of %d: the training ends",
+                "the loader is exhausted after step %d, in epoch %d of %d: the training ends",
                 *(step, self.epoch + 1, self._num_epochs),
             )
         return batches
@@ -102,7 +103,9 @@ class BatchReader:
         if _ORDER_FIELDS.isdisjoint(overridden):
             self._loader.load_state_dict(state["loader"])
         else:
-            get_logger().info("data is overridden: the order of the samples begins anew")
+            get_logger().info(
+                "the data was changed with --override: the order of the samples starts again"
+            )
 
     def _take(self) -> Sequence[Batch] | None:
         """Return the next micro-batches; None on all processes once any has ended its epoch.

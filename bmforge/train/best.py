@@ -38,8 +38,8 @@ class BestEvaluation:
             value = getattr(config, name)
             if value and not evaluates:
                 raise ConfigError(
-                    f"train.{name}={value} needs evaluations, and this run holds no data out. Give "
-                    "data.validation or data.validation_fraction."
+                    f"train.{name}={value} needs evaluations, but this run has no validation "
+                    "data. Set data.validation or data.validation_fraction."
                 )
         if self.keeps_checkpoint and not has_run_dir:
             raise ConfigError(
@@ -84,7 +84,10 @@ class BestEvaluation:
         if step is None or (directory / step_name(step)).is_dir():
             return
         get_logger().warning(
-            "the best checkpoint (step %d) is missing in %s: the best one from here on counts",
+            (
+                "the best checkpoint (step %d) is missing in %s: the best one is determined again "
+                "from this step on"
+            ),
             *(step, directory),
         )
         self._loss, self._step = float("inf"), 0

@@ -32,8 +32,8 @@ def load_callback_states(callbacks: Sequence[Any], states: dict[str, Any]) -> No
     own = _stateful(callbacks)
     if set(own) != set(states):
         raise ConfigError(
-            f"the run that is resumed had the callbacks {sorted(states) or 'none'}, this one has "
-            f"{sorted(own) or 'none'}. Give it the same ones."
+            f"the run to resume had the callbacks {sorted(states) or 'none'}, but this run has "
+            f"{sorted(own) or 'none'}. Pass the same callbacks."
         )
     for name, callback in own.items():
         callback.load_state_dict(states[name])
@@ -44,5 +44,5 @@ def _stateful(callbacks: Sequence[Any]) -> dict[str, Any]:
     stateful = [c for c in callbacks if hasattr(c, "state_dict")]
     named = {getattr(c, "name", type(c).__name__): c for c in stateful}
     if len(named) < len(stateful):
-        raise ConfigError(f"two callbacks have one name: {sorted(named)}. Rename one of them.")
+        raise ConfigError(f"two callbacks have the same name: {sorted(named)}. Rename one of them.")
     return named

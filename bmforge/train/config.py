@@ -80,8 +80,9 @@ class TrainConfig:
             raise ConfigError(f"train.profile_steps={self.profile_steps} must be at least 0.")
         if self.profile_steps and self.steps <= SKIPPED_STEPS:
             raise ConfigError(
-                f"train.profile_steps={self.profile_steps} has no effect with train.steps="
-                f"{self.steps}: the first {SKIPPED_STEPS} steps are not traced."
+                f"train.profile_steps={self.profile_steps} has no effect with "
+                f"train.steps={self.steps}, because the first {SKIPPED_STEPS} steps are not "
+                "traced. Train for more steps, or leave it out."
             )
 
     def _check_best(self) -> None:
@@ -90,7 +91,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value and self.eval_every_steps is None:
                 raise ConfigError(
-                    f"train.{name}={value} compares evaluations during training. Give "
+                    f"train.{name}={value} needs evaluations during training. Set "
                     "train.eval_every_steps."
                 )
         if self.early_stopping_threshold < 0:

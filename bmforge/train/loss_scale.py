@@ -34,14 +34,14 @@ class LossScaleConfig:
         """Raise `ConfigError` for values out of range or settings without effect."""
         if self != LossScaleConfig() and precision != "fp16":
             raise ConfigError(
-                f"loss_scale has no effect with train.precision={precision!r}: only fp16 scales "
-                "its loss. Leave it out, or set train.precision to 'fp16'."
+                f"loss_scale has no effect with train.precision={precision!r}, because only "
+                "fp16 uses loss scaling. Leave it out, or set train.precision='fp16'."
             )
         others = LossScaleConfig(fixed=self.fixed)
         if self.fixed is not None and self != others:
             raise ConfigError(
                 f"loss_scale.fixed={self.fixed} makes the scale constant, so the other fields "
-                "of loss_scale have no effect. Leave them out, or fixed."
+                "of loss_scale have no effect. Leave them out, or leave fixed out."
             )
         if self.hysteresis < 1:
             raise ConfigError(f"loss_scale.hysteresis={self.hysteresis} must be at least 1.")

@@ -78,8 +78,9 @@ class LossScaler:
                 continue
             if parameter.grad.dtype == torch.float16:
                 raise ConfigError(
-                    "A gradient has dtype=torch.float16. Loss scaling needs float32 parameters "
-                    "that are cast to float16 for the forward pass; load the model in float32."
+                    "a gradient has dtype=torch.float16, but loss scaling needs float32 "
+                    "parameters that are cast to float16 for the forward pass. Load the model "
+                    "in float32."
                 )
             local_tensor(parameter.grad).mul_(inverse)
 
@@ -108,8 +109,8 @@ class LossScaler:
         scale, steps = state.get("scale"), state.get("sound_steps")
         if scale is None or steps is None or not math.isfinite(scale) or scale <= 0 or steps < 0:
             raise ConfigError(
-                f"The loss scaler's state is {dict(state)!r}; it needs a positive finite 'scale' "
-                "and 'sound_steps' of at least 0."
+                f"the state of the loss scaler is {dict(state)!r} (needed: a positive finite "
+                "'scale', and 'sound_steps' of at least 0)."
             )
         self.current_scale, self._sound_steps = float(scale), int(steps)
 
@@ -126,7 +127,7 @@ def check_precision(model: nn.Module, precision: str) -> None:
         has = (
             "is not laid out"
             if model_precision is None
-            else f"was laid out with {model_precision!r}"
+            else f"was parallelized with {model_precision!r}"
         )
         raise ConfigError(
             f"train.precision={precision!r}, but the model {has}. Call parallelize(model, "
@@ -153,9 +154,11 @@ def ensure_master_weights_(model: nn.Module, precision: str, master_weights: boo
     problems = master_weight_problems(model, precision)
     if record is not None and record.mesh is not None:
         problems = [
-            f"parameter {name} is trained and {p.dtype}, but was frozen when the model was "
-            "parallelized: set requires_grad before parallelize, which then upcasts it, or pass "
-            "master_weights=False to both"
+            (
+                f"parameter {name} is trained and {p.dtype}, but was frozen when the model was "
+                "parallelized: set requires_grad before parallelize, which upcasts it, or pass "
+                "master_weights=False to both"
+            )
             for name, p in model.named_parameters()
             if p.requires_grad and is_half(p)
         ][:1]

@@ -43,7 +43,8 @@ def trace_steps(
         return
     if run_dir is None:
         raise ConfigError(
-            f"train.profile_steps={steps} needs a place for the trace; give the Trainer a run_dir."
+            f"train.profile_steps={steps} needs a directory for the trace. Give the Trainer a "
+            "run_dir."
         )
     written: list[Path] = []
     is_host = device.type == "cpu"
@@ -56,8 +57,10 @@ def trace_steps(
         yield profiler.step
     if not written:
         get_logger().warning(
-            "no trace was written: train.profile_steps=%d traces what comes after the first %d "
-            "steps, and the run ended before.",
+            (
+                "no trace was written: train.profile_steps=%d traces the steps after the first %d, "
+                "and the run ended before."
+            ),
             steps,
             SKIPPED_STEPS,
         )

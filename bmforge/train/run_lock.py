@@ -107,9 +107,9 @@ class RunLock:
                 return
             if text is not None and self._lives(holder, text, touched):
                 raise ConfigError(
-                    f"run_dir={str(self._directory)!r} is in use by {holder}. Wait for its end or "
-                    f"stop it, or name another run_dir. (If no run is there, as in a copy of a "
-                    f"directory in use, remove {self._file}.)"
+                    f"run_dir={str(self._directory)!r} is in use by {holder}. Wait until it "
+                    "ends, stop it, or choose another run_dir. If no run uses the directory, "
+                    f"for example because it is a copy, remove {self._file}."
                 )
             if text is not None:
                 self._remove(text, holder)
@@ -127,8 +127,9 @@ class RunLock:
         holder = _parse(self._look()[0])
         if not holder.is_process(self._me) and not self._make():
             raise DistributedError(
-                f"run_dir={str(self._directory)!r} was taken over by {holder}, as this process had "
-                f"not touched {LOCK_NAME} for {_BEAT_S * _LOOKS:.0f} s. It writes nothing more."
+                f"run_dir={str(self._directory)!r} was taken over by {holder}, because this "
+                f"process had not updated {LOCK_NAME} for {_BEAT_S * _LOOKS:.0f} s. This "
+                "process writes nothing more."
             )
 
     def release(self) -> None:
@@ -178,7 +179,7 @@ class RunLock:
         if holder.machine == self._me.machine and holder.born:
             return _birth_of(holder.pid) == holder.born
         get_logger().warning(
-            "%s is held by %s; looking for %.0f s whether it lives",
+            "%s is locked by %s; waiting %.0f s to see whether it is still running",
             *(self._directory, holder, _BEAT_S * _LOOKS),
         )
         for _ in range(_LOOKS):
@@ -198,7 +199,7 @@ class RunLock:
             aside.rename(self._file)
             return
         aside.unlink()
-        get_logger().warning("%s: taken over from %s, which is gone", self._directory, holder)
+        get_logger().warning("%s: taken over from %s, which has ended", self._directory, holder)
 
     def _touch(self) -> None:
         while not self._stop.wait(_BEAT_S):
@@ -206,7 +207,7 @@ class RunLock:
                 if _parse(self._look()[0]).is_process(self._me):
                     os.utime(self._file)
             except OSError as error:  # the network file system may recover
-                get_logger().debug("%s cannot be touched: %s", self._file, error)
+                get_logger().debug("%s cannot be updated: %s", self._file, error)
 
 
 def _parse(text: str | None) -> _Holder:

@@ -82,7 +82,7 @@ def build_schedule(config: ScheduleConfig, total_steps: int) -> LearningRate:
 
     def multiplier(step: int) -> float:
         if step < 0:
-            raise ConfigError(f"step={step} is negative; optimizer steps are counted from 0.")
+            raise ConfigError(f"step={step} must be at least 0.")
         if step < warmup:
             return (step + 1) / warmup
         return after(step)
@@ -125,20 +125,20 @@ def _check(config: ScheduleConfig, total: int) -> None:
     """Raise ConfigError for the first setting that is invalid or has no effect."""
     if config.kind not in _KINDS:
         raise ConfigError(
-            f"schedule.kind={config.kind!r} is unknown; the kinds are {', '.join(_KINDS)}."
-            + suggest(config.kind, _KINDS)
+            f"unknown schedule: schedule.kind={config.kind!r} (known: "
+            f"{', '.join(_KINDS)}).{suggest(config.kind, _KINDS)}"
         )
     if total < 1:
         raise ConfigError(f"total_steps={total} must be at least 1.")
     if not 0 <= config.warmup_steps <= total:
         raise ConfigError(
-            f"schedule.warmup_steps={config.warmup_steps} must be between 0 and total_steps="
-            f"{total}. Warm up for fewer steps or train for more."
+            f"schedule.warmup_steps={config.warmup_steps} must be from 0 to "
+            f"total_steps={total}. Use fewer warm-up steps, or train for more steps."
         )
     if not 0.0 <= config.min_lr_ratio <= 1.0:
         raise ConfigError(
-            f"schedule.min_lr_ratio={config.min_lr_ratio} must be between 0 and 1: it is a part of "
-            "the peak learning rate."
+            f"schedule.min_lr_ratio={config.min_lr_ratio} must be from 0 to 1. It is a fraction "
+            "of the peak learning rate."
         )
     _check_effects(config)
     _check_kind(config, total)
@@ -167,22 +167,22 @@ def _check_kind(config: ScheduleConfig, total: int) -> None:
         raise ConfigError("schedule.kind='noam' needs schedule.warmup_steps of at least 1.")
     if config.kind == "exponential" and config.min_lr_ratio == 0.0:
         raise ConfigError(
-            "schedule.kind='exponential' falls to schedule.min_lr_ratio, which must be above 0 "
-            "(for example 0.1)."
+            "schedule.kind='exponential' decays to schedule.min_lr_ratio, which must be above "
+            "0 (for example 0.1)."
         )
     if config.kind != "wsd":
         return
     kind = config.decay_kind
     if kind is not None and kind not in _SHAPES:
         raise ConfigError(
-            f"schedule.decay_kind={kind!r} is unknown; the kinds are {', '.join(_SHAPES)}."
-            + suggest(kind, _SHAPES)
+            f"unknown decay: schedule.decay_kind={kind!r} (known: "
+            f"{', '.join(_SHAPES)}).{suggest(kind, _SHAPES)}"
         )
     decay = _decay_steps(config, total)
     if decay < 0 or config.warmup_steps + decay > total:
         raise ConfigError(
-            f"schedule.decay_steps={decay} must be at least 0 and, with "
-            f"schedule.warmup_steps={config.warmup_steps}, fit into total_steps={total}."
+            f"schedule.decay_steps={decay} must be at least 0 and, together with "
+            f"schedule.warmup_steps={config.warmup_steps}, at most total_steps={total}."
         )
 
 

@@ -38,7 +38,9 @@ class SpikeGuard:
         max_consecutive_skips: int = 25,
     ) -> None:
         if spike_sigmas is not None and not spike_sigmas > 0.0:
-            raise ConfigError(f"spike_sigmas={spike_sigmas} must be above 0, or None for off.")
+            raise ConfigError(
+                f"spike_sigmas={spike_sigmas} must be above 0, or None to disable the check."
+            )
         if window_steps < 2 or max_consecutive_skips < 1:
             raise ConfigError(
                 f"window_steps={window_steps} must be at least 2 and "
@@ -71,9 +73,10 @@ class SpikeGuard:
         if self.consecutive_skips >= self._max_consecutive_skips:
             raise DivergenceError(
                 f"{self.consecutive_skips} steps in a row were skipped, the last one because of "
-                f"{reason} (loss={loss}, grad_norm={grad_norm}). The parameters are still those of "
-                "the last sound step. Continue from an earlier checkpoint with a lower learning "
-                "rate, a longer warm-up or other data, or raise max_consecutive_skips."
+                f"{reason} (loss={loss}, grad_norm={grad_norm}). The parameters are those of "
+                "the last step without such a problem. Continue from an earlier checkpoint "
+                "with a lower learning rate, a longer warm-up or other data, or raise "
+                "max_consecutive_skips."
             )
         return reason
 
@@ -102,7 +105,7 @@ class SpikeGuard:
         """Restore the state returned by `state_dict`; a shorter window keeps the newest losses."""
         missing = {"skipped_steps", "consecutive_skips", "window"} - set(state)
         if missing:
-            raise ConfigError(f"The spike guard's state lacks {', '.join(sorted(missing))}.")
+            raise ConfigError(f"the state of the spike guard lacks {', '.join(sorted(missing))}.")
         self.skipped_steps = int(state["skipped_steps"])
         self.consecutive_skips = int(state["consecutive_skips"])
         self._window.clear()

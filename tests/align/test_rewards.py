@@ -237,16 +237,16 @@ def test_a_pattern_of_exponential_time_is_stopped() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("nothing_here", "give module:function"),
+        ("nothing_here", "unknown reward"),
         ("exact", "needs a column"),
         ("exact:", "needs a column"),
         ("no_such_module:f", "cannot be imported"),
         ("missing.py:f", "cannot be imported"),
         ("json:no_function", "has no function"),
-        ("regex:(", "no regular expression"),
+        ("regex:(", "not a valid regular expression"),
         ("length:x", "number of tokens"),
         ("exact:answer=nan", "finite"),
-        ("dir:model", "cannot be opened"),
+        ("dir:model", "cannot be loaded"),
     ],
 )
 def test_specifications_are_checked_before_the_run(spec: str, words: str) -> None:

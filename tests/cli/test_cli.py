@@ -278,7 +278,7 @@ def test_a_stopped_quickstart_ends_as_interrupted(finished, monkeypatch, tmp_pat
         get_logger().removeHandler(handler)
         handler.close()
     said = (tmp_path / "log.txt").read_text()
-    assert "at step 11 of 12; run the same command to go on" in said
+    assert "at step 11 of 12; run the same command to continue" in said
     assert "done" not in said
 
 

@@ -124,7 +124,7 @@ def test_what_needs_our_layers_says_so(build: Build, way: str) -> None:
     model = build()
     before = copy.deepcopy(model.state_dict())
     batches = [{"input_ids": ids} for ids in texts()] if way == "moefy" else None
-    with pytest.raises(ConfigError, match=r"Open it with|open it with"):
+    with pytest.raises(ConfigError, match=r"Load it with|open it with"):
         compress(model, CompressConfig(**{way: WAYS[way]}), batches=batches)
     assert_equal_trees(model.state_dict(), before)
 

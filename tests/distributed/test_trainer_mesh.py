@@ -143,7 +143,7 @@ def give_more() -> None:
 
 
 def test_unequal_numbers_of_micro_batches_are_said():
-    said = r"step 2: the loaders gave rank after rank \[2, 1, 1\] micro-batches"
+    said = r"step 2: the ranks have different numbers of micro-batches: \[2, 1, 1\] micro-batches"
     with pytest.raises(
         DistributedError, match=f"(?s)rank 0.*{said}.*rank 1.*{said}.*rank 2.*{said}"
     ):

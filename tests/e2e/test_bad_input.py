@@ -138,13 +138,13 @@ def test_directory_of_another_run_or_of_none(config: Path, run_dir: Path, world:
     said = train(config, run_dir, "--seed", "1", "--train.optim.lr", "0.5", world=world)
     assert_refused(said, str(run_dir), "another run", "seed: 0 there, 1 now", "train.optim.lr")
     quick = ("quickstart", "--run-dir", run_dir)
-    assert_refused(bmforge(*quick, world=world), "holds another run", "empty or new directory")
+    assert_refused(bmforge(*quick, world=world), "contains another run", "empty or new directory")
     assert files_below(run_dir) == before
     (run_dir / "run.toml").unlink()
     before = files_below(run_dir)
     assert_refused(bmforge(*quick, world=world), "no run.toml", "empty or new directory")
     assert_refused(train(config, run_dir, world=world), "no run.toml", "empty or new directory")
-    assert_refused(bmforge("quickstart", "--fresh", "--run-dir", run_dir), "left alone")
+    assert_refused(bmforge("quickstart", "--fresh", "--run-dir", run_dir), "is not removed")
     assert files_below(run_dir) == before
 
 
@@ -212,11 +212,11 @@ def test_full_disk_while_saving(config: Path, run_dir: Path, tmp_path: Path, lim
     (said,) = train(on, run_dir, limit_bytes=limit_bytes)
     assert "step 12/12" in said.err
     assert "saving checkpoint" in said.err
-    assert "the run goes on" in said.err
+    assert "the run continues" in said.err
     assert [p.name for p in find_checkpoints(run_dir / "checkpoints")][:1] == ["step-00000006"]
     assert said.status == 2
     if limit_bytes == 20_000:  # 2 kB hold no report either
-        assert "its last checkpoint could not be written" in said.err.splitlines()[-1]
+        assert "could not be saved" in said.err.splitlines()[-1]
         assert "report: " in said.err
     (said,) = train(on, run_dir)
     assert said.status == 0, said

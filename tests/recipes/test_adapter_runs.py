@@ -234,7 +234,7 @@ def test_defaults_of_lora(base: Path, tmp_path: Path, caplog: pytest.LogCaptureF
     assert "learning rate 0.0002" in log
     assert "16 examples in" in log
     rows = int(log.partition("examples in ")[2].split()[0])
-    assert f"3 epochs of {rows} rows, 4 rows a step: {-(-3 * rows // 4)} steps" in log
+    assert f"3 epochs of {rows} rows, 4 rows per step: {-(-3 * rows // 4)} steps" in log
     assert len(losses(run)) == -(-3 * rows // 4)
     assert [default_rate("lora", rank) for rank in (None, 8, 16, 64, 256)] == [
         *(2e-4, 2e-4, 2e-4, 1e-4, 1e-4)

@@ -65,9 +65,9 @@ def test_corpora_of_different_tokenizers_are_refused(corpora):
     ("paths", "changes", "words"),
     [
         ((), {}, "data.paths is empty"),
-        ((0, 0), {}, "names a path twice"),
-        ((0, 2), {"weights": (1.0,)}, "several paths need one each"),
-        ((0,), {"weights": (1.0,)}, "a single path none"),
+        ((0, 0), {}, "contains a path twice"),
+        ((0, 2), {"weights": (1.0,)}, "needed: one per path"),
+        ((0,), {"weights": (1.0,)}, "none for a single path"),
     ],
 )
 def test_paths_that_make_no_sense(corpora, paths, changes, words):
@@ -107,7 +107,7 @@ def test_a_model_of_another_tokenizer_is_refused(corpora, tmp_path):
         tokenizer.save(str(model / "tokenizer.json"))
     own, other = str(tmp_path / "first"), str(tmp_path / "second")
     open_corpus(config(first), 281, WORLD, own).loader.close()
-    with pytest.raises(ConfigError, match=rf"init_from='{other}' has: .*--tokenizer {other}"):
+    with pytest.raises(ConfigError, match=rf"init_from='{other}': .*--tokenizer {other}"):
         open_corpus(config(first), 281, WORLD, other)
     bare = train_prefix(first)
     open_corpus(config(str(bare)), 281, WORLD, other).loader.close()

@@ -162,7 +162,7 @@ def test_bad_settings_are_told(tmp_path: Path, data: DocumentConfig) -> None:
         ({"tokenizer": None}, "data.tokenizer is not set"),
         ({"paths": (str(tmp_path / "nothing.jsonl"),)}, "nothing.jsonl"),
         ({"validation": (str(bad),)}, r"bad\.jsonl, line 2: .*<ans>"),
-        ({"seq_len": 5, "validation": (str(bad),)}, "no held-out document of task 'bad'|line 2"),
+        ({"seq_len": 5, "validation": (str(bad),)}, "no validation document of task 'bad'|line 2"),
         ({"global_batch_size": 3}, "global_batch_size=3"),
     ]
     for number, (changes, message) in enumerate(cases):

@@ -228,7 +228,7 @@ def test_a_task_of_ones_own(recipe: str, tmp_path: Path) -> None:
         told = json.loads((tmp_path / "run" / "export" / "config.json").read_text())
         assert told["id2label"] == {"0": "fell", "1": "rose"}
         return
-    with pytest.raises(ConfigError, match="say its labels with --labels"):
+    with pytest.raises(ConfigError, match="Give them with --labels"):
         evaluate_model(str(tmp_path / "run"), EvaluateConfig(tasks=(dev,)))
 
 
@@ -236,7 +236,7 @@ def test_a_task_of_ones_own(recipe: str, tmp_path: Path) -> None:
     ("changes", "text"),
     [
         ({"labels": ()}, "data.task is not set"),
-        ({"task": "BoolQ"}, "are for a task of your own"),
+        ({"task": "BoolQ"}, "define a custom task"),
         ({"labels": ("rose",)}, "must be two or more"),
         ({"labels": ("rose", "west")}, "label='fell' is not a label"),
         ({"fields": ("topic",)}, "there is no 'topic'"),
@@ -268,7 +268,7 @@ def test_what_cannot_be_evaluated(subject: Path, tmp_path: Path) -> None:
     for name, config, text in (
         (model, EvaluateConfig(), "there are no evaluation data"),
         (model, EvaluateConfig(text=(file,), labels=("a", "b")), "labels has no effect"),
-        (model, EvaluateConfig(text=(file,), seq_len=25), "reads 24 tokens at most"),
+        (model, EvaluateConfig(text=(file,), seq_len=25), "more than the model's 24 positions"),
         (model, EvaluateConfig(tasks=("BoolQ",)), "folder of BoolQ is not set"),
         (model, EvaluateConfig(tasks=("Boolk",), task_data="x"), "Did you mean 'BoolQ'"),
         (bert, EvaluateConfig(text=(file,)), "has no tokenizer"),

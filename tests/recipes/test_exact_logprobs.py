@@ -182,7 +182,7 @@ def test_layouts(place: Path, layout: Layout, precision: str) -> None:
 
 
 def test_rows_without_one_more_position_are_refused(place: Path) -> None:
-    with pytest.raises(ConfigError, match="one more position"):
+    with pytest.raises(ConfigError, match="one position more"):
         run(place, "refused", rollout={"max_new_tokens": 10})
 
 

@@ -21,8 +21,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.jsonl", b"", "no example to learn from: data.paths=['empty.jsonl']"),
-        ("empty.json", b"[]", "no example to learn from: data.paths=['empty.json']"),
+        ("empty.jsonl", b"", "no training example in data.paths=['empty.jsonl']"),
+        ("empty.json", b"[]", "no training example in data.paths=['empty.json']"),
         ("picture.png", b"\x89PNG\r\n\x1a\n\xff\xd8", "'picture.png' is not a file of records"),
         ("text.jsonl", b"hello\n", "'text.jsonl', line 1 is not JSON"),
         ("object.json", b'{\n"messages": 1}', "line 1 is not JSON"),

@@ -194,10 +194,10 @@ def test_a_published_classifier_gets_other_classes(
     ("data", "error", "text"),
     [
         ({"paths": ()}, ConfigError, "must be one folder"),
-        ({"paths": ("{}/nowhere",)}, DataError, "is no folder"),
-        ({"paths": ("{}/a",)}, DataError, "no images in sub-folders"),
+        ({"paths": ("{}/nowhere",)}, DataError, "is not a folder"),
+        ({"paths": ("{}/a",)}, DataError, "no images in subfolders"),
         ({"paths": ("{}",), "smallest_crop": 0.0}, ConfigError, "smallest_crop=0.0"),
-        ({"paths": ("{}",), "validation": ("{}/..",)}, DataError, "not among those"),
+        ({"paths": ("{}",), "validation": ("{}/..",)}, DataError, "training data does not have"),
     ],
 )
 def test_bad_input(
@@ -217,5 +217,5 @@ def test_bad_input(
 def test_a_damaged_image_is_named(photos: Path) -> None:
     (photos / "b" / "2.png").write_bytes(b"\x89PNG damaged")
     folder = ImageFolder(str(photos), ImageConfig(), SIZES)
-    with pytest.raises(DataError, match=r"2\.png.*no image that can be read"):
+    with pytest.raises(DataError, match=r"2\.png.*cannot be read as an image"):
         folder.make(3, ())

@@ -206,7 +206,7 @@ def test_reward_models_are_classifiers(start: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"method": "dp"}, "method='dp' is unknown"),
+        ({"method": "dp"}, "unknown method: method='dp'"),
         ({"label_smoothing": 0.1, "method": "ipo"}, "label_smoothing has no effect"),
         ({"label_smoothing": 0.5}, "label_smoothing=0.5"),
         ({"simpo_gamma": 0.5}, "simpo_gamma has no effect"),

@@ -132,4 +132,4 @@ def test_texts_are_learned_by_rows_and_a_delta(place, tmp_path):
 
 def test_a_second_set_of_rows_is_refused(place, tmp_path, capsys):
     assert train(place, tmp_path / "run", steps=1, delta=("--adapter.kind", "soft-prompt")) == 2
-    assert "would put others in their place" in " ".join(capsys.readouterr().err.split())
+    assert "would replace" in " ".join(capsys.readouterr().err.split())

@@ -258,7 +258,7 @@ def test_tools_without_conversations_are_refused(place: Path) -> None:
         open_functions(type("Config", (), {"rollout": rollout}), None)
     tokenizer = AutoTokenizer.from_pretrained(place / "model")
     config = type("Config", (), {"rollout": RolloutConfig(tools=("exact:answer",))})
-    with pytest.raises(ConfigError, match="give module:function"):
+    with pytest.raises(ConfigError, match="must be module:function"):
         open_functions(config, ChatTemplate(TEMPLATE, tokenizer))
 
 

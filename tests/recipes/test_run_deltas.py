@@ -183,7 +183,7 @@ def test_checkpoints_leave_the_base_where_it_is(
     other.save_pretrained(tmp_path / "model", overwrite=True)
     capsys.readouterr()
     assert main([*given, "2"]) != 0
-    assert "put back the weights that the run began with" in capsys.readouterr().err
+    assert "restore its original weights" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "model")
     assert main([*given, "2"]) != 0
     assert str(tmp_path / "model") in capsys.readouterr().err

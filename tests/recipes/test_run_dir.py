@@ -87,7 +87,7 @@ def test_one_run_at_a_time(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / RECORD_NAME).write_text("{}")
     before = files_below(tmp_path)
-    told = rf"in use by process {child} on {platform.node()}, since 2.*name another run_dir"
+    told = rf"in use by process {child} on {platform.node()}, since 2.*choose another run_dir"
     with pytest.raises(ConfigError, match=told), occupy_run_dir(tmp_path, Config(), FREE):
         pass
     fresh = QuickstartConfig(run_dir=tmp_path, fresh=True)

@@ -340,7 +340,7 @@ def test_bad_records(line: str, text: str, tmp_path: Path, letters: Path) -> Non
 def test_conversations_without_room(tmp_path: Path, letters: Path) -> None:
     config = sft_config(tmp_path, letters, 2)
     config.data = dataclasses.replace(config.data, seq_len=6)
-    with pytest.raises(DataError, match="no example to learn from"):
+    with pytest.raises(DataError, match="no training example"):
         train_sft(config)
     config.data = dataclasses.replace(config.data, split=(9.0, 1.0))
     with pytest.raises(ConfigError, match="divides token stores"):

@@ -129,7 +129,7 @@ def test_an_override_is_named_and_recorded(tmp_path: Path) -> None:
     assert saved["override"] == ["inner.lr=0.1->0.3", "steps=7->8"]
     # The same config goes on without an override; the old one is another run now.
     open_run_dir(tmp_path, faster, frozenset())
-    with pytest.raises(ConfigError, match=r"0\.3 there, 0\.1 now"):
+    with pytest.raises(ConfigError, match=r"0\.3 in that run, now 0\.1"):
         open_run_dir(tmp_path, Config(steps=8), frozenset())
     again = config_from_dict(Config, saved)
     open_run_dir(tmp_path, again, frozenset())

@@ -117,7 +117,10 @@ def test_a_stage_that_trains_nothing(
 
 @pytest.mark.parametrize(
     ("trained", "words"),
-    [("none of them", "no trainable parameter"), ("layers.1.mlp_norm", "needs hidden matrices")],
+    [
+        ("none of them", "no trainable parameter"),
+        ("layers.1.mlp_norm", "needs trainable hidden matrices"),
+    ],
 )
 def test_nothing_to_train_is_said_by_all_stages(prefix: str, trained: str, words: str) -> None:
     said = rf"(?s)rank 0.*ConfigError[^\n]*{words}.*rank 1.*ConfigError[^\n]*{words}"

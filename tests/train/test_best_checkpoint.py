@@ -123,8 +123,8 @@ def test_a_lost_best_checkpoint_is_said(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"load_best_model_at_end": True}, "Give train.eval_every_steps"),
-        ({"early_stopping_patience": 2}, "Give train.eval_every_steps"),
+        ({"load_best_model_at_end": True}, "Set train.eval_every_steps"),
+        ({"early_stopping_patience": 2}, "Set train.eval_every_steps"),
         ({"early_stopping_patience": 0, "eval_every_steps": 1}, "must be above 0"),
         ({"early_stopping_threshold": 0.1}, "no effect without train.early_stopping_patience"),
         ({"early_stopping_threshold": -1.0}, "must be at least 0"),
@@ -137,7 +137,7 @@ def test_settings_without_effect_are_refused(fields: dict[str, Any], message: st
 
 def test_a_run_without_evaluations_or_directory_is_refused(corpus: str) -> None:
     changes: dict[str, Any] = {"eval_every_steps": 2, "load_best_model_at_end": True}
-    with pytest.raises(ConfigError, match="holds no data out"):
+    with pytest.raises(ConfigError, match="has no validation data"):
         run(corpus, None, **changes)
     with pytest.raises(ConfigError, match="needs checkpoints"):
         run(corpus, None, evaluating=True, **changes)

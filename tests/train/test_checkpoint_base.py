@@ -86,7 +86,9 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, model, optimizer, step=1, base=base)
     other, others, _ = make(seed=1)
     before = contents(other, others)
-    with pytest.raises(CheckpointError, match=r"base is another: its fingerprint.*'a folder'"):
+    with pytest.raises(
+        CheckpointError, match=r"base model has changed: its fingerprint.*'a folder'"
+    ):
         load_checkpoint(tmp_path, other, others)
     assert_equal_trees(contents(other, others), before)
     smaller = make(num_layers=1)
@@ -127,7 +129,7 @@ def save_on(layout: Layout, directory: Path) -> Any:
 def load_on(layout: Layout, directory: Path, seed: int = 0) -> Any:
     model, optimizer, _ = make(layout, seed)
     if seed:
-        with pytest.raises(CheckpointError, match="base is another"):
+        with pytest.raises(CheckpointError, match="base model has changed"):
             load_checkpoint(directory, model, optimizer)
         return None
     load_checkpoint(directory, model, optimizer)

@@ -99,7 +99,7 @@ def test_something_else_of_the_same_step_is_refused(
     path = save_checkpoint(tmp_path, model, optimizer, step=1, state={"n": 1})
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     state = change(model, optimizer)
-    with pytest.raises(CheckpointError, match=f"there already, and it differs .*{words}"):
+    with pytest.raises(CheckpointError, match=f"already exists and differs .*{words}"):
         save_checkpoint(tmp_path, model, optimizer, step=1, state=state)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, model, optimizer, state)
@@ -192,7 +192,7 @@ def test_room_for_as_many_as_are_kept(is_told: bool, tmp_path: Path, monkeypatch
         assert isinstance(checkpointer.last_error, NoRoomError)
         if is_told:
             assert re.search(
-                r"0\.065 GB are needed, and 0\.00\d GB are free", str(checkpointer.last_error)
+                r"0\.065 GB, but only 0\.00\d GB are free", str(checkpointer.last_error)
             )
             assert begun == ["snapshot"]
     assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000004"]

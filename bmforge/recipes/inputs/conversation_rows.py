@@ -76,8 +76,8 @@ def render_conversation(
     if unknown:
         raise DataError(
             f"{conversation.place} has the fields {', '.join(unknown)}, which the chat template "
-            f"does not read (it reads {', '.join(sorted(template.variables))}). Leave them out "
-            f"with --data.ignore {' '.join(unknown)}."
+            f"does not use (it uses {', '.join(sorted(template.variables))}). Ignore them with "
+            f"--data.ignore {' '.join(unknown)}."
         )
     messages = [
         {key: value for key, value in message.items() if key not in ignore}
@@ -211,11 +211,11 @@ class PackedConversations:
                 self._width,
             )
         if without_answer:
-            log.warning("%d examples have no answer to learn and were left out", without_answer)
+            log.warning("%d examples have no answer to train on and were left out", without_answer)
         tokens = sum(len(row.ids) for row in self._texts)
         learned = sum(label != IGNORE_INDEX for row in self._texts for label in row.labels)
         log.info(
-            "%d examples in %d rows of %d tokens: %d tokens, %d of them learned, %.1f%% padding",
+            "%d examples in %d rows of %d tokens: %d tokens, %d of them trained, %.1f%% padding",
             len(self._texts),
             len(self._rows),
             self._width,

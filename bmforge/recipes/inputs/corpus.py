@@ -230,7 +230,7 @@ def _open_validation(prefix: str, config: CorpusConfig, eos_id: int | None) -> P
     except DataError as error:
         if not config.where:
             raise
-        get_logger().warning("nothing is held out: %s", error)
+        get_logger().warning("there is no validation data: %s", error)
         return None
     return PackedDataset(store, config.seq_len, eos_id)
 
@@ -242,13 +242,16 @@ def _check_paths(config: CorpusConfig) -> None:
             "give --data.paths DIR."
         )
     if len(set(config.paths)) != len(config.paths):
-        raise ConfigError(f"data.paths={list(config.paths)} names a path twice; raise its weight.")
+        raise ConfigError(
+            f"data.paths={list(config.paths)} contains a path twice. Give it once, with a "
+            "larger weight."
+        )
     check_where(config.where, config.paths, config.split)
     check_split(config.split, config.validation, config.paths)
     if config.weights and (len(config.weights) != len(config.paths) or len(config.paths) == 1):
         raise ConfigError(
-            f"data.weights has {len(config.weights)} numbers for {len(config.paths)} "
-            "paths; several paths need one each, a single path none."
+            f"data.weights has {len(config.weights)} numbers for {len(config.paths)} paths "
+            "(needed: one per path, or none for a single path)."
         )
 
 

@@ -71,7 +71,7 @@ class ExampleConfig:
         wrong = [f"data.{n}={getattr(self, n)} must be at least 1" for n in names]
         wrong = [text for text, n in zip(wrong, names, strict=True) if getattr(self, n) < 1]
         if not self.paths:
-            wrong.append("data.paths is empty; name what to read with --data.paths")
+            wrong.append("data.paths is empty; give the training files with --data.paths")
         if wrong:
             raise ConfigError(f"{'; '.join(wrong)}.")
 
@@ -120,9 +120,9 @@ class ExampleLoader:
         config.check()
         if len(source) == 0:
             raise DataError(
-                f"no example to learn from: data.paths={list(config.paths)} (needed: at "
-                "least one record). Check that the files are not empty, and that "
-                f"data.seq_len={config.seq_len} has room for an answer."
+                f"there is no training example in data.paths={list(config.paths)} (needed: at "
+                "least one record). Check that the files are not empty, and that an answer "
+                f"fits into data.seq_len={config.seq_len}."
             )
         self._source, self._config = source, config
         self._rank, self._world = rank, world
@@ -174,9 +174,9 @@ class ExampleLoader:
         for key in ("seed", "dataset", "content"):
             if state.get(key) != own_state[key]:
                 raise ConfigError(
-                    f"loader state has {key}={state.get(key)}, this loader has "
-                    f"{key}={own_state[key]}: the order cannot go on; restore it or "
-                    "start a new run."
+                    f"the checkpoint of the loader has {key}={state.get(key)}, but this loader "
+                    f"has {key}={own_state[key]}, so the order of the samples cannot be "
+                    "continued. Restore the value, or start a new run."
                 )
         self._samples = int(state["samples"])
 

@@ -73,11 +73,11 @@ class ImageConfig:
         ]
         if len(self.paths) != 1 or len(self.validation) > 1:
             wrong.append(
-                f"data.paths={list(self.paths)} must be one folder, with a sub-folder of images "
-                "for every class, and data.validation one or none"
+                f"data.paths={list(self.paths)} must be one folder with a subfolder of "
+                "images per class, and data.validation at most one such folder"
             )
         if not 0 < self.smallest_crop <= 1:
-            wrong.append(f"data.smallest_crop={self.smallest_crop} must be above 0, at most 1")
+            wrong.append(f"data.smallest_crop={self.smallest_crop} must be above 0 and at most 1")
         if self.std <= 0:
             wrong.append(f"data.std={self.std} must be above 0")
         if wrong:
@@ -108,12 +108,14 @@ class ImageFolder:
     ) -> None:
         root = Path(folder)
         if not root.is_dir():
-            raise DataError(f"{folder!r} is no folder. Give one with a sub-folder for every class.")
+            raise DataError(
+                f"{folder!r} is not a folder. Give a folder with one subfolder per class."
+            )
         self.classes = sorted(path.name for path in root.iterdir() if path.is_dir())
         if classes is not None and set(self.classes) - set(classes):
             raise DataError(
-                f"{folder!r} has the classes {sorted(set(self.classes) - set(classes))}, "
-                "which are not among those that are learned."
+                f"{folder!r} has the classes {sorted(set(self.classes) - set(classes))}, which "
+                "the training data does not have. Remove them."
             )
         self.classes = list(classes or self.classes)
         self._files = [
@@ -124,8 +126,8 @@ class ImageFolder:
         ]
         if not self._files:
             raise DataError(
-                f"{folder!r} has no images in sub-folders, one for every class "
-                f"(endings: {', '.join(sorted(_ENDINGS))})."
+                f"{folder!r} has no images in subfolders (needed: one subfolder per class; file "
+                f"endings: {', '.join(sorted(_ENDINGS))})."
             )
         self._config, self._model, self._learns = config, model, learns
         self.columns: Mapping[str, tuple[int, int]] = {
@@ -190,12 +192,12 @@ def _open_image(path: Path, channels: int) -> Any:
     except ImportError as error:
         raise MissingDependencyError("Pillow", "images", "reading images") from error
     if channels not in _MODES:
-        raise ConfigError(f"model.num_channels={channels}: images need 1 or 3 channels.")
+        raise ConfigError(f"model.num_channels={channels} is not supported for images (1 or 3).")
     try:
         with Image.open(path) as image:
             return image.convert(_MODES[channels])
     except (UnidentifiedImageError, OSError) as error:
-        raise DataError(f"{str(path)!r} is no image that can be read ({error}).") from error
+        raise DataError(f"{str(path)!r} cannot be read as an image ({error}).") from error
 
 
 def _draw_part(image: Any, config: ImageConfig, seed: Seed) -> Any:

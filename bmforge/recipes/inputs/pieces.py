@@ -91,8 +91,8 @@ def open_pieces(
     config.check()
     if longest < shortest:
         raise ConfigError(
-            f"data.seq_len={config.seq_len} leaves room for {longest} tokens of text per "
-            f"row (needed: at least {shortest})."
+            f"data.seq_len={config.seq_len} leaves {longest} tokens of text per row (at least "
+            f"{shortest}). Raise it."
         )
     check_where((), config.paths, config.split)
     check_split(config.split, config.validation, config.paths)
@@ -139,8 +139,9 @@ def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
         )
     if len(tokenizer) > config.model.vocab_size:
         raise ConfigError(
-            f"the tokenizer in {str(folder)!r} has {len(tokenizer)} tokens, the model vocab_size="
-            f"{config.model.vocab_size}. Give the model's own tokenizer, or a larger vocab_size."
+            f"the tokenizer in {str(folder)!r} has {len(tokenizer)} tokens, but the model has "
+            f"vocab_size={config.model.vocab_size}. Use the tokenizer of the model, or a larger "
+            "vocab_size."
         )
     return tokenizer
 
@@ -161,7 +162,7 @@ def find_tokenizer(config: Any) -> Path:
         folder = find_model(config.init_from)
     if folder is None:
         raise ConfigError(
-            "data.tokenizer is not set. Give the directory of the model's tokenizer, or start from "
-            "a model that has it with --init-from."
+            "data.tokenizer is not set. Give the directory of the model's tokenizer, or start "
+            "from a model that has one with --init-from."
         )
     return folder

@@ -103,9 +103,8 @@ def _join(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> EncodedRow:
     rows = encode_turns(turns, tokenizer)
     if len(rows) != 1:
         raise DataError(
-            f"the chat template renders {len(turns)} messages of an answer as {len(rows)} texts "
-            "that do not continue each other. Give answers of one message, or another template "
-            "with --template."
+            f"the chat template renders the {len(turns)} messages of an answer as {len(rows)} "
+            "separate texts. Give answers of one message, or another template with --template."
         )
     return rows[0]
 
@@ -309,8 +308,8 @@ def _next_prompt(prompts: Sequence[tuple[int, ...]], number: int) -> int:
         if prompts[(number + step) % count] != prompts[number]:
             return (number + step) % count
     raise DataError(
-        "all examples have one prompt; KTO compares answers with those to other "
-        "prompts. Give at least two prompts."
+        "all examples have the same prompt, but KTO compares answers to different prompts. "
+        "Give at least two prompts."
     )
 
 
@@ -329,5 +328,7 @@ def _report(count: int, dropped: int, cut: int, seq_len: int, what: str) -> None
             *(cut, count, what, seq_len),
         )
     if dropped:
-        log.warning("%d of %d %s teach nothing and were left out", dropped, count, what)
+        log.warning(
+            "%d of %d %s have no effect on the loss and were left out", dropped, count, what
+        )
     log.info("%d %s", count - dropped, what)

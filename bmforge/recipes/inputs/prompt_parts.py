@@ -95,8 +95,8 @@ def _open_own_words(config: Any, words: dict[str, list[str]], tokenizer: Tokeniz
     trained = [name for name, _ in verbalizer.named_parameters()]
     if trained and not config.zero_shot:
         raise ConfigError(
-            f"{config.verbalizer_class!r} has parameters ({', '.join(trained)}), but a "
-            "run trains only the model's. Give --zero-shot, or train it with "
+            f"{config.verbalizer_class!r} has parameters ({', '.join(trained)}), but a run "
+            "trains only the parameters of the model. Use --zero-shot, or train it with "
             "PromptClassifier."
         )
     return verbalizer.requires_grad_(False)
@@ -147,7 +147,7 @@ def _import(source: str, option: str) -> ModuleType:
         return importlib.import_module(source)
     except ImportError as error:
         raise ConfigError(
-            f"{option}: {source!r} cannot be imported ({error}). Name an installed module, or a "
+            f"{option}: {source!r} cannot be imported ({error}). Give an installed module, or a "
             "file: path/to/file.py:Class."
         ) from error
 
@@ -155,7 +155,7 @@ def _import(source: str, option: str) -> ModuleType:
 def _run_file(file: Path, option: str) -> ModuleType:
     """Import a file as a module, only once, so that its classes keep their identity."""
     if not file.is_file():
-        raise ConfigError(f"{option}: there is no file {str(file)!r}.")
+        raise ConfigError(f"{option}: the file {str(file)!r} does not exist.")
     name = f"_bmforge_own_{file.resolve().as_posix()}"
     if name in sys.modules:
         return sys.modules[name]

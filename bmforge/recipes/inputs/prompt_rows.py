@@ -102,7 +102,7 @@ def encode_prompts(
     short = [row for row in rows if len(row.ids) <= data.seq_len]
     if not short:
         raise DataError(
-            f"none of the {len(rows)} prompts has at most data.seq_len={data.seq_len} tokens. "
+            f"none of the {len(rows)} prompts fits into data.seq_len={data.seq_len} tokens. "
             "Raise it."
         )
     if len(short) < len(rows):
@@ -122,8 +122,8 @@ def _encode(prompt: PromptRecord, tokenizer: Any, template: ChatTemplate | None)
         unread = [name for name in unread if name not in template.variables]
         if unread:
             raise DataError(
-                f"{prompt.source}: the chat template does not read {', '.join(unread)} (it reads "
-                f"{', '.join(sorted(template.variables))}). Leave it out."
+                f"{prompt.source}: the chat template does not use {', '.join(unread)} (it uses "
+                f"{', '.join(sorted(template.variables))}). Leave these fields out."
             )
         ids = template.encode(prompt.content, prompt.tools, **prompt.variables)[1]
     if not ids:
@@ -148,8 +148,8 @@ def find_stops(config: Any, tokenizer: Any, template: ChatTemplate | None) -> li
         stops.append(mark[0])
     if not stops:
         raise ConfigError(
-            "neither the model nor its tokenizer has an end token, so generated answers "
-            "would never end. Set eos_token in the tokenizer's config."
+            "neither the model nor its tokenizer has an end-of-sequence token, so generated "
+            "answers would never end. Set eos_token in the tokenizer's config."
         )
     return stops
 

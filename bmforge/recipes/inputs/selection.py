@@ -44,8 +44,8 @@ def check_where(where: Sequence[str], paths: Sequence[str], split: Sequence[floa
     ]
     if conditions and split:
         raise ConfigError(
-            f"data.split={tuple(split)} divides whole stores, and conditions choose "
-            "documents. Leave one of them out."
+            f"data.split={tuple(split)} divides whole token stores, so it cannot be used with "
+            "conditions on documents. Leave one of them out."
         )
 
 

@@ -108,8 +108,8 @@ class SpanCorpus:
         )
         if not len(contexts) == len(targets) == len(offsets):
             raise DataError(
-                f"{prefix!r}: its stores have {len(contexts)} contexts, {len(targets)} targets and "
-                f"{len(offsets)} offsets, which must be as many; copy all three again."
+                f"{prefix!r} has stores of different lengths: {len(contexts)} contexts, "
+                f"{len(targets)} targets and {len(offsets)} offsets. Copy all three again."
             )
         shares = split or (1,)
         bounds = [0, *accumulate(round(len(contexts) * s / sum(shares)) for s in shares)]
@@ -141,8 +141,8 @@ class SpanCorpus:
     def _sentinel(self, count: int, part: _Part) -> int:
         if count >= len(self._sentinels):
             raise DataError(
-                f"a row of {part.prefix!r} has more spans than the tokenizer's "
-                f"{len(self._sentinels)} sentinels; shorten data.seq_len={self._length}."
+                f"a row of {part.prefix!r} has more spans than the tokenizer has sentinel "
+                f"tokens ({len(self._sentinels)}). Use a smaller data.seq_len={self._length}."
             )
         return self._sentinels[count]
 
@@ -157,8 +157,8 @@ class SpanCorpus:
                 span = part.targets.get(text, offset, length).tolist()
         if span[:1] != [token] or max(span[1:], default=0) >= self._vocab_size:
             raise DataError(
-                f"{part.prefix!r}, text {text}: span {number} is not where its offset says. The "
-                "three stores must be of one corpus, made with this tokenizer of "
-                f"{self._vocab_size} tokens."
+                f"{part.prefix!r}, text {text}: span {number} does not match its offset. Use "
+                f"three stores of one corpus, made with this tokenizer of {self._vocab_size} "
+                "tokens."
             )
         return span[1:]

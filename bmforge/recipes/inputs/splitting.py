@@ -40,7 +40,8 @@ class StorePart(TokenStore):
         if first == last:
             raise DataError(
                 f"token store {str(prefix)!r} has {len(spans)} documents, of which "
-                f"data.split={tuple(split)} leaves none for part {index}. Raise that share."
+                f"data.split={tuple(split)} leaves none for part {index}. Raise the share of "
+                "that part."
             )
         self._spans = spans[first:last].copy()
         self._begin, self._end = int(spans[first, 0]), int(spans[last - 1, 1])
@@ -67,14 +68,13 @@ def check_split(split: Sequence[float], validation: object, paths: Sequence[str]
         return
     if len(split) > 3 or min(split) < 0 or split[0] <= 0:
         raise ConfigError(
-            f"data.split={tuple(split)} must be the shares to learn from, to validate on "
-            "and to leave out, such as 949 50 1: at most three, none below 0, the first "
-            "above it."
+            f"data.split={tuple(split)} must be at most three shares (training, validation, "
+            "unused), none below 0 and the first above 0, such as 949 50 1."
         )
     if validation:
         raise ConfigError(
-            f"data.split={tuple(split)} and data.validation={validation!r} both say what "
-            "is held out. Leave one of them out."
+            f"data.split={tuple(split)} and data.validation={validation!r} cannot be used "
+            "together. Leave one of them out."
         )
     if any(os.path.isdir(path) for path in paths):
         raise ConfigError(
@@ -87,6 +87,6 @@ def refuse_split(split: Sequence[float]) -> None:
     """Raise `ConfigError` if shares are given to a recipe that reads no token stores."""
     if split:
         raise ConfigError(
-            f"data.split={tuple(split)} has no effect: it divides token stores, and this "
-            "recipe reads files. Name held-out ones with data.validation."
+            f"data.split={tuple(split)} has no effect, because it divides token stores and this "
+            "recipe reads files. Give validation files with data.validation."
         )

@@ -53,24 +53,29 @@ class TaskDataConfig(ExampleConfig):
     def _check_own(self) -> None:
         if self.task is not None:
             raise ConfigError(
-                f"data.labels={list(self.labels)} are for a task of your own, and "
-                f"{self.task} has its own. Leave data.task or data.labels out."
+                f"data.labels={list(self.labels)} define a custom task, but {self.task} has its "
+                "own labels. Leave data.task or data.labels out."
             )
         if self.split:
-            raise ConfigError("data.split divides token stores; name held-out files instead.")
+            raise ConfigError(
+                "data.split divides token stores, but this task reads files. Give validation "
+                "files with data.validation."
+            )
 
     def _check_published(self, task: str) -> None:
         if task not in TASKS:
             raise ConfigError(
-                f"data.task={task!r} is unknown.{suggest(task, TASKS)} Known: "
-                f"{', '.join(TASKS)}. For a custom task, set data.labels instead."
+                f"unknown task: data.task={task!r}.{suggest(task, TASKS)} docs/guides/finetuning.md "
+                "lists the published tasks; for a custom task, set data.labels instead."
             )
         if self.fields:
             raise ConfigError(
                 f"data.fields has no effect on {task!r}, whose fields are fixed. Leave it out."
             )
         if len(self.paths) != 1:
-            raise ConfigError(f"data.paths={list(self.paths)} must be the one folder of the task.")
+            raise ConfigError(
+                f"data.paths={list(self.paths)} must be one folder, that of the task."
+            )
         if self.validation or self.split:
             raise ConfigError(
                 "data.validation and data.split have no effect on a published task, which "
@@ -111,5 +116,5 @@ def read_examples(
     if data.validation_batches is not None:
         held_out = held_out[: data.validation_batches * data.micro_batch_size]
     if not train:
-        raise DataError(f"{task.name} has no example to learn from in {list(data.paths)}.")
+        raise DataError(f"{task.name} has no training example in {list(data.paths)}.")
     return task, train, held_out

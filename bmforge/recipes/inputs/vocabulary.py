@@ -38,9 +38,9 @@ def check_tokenizers(
     for path, folder in zip(prepared[1:], folders[1:], strict=True):
         if (difference := _find_difference(folder, folders[0])) is not None:
             raise ConfigError(
-                f"the corpora {prepared[0]!r} and {path!r} have different tokenizers, so their "
-                f"token ids do not mean the same ({difference}). Prepare the later ones with "
-                f"`--tokenizer {folders[0]}`."
+                f"the corpora {prepared[0]!r} and {path!r} were prepared with different "
+                f"tokenizers ({difference}). Prepare the later ones with `--tokenizer "
+                f"{folders[0]}`."
             )
     source_name = tokenizer if tokenizer is not None else init_from
     if source_name is None:
@@ -49,10 +49,9 @@ def check_tokenizers(
     own = find_model(source_name) if tokenizer is None else Path(source_name)
     if (difference := _find_difference(folders[0], own)) is not None:
         raise ConfigError(
-            f"{prepared[0]!r} was prepared with another tokenizer than {name}={source_name!r} has: "
-            f"{difference}. Prepare the text for it: `bmforge prepare TEXT... --out DIR "
-            "--tokenizer "
-            f"{own}`."
+            f"{prepared[0]!r} was prepared with a different tokenizer than that of "
+            f"{name}={source_name!r}: {difference}. Prepare the text again: `bmforge prepare "
+            f"TEXT... --out DIR --tokenizer {own}`."
         )
 
 
@@ -66,12 +65,12 @@ def _find_difference(corpus: Path, own: Path) -> str | None:
         ids = AutoTokenizer.from_pretrained(own)
     except DataError as error:
         get_logger().warning(
-            "whether the text was prepared with the tokenizer of %s is not known: %s", own, error
+            "it is unknown whether the text was prepared with the tokenizer of %s: %s", own, error
         )
         return None
     for token, id in AutoTokenizer.from_pretrained(corpus).get_vocab().items():
         if (other_id := ids.token_to_id(token)) != id:
-            return f"{token!r} is {id} in the text, {other_id} there"
+            return f"token {token!r} has id {id} in the text, but {other_id} in the tokenizer"
     return None
 
 

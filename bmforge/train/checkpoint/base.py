@@ -48,12 +48,12 @@ def find_other_base(manifest: dict[str, Any], model: nn.Module, peers: Peers) ->
     mark, missing = _take_fingerprint(model, base["names"], peers)
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        return f"the base has no {', '.join(missing[:5])}{more}"
+        return f"the base model has no {', '.join(missing[:5])}{more}"
     if mark != base["fingerprint"]:
         return (
-            f"the base is another: its fingerprint is {mark}, that of the run's, from "
-            f"{base['source']!r}, was {base['fingerprint']}. Checkpoints do not hold it: put back "
-            "the weights that the run began with"
+            f"the base model has changed: its fingerprint is {mark}, but the run was "
+            f"started with {base['source']!r}, whose fingerprint was {base['fingerprint']}. "
+            "Checkpoints do not contain the base model, so restore its original weights"
         )
     return None
 

@@ -147,8 +147,8 @@ def load_checkpoint(
         single, candidates = peers.broadcast(run_on_first(lambda: _candidates(Path(path))))
         if not candidates:
             raise CheckpointError(
-                f"no checkpoint in {path}. Needed: a directory named like {step_name(1000)}, or a "
-                "folder that holds some."
+                f"there is no checkpoint in {path} (needed: a directory named like "
+                f"{step_name(1000)}, or a directory that contains some). Check the path."
             )
         if single:
             return _load_one(candidates[0], model, optimizer, peers, strict)[1]
@@ -173,10 +173,10 @@ def _load_newest_sound(
             return _load_one(path, model, optimizers, peers, strict)
         except DamagedCheckpointError as error:
             if peers.rank == 0:
-                get_logger().warning("%s; trying the next older one", error)
+                get_logger().warning("%s; trying the next older checkpoint", error)
     raise CheckpointError(
         f"all {len(candidates)} checkpoints in {candidates[0].parent} are damaged (see the "
-        "warnings). Restore one from a copy, or start over in another directory."
+        "warnings). Restore one from a copy, or start a new run in another directory."
     )
 
 
@@ -240,9 +240,9 @@ class Checkpointer:
         fault: Fault = no_fault,
     ) -> None:
         if keep_last < 1:
-            raise ConfigError(f"keep_last={keep_last}; needed: 1 or more checkpoints to keep.")
+            raise ConfigError(f"keep_last={keep_last} must be at least 1.")
         if keep_every is not None and keep_every < 1:
-            raise ConfigError(f"keep_every={keep_every}; needed: a number of steps >= 1, or None.")
+            raise ConfigError(f"keep_every={keep_every} must be at least 1, or None.")
         self.directory = Path(directory)
         self.last_error: Exception | None = None
         self._keep_last, self._keep_every = keep_last, keep_every
@@ -309,7 +309,7 @@ class Checkpointer:
         except Exception as error:
             self.last_error = error
             if self._peers.rank == 0:
-                get_logger().warning("%s (the run goes on; older checkpoints stay)", error)
+                get_logger().warning("%s (the run continues; older checkpoints are kept)", error)
 
     @property
     def _retention(self) -> Retention:
@@ -329,7 +329,9 @@ class Checkpointer:
         try:
             return make_room(self.directory, step, self._retention)
         except (OSError, CheckpointError) as error:
-            get_logger().warning("no room for one more checkpoint, and none may go: %s", error)
+            get_logger().warning(
+                "the disk has no space for another checkpoint, and none may be removed: %s", error
+            )
             return False
 
     def load_newest(
@@ -371,14 +373,17 @@ class Checkpointer:
         newest = f"step {step_of(paths[0])}" if paths else "none"
         if self.last_error is not None:
             get_logger().error(
-                "the checkpoint of step %d could not be written (%s); the newest on disk: %s",
+                "the checkpoint of step %d could not be saved (%s); the newest on disk: %s",
                 step,
                 self.last_error,
                 newest,
             )
         if stopped:
             get_logger().info(
-                "stopped by a signal at step %d; the newest checkpoint: %s. Run it again to go on.",
+                (
+                    "stopped by a signal at step %d; the newest checkpoint: %s. Run the same "
+                    "command again to continue."
+                ),
                 step,
                 newest,
             )

@@ -217,18 +217,19 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"checkpoint {path} is damaged: {error}") from error
     if hash_line(content) != expected:
         raise DamagedCheckpointError(
-            f"checkpoint {path} is damaged: {MANIFEST_NAME} and {MANIFEST_HASH_NAME} do not agree"
+            f"checkpoint {path} is damaged: {MANIFEST_NAME} does not match its hash in "
+            f"{MANIFEST_HASH_NAME}"
         )
     manifest: dict[str, Any] = json.loads(content)
     if manifest.get("format") != FORMAT_NAME:
         raise CheckpointError(
-            f"{path} is not a bmforge checkpoint: format={manifest.get('format')!r}, "
-            f"needed {FORMAT_NAME!r}."
+            f"{path} is not a bmforge checkpoint: format={manifest.get('format')!r} (needed: "
+            f"{FORMAT_NAME!r})."
         )
     if manifest["version"] > FORMAT_VERSION:
         raise CheckpointError(
-            f"checkpoint {path} has format version={manifest['version']}, this bmforge reads up "
-            f"to {FORMAT_VERSION}. Upgrade bmforge: pip install -U bmforge."
+            f"checkpoint {path} has format version={manifest['version']}, but this bmforge "
+            f"supports versions up to {FORMAT_VERSION}. Upgrade bmforge: pip install -U bmforge."
         )
     return manifest
 
@@ -260,8 +261,8 @@ def damage_of(path: Path, name: str, record: dict[str, Any]) -> str | None:
     where = file_path(path, name, record)
     if record.get("shared") and not where.exists():
         return (
-            f"{where} is missing: frozen tensors are kept once for all checkpoints of a run. Copy "
-            f"the folder {FROZEN_NAME!r} along with a checkpoint, beside it"
+            f"{where} is missing: frozen tensors are saved once for all checkpoints of a "
+            f"run. Copy the directory {FROZEN_NAME!r} next to the checkpoint"
         )
     try:
         size = os.path.getsize(where)

@@ -84,7 +84,7 @@ def _is_sound(path: Path, name: str, record: dict[str, Any], sound: set[str]) ->
     sound.discard(name)
     problem = damage_of(path, name, record)
     if problem is not None:
-        get_logger().warning("%s; what it held is written anew", problem)
+        get_logger().warning("%s; its contents are written again", problem)
         return False
     sound.add(name)
     return True

@@ -95,7 +95,8 @@ class ChunkReader:
             missing -= common.numel
         if missing:
             raise CheckpointError(
-                f"{self._path}: {missing} elements of {name} are in none of the shards."
+                f"{self._path}: no shard contains {missing} elements of {name}. Restore the "
+                "checkpoint from a copy."
             )
         return result
 
@@ -149,14 +150,13 @@ def check_fit(
     saved = {name for name in manifest["tensors"] if name.startswith("model/")}
     extra = saved.difference(*(fit.names for fit in compared))
     problems += [
-        _Problem(f"unexpected in the checkpoint: {name.removeprefix('model/')}")
-        for name in sorted(extra)
+        _Problem(f"only in the checkpoint: {name.removeprefix('model/')}") for name in sorted(extra)
     ]
     # A process may have no optimizer: a pipeline stage without trained parameters.
     if manifest["optimizer"] is not None and any(fit.parameters for fit in compared):
         unexpected = set(manifest["optimizer"]).difference(*(fit.parameters for fit in compared))
         problems += [
-            _Problem(f"no optimizer holds {name}, which one did when saved")
+            _Problem(f"only in the checkpoint: optimizer state of {name}")
             for name in sorted(unexpected)
         ]
     if not problems:
@@ -172,10 +172,10 @@ def _misfit_message(path: Path, problems: list[_Problem]) -> str:
     if len(problems) > len(shown):
         shown.append(f"and {len(problems) - _LISTED_PROBLEMS} more")
     return (
-        f"checkpoint {path} does not fit this model and optimizer "
+        f"checkpoint {path} does not match this model and optimizer "
         f"({len(problems)} differences):\n  "
         + "\n  ".join(shown)
-        + "\nBuild them with the configuration that the run was started with, or choose another "
+        + "\nBuild them with the configuration with which the run was started, or choose another "
         "output directory."
     )
 
@@ -198,7 +198,7 @@ def _compare(
     parameters: set[str] = set()
     saved = manifest["optimizer"]
     if optimizers and saved is None:
-        problems.append(_Problem("the checkpoint holds no optimizer state"))
+        problems.append(_Problem("the checkpoint has no optimizer state"))
     try:
         for name, _, _, optimizer in optimizer_parameters(model, optimizers):
             parameters.add(name)
@@ -206,10 +206,12 @@ def _compare(
             if saved is None:
                 continue
             if name not in saved:
-                problems.append(_Problem(f"no optimizer state in the checkpoint for {name}"))
+                problems.append(_Problem(f"not in the checkpoint: optimizer state of {name}"))
             elif saved[name]["optimizer"] != kind:
                 was = saved[name]["optimizer"]
-                problems.append(_Problem(f"{name} was trained by {was}, now by {kind}"))
+                problems.append(
+                    _Problem(f"{name} was trained by {was}, but is now trained by {kind}")
+                )
     except CheckpointError as error:
         return str(error)
     return _Fit(set(tensors), parameters, problems)
@@ -218,15 +220,17 @@ def _compare(
 def _compare_tensor(name: str, tensor: Tensor, record: dict[str, Any] | None) -> _Problem | None:
     shown = name.removeprefix("model/")
     if record is None:
-        return _Problem(f"missing in the checkpoint: {shown}")
+        return _Problem(f"not in the checkpoint: {shown}")
     if local_tensor(tensor.detach()).is_meta:
         return _Problem(f"{shown} is on the meta device: call to_empty first", fatal=True)
     saved_shape, shape = tuple(record["shape"]), tuple(tensor.shape)
     if saved_shape != shape:
-        return _Problem(f"{shown}: shape {saved_shape} saved, {shape} in the model", fatal=True)
+        return _Problem(
+            f"{shown}: shape {saved_shape} in the checkpoint, {shape} in the model", fatal=True
+        )
     dtype = dtype_name(source_of(tensor).dtype)
     if record["dtype"] != dtype:
-        return _Problem(f"{shown}: dtype {record['dtype']} saved, {dtype} in the model")
+        return _Problem(f"{shown}: dtype {record['dtype']} in the checkpoint, {dtype} in the model")
     return None
 
 
@@ -308,8 +312,8 @@ def _restore_groups(
         first = entries_of_group[key][0]
         if any(other != first for other in entries_of_group[key]):
             get_logger().warning(
-                "a parameter group now joins parameters that were saved with different settings; "
-                "it keeps its own"
+                "a parameter group contains parameters that were saved with different "
+                "settings; its current settings are kept"
             )
             continue
         for name, value in first.items():
@@ -338,8 +342,10 @@ def restore_generators(path: Path, manifest: dict[str, Any], peers: Peers) -> No
         return
     if peers.rank == 0:
         get_logger().warning(
-            "saved by %d processes, loaded by %d: random generators are seeded from "
-            "(seed=%d, step=%d, rank)",
+            (
+                "the checkpoint was saved by %d processes and is loaded by %d: random generators "
+                "are seeded with (seed=%d, step=%d, rank)"
+            ),
             manifest["world_size"],
             peers.world_size,
             manifest["seed"],

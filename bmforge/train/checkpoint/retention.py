@@ -74,7 +74,7 @@ def make_room(directory: Path, step: int, retention: Retention) -> bool:
     gone = [path.name for path in paths if not path.exists()]
     if gone:
         get_logger().warning(
-            "no room for one more checkpoint: %s removed before %s is written",
+            "the disk has no space for another checkpoint: %s removed before %s is saved",
             *(", ".join(gone), step_name(step)),
         )
     return bool(gone)

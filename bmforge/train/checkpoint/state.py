@@ -184,9 +184,9 @@ def optimizer_parameters(
                 name = names.get(id(parameter))
                 if name is None:
                     raise CheckpointError(
-                        f"{type(optimizer).__name__} holds a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not in the model. Make the optimizer "
-                        "from the model's parameters, after parallelize."
+                        f"the {type(optimizer).__name__} has a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not in the model. Create the "
+                        "optimizer from the model's parameters, after parallelize."
                     )
                 yield name.removeprefix("model/"), parameter, group, optimizer
 
@@ -307,9 +307,9 @@ def _record(name: str, source: Source) -> dict[str, Any]:
         or hasattr(local, "__tensor_flatten__")
     ):
         raise CheckpointError(
-            f"{name} cannot be saved: {type(local).__name__} of dtype={local.dtype}, "
-            f"layout={local.layout}, device={local.device}. Needed: a plain dense tensor that has "
-            "memory (not on the meta device)."
+            f"{name} cannot be saved: {type(local).__name__} with dtype={local.dtype}, "
+            f"layout={local.layout}, device={local.device} (needed: a dense tensor that is not "
+            "on the meta device)."
         )
     return record
 
@@ -328,13 +328,15 @@ def check_json(value: Any, where: str) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise CheckpointError(f"{where} has the key {key!r}; only text keys can be saved.")
+                raise CheckpointError(
+                    f"{where} has the key {key!r}, but only text keys can be saved."
+                )
             check_json(item, f"{where}[{key!r}]")
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             check_json(item, f"{where}[{index}]")
     elif not isinstance(value, str | int | float | bool | None):
         raise CheckpointError(
-            f"{where} is of type {type(value).__name__}; only numbers, text, lists, dicts and None "
-            "can be saved."
+            f"{where} is a {type(value).__name__}, but only numbers, texts, lists, dicts and "
+            "None can be saved."
         )

@@ -179,7 +179,10 @@ def _check_room(shares: list[_ShareWeight]) -> None:
     needed = sum(share.needed_bytes for share in shares) + _MARGIN_BYTES
     free = shares[0].free_bytes
     if needed > free:
-        raise NoRoomError(f"{needed / 1e9:.3f} GB are needed, and {free / 1e9:.3f} GB are free")
+        raise NoRoomError(
+            f"the checkpoint needs {needed / 1000000000.0:.3f} GB, but only "
+            f"{free / 1000000000.0:.3f} GB are free. Free disk space, or save to another disk"
+        )
 
 
 def _raise_failure(final: Path, outcome: _Outcome) -> None:
@@ -199,7 +202,7 @@ def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
             verify_checkpoint(final)
             return None
         except DamagedCheckpointError as error:
-            get_logger().warning("%s; it will be moved aside and saved anew", error)
+            get_logger().warning("%s; it is moved aside and saved again", error)
     recorded = known_frozen(final.parent, sound)
     temporary = final.parent / f"{TEMPORARY_PREFIX}{final.name}-{os.urandom(4).hex()}"
     temporary.mkdir(parents=True)
@@ -215,10 +218,11 @@ def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
     differences = [o.error or o.value for o in compared if o.error or o.value]
     if differences:
         raise CheckpointError(
-            f"saving checkpoint {final} failed: one of this step is there already, and it differs "
-            f"in {differences[0]}. It was not changed. Save into another directory, or remove it."
+            f"checkpoint {final} was not saved, because a checkpoint of this step already "
+            f"exists and differs in {differences[0]}. Save to another directory, or remove the "
+            "existing one."
         )
-    get_logger().debug("checkpoint %s is there already, the same", final)
+    get_logger().debug("checkpoint %s already exists with the same content", final)
     verdict = _attempt(_move_latest, final, no_fault) if peers.rank == 0 else None
     _raise_failure(final, peers.broadcast(verdict))
 
@@ -355,8 +359,8 @@ def _build_manifest(
         covered = sum(_product(chunk["lengths"]) for chunk in record["chunks"])
         if covered != _product(record["shape"]):
             raise CheckpointError(
-                f"{name} has {_product(record['shape'])} elements but the processes together wrote "
-                f"{covered}."
+                f"{name} has {_product(record['shape'])} elements, but the processes together "
+                f"wrote {covered}."
             )
     version = 2 if any("shared" in record for record in files.values()) else 1
     return {

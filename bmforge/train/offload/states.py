@@ -78,7 +78,7 @@ class StateOffload:
     def _note(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, (OffloadedAdamW, OffloadedMuon)):
             raise ConfigError(
-                f"{type(optimizer).__name__} cannot be offloaded; adamw and muon can. Set "
+                f"{type(optimizer).__name__} cannot be offloaded (supported: adamw, muon). Set "
                 "offload.fraction=0 or another optim.name."
             )
         for group in optimizer.param_groups:
@@ -100,7 +100,7 @@ class StateOffload:
             fraction = fraction.to(self._device)
             dist.all_reduce(fraction, op=dist.ReduceOp.MAX)
         get_logger().info(
-            "offload: optimizer states take %s, the device has room for %s",
+            "offload: optimizer states take %s, the device has %s for them",
             format_bytes(total),
             format_bytes(max(0, room)),
         )
@@ -175,7 +175,7 @@ class StateOffload:
         if self._away:
             self._hooks = wait_before_use(self._model, self.wait)
         get_logger().info(
-            "offload: the states of %d of %d parameters, %s, live on the %s",
+            "offload: the states of %d of %d parameters, %s, are stored on the %s",
             len(moved),
             len(self._parameters),
             format_bytes(needed),
@@ -286,9 +286,9 @@ def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
     ]
     if narrow:
         raise ConfigError(
-            f"offloading needs fp32 parameters; {len(narrow)} are narrower, {narrow[0]} first. "
-            "Load the model in fp32 and let it compute in half precision (train.precision=bf16): "
-            "the device then keeps bf16 ones by itself."
+            f"offloading needs fp32 parameters, but {len(narrow)} have another dtype, such as "
+            f"{narrow[0]}. Load the model in fp32 and set train.precision=bf16: the device then "
+            "keeps bf16 copies."
         )
 
 

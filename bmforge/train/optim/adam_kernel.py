@@ -196,7 +196,9 @@ def load_adam_kernel() -> AdamKernel | None:
         return None
     kernel = AdamKernel(library)
     if not _gives_torchs_bits(kernel):
-        get_logger().debug("the one-pass AdamW kernel gives other bits than torch's; not used")
+        get_logger().debug(
+            "the fused AdamW kernel is not used, because its results differ from torch's"
+        )
         return None
     return kernel
 

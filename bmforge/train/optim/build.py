@@ -83,15 +83,17 @@ class OptimConfig:
         """Raise ConfigError for values out of range or without effect."""
         if self.name not in _UNUSED:
             raise ConfigError(
-                f"optim.name={self.name!r} is unknown; the optimizers are {', '.join(_UNUSED)}."
-                + suggest(self.name, _UNUSED)
+                f"unknown optimizer: optim.name={self.name!r} (known: "
+                f"{', '.join(_UNUSED)}).{suggest(self.name, _UNUSED)}"
             )
         for field in ("lr", "weight_decay", "eps", "muon_lr"):
             value = getattr(self, field)
             if value is not None and not (value >= 0.0 and math.isfinite(value)):
                 raise ConfigError(f"optim.{field}={value} must be finite and at least 0.")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ConfigError(f"optim.betas={self.betas} must be two, at least 0 and below 1.")
+            raise ConfigError(
+                f"optim.betas={self.betas} must be two numbers, at least 0 and below 1."
+            )
         if self.momentum is not None and not 0.0 <= self.momentum < 1.0:
             raise ConfigError(f"optim.momentum={self.momentum} must be at least 0 and below 1.")
         if self.ns_steps is not None and not 1 <= self.ns_steps < 100:
@@ -127,9 +129,8 @@ class OptimConfig:
         ]
         if changed:
             raise ConfigError(
-                f"the run that is to go on has other settings: {'; '.join(changed)}. They would "
-                "have no effect. Set these back to go on with that run, or start another one in "
-                "another run_dir."
+                f"the run to resume has other settings: {'; '.join(changed)}. Restore these to "
+                "continue that run, or start a new run in another run_dir."
             )
 
 
@@ -169,8 +170,8 @@ def build_optimizers(
     """
     if config.name == "sgd" and offloaded:
         raise ConfigError(
-            "optim.name='sgd' cannot be offloaded; adamw and muon can. Set offload.fraction=0 "
-            "or another optimizer."
+            "optim.name='sgd' cannot be offloaded (supported: adamw, muon). Set "
+            "offload.fraction=0 or another optim.name."
         )
     named = _trainable(model)
     hidden = _hidden_matrices(model, named) if config.name == "muon" else []
@@ -203,11 +204,14 @@ def _check_trainable(
         dist.all_reduce(counts, group=pipeline.group)
         numbers = counts.tolist()
     if not numbers[0]:
-        raise ConfigError("The model has no trainable parameter: every requires_grad is False.")
+        raise ConfigError(
+            "the model has no trainable parameter: requires_grad is False for all. Set it to "
+            "True for some."
+        )
     if config.name == "muon" and not numbers[1]:
         raise ConfigError(
-            "optim.name='muon' needs hidden matrices (2-dim parameters outside embeddings and "
-            "heads) and this model has none that is trainable. Use optim.name='adamw'."
+            "optim.name='muon' needs trainable hidden matrices (2-dim parameters outside "
+            "embeddings and heads), but this model has none. Use optim.name='adamw'."
         )
 
 
@@ -352,8 +356,8 @@ def _sharded_over(tensor: Tensor) -> Any:
         return None
     if any(placement.is_partial() for placement in tensor.placements):
         raise DistributedError(
-            f"A gradient has placements={tensor.placements}: it is not summed up yet. Reduce it "
-            "before clip_grad_norm_."
+            f"a gradient has placements={tensor.placements}, so it is not reduced yet. Reduce "
+            "it before clip_grad_norm_."
         )
     axes = tuple(i for i, p in enumerate(tensor.placements) if not isinstance(p, Replicate))
     return (tensor.device_mesh, axes) if axes else None

@@ -74,8 +74,8 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.dim() != 2:
                     raise ConfigError(
-                        f"Muon takes matrices only, not a parameter of shape="
-                        f"{tuple(parameter.shape)}. Give that one to AdamW."
+                        "Muon supports matrices only, not a parameter of "
+                        f"shape={tuple(parameter.shape)}. Train that parameter with AdamW."
                     )
 
     @torch.no_grad()

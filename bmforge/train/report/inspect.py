@@ -198,7 +198,7 @@ def _select(names: Iterable[str], globs: Iterable[str] | str, what: str) -> list
     names, globs = list(names), (globs,) if isinstance(globs, str) else tuple(globs)
     for glob in globs:
         if not any(match_glob(name, glob) for name in names):
-            raise ConfigError(f"{what} glob {glob!r} matches nothing.{suggest(glob, names)}")
+            raise ConfigError(f"{what} pattern {glob!r} matches nothing.{suggest(glob, names)}")
     return sorted((n for n in names if any(match_glob(n, g) for g in globs)), key=_name_order)
 
 
@@ -226,8 +226,8 @@ def _measure_once(tensor: Tensor | None, leads: bool) -> Tensor | None:
     """Return the statistics of a tensor's local shard; None if another process counts the shard."""
     if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
         raise DistributedError(
-            f"A gradient has placements={tensor.placements}: it is not summed up yet. Finish the "
-            "step's backward before inspecting."
+            f"a gradient has placements={tensor.placements}, so it is not reduced yet. Finish "
+            "the backward pass of the step before inspecting."
         )
     if tensor is None or not is_first_replica(tensor, leads):
         return None

@@ -54,7 +54,7 @@ def write_report(run_dir: str | Path) -> Path:
     rows = read_metrics(metrics) if metrics.is_file() else []
     if not rows:
         raise DataError(
-            f"{run_dir} has no metrics yet ({metrics.name} is missing or empty). Give the "
+            f"{run_dir} has no metrics yet ({metrics.name} is missing or empty). Pass the "
             "directory of a run that has trained for at least one step."
         )
     results = _read_results(run_dir / "results.json")
@@ -226,9 +226,13 @@ def _read_results(path: Path) -> dict[str, Any]:
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}. Remove it or evaluate again.") from error
+        raise DataError(
+            f"{path} is not JSON: {error}. Remove the file, or evaluate again."
+        ) from error
     if not isinstance(results, dict):
-        raise DataError(f"{path} must hold a JSON object of numbers, not {type(results).__name__}.")
+        raise DataError(
+            f"{path} must contain a JSON object of numbers, not {type(results).__name__}."
+        )
     return results
 
 
