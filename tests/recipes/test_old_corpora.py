@@ -93,7 +93,7 @@ def test_damaged_span_corpora(tmp_path: Path) -> None:
     short = T5SpansConfig(data=config.data, model=config.model)
     with pytest.raises(ConfigError, match="target_len is not set"):
         SpanCorpus(paths, (), 0, short, SENTINELS, VOCAB)
-    with pytest.raises(DataError, match="more spans than the tokenizer has sentinel tokens .3."):
+    with pytest.raises(DataError, match="more spans than the tokenizer has sentinel tokens"):
         SpanCorpus(paths, (), 0, config, SENTINELS[:3], VOCAB).make(0, ())
     with pytest.raises(DataError, match=r"text 0: span 1 does not .*tokenizer of 39 tokens"):
         SpanCorpus(paths, (), 0, config, SENTINELS, VOCAB - 1).make(0, ())

@@ -193,7 +193,7 @@ def test_a_long_list_is_cut_at_twenty(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, wide(2), step=1)
     with pytest.raises(CheckpointError, match="30 differences") as caught:
         load_checkpoint(tmp_path, wide(3))
-    assert str(caught.value).count(" saved, ") == 20
+    assert str(caught.value).count(" in the checkpoint, ") == 20
     assert "and 10 more" in str(caught.value)
 
 
@@ -212,7 +212,9 @@ def test_dtype_is_part_of_the_model(tmp_path: Path) -> None:
 def test_optimizer_must_be_the_same_kind(two: Path, tmp_path: Path) -> None:
     model, _ = make(3)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(CheckpointError, match=r"0\.weight was trained by AdamW, now by SGD"):
+    with pytest.raises(
+        CheckpointError, match=r"0\.weight was trained by AdamW, but is now .* SGD"
+    ):
         load_checkpoint(two, model, sgd)
     part = AdamW([model[0].weight], lr=0.1)
     with pytest.raises(
