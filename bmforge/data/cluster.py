@@ -82,8 +82,8 @@ def run_on_cluster(
     """
     if executor not in _EXECUTORS:
         raise ConfigError(
-            f"executor={executor!r} is unknown.{suggest(executor, _EXECUTORS)} Known: "
-            f"{', '.join(_EXECUTORS)}."
+            f"unknown executor: executor={executor!r} (known: "
+            f"{', '.join(_EXECUTORS)}).{suggest(executor, _EXECUTORS)}"
         )
     if config.tasks < 1:
         raise ConfigError(f"tasks={config.tasks} (needed: at least 1).")

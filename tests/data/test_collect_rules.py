@@ -226,5 +226,5 @@ def test_all_headers_of_one_name_count(host, tmp_path):
     ],
 )
 def test_an_address_that_is_none_is_one_sentence(url):
-    with pytest.raises(ConfigError, match="no address"):
+    with pytest.raises(ConfigError, match="is not"):
         clean_url(url.replace("\t", "%"))

@@ -152,7 +152,7 @@ def test_a_changed_setting_redoes_what_reads_it(corpus: Path, tmp_path: Path) ->
 def test_two_at_once_are_refused(corpus: Path, tmp_path: Path) -> None:
     with (
         Journal(tmp_path / "preparing.tmp"),
-        pytest.raises(ConfigError, match="another process prepares"),
+        pytest.raises(ConfigError, match="another process is preparing"),
     ):
         prepare(corpus, tmp_path, CONFIG)
 
@@ -349,7 +349,7 @@ def insist(part: StagePart, beat: Callable[[int, bool, str], None]) -> None:
 
 def test_an_entry_that_cannot_be_left_out_ends_the_work() -> None:
     limits = Limits(seconds=1e9, memory_bytes=1)
-    with pytest.raises(DataError, match=r"the stubborn one: .*this stage cannot leave it out"):
+    with pytest.raises(DataError, match=r"the stubborn one: .*This stage cannot skip it"):
         list(run_parts(insist, [StagePart(0, None)], 1, limits, lambda n, b: None))
 
 

@@ -154,7 +154,7 @@ def test_nothing_is_held_out_of_next_to_nothing(
     (tmp_path / "a.txt").write_text("ab")
     report = prepare(tmp_path / "a.txt", tmp_path / "out", PrepareConfig(vocab_size=300))
     assert report.validation_prefix is None
-    assert "nothing is held out" in caplog.text
+    assert "there is no validation data" in caplog.text
 
 
 def test_what_is_not_read_is_named(
@@ -183,7 +183,7 @@ def test_what_is_not_read_is_named(
     assert not (tmp_path / "most").exists()
     allowed = replace(SMALL, skip_unread=True)
     assert prepare(inputs, tmp_path / "most", allowed).documents == 11
-    with pytest.raises(DataError, match="holds no input file"):
+    with pytest.raises(DataError, match="contains no input file"):
         prepare(inputs / "sub", tmp_path / "none", SMALL)
 
 
@@ -204,7 +204,7 @@ def test_strange_output_directories(tmp_path: Path, inputs: Path) -> None:
     prepare(inputs, foreign, SMALL, overwrite=True)
     assert (foreign / "notes.txt").read_text() == "keep me"
     (foreign / "train" / "tokens.bin").write_bytes(b"")
-    with pytest.raises(DataError, match="index speaks of"):
+    with pytest.raises(DataError, match="index needs"):
         prepare(inputs, foreign, SMALL)
     (foreign / "prepared.toml").write_text("format = 3\n")
     with pytest.raises(DataError, match="format 3"):

@@ -96,7 +96,7 @@ def test_a_changed_set_redoes_the_first_stage(place: Path) -> None:
 @pytest.mark.parametrize(
     ("sets", "error", "said"),
     [
-        (("nothing.jsonl",), ConfigError, "is no file"),
+        (("nothing.jsonl",), ConfigError, "is not a file"),
         (("BoolQQ=folder",), ConfigError, "Did you mean 'BoolQ'"),
         (("BoolQ=folder",), DataError, "none of"),
         (("short.jsonl",), ConfigError, "long enough"),

@@ -94,8 +94,8 @@ def test_workers_open_the_files_themselves(place: Path, tmp_path: Path) -> None:
     ("given", "error", "said"),
     [
         ("nothing.npz", ConfigError, "cannot be read"),
-        ("{scores}/quality.npz=head", ConfigError, "no buckets"),
-        ("{scores}/quality.npz>=high", ConfigError, "is no number"),
+        ("{scores}/quality.npz=head", ConfigError, "buckets exist for perplexities only"),
+        ("{scores}/quality.npz>=high", ConfigError, "is not a number"),
         ("{scores}/perplexity.npz=hed", ConfigError, "Did you mean 'head'"),
         ("{scores}/perplexity.npz=head,tail", ConfigError, "not adjacent"),
         ("{root}/good.jsonl", DataError, "no"),

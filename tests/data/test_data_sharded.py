@@ -108,9 +108,9 @@ def test_a_list_that_does_not_fit_is_refused(
 ) -> None:
     path = tmp_path / "tokens.shards"
     record = json.loads(path.read_text())
-    with pytest.raises(ConfigError, match="in the directory of, or below"):
+    with pytest.raises(ConfigError, match="in the directory of"):
         write_shard_list(tmp_path / "deep" / "tokens", [tmp_path / "tokens.0"])
-    with pytest.raises(ConfigError, match="each once"):
+    with pytest.raises(ConfigError, match="none twice"):
         write_shard_list(tmp_path / "other", [tmp_path / "tokens.0"] * 2)
     (tmp_path / "tokens.1.bin").replace(tmp_path / "away")
     with pytest.raises(DataError, match=r"tokens\.1\.bin.*does not exist"):
@@ -122,10 +122,10 @@ def test_a_list_that_does_not_fit_is_refused(
         open_store(tmp_path / "tokens")
     for damaged in ({}, {"format": 2}, {"format": 1, "shards": []}):
         path.write_text(json.dumps(damaged))
-        with pytest.raises(DataError, match="no list of shards"):
+        with pytest.raises(DataError, match="not a list of shards"):
             open_store(tmp_path / "tokens")
     path.write_text(json.dumps({"format": 1, "shards": [{**record["shards"][0], "name": "../x"}]}))
-    with pytest.raises(DataError, match="lie elsewhere"):
+    with pytest.raises(DataError, match="outside of its directory"):
         open_store(tmp_path / "tokens")
 
 
@@ -186,7 +186,7 @@ def test_the_shard_of_a_flipped_byte_is_named(prepared: Path, tmp_path: Path) ->
     data[7] ^= 1
     path.write_bytes(data)
     said = "\n".join(verify_store(out))
-    assert f"train/{path.name} has other bytes" in said
+    assert f"train/{path.name} does not match its checksum" in said
     number = int(path.name.split(".")[1])
     assert f"shard {number} is damaged" in said
     assert ".jsonl" in said
@@ -264,10 +264,10 @@ def test_rows_of_chosen_documents_have_no_others(prepared: Path) -> None:
     ("given", "said"),
     [
         ("langage=zh", "Did you mean 'language'"),
-        ("language>zh", "= and != alone"),
+        ("language>zh", "only = and !="),
         ("date>=today", "2024-05"),
         ("quality>=high", "with a number"),
-        ("zh", "is no condition"),
+        ("zh", "is not a condition"),
     ],
 )
 def test_conditions_of_no_form_are_refused(given: str, said: str) -> None:
@@ -283,7 +283,7 @@ def test_what_cannot_be_chosen_is_said(prepared: Path, tmp_path: Path) -> None:
         select_store(store, parse_conditions(["quality>=0"]))  # of none it is known
     with TokenStoreWriter(tmp_path / "bare", vocab_size=9) as writer:
         writer.add_item([1, 2])
-    with pytest.raises(DataError, match="nothing is known of single documents"):
+    with pytest.raises(DataError, match="documents cannot be selected"):
         select_store(open_store(tmp_path / "bare"), parse_conditions(["language=zh"]))
     known = columns_path(store.prefix).read_bytes()
     for damaged in (known[:-1], b"{}\n", known.replace(b'"mit"', b'"mi"', 1)[:40]):
@@ -291,6 +291,6 @@ def test_what_cannot_be_chosen_is_said(prepared: Path, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="damaged"):
             read_columns(open_store(tmp_path / "bare"))
     columns_path(tmp_path / "bare").write_bytes(known)
-    with pytest.raises(DataError, match="speaks of"):
+    with pytest.raises(DataError, match="lists"):
         read_columns(open_store(tmp_path / "bare"))
     assert set(NAMED) == {"source", "language", "license"}

@@ -117,9 +117,9 @@ def test_bad_line_is_named(
 def test_bad_paths(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere.*does not exist"):
         list(read_documents(tmp_path / "nowhere", skip_bad=True))
-    with pytest.raises(DataError, match="holds no input file"):
+    with pytest.raises(DataError, match="contains no input file"):
         list(read_documents(tmp_path))
-    with pytest.raises(DataError, match="no input was given"):
+    with pytest.raises(DataError, match="the list of inputs is empty"):
         list(read_documents([]))
     (tmp_path / "a.png").write_bytes(b"x")
     with pytest.raises(DataError, match=r"unknown suffix.*\.jsonl"):

@@ -100,9 +100,9 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     (
         "eos",
         lambda out: edit(out, "eos_id = 0", "eos_id = "),
-        "documents do not end in the token 10",
+        "documents do not end with the token 10",
     ),
-    ("kept", lambda out: edit(out, "documents = ", "documents = 1"), "the funnel keeps"),
+    ("kept", lambda out: edit(out, "documents = ", "documents = 1"), "the stages keep"),
 ]
 
 

@@ -149,11 +149,11 @@ def test_marked_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "what"),
     [
-        ({"prompt": "a"}, "no preference"),
+        ({"prompt": "a"}, "not a preference record"),
         ({"prompt": "a", "chosen": "b", "rejected": [says("c")]}, "both"),
-        ({"chosen": [says("a")], "rejected": [says("b")]}, "common beginning"),
+        ({"chosen": [says("a")], "rejected": [says("b")]}, "common messages"),
         ({"prompt": "a", "completion": "b", "label": "good"}, "label='good'"),
-        ({"prompt": "a", "completions": ["b", "c"], "scores": [1]}, "one length"),
+        ({"prompt": "a", "completions": ["b", "c"], "scores": [1]}, "the same length"),
         ({"prompt": [USER], "chosen": [OTHER], "rejected": [OTHER]}, "assistant"),
         ({"prompt": "a", "label": True}, "completion"),
     ],

@@ -42,7 +42,7 @@ def test_a_classifier_tells_held_out_texts_and_survives_a_file(tmp_path):
     same = train_linear(texts_of(GOOD, 0), texts_of(BAD, 1), size=1 << 12)
     assert np.array_equal(same.weights, scorer.weights)
     (tmp_path / "scorer.npz").write_bytes(b"no")
-    with pytest.raises(DataError, match="no classifier"):
+    with pytest.raises(DataError, match="not a classifier"):
         LinearScorer.load(tmp_path / "scorer.npz")
     with pytest.raises(ConfigError, match="good and one bad"):
         train_linear([], ["a"])
@@ -69,7 +69,7 @@ def test_buckets_are_thirds():
     ]
     assert counts == [100, 100, 100]
     assert bucket_of(math.inf, bounds) == "tail"
-    with pytest.raises(ConfigError, match="thirds"):
+    with pytest.raises(ConfigError, match="three buckets"):
         find_buckets([1.0, math.inf])
 
 

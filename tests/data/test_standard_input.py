@@ -90,10 +90,10 @@ def test_work_goes_on_when_it_is_sent_again(
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     send(monkeypatch, b"", terminal=True)
-    with pytest.raises(ConfigError, match="Send something there"):
+    with pytest.raises(ConfigError, match="Pipe a text"):
         prepare("-", tmp_path / "out", CONFIG)
     send(monkeypatch, b"x")
-    with pytest.raises(ConfigError, match="Name it once"):
+    with pytest.raises(ConfigError, match="Give '-' once"):
         prepare(["-", "-"], tmp_path / "out", CONFIG)
     send(monkeypatch, b"")
     with pytest.raises(DataError, match="is empty"):

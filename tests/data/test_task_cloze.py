@@ -66,7 +66,7 @@ def test_entities_are_neighbours_of_one_type(tmp_path):
     ]
     assert found[0].fields["sentence"] == "Ann Lee saw Bob Paris"
     put(tmp_path / "Few-NERD" / "supervised", "test.txt", "Ann\tperson-cook\n")
-    with pytest.raises(DataError, match=r"line 1.*no token and its type"):
+    with pytest.raises(DataError, match=r"line 1.*is not a token followed by its type"):
         read_task("Few-NERD", tmp_path, "test")
 
 
@@ -159,5 +159,5 @@ def test_bleu_is_its_closed_form():
     both = corpus_bleu(["a b", "c x"], [["a b"], ["c d"]], 1)
     assert both == pytest.approx(3 / 4)
     assert corpus_bleu(["x"], [["y"]]) == 0.0
-    with pytest.raises(ShapeError, match="at least one right text"):
+    with pytest.raises(ShapeError, match="at least one correct text"):
         corpus_bleu(["x"], [[]])

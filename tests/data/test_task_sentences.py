@@ -31,7 +31,7 @@ def test_tables_with_classes_from_one(name, row, texts, label, tmp_path):
     assert found.fields == texts
     assert TASKS[name].label_names[found.label] == label
     put(tmp_path / name, "train.csv", "0" + row[row.index(",") :] + "\n")
-    with pytest.raises(DataError, match=r"line 1.*is not a class from 1"):
+    with pytest.raises(DataError, match=r"line 1.*must be a class from 1"):
         read_task(name, tmp_path, "train")
 
 
@@ -48,7 +48,7 @@ def test_tables_with_a_head(tmp_path):
     assert (found.fields, found.label) == ({"text_a": "很好"}, 1)
     for text, said in (
         ("a\tb\n", "no column 'sentence'"),
-        ("sentence\tlabel\na\n", "1 cells, not 2"),
+        ("sentence\tlabel\na\n", "1 cells, but the header 2"),
         ("sentence\tlabel\na\t7\n", "label='7' is not a class"),
     ):
         put(tmp_path / "SST-2", "train.tsv", text)

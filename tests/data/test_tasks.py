@@ -186,7 +186,7 @@ def test_clues_idioms_have_their_answers_beside(tmp_path: Path) -> None:
     found = read_task("chid", tmp_path, "dev")
     assert {e.fields["blank"]: e.label for e in found} == answers
     put(tmp_path, "dev_answer.json", json.dumps({"#idiom000001#": 5}))
-    with pytest.raises(DataError, match="no candidate"):
+    with pytest.raises(DataError, match="not one of the candidates"):
         read_task("chid", tmp_path, "dev")
 
 
@@ -215,7 +215,7 @@ def test_tables(tmp_path: Path) -> None:
     [
         ("{}\nnot json\n", "line 1: there is no 'passage'. It has: nothing"),
         ('{"passage": "p", "question": "q", "idx": 1, "label": true}\n[', "line 2"),
-        ("[1]\n", "line 1: .* where an object"),
+        ("[1]\n", "line 1: .* must be a JSON object"),
         ('{"passage": 7, "question": "q", "idx": 1}', "'passage'|passage=7 is a int"),
         (lines({"passage": "p", "question": "q", "idx": 0, "label": "x"}), "label='x' is not"),
     ],

@@ -271,9 +271,9 @@ def test_parquet_and_folders(name: str, tmp_path: Path) -> None:
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"file not found: .*nofile.jsonl"):
+    with pytest.raises(DataError, match=r"the file .*nofile.jsonl"):
         read_conversations(tmp_path / "nofile.jsonl")
-    with pytest.raises(DataError, match="holds no conversation file"):
+    with pytest.raises(DataError, match="contains no conversation file"):
         read_conversations(tmp_path)
     (tmp_path / "dpo.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}')
     with pytest.raises(DataError, match="preference data"):

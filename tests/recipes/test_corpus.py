@@ -160,7 +160,7 @@ def test_moved_corpora_go_on_and_others_in_their_place_do_not(tmp_path, monkeypa
     alone = resumed(("a",))
     earlier = {key: value for key, value in alone[0].items() if key != "content"}
     assert resumed(("./a",), earlier) == alone
-    with pytest.raises(ConfigError, match="is of an earlier version"):
+    with pytest.raises(ConfigError, match="is from an earlier version"):
         resumed(("a", "b"), earlier)
 
 

@@ -237,10 +237,10 @@ def test_a_task_of_ones_own(recipe: str, tmp_path: Path) -> None:
     [
         ({"labels": ()}, "data.task is not set"),
         ({"task": "BoolQ"}, "define a custom task"),
-        ({"labels": ("rose",)}, "must be two or more"),
+        ({"labels": ("rose",)}, "must be at least two"),
         ({"labels": ("rose", "west")}, "label='fell' is not a label"),
         ({"fields": ("topic",)}, "there is no 'topic'"),
-        ({"fields": ("label",)}, "cannot be read as texts"),
+        ({"fields": ("label",)}, "cannot be used"),
     ],
 )
 def test_what_is_wrong_with_a_task_of_ones_own(

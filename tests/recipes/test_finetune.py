@@ -222,7 +222,7 @@ def test_a_new_head_on_a_checkpoint(words: Path, tmp_path: Path) -> None:
             ConfigError,
             r"seq_len=65 is more than model.max_seq_len=64",
         ),
-        ("gpt2-superglue", {"seq_len": 2}, DataError, "no room for both"),
+        ("gpt2-superglue", {"seq_len": 2}, DataError, "do not fit into"),
     ],
 )
 def test_bad_input(

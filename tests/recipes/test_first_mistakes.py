@@ -26,8 +26,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("picture.png", b"\x89PNG\r\n\x1a\n\xff\xd8", "'picture.png' is not a file of records"),
         ("text.jsonl", b"hello\n", "'text.jsonl', line 1 is not JSON"),
         ("object.json", b'{\n"messages": 1}', "line 1 is not JSON"),
-        ("asked.jsonl", json.dumps({"messages": [ASKED]}).encode(), "no message of the assistant"),
-        (None, b"", "file not found: 'missing.jsonl'"),
+        ("asked.jsonl", json.dumps({"messages": [ASKED]}).encode(), "no assistant message"),
+        (None, b"", "the file 'missing.jsonl'"),
     ],
 )
 def test_a_wrong_data_file(

@@ -323,7 +323,7 @@ def test_layouts(world: int, layout: Layout, tmp_path: Path, letters: Path) -> N
         ("{", r"line 2 is not JSON"),
         ('{"text": "a"}', r"line 2 needs 'messages'"),
         ('{"messages": [{"role": "user"}]}', "line 2 has a message without the text 'content'"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "line 2 has no message of the assi"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "line 2 has no assistant message"),
         ('{"instruction": "a", "input": "b"}', "line 2 needs 'messages'"),
         ('{"instruction": 1, "output": "b"}', "line 2 needs 'messages'"),
         ('{"conversations": [{"from": "cat", "value": "b"}]}', "line 2: from='cat' is unknown"),

@@ -37,8 +37,8 @@ class JudgeByRules:
         """Raise `ConfigError` if `rules` is not a known name."""
         if self.rules not in RULES:
             raise ConfigError(
-                f"rules={self.rules!r} are unknown.{suggest(self.rules, RULES)} "
-                f"Known: {', '.join(RULES)}."
+                f"unknown rules: rules={self.rules!r} (known: "
+                f"{', '.join(RULES)}).{suggest(self.rules, RULES)}"
             )
 
     @property

@@ -155,9 +155,9 @@ class DetectLanguage:
         for code in self.languages:
             if code not in KNOWN:
                 raise ConfigError(
-                    f"languages: {code!r} is unknown.{suggest(code, sorted(KNOWN))} "
-                    "Needed are codes of ISO 639-1 (of 639-3 where there is none), such "
-                    "as en, zh and yue."
+                    f"languages: {code!r} is unknown.{suggest(code, sorted(KNOWN))} Use an ISO "
+                    "639-1 code such as en or zh, or the ISO 639-3 code of a language that has "
+                    "none, such as yue."
                 )
 
     @property
@@ -196,7 +196,10 @@ class CutParagraphs:
     def __post_init__(self) -> None:
         """Raise `ConfigError` if no language is given."""
         if not self.languages:
-            raise ConfigError("by_paragraph=True needs languages by their codes, not any.")
+            raise ConfigError(
+                "by_paragraph=True does not support languages='any'. List the languages by "
+                "their codes."
+            )
 
     @property
     def version(self) -> str:

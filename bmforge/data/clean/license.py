@@ -30,7 +30,7 @@ def read_licenses(options: Sequence[str]) -> tuple[tuple[str, str], ...]:
         path, mark, id = option.rpartition("=")
         where = str(Path(path).absolute()) if mark else ""
         if where in licenses:
-            raise ConfigError(f"license: {path or 'all'} is given two licenses. Name one.")
+            raise ConfigError(f"license: {path or 'all files'} has two licenses. Give one.")
         licenses[where] = check_license(id, "license")
     # Longest paths first, so that the most specific one matches.
     return tuple(sorted(licenses.items(), key=lambda item: -len(item[0])))
@@ -78,9 +78,8 @@ class KeepLicenses:
         if self.policy not in POLICIES:
             policies = (ANY_LICENSE, *POLICIES)
             raise ConfigError(
-                f"license_policy={self.policy!r} is unknown.{suggest(self.policy, policies)} "
-                "Known: "
-                f"{', '.join(policies)}."
+                f"unknown policy: license_policy={self.policy!r} (known: "
+                f"{', '.join(policies)}).{suggest(self.policy, policies)}"
             )
 
     @property

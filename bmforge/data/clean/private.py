@@ -169,13 +169,13 @@ KINDS = {
     "id_card": PrivateDataKind(
         re.compile(r"(?<![0-9A-Za-z])[1-9]\d{16}[\dXx](?![0-9A-Za-z])", re.ASCII),
         is_chinese_id,
-        "Chinese citizens' numbers with a sound check digit and day of birth",
+        "Chinese identity numbers with a valid check digit and date of birth",
         re.compile("[0-9]{17}"),
     ),
     "iban": PrivateDataKind(
         re.compile(r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?:[ -]?[A-Z0-9]{1,4}){3,8}(?![A-Za-z0-9])"),
         is_iban,
-        "international account numbers with sound check digits",
+        "international bank account numbers (IBAN) with valid check digits",
         re.compile("[A-Z]{2}[0-9]{2}"),
     ),
     "bank_card": PrivateDataKind(
@@ -186,7 +186,7 @@ KINDS = {
             re.ASCII,
         ),
         is_bank_card,
-        "card numbers of 13 to 19 digits with Luhn's check digit",
+        "card numbers of 13 to 19 digits with a valid Luhn check digit",
         re.compile("[0-9]{4}"),
     ),
     "ip": PrivateDataKind(
@@ -207,7 +207,7 @@ KINDS = {
             re.ASCII,
         ),
         is_us_ssn,
-        "US social security numbers in a range that is issued",
+        "US social security numbers in an issued range",
         re.compile("[0-9]{2}[- ][0-9]{4}"),
     ),
     "plate": PrivateDataKind(
@@ -224,7 +224,7 @@ KINDS = {
             r"|(?<![\d.-])(?:400|800)-?\d{3}-?\d{4}(?!\d)",
             re.ASCII,
         ),
-        meaning="Chinese and international numbers; national ones by `--phone-regions`",
+        meaning="Chinese and international phone numbers; national ones with `--phone-regions`",
         sign=re.compile("[0-9]{3}"),
     ),
 }
@@ -315,7 +315,8 @@ class MaskPrivate:
         for kind in self.kinds:
             if kind not in KINDS:
                 raise ConfigError(
-                    f"kinds: {kind!r} is unknown.{suggest(kind, KINDS)} Known: {', '.join(KINDS)}."
+                    f"unknown kind: kinds contains {kind!r} (known: "
+                    f"{', '.join(KINDS)}).{suggest(kind, KINDS)}"
                 )
         if self.regions:
             _check_regions(self.regions)

@@ -123,7 +123,7 @@ def read_score(option: str) -> ScoreByFile:
     try:
         number = float(value)
     except ValueError:
-        raise ConfigError(f"scores={option!r}: {value!r} is no number.") from None
+        raise ConfigError(f"scores={option!r}: {value!r} is not a number.") from None
     return ScoreByFile(path, digest, **{"low" if sign == ">=" else "high": number})
 
 
@@ -132,12 +132,15 @@ def _bucket_bounds(
 ) -> tuple[float | None, float | None]:
     """Return the lower and upper perplexity bound of one bucket or of several adjacent ones."""
     if bounds is None:
-        raise ConfigError(f"scores={option!r}: a classifier has no buckets. Write FILE>=0.5.")
+        raise ConfigError(
+            f"scores={option!r}: buckets exist for perplexities only, not for a classifier. "
+            "Write FILE>=0.5."
+        )
     for name in names:
         if name not in BUCKETS:
             raise ConfigError(
-                f"scores={option!r}: unknown bucket {name!r}.{suggest(name, BUCKETS)} "
-                f"Known: {', '.join(BUCKETS)}."
+                f"scores={option!r}: unknown bucket {name!r} (known: "
+                f"{', '.join(BUCKETS)}).{suggest(name, BUCKETS)}"
             )
     places = sorted({BUCKETS.index(name) for name in names})
     if places[-1] - places[0] >= len(places):

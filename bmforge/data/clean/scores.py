@@ -78,7 +78,7 @@ class LinearScorer:
             with np.load(Path(path), allow_pickle=False) as file:
                 return LinearScorer(file["weights"], float(file["bias"]))
         except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{str(path)!r} holds no classifier ({error}).") from error
+            raise DataError(f"{str(path)!r} is not a classifier file ({error}).") from error
 
 
 def train_linear(
@@ -185,8 +185,7 @@ def find_buckets(perplexities: Iterable[float]) -> tuple[float, float]:
     finite = [value for value in perplexities if np.isfinite(value)]
     if len(finite) < 3:
         raise ConfigError(
-            f"{len(finite)} finite perplexities are too few to be divided into thirds. Give "
-            "more texts."
+            f"{len(finite)} finite perplexities are too few for three buckets. Give more texts."
         )
     low, high = np.quantile(finite, (1 / 3, 2 / 3))
     return float(low), float(high)

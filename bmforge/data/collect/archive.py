@@ -51,9 +51,9 @@ class Archive:
             self._pages = (folder / _PAGES).open("ab")
             if self._pages.tell() < end:
                 raise DataError(
-                    f"{str(folder / _PAGES)!r} has {self._pages.tell()} bytes, its "
-                    f"journal speaks of {end}: it was cut off or replaced. Collect into "
-                    "another directory."
+                    f"{str(folder / _PAGES)!r} has {self._pages.tell()} bytes, but its journal "
+                    f"lists {end}: the file was truncated or replaced. Collect into another "
+                    "directory."
                 )
             self._pages.truncate(end)
         except BaseException:
@@ -84,7 +84,7 @@ class Archive:
                 end = max(end, int(record["end"]))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{str(path)!r} is no journal of a collection ({error}). Collect into "
+                f"{str(path)!r} is not the journal of a collection ({error}). Collect into "
                 "another directory."
             ) from error
         return end

@@ -131,7 +131,7 @@ def fetch(
         connection.close()
     watch.check(url)
     if answer.length:
-        raise FetchError(f"{url}: it was cut off, {answer.length} bytes lack")
+        raise FetchError(f"{url}: the connection ended early, {answer.length} bytes are missing")
     kept_headers = [
         header for header in answer.getheaders() if header[0].lower() not in _OF_THE_WAY
     ]

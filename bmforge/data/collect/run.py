@@ -128,12 +128,12 @@ def clean_url(url: str) -> str:
         if not host.isascii():
             host = host.encode("idna").decode("ascii")
     except ValueError as error:
-        raise ConfigError(f"{url!r} is no address ({error}).") from error
+        raise ConfigError(f"{url!r} is not a valid URL ({error}).") from error
     if host and not _HOST.fullmatch(host):
-        raise ConfigError(f"{url!r} is no address: {host!r} is no name of a host.")
+        raise ConfigError(f"{url!r} is not a valid URL: {host!r} is not a host name.")
     if parts.scheme not in ("http", "https") or not host or parts.username is not None:
         raise ConfigError(
-            f"{url!r} is no address of a page (needed: http://HOST/PATH or https://HOST/PATH)."
+            f"{url!r} is not the URL of a page (needed: http://HOST/PATH or https://HOST/PATH)."
         )
     netloc = f"[{host}]" if ":" in host else host
     if port and port != {"http": 80, "https": 443}[parts.scheme]:
@@ -283,7 +283,7 @@ class _Collection:
                 raise
             except FetchError as error:
                 raise FetchError(
-                    f"its robots.txt cannot be had, so the answer is no: {error}"
+                    f"robots.txt cannot be read, so no page of the host is fetched: {error}"
                 ) from error
             location = response.headers.get("location")
             if not (300 <= response.status < 400 and location):
@@ -292,7 +292,9 @@ class _Collection:
             url, redirects = urljoin(url, location), redirects + 1
         assert response is not None
         if response.status >= 500 or 300 <= response.status < 400 or response.status in _LATER:
-            raise FetchError(f"its robots.txt has status {response.status}, so the answer is no")
+            raise FetchError(
+                f"robots.txt has status {response.status}, so no page of the host is fetched"
+            )
         text = response.body[:MOST_BYTES].decode("utf-8", "replace")
         return parse_robots(text if response.status == 200 else "", AGENT)
 

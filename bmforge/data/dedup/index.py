@@ -35,7 +35,9 @@ def write_index(
     config = config or DedupConfig()
     hasher, folder = MinHasher(config), Path(folder)
     if (folder / _SETTINGS).exists():
-        raise ConfigError(f"folder={str(folder)!r} has an index already. Choose another one.")
+        raise ConfigError(
+            f"folder={str(folder)!r} already contains an index. Choose another directory."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     ids, keys, ends = [], [], [0]
     with (folder / "shingles.bin").open("wb") as file:
@@ -90,7 +92,7 @@ class SketchIndex:
                 "requested. Use the settings of the index, or rebuild it."
             )
         if len(self.ids) + 1 != len(self._ends) or int(self._ends[-1]) * 8 != size:
-            raise DataError(f"the index {str(folder)!r} is cut off: write it anew.")
+            raise DataError(f"the index {str(folder)!r} is truncated. Build it again.")
         self._path = folder / "shingles.bin"
 
     def shingles(self, number: int) -> Hashes:

@@ -52,7 +52,9 @@ class DedupConfig:
         if not 0.3 <= self.threshold <= 1:
             raise ConfigError(f"threshold={self.threshold} (needed: 0.3 <= threshold <= 1).")
         if self.ngram < 1 or self.hashes < 1:
-            raise ConfigError(f"ngram={self.ngram}, hashes={self.hashes}: both must be at least 1.")
+            raise ConfigError(
+                f"ngram={self.ngram} and hashes={self.hashes} must both be at least 1."
+            )
 
     @property
     def version(self) -> str:

@@ -287,7 +287,7 @@ def _read_candidates(
         if hasher.config.verify:
             shingles.add(number, hasher.shingle(document.text))
         at += 1
-    assert at == len(places), "the second reading gave fewer documents"
+    assert at == len(places), "the second pass read fewer documents than the first"
 
 
 def _read_known(

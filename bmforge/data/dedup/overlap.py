@@ -192,7 +192,7 @@ def _read_rows(path: Path) -> Iterator[Any]:
                     yield json.loads(line)
                 except (ValueError, RecursionError) as error:
                     raise DataError(
-                        f"{str(path)!r}, line {number} is no JSON ({error})."
+                        f"{str(path)!r}, line {number} is not valid JSON ({error})."
                     ) from error
 
 

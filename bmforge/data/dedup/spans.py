@@ -51,7 +51,7 @@ def find_repeated_spans(
         ConfigError: `min_tokens` is below 2.
     """
     if min_tokens < 2:
-        raise ConfigError(f"min_tokens={min_tokens} (needed: 2 at least).")
+        raise ConfigError(f"min_tokens={min_tokens} must be at least 2.")
     with tempfile.TemporaryDirectory(dir=work_dir) as folder:
         ends = _write_runs(documents(), min_tokens, Path(folder))
         parts = [_repeated_places(Path(folder, str(part))) for part in range(_PARTS)]

@@ -32,8 +32,9 @@ _ORDER = {
     "content": "what is in the corpus",
 }
 _EARLIER = (
-    " The state is of an earlier version, where the order of a mixture followed from how its "
-    "paths were written. Continue with that version, or start a new run from the weights."
+    " The state is from an earlier version, in which the order of a mixture depended on "
+    "the spelling of its paths. Continue with that version, or start a new run from the "
+    "weights."
 )
 
 
@@ -143,18 +144,17 @@ class DataLoader:
         missing = [key for key in own_state if key not in state and key not in ("content", "rows")]
         if missing:
             raise ConfigError(
-                f"loader state {sorted(state)} has no {missing}, so it was not made by "
-                "DataLoader.state_dict. Pass the state that was saved with the "
-                "checkpoint."
+                f"the loader state {sorted(state)} lacks {missing}, so it is not a state of "
+                "DataLoader.state_dict. Pass the state that was saved with the checkpoint."
             )
         for key, what in _ORDER.items():
             if key in state and state[key] != own_state[key]:
                 sizes = f" ({state.get('rows')} rows then, {own_state['rows']} now)"
                 rows = sizes if "rows" in state else ""
                 raise ConfigError(
-                    f"loader state has {key}={state[key]}, this loader has "
-                    f"{key}={own_state[key]}: {what} changed{rows}, so the sample order "
-                    "cannot go on. Restore it, start a new run, or go on in a new order "
+                    f"the loader state has {key}={state[key]}, but this loader has "
+                    f"{key}={own_state[key]}: {what} changed{rows}, so the sample order cannot "
+                    "be continued. Restore it, start a new run, or continue in a new order "
                     f"with --override data.{'' if 'content' in state else _EARLIER}"
                 )
         self.close()
@@ -251,8 +251,8 @@ def iter_once(
     total = dataset.num_held_out_rows()
     if total == 0:
         raise DataError(
-            "the held-out corpus has fewer than 2 tokens, so there is nothing to "
-            "predict. Add text or raise validation_fraction."
+            "the validation corpus has fewer than 2 tokens, so there is nothing to predict. "
+            "Add text, or raise validation_fraction."
         )
     if max_batches is not None:
         _check_at_least(1, max_batches=max_batches)
@@ -293,8 +293,8 @@ def _batch(rows: NDArray[np.int64], lengths: NDArray[np.int64], eos_id: int | No
 def _eos_id(dataset: Dataset, reset_at_documents: bool) -> int | None:
     if reset_at_documents and dataset.eos_id is None:
         raise ConfigError(
-            "reset_at_documents=True needs the end token of documents. Create the "
-            "dataset with eos_id, for example PackedDataset(store, seq_len, eos_id=0)."
+            "reset_at_documents=True needs an end-of-document token. Create the dataset with "
+            "eos_id, for example PackedDataset(store, seq_len, eos_id=0)."
         )
     return dataset.eos_id if reset_at_documents else None
 

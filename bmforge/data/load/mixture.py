@@ -40,7 +40,7 @@ class Mixture:
 
     def __init__(self, parts: Mapping[str, tuple[PackedDataset, float]]) -> None:
         if not parts:
-            raise ConfigError("Mixture: no corpus was given. Give at least one.")
+            raise ConfigError("Mixture: the list of corpora is empty. Give at least one corpus.")
         self.names = sorted(parts)
         self._datasets = [_named(parts[name][0], name) for name in self.names]
         first = self._datasets[0]
@@ -49,9 +49,9 @@ class Mixture:
             if (dataset.seq_len, dataset.eos_id) != (self.seq_len, self.eos_id):
                 raise ConfigError(
                     f"Mixture: corpus {name!r} has seq_len={dataset.seq_len}, "
-                    f"eos_id={dataset.eos_id}, corpus {self.names[0]!r} has "
-                    f"seq_len={self.seq_len}, eos_id={self.eos_id}. Use the same values "
-                    "for all corpora."
+                    f"eos_id={dataset.eos_id}, but corpus {self.names[0]!r} has "
+                    f"seq_len={self.seq_len}, eos_id={self.eos_id}. Use the same values for all "
+                    "corpora."
                 )
         counts = integer_shares({name: parts[name][1] for name in self.names})
         self.shares = dict(zip(self.names, counts, strict=True))

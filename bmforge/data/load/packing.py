@@ -70,7 +70,9 @@ class PackedDataset:
         self, store: TokenStore, seq_len: int, eos_id: int | None = None, name: str = ""
     ) -> None:
         if seq_len < 2:
-            raise ConfigError(f"seq_len={seq_len}: a row needs at least 2 tokens to predict one.")
+            raise ConfigError(
+                f"seq_len={seq_len} must be at least 2, so that a row has a token to predict."
+            )
         self.store = store
         self.seq_len = seq_len
         self.eos_id = eos_id
@@ -88,8 +90,9 @@ class PackedDataset:
         if self.samples_per_epoch == 0:
             tokens = self.store.num_tokens
             raise DataError(
-                f"token store {str(self.store.prefix)!r} has {tokens} tokens, one row needs "
-                f"seq_len={self.seq_len}. Add text, or set seq_len to at most {max(tokens, 2)}."
+                f"token store {str(self.store.prefix)!r} has {tokens} tokens, fewer than one "
+                f"row of seq_len={self.seq_len}. Add text, or set seq_len to at most "
+                f"{max(tokens, 2)}."
             )
 
     def training_rows(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:

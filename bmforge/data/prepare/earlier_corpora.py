@@ -81,7 +81,7 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
                     f"format {settings['format']}, but the supported format is {_FORMAT}"
                 )
             if digest_file(folder / _DIGESTS) != settings["digest"]:
-                raise ValueError(f"{_DIGESTS} has other bytes than were written")
+                raise ValueError(f"the content of {_DIGESTS} does not match its checksum")
             threshold = settings["near_duplicates"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
@@ -89,8 +89,9 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
             ) from (error)
         if near is not None and threshold != near.threshold:
             raise ConfigError(
-                f"near_duplicates={near.threshold}, and the index of earlier={corpus!r} "
-                f"was made with {threshold}. Use the same, or prepare that corpus again."
+                f"near_duplicates={near.threshold} differs from the index of "
+                f"earlier={corpus!r}, which was built with {threshold}. Use the same value, or "
+                "prepare that corpus again."
             )
         indexes.append(Earlier(folder, digest_file(folder / _SETTINGS)))
     return tuple(indexes)

@@ -219,8 +219,8 @@ class _Pool:
             return None
         if blame.entry < 0:
             raise ConfigError(
-                f"a worker process ended (exit code {code}) before it started. A script must "
-                'start workers under `if __name__ == "__main__":`; else give workers=0.'
+                f"a worker process exited (exit code {code}) before it started. In a script, "
+                'start workers under `if __name__ == "__main__":`, or set workers=0.'
             )
         return blame
 
@@ -236,11 +236,11 @@ class _Pool:
             for earlier in part.blamed
         ):
             raise DataError(
-                f"{blame.name}: {describe_blame(blame)}, and this stage cannot leave it "
-                "out. Take it out of the input, or allow it more time or memory."
+                f"{blame.name}: {describe_blame(blame)}. This stage cannot skip it. Remove it "
+                "from the input, or raise the limit of time or memory."
             )
         if blame is not None:
-            get_logger().warning("left out: %s (%s)", blame.name, describe_blame(blame))
+            get_logger().warning("skipped: %s (%s)", blame.name, describe_blame(blame))
             on_blame(part.number, blame)
             part = replace(part, blamed=(*part.blamed, blame))
         if not self._failed:
@@ -257,8 +257,11 @@ def describe_blame(blame: Blame) -> str:
     if blame.rule == "time":
         return f"it took over {blame.bound:g} s"
     if blame.rule == "memory":
-        return f"with it a worker held {blame.value / 1e9:.2f} GB, allowed are {blame.bound}"
-    return f"twice a worker died at it, exit code {blame.value:g}; -9 often is too little memory"
+        return f"a worker used {blame.value / 1000000000.0:.2f} GB for it (limit: {blame.bound})"
+    return (
+        f"a worker died twice while it processed this entry (exit code {blame.value:g}; -9 "
+        "often means too little memory)"
+    )
 
 
 def _resident_bytes(pid: int | None) -> int:

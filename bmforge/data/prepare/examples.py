@@ -34,7 +34,7 @@ def read_examples(sets: tuple[str, ...]) -> Iterator[tuple[str, str]]:
             yield from examples_of(option)
         else:
             raise ConfigError(
-                f"decontaminate={option!r} is no file. Give .jsonl files, or TASK=FOLDER "
+                f"decontaminate={option!r} is not a file. Give .jsonl files, or TASK=FOLDER "
                 "such as BoolQ=superglue."
             )
 
@@ -81,9 +81,9 @@ class DropExamples:
         index = _open(self.sets)
         if not index.names:
             raise ConfigError(
-                f"decontaminate={list(self.sets)}: none of {index.too_short} texts is "
-                "long enough to rule out a chance match (at least 8 words, or 15 "
-                "Chinese characters)."
+                f"decontaminate={list(self.sets)}: none of the {index.too_short} texts is long "
+                "enough to exclude a chance match (at least 8 words, or 15 Chinese "
+                "characters). Leave these sets out."
             )
         return DropExamples(self.sets, self.cut, index.digest())
 
@@ -101,7 +101,9 @@ class DropExamples:
 def _step(sets: tuple[str, ...], cut: bool, digest: str) -> Decontaminate:
     index = _open(sets)
     if index.digest() != digest:
-        raise DataError(f"decontaminate={list(sets)} changed while they were read. Prepare again.")
+        raise DataError(
+            f"decontaminate={list(sets)} changed while the files were read. Prepare again."
+        )
     return Decontaminate(index, cut)
 
 

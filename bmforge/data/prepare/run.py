@@ -199,19 +199,19 @@ def plan_work(
 def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> None:
     """Raise `ConfigError` for invalid settings before any input is read."""
     if Path(out_dir).exists() and not Path(out_dir).is_dir():
-        raise ConfigError(f"out_dir={str(out_dir)!r} is a file. Name a directory.")
+        raise ConfigError(f"out_dir={str(out_dir)!r} is a file. Choose a directory.")
     if config.workers < 0:
         raise ConfigError(f"workers={config.workers} (needed: at least 0 processes).")
     if config.workers and config.worker_memory_bytes < _LEAST_MEMORY_BYTES:
         raise ConfigError(
-            f"worker_memory_bytes={config.worker_memory_bytes}: a worker needs at least "
-            f"{_LEAST_MEMORY_BYTES} bytes to start."
+            f"worker_memory_bytes={config.worker_memory_bytes} is too small (a worker needs at "
+            f"least {_LEAST_MEMORY_BYTES} bytes to start)."
         )
     check_fraction(config.validation_fraction)
     open_earlier(config.earlier, dedup_config(config))
     check_spans(config)
     if config.tokenizer and config.bpe != BpeConfig():
-        raise ConfigError("bpe has no effect with a given tokenizer: leave one of them out.")
+        raise ConfigError("bpe has no effect together with a tokenizer. Leave one of them out.")
     if not config.tokenizer:
         check_bpe(config.vocab_size, config.bpe)
 
@@ -244,10 +244,10 @@ def _check_same(
     was, requested = asdict(report.config), asdict(config)
     names = [name for name in was if name not in _HOW_IT_RUNS]
     changes = [
-        f"{k}={was[k]!r} there, {requested[k]!r} asked" for k in names if was[k] != requested[k]
+        f"{k}={was[k]!r} there, {requested[k]!r} now" for k in names if was[k] != requested[k]
     ]
     if report.steps != _step_names(steps):
-        changes.append(f"the steps {report.steps} there, {_step_names(steps)} asked")
+        changes.append(f"the steps are {report.steps} there and {_step_names(steps)} now")
     if [f.digest for f in recorded] != [f.digest for f in now]:
         recorded_names, current_names = (
             [Path(f.path).name for f in files][:4] for files in (recorded, now)
@@ -266,8 +266,8 @@ def _check_same(
     for prefix, count in splits:
         if prefix is not None and open_store(prefix).num_tokens != count.tokens:
             raise DataError(
-                f"token store {str(prefix)!r} has {open_store(prefix).num_tokens} tokens, "
-                f"{RECORD_NAME} says {count.tokens}. Prepare again with overwrite=True "
+                f"token store {str(prefix)!r} has {open_store(prefix).num_tokens} tokens, but "
+                f"{RECORD_NAME} lists {count.tokens}. Prepare again with overwrite=True "
                 "(--overwrite)."
             )
 
@@ -281,10 +281,9 @@ def _check_free(out: Path) -> None:
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ConfigError(
-            f"out_dir={str(out)!r} holds {', '.join(names[:4])}{more} but no "
-            f"{RECORD_NAME}. Choose a new or empty directory, or write to this one with "
-            f"overwrite=True (--overwrite), which replaces {', '.join(_PATTERNS)} and "
-            "keeps the rest."
+            f"out_dir={str(out)!r} contains {', '.join(names[:4])}{more} but no {RECORD_NAME}. "
+            "Choose a new or empty directory, or write to this one with overwrite=True "
+            f"(--overwrite), which replaces {', '.join(_PATTERNS)} and keeps other files."
         )
 
 

@@ -39,12 +39,12 @@ def check_spans(config: PrepareConfig) -> None:
     """Raise `ConfigError` if the minimum length of spans or paragraphs is too small."""
     if config.repeated_paragraphs is not None and config.repeated_paragraphs < 1:
         raise ConfigError(
-            f"repeated_paragraphs={config.repeated_paragraphs}: must be at least 1 character."
+            f"repeated_paragraphs={config.repeated_paragraphs} must be at least 1 character."
         )
     if config.repeated_spans is not None and config.repeated_spans < _LEAST:
         raise ConfigError(
-            f"repeated_spans={config.repeated_spans} (needed: {_LEAST} words or Chinese "
-            "characters or more, as shorter spans also repeat in good text)."
+            f"repeated_spans={config.repeated_spans} must be at least {_LEAST} words or Chinese "
+            "characters, because shorter spans are repeated in good texts too."
         )
 
 

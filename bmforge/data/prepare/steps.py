@@ -102,12 +102,13 @@ def _choose_tidy(names: Sequence[str]) -> TidyText:
     for name in names:
         if name not in _TIDY:
             raise ConfigError(
-                f"tidy: {name!r} is unknown.{suggest(name, _TIDY)} Known: {', '.join(_TIDY)}."
+                f"unknown repair: tidy contains {name!r} (known: "
+                f"{', '.join(_TIDY)}).{suggest(name, _TIDY)}"
             )
     scripts = [name for name in _SCRIPTS if name in names]
     if len(scripts) > 1:
         raise ConfigError(
-            "tidy asks for simplified and for traditional Chinese. Choose one of them."
+            "tidy contains both simplified and traditional Chinese. Choose one of them."
         )
     switches = {name: name in names for name in _TIDY if name not in ("repair", *_SCRIPTS)}
     chinese = _SCRIPTS[scripts[0]] if scripts else ""
@@ -119,8 +120,8 @@ def _named_languages(languages: Sequence[str]) -> tuple[str, ...]:
         return tuple(languages)
     if len(languages) > 1:
         raise ConfigError(
-            f"languages={tuple(languages)}: {_ANY!r} cannot be combined with other "
-            "codes. Give it alone, or remove it."
+            f"languages={tuple(languages)}: {_ANY!r} cannot be combined with other codes. Give "
+            "it alone, or leave it out."
         )
     return ()
 

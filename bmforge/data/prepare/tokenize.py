@@ -95,14 +95,14 @@ def check_bpe(vocab_size: int, config: BpeConfig) -> None:
     special = config.special_tokens
     if len({END_OF_TEXT, *special}) != len(special) + 1 or not all(special):
         raise ConfigError(
-            f"bpe.special_tokens={special}: the names must be different and not empty, "
-            f"without {END_OF_TEXT}, which is always added."
+            f"bpe.special_tokens={special} must be different and non-empty names, without "
+            f"{END_OF_TEXT}, which is always added."
         )
     least = _SMALLEST_VOCABULARY + len(special)
     if vocab_size < least:
         raise ConfigError(
-            f"vocab_size={vocab_size}: byte-level BPE needs at least {least} (256 bytes and "
-            f"{1 + len(special)} special tokens)."
+            f"vocab_size={vocab_size} is too small (byte-level BPE needs at least {least}: 256 "
+            f"bytes and {1 + len(special)} special tokens)."
         )
     if config.min_frequency < 1:
         raise ConfigError(f"bpe.min_frequency={config.min_frequency} (needed: at least 1).")
@@ -144,7 +144,7 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
             return id
     raise DataError(
         f"the tokenizer has no token {END_OF_TEXT!r}. Set its end-of-document token with "
-        f"eos_id, or with eos_token in a {CONFIG_FILE} in its directory."
+        f"eos_id, or with eos_token in the {CONFIG_FILE} of its directory."
     )
 
 

@@ -53,15 +53,15 @@ def _check_file(out: Path, output: OutputFile) -> Iterator[str]:
         return
     size = path.stat().st_size
     if size != output.size_bytes:
-        yield f"{output.path} has {size} bytes, {output.size_bytes} were written"
+        yield f"{output.path} has {size} bytes, but {RECORD_NAME} lists {output.size_bytes}"
     else:
-        yield f"{output.path} has other bytes than were written"
+        yield f"the content of {output.path} does not match its checksum"
     begin = 0
     for part in output.parts:
         if digest_part(path, begin, part.end) != part.digest:
             yield (
-                f"{output.path}: shard {part.shard} is damaged, bytes {begin} to {part.end}, made "
-                f"of {part.inputs}"
+                f"{output.path}: shard {part.shard} is damaged, bytes {begin} to "
+                f"{part.end}; it was made of {part.inputs}"
             )
         begin = part.end
 
@@ -87,11 +87,11 @@ def _check_store(prefix: Path, count: EncodeCount, report: PrepareReport) -> Ite
         ("documents", store.num_documents, count.documents),
     ):
         if actual != recorded:
-            yield f"{name} has {actual} {what}, {RECORD_NAME} says {recorded}"
+            yield f"{name} has {actual} {what}, but {RECORD_NAME} lists {recorded}"
     ends = store.pointers[:] // store.dtype.itemsize + store.sizes[:] - 1
     open_ended = int((store.tokens[ends] != report.eos_id).sum()) if len(ends) else 0
     if open_ended:
-        yield f"{name}: {open_ended} documents do not end in the token {report.eos_id}"
+        yield f"{name}: {open_ended} documents do not end with the token {report.eos_id}"
     if any(output.path.endswith(".doc") for output in report.outputs):
         try:
             read_columns(store)
@@ -104,16 +104,19 @@ def _check_sums(report: PrepareReport) -> Iterator[str]:
     if funnel is None:
         return
     if funnel.missing() != Amount():
-        yield f"the funnel in {RECORD_NAME} does not add up: {funnel.missing()} are missing"
+        yield f"the counts in {RECORD_NAME} are inconsistent: {funnel.missing()} are missing"
     if funnel.kept.documents != report.documents:
-        yield f"{RECORD_NAME}: the funnel keeps {funnel.kept.documents}, of {report.documents}"
+        yield (
+            f"{RECORD_NAME}: the stages keep {funnel.kept.documents} documents, but the corpus "
+            f"has {report.documents}"
+        )
     if report.summary is not None:
         sums: dict[str, Amount] = {}
         for outcomes in report.summary.sources.values():
             for outcome, counts in outcomes.items():
                 sums.setdefault(outcome, Amount()).add(*counts)
         if sums != {KEPT: funnel.kept, **funnel.dropped}:
-            yield f"{RECORD_NAME}: the sources do not add up to the funnel"
+            yield f"{RECORD_NAME}: the counts of the sources do not add up to those of the stages"
     yield from _check_dropped(report.out_dir / _DROPPED, funnel)
 
 
@@ -125,9 +128,11 @@ def _check_dropped(path: Path, funnel: Funnel) -> Iterator[str]:
             try:
                 shown[json.loads(line)["rule"]] += 1
             except (ValueError, KeyError, TypeError) as error:
-                yield f"{path.name}, line {number}, is no dropped document ({error})"
+                yield f"{path.name}, line {number} is not a dropped document ({error})"
                 return
     for rule in {*shown, *funnel.dropped}:
         dropped = funnel.dropped.get(rule, Amount()).documents
         if shown[rule] > dropped or (dropped and not shown[rule]):
-            yield f"{path.name} shows {shown[rule]} documents of {rule!r}, the funnel has {dropped}"
+            yield (
+                f"{path.name} lists {shown[rule]} documents of {rule!r}, but {dropped} were dropped"
+            )

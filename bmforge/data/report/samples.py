@@ -40,9 +40,8 @@ def read_dropped(
     selected = {name for name in rules if rule in (_ALL, name, name.partition(".")[0])}
     if not selected and rule != _ALL:
         raise ConfigError(
-            f"dropped={rule!r}: no document of {str(out_dir)!r} was dropped by this "
-            f"rule.{suggest(rule, rules)} Rules that dropped documents: "
-            f"{', '.join(rules) or 'none'}."
+            f"dropped={rule!r}: no document of {str(out_dir)!r} was dropped by this rule (rules "
+            f"that dropped documents: {', '.join(rules) or 'none'}).{suggest(rule, rules)}"
         )
     counts: dict[str, int] = {}
     entries = []

@@ -94,7 +94,9 @@ def tar_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterato
     except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"file {str(where)!r} cannot be read further as tar ({error}).") from error
+        raise DataError(
+            f"file {str(where)!r} cannot be read to its end as tar ({error})."
+        ) from error
 
 
 def _join(where: Where, name: str) -> str:

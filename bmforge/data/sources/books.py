@@ -34,7 +34,7 @@ def _epub_text(parts: ZipParts) -> str:
         except (*UNREADABLE, KeyError):
             parts.damaged += 1
     if parts.damaged and not any(chapters):
-        raise DataError("none of the book's chapters can be read.")
+        raise DataError("no chapter of the book can be read.")
     return "\n\n".join(chapter for chapter in chapters if chapter)
 
 

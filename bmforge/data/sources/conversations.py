@@ -71,7 +71,7 @@ def find_conversation_files(path: str | os.PathLike[str]) -> list[Path]:
     if folder.is_file():
         return [folder]
     if not folder.exists():
-        raise DataError(f"file not found: {str(path)!r}. Check the path.")
+        raise DataError(f"the file {str(path)!r} does not exist. Check the path.")
     files = [
         file
         for file in sorted(folder.rglob("*"))
@@ -79,7 +79,7 @@ def find_conversation_files(path: str | os.PathLike[str]) -> list[Path]:
     ]
     if not files:
         raise DataError(
-            f"the folder {str(path)!r} holds no conversation file (.jsonl, .json or .parquet)."
+            f"the folder {str(path)!r} contains no conversation file (.jsonl, .json or .parquet)."
         )
     return files
 
@@ -92,7 +92,7 @@ def _suffix_of(file: Path) -> str:
 def _read_record(location: str, record: Any) -> ChatExample:
     messages, form_fields = find_messages(record, location)
     if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{location} has no message of the assistant to train on.")
+        raise DataError(f"{location} has no assistant message to train on.")
     fields = {
         name: value
         for name, value in record.items()

@@ -113,9 +113,8 @@ def decode(
         decoded = damaged
     if "\0" in decoded.text:
         raise DataError(
-            f"{location} is binary (a zero byte at offset {raw.find(0)}), but text is "
-            "needed. Remove the file from the input, or convert it, for example: iconv "
-            "-f UTF-16 -t UTF-8."
+            f"{location} is binary (a zero byte at offset {raw.find(0)}), not text. Remove the "
+            "file from the input, or convert it, for example: iconv -f UTF-16 -t UTF-8."
         )
     return decoded
 
@@ -123,9 +122,8 @@ def decode(
 def _explain(raw: bytes, location: str, damaged: Decoded | None) -> DataError:
     if damaged is not None:
         return DataError(
-            f"{location} is {damaged.encoding} with {damaged.replaced} damaged characters. "
-            "Repair it, "
-            "or replace them with errors='replace' (--errors replace)."
+            f"{location} is {damaged.encoding} with {damaged.replaced} invalid characters. "
+            "Repair it, or replace them with errors='replace' (--errors replace)."
         )
     try:
         raw.decode("utf-8")
@@ -363,7 +361,7 @@ def _ask_library(sample: bytes) -> str:
 
 def _hint() -> str:
     is_installed = find_spec("resiliparse") is not None
-    return "" if is_installed else " (with the extra data, bmforge[data], more are known)"
+    return "" if is_installed else " (the extra data, bmforge[data], detects more encodings)"
 
 
 def _knows(name: str) -> bool:

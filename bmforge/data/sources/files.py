@@ -121,7 +121,7 @@ def list_files(
     """
     named = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not named:
-        raise DataError("no input was given. Give at least one file or directory.")
+        raise DataError("the list of inputs is empty. Give at least one file or directory.")
     files: list[Path] = []
     for path in map(Path, named):
         if path.is_dir():
@@ -172,14 +172,16 @@ def _walk(directory: Path, unread: list[Path]) -> list[Path]:
         (files if path.is_file() and _is_input(path) else unread).append(path)
     if not files:
         raise DataError(
-            f"directory {str(directory)!r} holds no input file (needed: files ending in "
-            f"{', '.join(_SUFFIXES)}, also packed as {' or '.join(PACKED)})."
+            f"directory {str(directory)!r} contains no input file (needed: files ending in "
+            f"{', '.join(_SUFFIXES)}, also compressed as {' or '.join(PACKED)})."
         )
     return files
 
 
 def _raise_unlistable(error: OSError) -> None:
-    raise DataError(f"directory {error.filename!r} cannot be listed ({error.strerror}).") from error
+    raise DataError(
+        f"directory {error.filename!r} cannot be listed ({error.strerror}). Check its permissions."
+    ) from error
 
 
 def _is_input(path: Path) -> bool:

@@ -202,7 +202,7 @@ def find_text(record: Any, field: str, location: str) -> str:
                 if isinstance(record, dict):
                     seen = f"the fields {sorted(map(str, record))}"
                 raise DataError(
-                    f"{location}: no field {field!r}, the line has {seen}. Select a "
+                    f"{location}: there is no field {field!r} (the line has {seen}). Select a "
                     f"field with text_field=... (--text-field). {_WAY_OUT}"
                 )
     if not isinstance(text, str):

@@ -94,9 +94,15 @@ class _Guarded(io.RawIOBase):
         self._count_bytes += len(data)
         allowed = max(_LARGE_BYTES, _HIGHEST_RATIO * self._packed.tell())
         if self._count_bytes > allowed:
-            raise OSError(f"it unpacks to over {_HIGHEST_RATIO} times its size: a bomb")
+            raise OSError(
+                f"the decompressed file is more than {_HIGHEST_RATIO} times larger (a "
+                "decompression bomb)"
+            )
         if 0 < self._most_bytes < self._count_bytes:
-            raise OSError(f"it unpacks to over {self._most_bytes} bytes inside its archive: a bomb")
+            raise OSError(
+                f"a member of the archive decompresses to more than {self._most_bytes} bytes (a "
+                "decompression bomb)"
+            )
         return len(data)
 
     def close(self) -> None:
@@ -133,7 +139,7 @@ class _ZstdReader(io.RawIOBase):
             self._packed = self._packed or self._file.read(_CHUNK_BYTES)
             if not self._packed:
                 if self._frame is not None:
-                    raise EOFError("the last zstd frame is cut off")
+                    raise EOFError("the last zstd frame is truncated")
                 return 0
             self._frame = self._frame or self._new_frame()
             try:

@@ -91,9 +91,9 @@ def _read_record(location: str, record: Any) -> list[PreferenceExample]:
     if mark is not None:
         return [_read_marked(values, mark, location, shared)]
     raise DataError(
-        f"{location} is no preference: it needs 'chosen' and 'rejected', with a 'prompt' "
-        "or not; 'prompt', 'completion' and 'label'; or 'prompt', 'completions' and "
-        "'scores'."
+        f"{location} is not a preference record (needed: 'chosen' and 'rejected', with or "
+        "without 'prompt'; 'prompt', 'completion' and 'label'; or 'prompt', 'completions' and "
+        "'scores')."
     )
 
 
@@ -105,7 +105,7 @@ def _read_pair(values: Mapping[str, Any], location: str, shared: Any) -> Prefere
     )
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(
-            f"{location}: 'chosen' and 'rejected' must both be texts, or both messages."
+            f"{location}: 'chosen' and 'rejected' must both be texts, or both lists of messages."
         )
     if isinstance(chosen, str) or isinstance(rejected, str):
         if isinstance(prompt, list):  # the answers of a conversation may be texts
@@ -182,15 +182,15 @@ def _split_messages(
     prompt = chosen[:end]
     if not prompt or not all(m[end]["role"] == "assistant" for m in (chosen, rejected)):
         raise DataError(
-            f"{location}: 'chosen' and 'rejected' have no common beginning before an "
-            "answer of the assistant. Give the messages before the answers as 'prompt'."
+            f"{location}: 'chosen' and 'rejected' have no common messages before the answer of "
+            "the assistant. Give the messages before the answers as 'prompt'."
         )
     return prompt, chosen[end:], rejected[end:]
 
 
 def _check_answer(messages: Content, location: str) -> None:
     if isinstance(messages, list) and not any(m["role"] == "assistant" for m in messages):
-        raise DataError(f"{location}: an answer has no message of the assistant.")
+        raise DataError(f"{location}: an answer has no assistant message.")
 
 
 def _read_margin(values: Mapping[str, Any], location: str) -> float | None:
@@ -214,8 +214,8 @@ def _read_rated(values: Mapping[str, Any], location: str, shared: Any) -> Prefer
     fits = isinstance(answers, list) and isinstance(scores, list) and len(answers) == len(scores)
     if not fits or len(answers) < 2 or not all(isinstance(s, (int, float)) for s in scores):
         raise DataError(
-            f"{location}: 'completions' and 'scores' must be lists of one length, at "
-            "least 2, with numbers as scores."
+            f"{location}: 'completions' and 'scores' must be lists of the same length, at least "
+            "2, with numbers as scores."
         )
     order = sorted(range(len(scores)), key=lambda number: scores[number])
     pair = {"chosen": answers[order[-1]], "rejected": answers[order[0]]}

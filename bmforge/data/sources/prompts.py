@@ -62,18 +62,18 @@ def _read_prompt(record: Any, source: str) -> PromptRecord:
     if isinstance(content, list) and content:
         content = [_read_message(message, source) for message in content]
         if content[-1]["role"] == "assistant":
-            raise DataError(f"{source}: the prompt ends with a message of the assistant.")
+            raise DataError(f"{source}: the prompt must not end with a message of the assistant.")
     elif not isinstance(content, str) or not content:
         raise DataError(
-            f"{source} needs 'prompt': a text, or a list of messages with 'role' and 'content'."
+            f"{source} needs 'prompt', a text or a list of messages with 'role' and 'content'."
         )
     names = ("prompt", "tools", "chat_template_kwargs")
     columns = {name: value for name, value in record.items() if name not in names}
     reserved = sorted(_RESERVED & columns.keys())
     if reserved:
         raise DataError(
-            f"{source} has the field {reserved[0]!r}, which is an argument of every reward "
-            "function. Rename it."
+            f"{source} has the field {reserved[0]!r}, whose name every reward function uses for "
+            "an argument. Rename it."
         )
     checked = columns.get("reward_model")
     if isinstance(checked, dict) and "ground_truth" in checked:
@@ -84,5 +84,5 @@ def _read_prompt(record: Any, source: str) -> PromptRecord:
 
 def _read_message(message: Any, source: str) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(f"{source}: a message of the prompt needs 'role' and 'content'.")
+        raise DataError(f"{source}: every message of the prompt needs 'role' and 'content'.")
     return normalize_message(message, source)

@@ -60,7 +60,7 @@ def _parse_row(
 ) -> Document:
     location = f"{where}:{line}"
     if len(row) != len(names):
-        raise DataError(f"{location}: {len(row)} columns, the first row names {len(names)}.")
+        raise DataError(f"{location}: the row has {len(row)} columns, but the header {len(names)}.")
     record = dict(zip(names, row, strict=True))
     text = record.get(options.text_field, "")
     replaced = len(_UNDECODED.findall(text))

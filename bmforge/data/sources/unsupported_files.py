@@ -30,7 +30,7 @@ def check_unread(files: Sequence[Path], unread: Sequence[Path], allowed: bool) -
         return
     lost, read_bytes = (sum(map(_bytes_of, group)) for group in (unread, files))
     message = (
-        f"{_size(lost)} of the input's {_size(lost + read_bytes)} are of kinds that are not read: "
+        f"{_size(lost)} of {_size(lost + read_bytes)} of the input are in unsupported formats:"
     )
     message += _describe(unread)
     if lost > read_bytes and not allowed:
@@ -54,7 +54,7 @@ def _describe(paths: Sequence[Path]) -> str:
         more = "" if count == 1 else f" and {count - 1} more {kind or 'without a suffix'}"
         parts.append(f"{first}{more} ({_size(sizes[kind])})")
     if order[_NAMED:]:
-        parts.append(f"and {len(order) - _NAMED} more kinds")
+        parts.append(f"and {len(order) - _NAMED} more formats")
     return ", ".join(parts)
 
 

@@ -116,7 +116,7 @@ class _MemberReader(io.RawIOBase):
             if not self._packed and not self._unpacker.eof:
                 self._packed = self._stream.read(_CHUNK_BYTES)
                 if not self._packed:
-                    raise EOFError("it is cut off")
+                    raise EOFError("the record is truncated")
                 self.tried += self._packed
                 del self.tried[:-_LARGEST_BYTES]
         return 0
@@ -209,7 +209,7 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
             raise DataError(f"{record_where}: not a WARC record.")
         stated = int(record.headers.get("Content-Length", "0"))
         if record.headers.get("WARC-Block-Digest") and not record.verify_block_digest():
-            raise DataError(f"{record_where}: its digest does not match its bytes.")
+            raise DataError(f"{record_where}: its digest does not match its content.")
         url = record.headers.get("WARC-Target-URI", "")
         date = record.headers.get("WARC-Date", "")[:10]
         kind = record.headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -294,12 +294,12 @@ def read_arc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[R
         number += 1
         words = line.decode("utf-8", "replace").split()
         if len(words) < 5 or not words[-1].isdigit() or int(words[-1]) > _LARGEST_BYTES:
-            error = DataError(f"{where}, record {number}: {line[:80]!r} is no head of a record.")
+            error = DataError(f"{where}, record {number}: {line[:80]!r} is not a record header.")
             yield fail(where.place(number), len(line), error)
             continue
         body = stream.read(int(words[-1]))
         if len(body) < int(words[-1]):
-            error = DataError(f"{where}, record {number} is cut off.")
+            error = DataError(f"{where}, record {number} is truncated.")
             yield fail(where.place(number), len(body), error)
         elif not words[0].startswith("filedesc:"):
             parse = partial(_parse_arc, body, words, where, number, options)

@@ -35,7 +35,9 @@ def walk_xml(
     parser.buffer_text = True
 
     def refuse(*_: object) -> None:
-        raise DataError("it defines entities, which may grow without bound.")
+        raise DataError(
+            "it defines entities, which are not allowed because they may expand without limit."
+        )
 
     def skip_entity(name: str, is_parameter: bool) -> None:
         if not is_parameter:  # of HTML, by a document type that is not loaded

@@ -90,7 +90,7 @@ class BlockDataset:
         form: str = "pickle",
     ) -> None:
         if form not in _FORMS:
-            raise ConfigError(f"form={form!r}is unknown. Known: {sorted(_FORMS)}.")
+            raise ConfigError(f"unknown form: form={form!r} (known: {sorted(_FORMS)}).")
         self.directory = Path(directory)
         self._load = _FORMS[form]
         self.files = _read_meta(self.directory / META_FILE, block_bytes)
@@ -105,9 +105,9 @@ class BlockDataset:
         if size != expected:
             state = "is missing" if size is None else f"has {size} bytes"
             raise DataError(
-                f"{str(path)!r} {state}; {META_FILE} lists "
+                f"{str(path)!r} {state}, but {META_FILE} lists "
                 f"{file.block_end - file.block_begin} blocks of {file.block_size} bytes. "
-                "Download the file again, or pass the block_bytes it was written with."
+                "Download the file again, or pass the block_bytes with which it was written."
             )
 
     def __len__(self) -> int:
@@ -133,8 +133,8 @@ class BlockDataset:
                 count += 1
         if count != file.nlines:
             raise DataError(
-                f"{str(self.directory / file.file_name)!r} has {count} records; "
-                f"{META_FILE} lists {file.nlines}. Download the file again."
+                f"{str(self.directory / file.file_name)!r} has {count} records, but {META_FILE} "
+                f"lists {file.nlines}. Download the file again."
             )
 
     def file_of(self, block: int) -> BlockFile:
@@ -171,7 +171,9 @@ class BlockDataset:
                 return
             try:
                 if mark != bytes([_RECORD]):
-                    raise DataError(f"it begins with {mark!r}, not with 0x1f: the file is damaged.")
+                    raise DataError(
+                        f"it begins with {mark!r} instead of 0x1f: the file is damaged."
+                    )
                 record = read_plain(stream)
             except DataError as error:
                 raise DataError(f"{_place(path, block, number)}: {error}") from error
@@ -237,7 +239,9 @@ def _load_json(content: bytes) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
-        raise DataError(f"not JSON ({error}); was it written with form='pickle'?") from error
+        raise DataError(
+            f"it is not JSON ({error}). The file may have been written with form='pickle'."
+        ) from error
 
 
 _FORMS: dict[str, Callable[[bytes], Any]] = {
@@ -254,7 +258,7 @@ def _read_meta(path: Path, block_bytes: int) -> list[BlockFile]:
         lines = _old_lines(content) if content[:1] == _PICKLE else content.decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"cannot read {str(path)!r} ({error}): a block dataset is a directory with a "
+            f"cannot read {str(path)!r} ({error}). A block dataset is a directory with a "
             f"{META_FILE}."
         ) from error
     files: list[BlockFile] = []
@@ -265,8 +269,9 @@ def _read_meta(path: Path, block_bytes: int) -> list[BlockFile]:
         begin = files[-1].block_end if files else 0
         if file.block_begin != begin or file.block_end < begin:
             raise DataError(
-                f"{str(path)!r}, line {number}: blocks {file.block_begin} to {file.block_end}, but "
-                f"the files before it end at {begin}; the file is damaged."
+                f"{str(path)!r}, line {number}: the file has blocks {file.block_begin} to "
+                f"{file.block_end}, but the files before it end at block {begin}. The file is "
+                "damaged. Download it again."
             )
         files.append(file)
     return files
@@ -291,7 +296,7 @@ def _read_meta_line(line: str, where: str, block_bytes: int) -> BlockFile:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
             f"{where}: {line!r:.80} does not describe a data file ({type(error).__name__}: "
-            f"{error}); the file is damaged."
+            f"{error}). The file is damaged. Download it again."
         ) from error
     if name in ("", ".", "..") or Path(name).name != name or "\\" in name or size < 1:
         raise DataError(
@@ -309,13 +314,13 @@ def _records(content: bytes, path: Path, block: int) -> Iterator[tuple[int, int]
         if content[at] != _RECORD or start > len(content):
             raise DataError(
                 f"{_place(path, block, number)} begins with byte 0x{content[at]:02x} at offset "
-                f"{at}, not with 0x1f: the file is damaged, or block_bytes is wrong."
+                f"{at} instead of 0x1f. Either the file is damaged, or block_bytes is wrong."
             )
         end = start + _LENGTH.unpack_from(content, at + 1)[0]
         if end > len(content):
             raise DataError(
-                f"{_place(path, block, number)} goes {end - len(content)} bytes beyond its block: "
-                "the file is damaged, or block_bytes is wrong."
+                f"{_place(path, block, number)} extends {end - len(content)} bytes beyond its "
+                "block. Either the file is damaged, or block_bytes is wrong."
             )
         yield start, end
         at, number = end, number + 1

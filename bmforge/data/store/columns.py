@@ -139,8 +139,8 @@ def read_columns(store: TokenStore) -> Columns:
         columns = _read(columns_path(store.prefix))
     if len(columns) != store.num_documents:
         raise DataError(
-            f"{str(columns_path(store.prefix))!r} speaks of {len(columns)} documents, "
-            f"the store has {store.num_documents}. Copy both again."
+            f"{str(columns_path(store.prefix))!r} lists {len(columns)} documents, but the store "
+            f"has {store.num_documents}. Copy both again."
         )
     return columns
 
@@ -148,8 +148,8 @@ def read_columns(store: TokenStore) -> Columns:
 def _read(path: Path) -> Columns:
     if not path.is_file():
         raise DataError(
-            f"{str(path)!r} is not there, so nothing is known of single documents. "
-            "Prepare the corpus again, with this version."
+            f"{str(path)!r} does not exist, so documents cannot be selected by language, date "
+            "or source. Prepare the corpus again with this version."
         )
     try:
         with path.open("rb") as file:
@@ -160,7 +160,7 @@ def _read(path: Path) -> Columns:
         if head["format"] != _FORMAT:
             raise ValueError(f"format {head['format']}, but the supported format is {_FORMAT}")
         if path.stat().st_size != len(line) + head["documents"] * _ROW.itemsize:
-            raise ValueError("it is cut off")
+            raise ValueError("the file is truncated")
         rows = np.fromfile(path, dtype=_ROW, offset=len(line))
         for name in NAMED:
             if len(rows) and int(rows[name].max()) >= len(names[name]):

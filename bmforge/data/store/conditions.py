@@ -96,14 +96,14 @@ def _parse(text: str) -> Condition:
     if match is None or match[1] not in columns:
         hint = suggest(match[1], columns) if match else ""
         raise ConfigError(
-            f"where={text!r} is no condition.{hint} Write NAME=VALUE, such as "
-            f"language=zh, date>=2020 or quality>=0.5; names are {', '.join(columns)}."
+            f"where={text!r} is not a condition.{hint} Write NAME=VALUE, such as language=zh, "
+            f"date>=2020 or quality>=0.5 (names: {', '.join(columns)})."
         )
     condition = Condition(*match.groups())
     if condition.column in NAMED and condition.sign not in ("=", "!="):
-        raise ConfigError(f"where={text!r}: a {condition.column} is compared with = and != alone.")
+        raise ConfigError(f"where={text!r}: a {condition.column} supports only = and !=.")
     if condition.column == "date" and not _DATE_FORM.fullmatch(condition.value):
-        raise ConfigError(f"where={text!r}: a date is written as 2024, 2024-05 or 2024-05-01.")
+        raise ConfigError(f"where={text!r}: a date must be written as 2024, 2024-05 or 2024-05-01.")
     if condition.column == "quality":
         try:
             float(condition.value)
@@ -137,7 +137,8 @@ def select_store(store: TokenStore, conditions: Sequence[Condition]) -> TokenSto
             f"{condition.column}{condition.sign}{condition.value}" for condition in conditions
         )
         listing = "; ".join(
-            f"{name}: {', '.join(columns.names[name][1:9]) or 'unknown of all'}" for name in NAMED
+            f"{name}: {', '.join(columns.names[name][1:9]) or 'not known for any document'}"
+            for name in NAMED
         )
         raise DataError(
             f"no document of {str(store.prefix)!r} satisfies {conditions_text}. Existing "

@@ -61,7 +61,7 @@ def read_plain(stream: io.BytesIO) -> Any:
         raise
     except _UNREADABLE as error:
         raise DataError(
-            f"a damaged pickle ({type(error).__name__}: {error}). Get the file again."
+            f"the pickle is damaged ({type(error).__name__}: {error}). Download the file again."
         ) from error
 
 
@@ -71,7 +71,7 @@ class _Name:
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
-        raise DataError("a pickle that tries to change what it names is refused.")
+        raise DataError("the pickle modifies an object that it names, which is not allowed.")
 
 
 class _ArrayClass(_Name):
@@ -128,7 +128,7 @@ class _Latin1(_Name):
 
     def __call__(self, text: str, encoding: str = "utf-8") -> bytes:
         if encoding not in ("latin1", "latin-1"):
-            raise DataError(f"a pickle that encodes text as {encoding!r:.40} is refused.")
+            raise DataError(f"the pickle encodes text as {encoding!r:.40}, which is not allowed.")
         return str.encode(text, "latin1")
 
 
@@ -148,7 +148,9 @@ class _Set(_Name):
 
     def __call__(self, parts: list[Any]) -> set[Any]:
         if type(parts) is not list:
-            raise DataError("a set that is not built from a list is refused.")
+            raise DataError(
+                "the pickle contains a set that is not built from a list, which is not allowed."
+            )
         return set(parts)
 
 
@@ -160,7 +162,8 @@ class _Dtype:
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not _DTYPE.fullmatch(name):
             raise DataError(
-                f"an array of dtype {name!r:.40}: only arrays of plain numbers are supported."
+                f"the pickle contains an array of dtype {name!r:.40} (supported: arrays of "
+                "numbers)."
             )
         self.name = name
         self.order: Literal["<", ">", "|", "="] = "<"
@@ -169,7 +172,7 @@ class _Dtype:
         order = state[1]
         if order not in ("<", ">", "|", "=") or any(part is not None for part in state[2:5]):
             raise DataError(
-                "an array with fields in it: only arrays of plain numbers are supported."
+                "the pickle contains an array with fields (supported: arrays of numbers)."
             )
         self.order = order
 
@@ -190,13 +193,21 @@ class _Array:
 def _make_array(content: Any, dtype: Any, shape: Any, is_fortran: bool) -> np.ndarray:
     """Build an array, after checking dtype, shape and content size."""
     if not isinstance(dtype, _Dtype) or not isinstance(content, bytes):
-        raise DataError("an array that does not hold plain numbers is refused.")
+        raise DataError(
+            "the pickle contains an array that has other content than numbers, which is not "
+            "allowed."
+        )
     kind = np.dtype(dtype.name).newbyteorder(dtype.order)
     sizes = tuple(shape)
     if not all(type(n) is int and n >= 0 for n in sizes):
-        raise DataError(f"an array of shape {shape!r:.40} is refused.")
+        raise DataError(
+            f"the pickle contains an array of shape {shape!r:.40}, which is not allowed."
+        )
     if math.prod(sizes) * kind.itemsize != len(content):
-        raise DataError(f"an array of shape {sizes} with {len(content)} bytes is damaged.")
+        raise DataError(
+            f"the pickle contains an array of shape {sizes} with {len(content)} bytes, so it is "
+            "damaged."
+        )
     flat = np.frombuffer(content, dtype=kind).astype(kind.newbyteorder("="))
     return flat.reshape(sizes, order="F" if is_fortran else "C")
 
@@ -240,7 +251,7 @@ class _FileRow(_Name):
 
     def __call__(self, version: Any, row: Any) -> tuple[Any, ...]:
         if version != 1 or type(row) is not tuple:
-            raise DataError("a description of a data file in an unknown form.")
+            raise DataError("the description of a data file has an unknown format.")
         return row
 
 
@@ -257,7 +268,9 @@ class _GetRow(_Name):
 
     def __call__(self, owner: Any, name: Any) -> _FileRow:
         if type(owner) is not _FileInfo or name != "_load_from_state":
-            raise DataError(f"a pickle that reads {name!r:.80} of something is refused.")
+            raise DataError(
+                f"the pickle reads the attribute {name!r:.80} of an object, which is not allowed."
+            )
         return _FileRow()
 
 
@@ -283,9 +296,9 @@ def load_block_files(content: bytes) -> list[tuple[Any, ...]]:
     except DataError:
         raise
     except _UNREADABLE as error:
-        raise DataError(f"a damaged pickle ({type(error).__name__}: {error}).") from error
+        raise DataError(f"the pickle is damaged ({type(error).__name__}: {error}).") from error
     if type(rows) is not list or not all(type(row) is tuple and len(row) == 6 for row in rows):
-        raise DataError("a pickle that is not a list of data files is refused.")
+        raise DataError("the pickle is not a list of data files.")
     return rows
 
 
@@ -305,7 +318,7 @@ def _finish(record: Any, done: dict[int, Any]) -> Any:
         return record
     finished = done.get(id(record))
     if finished is _OPEN:
-        raise DataError("a record that contains itself is refused.")
+        raise DataError("the pickle contains a record that contains itself, which is not allowed.")
     if finished is None:
         done[id(record)] = _OPEN
         finished = done[id(record)] = _finish_container(record, done)
@@ -317,4 +330,4 @@ def _finish_container(record: Any, done: dict[int, Any]) -> Any:
         return {_finish(key, done): _finish(value, done) for key, value in record.items()}
     if type(record) in (list, tuple, set, frozenset):
         return type(record)(_finish(part, done) for part in record)
-    raise DataError("a pickle with a name instead of a value is refused.")
+    raise DataError("the pickle contains a name instead of a value, which is not allowed.")

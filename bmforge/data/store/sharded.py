@@ -66,11 +66,11 @@ def write_shard_list(
             names.append(Path(shard).absolute().relative_to(path.absolute().parent).as_posix())
         except ValueError as error:
             raise ConfigError(
-                f"shard {str(shard)!r} is not in the directory of, or below, {str(path)!r}. Move "
-                "it there."
+                f"shard {str(shard)!r} is not in the directory of {str(path)!r} or below it. "
+                "Move it there."
             ) from error
     if not names or len(set(names)) != len(names):
-        raise ConfigError(f"shards={names} (needed: one at least, each once).")
+        raise ConfigError(f"shards={names} must have at least one shard, and none twice.")
     entries = [
         {"name": name, "tokens": store.num_tokens, "sequences": len(store)}
         for name, store in zip(names, map(TokenStore, shards), strict=True)
@@ -140,10 +140,10 @@ def _open_all(path: Path) -> list[TokenStore]:
             raise ValueError(f"format {record['format']}, but the supported format is {_FORMAT}")
         entries = [(e["name"], int(e["tokens"]), int(e["sequences"])) for e in record["shards"]]
         if not entries or any(Path(name).is_absolute() or ".." in name for name, *_ in entries):
-            raise ValueError("it names no shards, or some that lie elsewhere")
+            raise ValueError("it lists no shards, or shards outside of its directory")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{str(path)!r} is no list of shards ({error}). Copy or write it again."
+            f"{str(path)!r} is not a list of shards ({error}). Copy or write it again."
         ) from error
     stores = []
     for name, tokens, sequences in entries:

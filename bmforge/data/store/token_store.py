@@ -87,9 +87,9 @@ class TokenStore:
             )
         if bin_path.stat().st_size != needed:
             raise DataError(
-                f"{str(bin_path)!r} has {bin_path.stat().st_size} bytes, but its index "
-                f"speaks of {needed}: one of the two is cut off or from another store. "
-                "Copy both again."
+                f"{str(bin_path)!r} has {bin_path.stat().st_size} bytes, but its index needs "
+                f"{needed}: one of the two is truncated or belongs to another store. Copy both "
+                "again."
             )
         marks = self.doc_idx
         if len(marks) and not (int(marks[0]) == 0 and 0 <= int(marks[-1]) <= count):
@@ -199,7 +199,7 @@ def _read_header(path: Path) -> tuple[np.dtype[np.integer], int, int]:
             f"{head[:9]!r} instead of {MAGIC!r}. Write the store with bmforge prepare."
         )
     if len(head) < HEADER.size:
-        raise DataError(f"{str(path)!r} is cut off inside its header. Copy or write it again.")
+        raise DataError(f"{str(path)!r} is truncated inside its header. Copy or write it again.")
     _, version, code, sequences, marks = HEADER.unpack(head)
     if version != 1:
         raise DataError(
@@ -208,15 +208,15 @@ def _read_header(path: Path) -> tuple[np.dtype[np.integer], int, int]:
         )
     if code not in DTYPE_CODES:
         raise DataError(
-            f"{str(path)!r} has dtype code {code}, token codes are {sorted(DTYPE_CODES)} "
-            "(6 and 7 are floats, not tokens). Write the store again with integers."
+            f"{str(path)!r} has dtype code {code} (token codes: {sorted(DTYPE_CODES)}; 6 and 7 "
+            "are floats). Write the store again with integers."
         )
     needed = HEADER.size + 12 * sequences + 8 * marks
     if path.stat().st_size != needed:
         raise DataError(
-            f"{str(path)!r} has {path.stat().st_size} bytes, its header speaks of "
-            f"{needed} ({sequences} sequences, {marks} document marks): it is cut off or "
-            "damaged. Copy or write it again."
+            f"{str(path)!r} has {path.stat().st_size} bytes, but its header needs {needed} "
+            f"({sequences} sequences, {marks} document marks): it is truncated or damaged. Copy "
+            "or write it again."
         )
     return np.dtype(DTYPE_CODES[code]), sequences, marks
 

@@ -57,8 +57,8 @@ class TokenStoreWriter:
         taken = [str(path) for path in (self._bin_path, self._idx_path) if path.exists()]
         if taken and not overwrite:
             raise ConfigError(
-                f"{' and '.join(taken)} exist already. Choose another prefix, or replace "
-                "the store with overwrite=True."
+                f"{' and '.join(taken)} already exist. Choose another prefix, or replace the "
+                "store with overwrite=True."
             )
         self.dtype = best_dtype(vocab_size) if dtype is None else _layout_dtype(dtype)
         limits = np.iinfo(self.dtype)
@@ -79,7 +79,7 @@ class TokenStoreWriter:
         tokens = np.asarray(sequence, dtype=None if len(sequence) else np.int64)
         if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
             raise DataError(
-                f"an item of dtype {tokens.dtype} and shape {tokens.shape} (needed: a flat "
+                f"the tokens have dtype {tokens.dtype} and shape {tokens.shape} (needed: a flat "
                 "sequence of integers)."
             )
         self._write(tokens)
@@ -109,9 +109,9 @@ class TokenStoreWriter:
             if low < self._low or high > self._high:
                 wrong = low if low < self._low else high
                 raise DataError(
-                    f"token id {wrong} does not fit {self.dtype.name} ({self._low} to "
-                    f"{self._high}) in {str(self._bin_path)!r}. Give the true vocab_size, or a "
-                    "wider dtype."
+                    f"token id {wrong} is out of range for {self.dtype.name} ({self._low} to "
+                    f"{self._high}) in {str(self._bin_path)!r}. Pass the correct vocab_size, or "
+                    "a wider dtype."
                 )
         self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
 
@@ -187,7 +187,8 @@ def _layout_dtype(dtype: np.dtype[np.integer] | str) -> np.dtype[np.integer]:
     dtypes = [np.dtype(name) for name in DTYPE_CODES.values()]
     if little not in dtypes:
         raise ConfigError(
-            f"dtype={np.dtype(dtype).name}: a token store supports {[d.name for d in dtypes]}."
+            f"dtype={np.dtype(dtype).name} is not supported by token stores (supported: "
+            f"{[d.name for d in dtypes]})."
         )
     return little
 

@@ -47,7 +47,9 @@ def read_few_nerd(path: Path) -> Iterator[TaskExample]:
             continue
         name = cells[-1]
         if len(cells) != 2 or name not in {*numbers, "O"}:
-            raise DataError(f"{str(path)!r}, line {number}: {line!r:.60} is no token and its type.")
+            raise DataError(
+                f"{str(path)!r}, line {number}: {line!r:.60} is not a token followed by its type."
+            )
         if name != "O":
             if spans and spans[-1][1:] == (len(tokens), name):
                 spans[-1] = (spans[-1][0], len(tokens) + 1, name)

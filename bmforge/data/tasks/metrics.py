@@ -176,7 +176,7 @@ def corpus_bleu(
     """
     _check_pairs(predicted, answers)
     if not all(answers):
-        raise ShapeError("every example needs at least one right text to be scored.")
+        raise ShapeError("every example needs at least one correct text to be scored.")
     right, total = [0] * longest, [0] * longest
     length = nearest = 0
     for text, accepted in zip(predicted, answers, strict=True):

@@ -57,7 +57,9 @@ def _blanks(
         name = f"{_BLANK}{piece.partition('#')[0]}#"
         label = answers.get(name)
         if label is not None and label not in range(len(choices)):
-            raise DataError(f"{row.place}: the answer {label!r} to {name} is no candidate.")
+            raise DataError(
+                f"{row.place}: the answer {label!r} to {name} is not one of the candidates."
+            )
         yield TaskExample({"content": text, "blank": name}, label, name, choices)
 
 
@@ -67,7 +69,7 @@ def _read_c3(path: Path) -> Iterator[TaskExample]:
         location = f"{str(path)!r}, entry {number}"
         if not isinstance(entry, list) or len(entry) != 3:
             raise DataError(
-                f"{location}: a list of texts, a list of questions and a name are needed."
+                f"{location} must have a list of texts, a list of questions and a name."
             )
         named = TaskRecord(location, {"context": entry[0], "questions": entry[1], "name": entry[2]})
         context = "\n".join(named.texts("context"))

@@ -42,7 +42,7 @@ def right_options(example: TaskExample, options: Sequence[str]) -> list[int]:
     if not right:
         raise DataError(
             f"example {example.idx} has no correct answer among its choices "
-            f"{list(options)[:8]}; a split without labels cannot be used for training or "
+            f"{list(options)[:8]}. A split without labels cannot be used for training or "
             "evaluation."
         )
     return right
@@ -114,8 +114,8 @@ def continue_prompt(
         room = longest - len(answer) - len(head)
         if room < 1 or not (head or prompt_ids):
             raise DataError(
-                f"the answer {option[:40]!r} has {len(answer)} tokens, and its prompt "
-                f"{len(prompt_ids)}; data.seq_len={longest} has no room for both."
+                f"the answer {option[:40]!r} of {len(answer)} tokens and its prompt of "
+                f"{len(prompt_ids)} do not fit into data.seq_len={longest}. Raise it."
             )
         pairs.append(Pair([*head, *prompt_ids[-room:]], answer))
     return pairs

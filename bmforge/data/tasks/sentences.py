@@ -42,8 +42,8 @@ def _csv_task(name: str, labels: tuple[str, ...], fields: tuple[str, ...]) -> Be
             is_valid = cells and cells[0].isdigit() and 1 <= int(cells[0]) <= len(labels)
             if not is_valid or len(cells) != 1 + len(fields):
                 raise DataError(
-                    f"{str(path)!r}, line {lines.line_num}: {cells!r:.80} is not a class from 1 to "
-                    f"{len(labels)} and {len(fields)} texts ({', '.join(fields)})."
+                    f"{str(path)!r}, line {lines.line_num}: {cells!r:.80} must be a class from "
+                    f"1 to {len(labels)} and {len(fields)} texts ({', '.join(fields)})."
                 )
             texts = dict(zip(fields, cells[1:], strict=True))
             yield TaskExample(texts, int(cells[0]) - 1, number)
@@ -65,7 +65,8 @@ def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> BenchmarkTask:
                 continue
             if len(cells) != len(head):
                 raise DataError(
-                    f"{str(path)!r}, line {number}: {len(cells)} cells, not {len(head)}."
+                    f"{str(path)!r}, line {number}: the line has {len(cells)} cells, but the "
+                    f"header {len(head)}."
                 )
             row = dict(zip(head, cells, strict=True))
             label = row.get("label")

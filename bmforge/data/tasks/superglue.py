@@ -76,7 +76,9 @@ def _record(row: TaskRecord) -> list[TaskExample]:
     for entity in passage.parts("entities"):
         start, end = entity.number("start"), entity.number("end") + 1
         if not 0 <= start < end <= len(text):
-            raise DataError(f"{entity.place}: {start} to {end} is not a part of the passage.")
+            raise DataError(
+                f"{entity.place}: positions {start} to {end} are not part of the passage."
+            )
         names[text[start:end]] = None
     for query in row.parts("qas"):
         right = query.parts("answers") if "answers" in query.values else []

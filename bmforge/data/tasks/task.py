@@ -65,14 +65,16 @@ def find_split(task: BenchmarkTask, folder: str | Path, split: str) -> Path:
     """
     split_name = _SPLIT_NAMES.get(split, split)
     if split_name not in task.files:
-        raise ConfigError(f"{task.name} has no split {split!r}. It has: {', '.join(task.files)}.")
+        raise ConfigError(
+            f"{task.name} has no split {split!r} (available: {', '.join(task.files)})."
+        )
     places = (Path(folder) / task.name, Path(folder))
     looked = [parent / name for parent in places for name in task.files[split_name]]
     existing = next((path for path in looked if path.exists()), None)
     if existing is None:
         raise DataError(
-            f"{task.name} has no file for {split!r}: none of "
-            f"{', '.join(map(str, looked))} exists. Give the folder that contains it."
+            f"{task.name} has no file for {split!r}: none of {', '.join(map(str, looked))} "
+            "exists. Pass the folder that contains it."
         )
     return existing
 
@@ -87,7 +89,7 @@ class TaskRecord:
 
     def __init__(self, place: str, values: Any) -> None:
         if not isinstance(values, dict):
-            raise DataError(f"{place}: {values!r:.60} stands where an object is needed.")
+            raise DataError(f"{place}: {values!r:.60} must be a JSON object.")
         self.place = place
         self.values: dict[str, Any] = values
 
@@ -124,13 +126,17 @@ class TaskRecord:
         word = str(value).lower() if isinstance(value, bool) else str(value)
         if word not in names:
             label_names = ", ".join(list(names)[:20])
-            raise DataError(f"{self.place}: {name}={value!r} is not a label. Known: {label_names}.")
+            raise DataError(
+                f"{self.place}: {name}={value!r} is not a label (labels: {label_names})."
+            )
         return names[word]
 
     def _get(self, name: str, kind: type) -> Any:
         if name not in self.values:
             has = ", ".join(self.values)
-            raise DataError(f"{self.place}: there is no {name!r}. It has: {has or 'nothing'}.")
+            raise DataError(
+                f"{self.place}: the field {name!r} is missing (present: {has or 'none'})."
+            )
         value = self.values[name]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise DataError(
@@ -153,7 +159,7 @@ def read_records(path: Path) -> Iterator[TaskRecord]:
                 values = json.loads(line)
             except json.JSONDecodeError as error:
                 raise DataError(
-                    f"{location}is not JSON ({error.msg}, column {error.colno})."
+                    f"{location} is not JSON ({error.msg}, column {error.colno})."
                 ) from error
             yield TaskRecord(location, values)
 
@@ -167,4 +173,4 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(read_text(path))
     except json.JSONDecodeError as error:
-        raise DataError(f"{str(path)!r}, line {error.lineno}is not JSON ({error.msg}).") from error
+        raise DataError(f"{str(path)!r}, line {error.lineno} is not JSON ({error.msg}).") from error

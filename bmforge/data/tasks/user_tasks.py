@@ -31,15 +31,15 @@ def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = (
     """
     if len(labels) < 2 or len(set(labels)) < len(labels):
         raise ConfigError(
-            f"labels={list(labels)} must be two or more, all different. They are what "
-            "'label' says in the file."
+            f"labels={list(labels)} must be at least two different labels, the values of "
+            "'label' in the file."
         )
     names = tuple(fields) or _find_fields(Path(path))
     wrong = [name for name in names if _FORBIDDEN & set(name) or name == _LABEL]
     if wrong:
         raise ConfigError(
-            f"the fields {wrong} of {str(path)!r} cannot be read as texts: a field must "
-            f"not be named {_LABEL!r} or contain any of {' '.join(sorted(_FORBIDDEN))}."
+            f"the fields {wrong} of {str(path)!r} cannot be used: a field must not be named "
+            f"{_LABEL!r} or contain any of {' '.join(sorted(_FORBIDDEN))}."
         )
     numbers = {label: number for number, label in enumerate(labels)}
 

@@ -19,7 +19,7 @@ __all__ = ["CHINESE", "tell_form"]
 
 _WEB_TEXT = "Chen et al. 2023, arXiv:2311.01149 (ChineseWebText)"
 _FINEWEB_2 = "FineWeb-2, configs/cmn_Hani.yml (Penedo et al. 2025, arXiv:2506.20920)"
-_OWN = "own bound; docs/guides/chinese_text.md says how it was found"
+_OWN = "chosen for this rule; docs/guides/chinese_text.md describes how"
 _STOP_WORDS = frozenset("的年在月是和日了於·為有被人中为他與後也而由")
 _GRAM = 13
 # At most half a phrase per line, ChineseWebText's bound for its word list.
@@ -118,7 +118,7 @@ _OWN_RULES = (
         "repeated_grams",
         _repeated_grams,
         Bounds(None, 0.5),
-        f"share of runs of {_GRAM} characters that came before",
+        f"share of {_GRAM}-character runs that occurred before",
         _WEB_TEXT,
         "一段话贴了三遍",
     ),
@@ -127,14 +127,14 @@ _OWN_RULES = (
         _ads,
         Bounds(None, 0.5),
         "advertising phrases per line",
-        f"the bound for listed words of {_WEB_TEXT}; own list",
+        f"the limit of {_WEB_TEXT} for listed words; own word list",
         "厂家直销,全国包邮,立即购买!",
     ),
     Rule(
         "contacts",
         _contacts,
         Bounds(None, 5),
-        "phone numbers and accounts per 1,000 characters (200 at least)",
+        "phone numbers and accounts per 1,000 characters (at least 200)",
         _OWN,
         "微信号:abc12345 电话:13800138000",
     ),

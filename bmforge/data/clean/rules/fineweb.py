@@ -44,13 +44,18 @@ def line_rules(
     menu = "Home\nShop\nContact us\nSign in"
     rules = [
         Rule(
-            "empty", _filled_lines, Bounds(1), "lines that hold more than spaces", source, "\n \n"
+            "empty",
+            _filled_lines,
+            Bounds(1),
+            "lines that contain more than spaces",
+            source,
+            "\n \n",
         ),
         Rule(
             "line_punct_ratio",
             TextStatistics.ends_sentence_share,
             Bounds(ends),
-            "share of lines that end as a sentence does",
+            "share of lines that end with sentence punctuation",
             source,
             menu,
         ),
@@ -71,7 +76,7 @@ def line_rules(
             "char_dup_ratio",
             _repeated_characters,
             Bounds(None, repeated),
-            "share of characters in lines that came before",
+            "share of characters in lines that occurred before",
             source,
             "Read more\nRead more",
         ),

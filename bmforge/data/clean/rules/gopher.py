@@ -62,7 +62,7 @@ def count_stop_words(text: TextStatistics, stop_words: frozenset[str] = _STOP_WO
 
 
 _REAL_WORDS = "words that are more than marks"
-_WORD_LENGTH = "mean length of such a word, in characters"
+_WORD_LENGTH = "mean word length in characters"
 # Name, measure, meaning, and a text that violates the rule; the bounds are in `quality_rules`.
 _QUALITY_RULES = (
     ("short_doc", _count_words, _REAL_WORDS, "Subscribe to our newsletter."),
