@@ -1,23 +1,29 @@
 """Text generation and scoring with trained models and a KV cache.
 
-Start reading at `generate.py`: `decoder.py` runs the model, `sampling.py` turns logits into tokens
-and `beam.py` implements beam search. Results equal those of transformers' ``generate`` on the same
-weights. `score.py` computes likelihoods of texts and `conversation.py` opens conversations;
-`openbmb/` implements EVA's conversations and CPM-Bee's documents. `engine/` batches requests and
-streams models that do not fit into device memory.
+Start reading at `generation.py`: `decoder.py` runs the model, `sampling.py` turns logits into
+tokens and `beam.py` implements beam search. Results equal those of transformers' ``generate`` on
+the same weights. `score.py` computes likelihoods of texts, `conversation.py` opens conversations,
+and `openbmb/` implements EVA's conversations and CPM-Bee's documents. `engine/` batches requests
+and streams models that do not fit into device memory.
 """
 
-from bmforge.infer.cache import KVCache
-from bmforge.infer.engine import (
-    Completion,
-    Constraint,
-    Engine,
-    EngineConfig,
-    Request,
-    RequestsConfig,
-)
-from bmforge.infer.generate import generate
-from bmforge.infer.options import GenerationConfig
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the exports that `__getattr__` imports
+    from bmforge.infer.cache import KVCache
+    from bmforge.infer.engine import (
+        Completion,
+        Constraint,
+        Engine,
+        EngineConfig,
+        Request,
+        RequestsConfig,
+    )
+    from bmforge.infer.generation import generate
+    from bmforge.infer.options import GenerationConfig
 
 __all__ = [
     "Completion",
@@ -30,3 +36,20 @@ __all__ = [
     "RequestsConfig",
     "generate",
 ]
+
+# Module of each export. Sampling or the KV cache alone do not need the engine, which is imported
+# when it is first used.
+_MODULES = {
+    **dict.fromkeys(("Completion", "Constraint", "Engine", "EngineConfig"), "engine"),
+    **dict.fromkeys(("Request", "RequestsConfig"), "engine"),
+    "GenerationConfig": "options",
+    "KVCache": "cache",
+    "generate": "generation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import an export when it is first used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -13,7 +13,7 @@ import torch
 
 from bmforge.errors import ConfigError
 from bmforge.infer.end_tokens import find_end_tokens
-from bmforge.infer.generate import generate
+from bmforge.infer.generation import generate
 from bmforge.infer.openbmb.texts import continue_ids
 from bmforge.infer.options import GenerationConfig
 from bmforge.models.base import Model

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from bmforge.infer.cache import KVCache
 from bmforge.models.causal_lm import CausalLM
-from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.stack import span_of
 from bmforge.nn.adapter_selection import Selection
 from bmforge.nn.position import outdates_keys
 from bmforge.records import Stack, laid_out
 from bmforge.tune.delta import select_adapters
 from bmforge.tune.delta.selection import per_sample_selection
+
+if TYPE_CHECKING:
+    from bmforge.models.seq2seq import Seq2Seq
 
 __all__ = ["Decoder", "Seq2SeqDecoder", "make_cache"]
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from bmforge.infer.decoder import Decoder, Seq2SeqDecoder
-from bmforge.infer.foreign_decoder import start_foreign
 from bmforge.models.causal_lm import CausalLM
-from bmforge.models.seq2seq import Seq2Seq
+
+if TYPE_CHECKING:
+    from bmforge.models.seq2seq import Seq2Seq
 
 __all__ = ["start_decoder"]
 
@@ -31,6 +33,9 @@ def start_decoder(
         input_ids, mask: (B, S); returns a decoder and (B, T)
     """
     if model.keeps_foreign_cache and model.traits.reads != "apart":
+        # Imported here because native models, the usual case, do not need transformers' decoder.
+        from bmforge.infer.foreign_decoder import start_foreign
+
         length = input_ids.shape[1] + max_new_tokens
         return start_foreign(model, mask, length, adapter_names), input_ids
     if model.traits.reads != "apart":

@@ -20,7 +20,7 @@ from torch import Tensor
 from bmforge.data.tasks.rows import Pair
 from bmforge.errors import ConfigError, MissingDependencyError
 from bmforge.infer.end_tokens import find_end_tokens
-from bmforge.infer.generate import generate
+from bmforge.infer.generation import generate
 from bmforge.infer.score import Likelihood, roll_windows, score_pairs
 from bmforge.models import AutoModel
 from bmforge.models.base import Model

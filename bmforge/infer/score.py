@@ -22,7 +22,7 @@ from torch import Tensor
 from bmforge.batch import Batch
 from bmforge.data.tasks.rows import Pair
 from bmforge.errors import ConfigError, DataError
-from bmforge.infer.generate import generate
+from bmforge.infer.generation import generate
 from bmforge.models.base import Model
 from bmforge.models.seq2seq import shift_right
 from bmforge.parallel import ROW_AXES, World, mesh_of, reshard_, sum_over_axes

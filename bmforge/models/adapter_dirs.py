@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models.formats.hf_format import has_weights
-from bmforge.models.resolve import resolve_model
 
 __all__ = ["ADAPTER_CONFIG", "find_base", "find_export", "is_adapter"]
 
@@ -42,12 +42,12 @@ def is_adapter(name: str | Path) -> bool:
     return (Path(name) / ADAPTER_CONFIG).exists() and not has_weights(Path(name))
 
 
-def find_base(adapter: Path, hub_ids: dict[str, str]) -> Path:
+def find_base(adapter: Path, find_model: Callable[[str], Path]) -> Path:
     """Return the directory of an adapter's base model, which the adapter's config names.
 
     Args:
         adapter: adapter directory.
-        hub_ids: hub ids of models by short name.
+        find_model: function that returns the directory of a model, given by name.
 
     Raises:
         CheckpointError: the config is damaged.
@@ -67,7 +67,7 @@ def find_base(adapter: Path, hub_ids: dict[str, str]) -> Path:
             f"model and --adapter {adapter}, or write base_model_name_or_path into the file."
         )
     try:
-        return resolve_model(base, hub_ids)
+        return find_model(base)
     except ConfigError as error:
         raise ConfigError(
             f"the base model {base!r} of the adapter in {str(adapter)!r} was not found "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, get_args
 
 from bmforge.errors import ConfigError, suggest
@@ -15,8 +16,6 @@ from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.families import FAMILIES
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.resolve import resolve_model
-from bmforge.models.transformers import TransformersModel
-from bmforge.models.transformers.library import load_library, supports
 
 __all__ = [
     "FAMILIES",
@@ -73,8 +72,10 @@ def find_config(name: str, backend: Backend = "auto") -> tuple[type[Model], Mode
 
 def family_of_config(config: ModelConfig) -> type[Model]:
     """Return the class that builds models from a config."""
-    native = (f for f in FAMILIES.values() if f.config_class is type(config))
-    return next(native, TransformersModel)
+    name = type(config).__name__.removesuffix("Config")
+    if name in FAMILIES and FAMILIES[name].config_class is type(config):
+        return FAMILIES[name]
+    return _transformers_model()
 
 
 def find_model(name: str | Path) -> Path:
@@ -83,12 +84,13 @@ def find_model(name: str | Path) -> Path:
     Raises:
         ConfigError: the model is neither a directory, nor in the cache, nor on the hub.
     """
-    return resolve_model(name, _hub_ids())
+    # A path needs no table of hub ids, which would import every family.
+    return resolve_model(name, {} if Path(name).exists() else _hub_ids())
 
 
 def find_base_model(adapter: str | Path) -> Path:
     """Return the directory of an adapter's base model; see `find_base`."""
-    return find_base(Path(adapter), _hub_ids())
+    return find_base(Path(adapter), find_model)
 
 
 def _hub_ids() -> dict[str, str]:
@@ -116,12 +118,12 @@ class AutoModel:
         if backend == "auto" and isinstance(changes, dict):
             backend = changes.get("backend", backend)
         if backend != "transformers":
-            for family in FAMILIES.values():
+            for family in FAMILIES.by_similarity(str(raw.get("model_type"))):
                 if family.config_class.opens(raw):
                     return family
         kind = str(raw.get("model_type"))
-        if backend != "native" and supports(kind):
-            return TransformersModel
+        if backend != "native" and _transformers_library().supports(kind):
+            return _transformers_model()
         raise ConfigError(_describe_unknown(kind, raw, backend))
 
     @classmethod
@@ -182,6 +184,17 @@ class AutoModel:
         return cls.family_of(raw, backend), directory
 
 
+def _transformers_model() -> type[Model]:
+    """Import the backend for other architectures, which models of a native family do not need."""
+    from bmforge.models.transformers import TransformersModel
+
+    return TransformersModel
+
+
+def _transformers_library() -> ModuleType:
+    return importlib.import_module("bmforge.models.transformers.library")
+
+
 def check_backend(backend: str) -> None:
     """Raise `ConfigError` if the backend does not exist."""
     if backend not in get_args(Backend):
@@ -210,7 +223,7 @@ def _describe_unknown(kind: str, raw: dict[str, Any], backend: str) -> str:
             f"model_type={kind!r} needs Python code from the model's directory, which "
             "bmforge does not run. Use a model whose architecture is part of transformers."
         )
-    version = load_library().__version__
+    version = _transformers_library().load_library().__version__
     return (
         f"model_type={kind!r} is neither a native family nor an architecture of transformers "
         f"{version}.{suggest(kind, native)} Install a newer transformers, or see "

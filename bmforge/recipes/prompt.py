@@ -19,7 +19,7 @@ from torch import Tensor
 from bmforge.data.tasks import BenchmarkTask, TaskExample
 from bmforge.data.tasks.metrics import score_task
 from bmforge.errors import ConfigError
-from bmforge.infer.generate import generate
+from bmforge.infer.generation import generate
 from bmforge.infer.score import collect_rows
 from bmforge.logging import get_logger
 from bmforge.models import Model

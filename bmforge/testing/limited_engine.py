@@ -22,7 +22,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig
 from bmforge.infer.engine.budget import plan_memory
 from bmforge.infer.engine.native_step import load_step
-from bmforge.infer.generate import generate
+from bmforge.infer.generation import generate
 from bmforge.models import (
     GPT2,
     T5,

@@ -13,7 +13,7 @@ from bmforge.data.tasks import TASKS, TaskExample
 from bmforge.data.tasks.metrics import score_task
 from bmforge.data.tasks.task import BenchmarkTask
 from bmforge.data.tasks.wording import word_task
-from bmforge.models.hub import FAMILIES
+from bmforge.models.families import FAMILIES, MODULES
 from bmforge.train import OptimConfig
 from bmforge.train.optim import build
 
@@ -38,15 +38,38 @@ def strings(path: Path) -> set[str]:
 
 
 def test_families_stand_in_one_table() -> None:
-    """Nothing but the table of families, and what has the old programs' names, lists them."""
+    """Only `bmforge.models`, whose imports type checkers read, and compat import most families."""
     own = {family.__module__ for family in FAMILIES.values()}
     lists = {
         str(path.relative_to(PACKAGE))
         for path in FILES
         if len(own & {*imported_modules(path)}) > len(own) // 3 and room_of(path) != "compat"
     }
-    assert lists == {"models/families.py"}
+    assert lists == {"models/__init__.py"}
     assert list(FAMILIES) == sorted(FAMILIES)
+
+
+def test_type_checkers_see_the_table_of_families() -> None:
+    """The imports for type checkers are the table's modules and names."""
+    tree = ast.parse((PACKAGE / "models" / "__init__.py").read_text("utf-8"))
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    imported = {
+        str(node.module): {alias.name for alias in node.names}
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert imported == {
+        f"bmforge.models.{module}": {name for n in names for name in (n, f"{n}Config")}
+        for module, names in MODULES.items()
+    }
+
+
+def test_one_family_opens_a_config_file() -> None:
+    """The order in which `AutoModel` asks the families does not matter."""
+    types = {t for f in FAMILIES.values() for t in f.config_class.model_types}
+    for raw in [*({"model_type": t} for t in types), {"position_bias_num_segment_buckets": 1}]:
+        opening = [name for name, f in FAMILIES.items() if f.config_class.opens(raw)]
+        assert len(opening) == 1, (raw, opening)
 
 
 def test_few_files_name_an_axis_of_the_mesh() -> None:

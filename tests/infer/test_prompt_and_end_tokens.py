@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig, GenerationConfig, Request, generate
 from bmforge.infer.chat import encode_messages
-from bmforge.infer.generate import complete_config
+from bmforge.infer.generation import complete_config
 from bmforge.infer.openbmb.texts import write_text
 from bmforge.models import AutoModel, Llama
 from bmforge.tokenizers import AutoTokenizer

@@ -85,24 +85,29 @@ def test_what_has_no_place_is_said(
 def test_the_family_is_entered_once_and_nothing_is_overwritten(
     script: ModuleType, tmp_path: Path
 ) -> None:
-    """The table of families gets an import and two names, in order."""
-    table = tmp_path / "bmforge" / "models" / "families.py"
-    table.parent.mkdir(parents=True)
-    shutil.copy(ROOT / "bmforge" / "models" / "families.py", table)
-    before = table.read_text("utf-8").splitlines()
+    """The table of families gets a row and the imports for type checkers a line, in order."""
+    models = tmp_path / "bmforge" / "models"
+    models.mkdir(parents=True)
+    tables = [models / "families.py", models / "__init__.py"]
+    for table in tables:
+        shutil.copy(ROOT / "bmforge" / "models" / table.name, table)
+    before = [table.read_text("utf-8").splitlines() for table in tables]
     (model, _) = script.write_family("Iquest", "iquestcoder", tmp_path)
-    new = [line for line in table.read_text("utf-8").splitlines() if line not in before]
-    assert new == [
-        "from bmforge.models.iquest import Iquest, IquestConfig",
-        '    "Iquest",',
-        '    "IquestConfig",',
+    after = [table.read_text("utf-8").splitlines() for table in tables]
+    rows = [
+        '    "iquest": ("Iquest",),',
+        "    from bmforge.models.iquest import Iquest, IquestConfig",
     ]
-    imports = [line for line in table.read_text("utf-8").splitlines() if "import" in line]
-    assert imports[2:] == sorted(imports[2:], key=lambda line: line.split()[1])
-    written = model.read_bytes(), table.read_bytes()
+    for old, new, row in zip(before, after, rows, strict=True):
+        assert [line for line in new if line not in old] == [row]
+        start = row.split("iquest")[0]
+        alike = [line for line in new if line.startswith(start) and '"""' not in line]
+        assert len(alike) > 30
+        assert alike == sorted(alike)
+    written = [path.read_bytes() for path in (model, *tables)]
     with pytest.raises(SystemExit, match="is there already"):
         script.write_family("Iquest", "iquestcoder", tmp_path)
-    assert (model.read_bytes(), table.read_bytes()) == written
+    assert [path.read_bytes() for path in (model, *tables)] == written
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ from bmforge.device import default_device
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine
 from bmforge.infer.decoder import Decoder
-from bmforge.infer.generate import complete_config, run_decoder
+from bmforge.infer.generation import complete_config, run_decoder
 from bmforge.infer.openbmb.chat import join_history
 from bmforge.infer.options import GenerationConfig
 from bmforge.models.config import read_config_file

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmforge.compat.openprompt.examples import InputFeatures
-from bmforge.infer.generate import generate
+from bmforge.infer.generation import generate
 from bmforge.tune.prompt import PromptClassifier, PromptGenerator
 from bmforge.tune.prompt.call import PositionOutputs, ask_model
 

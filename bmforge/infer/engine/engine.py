@@ -33,7 +33,7 @@ from bmforge.infer.engine.span_filling import fill_blanks
 from bmforge.infer.engine.stream import continue_prompts, stream_text
 from bmforge.infer.engine.tasks import TurnTask
 from bmforge.infer.engine.weights import place_, read_weights_
-from bmforge.infer.generate import generate
+from bmforge.infer.generation import generate
 from bmforge.infer.openbmb.documents import fill_documents
 from bmforge.logging import get_logger
 from bmforge.memory.direct_read import DirectReads

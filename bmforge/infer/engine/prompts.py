@@ -14,7 +14,7 @@ from bmforge.infer.engine.answers import Answer, Vocabulary
 from bmforge.infer.engine.constraint import ConstraintCompiler
 from bmforge.infer.engine.packed_step import can_pack
 from bmforge.infer.engine.request import Request
-from bmforge.infer.generate import check_prompt, complete_config
+from bmforge.infer.generation import check_prompt, complete_config
 from bmforge.infer.openbmb.texts import read_hidden, read_span
 from bmforge.infer.options import GenerationConfig
 from bmforge.tokenizers import CPM2Tokenizer

@@ -15,7 +15,7 @@ from bmforge.infer.decoder import Decoder
 from bmforge.infer.decoder_factory import start_decoder
 from bmforge.infer.engine.prompts import Ready, is_document
 from bmforge.infer.engine.turns import Turns
-from bmforge.infer.generate import run_decoder
+from bmforge.infer.generation import run_decoder
 from bmforge.infer.openbmb.hypotheses import search_hypotheses
 from bmforge.infer.openbmb.texts import answer_document, start_hidden
 from bmforge.surgery import evaluating

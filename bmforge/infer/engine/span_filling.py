@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.infer.decoder import Seq2SeqDecoder
-from bmforge.infer.generate import check_prompt, complete_config, run_decoder
+from bmforge.infer.generation import check_prompt, complete_config, run_decoder
 from bmforge.infer.options import GenerationConfig
 from bmforge.nn.prompt import with_prompt
 from bmforge.surgery import evaluating

@@ -10,7 +10,7 @@ import torch
 from bmforge.errors import ConfigError
 from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.engine.text_stream import TextStream
-from bmforge.infer.generate import generate, stream_tokens
+from bmforge.infer.generation import generate, stream_tokens
 from bmforge.infer.openbmb.texts import write_texts
 from bmforge.infer.options import GenerationConfig
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.infer.decoder import Seq2SeqDecoder
-from bmforge.infer.generate import run_decoder
+from bmforge.infer.generation import run_decoder
 from bmforge.infer.options import GenerationConfig
 from bmforge.infer.sampling import find_repeats
 from bmforge.models.seq2seq import Seq2Seq

@@ -21,7 +21,7 @@ from torch import Tensor
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.cache import KVCache
 from bmforge.infer.decoder import Decoder
-from bmforge.infer.generate import run_decoder
+from bmforge.infer.generation import run_decoder
 from bmforge.infer.options import GenerationConfig
 from bmforge.models.cpm_bee import CPMBee, to_arguments
 from bmforge.surgery import evaluating

@@ -24,7 +24,7 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.infer.decoder import Decoder
 from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.engine.text_stream import TextStream
-from bmforge.infer.generate import check_prompt, complete_config, generate, run_decoder
+from bmforge.infer.generation import check_prompt, complete_config, generate, run_decoder
 from bmforge.infer.openbmb.chat import join_history
 from bmforge.infer.openbmb.documents import fill_each
 from bmforge.infer.openbmb.hypotheses import search_hypotheses

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bmforge.errors import ConfigError, ShapeError
-from bmforge.infer.generate import generate
+from bmforge.infer.generation import generate
 from bmforge.models import GLM, GPT2, T5, Bert, BertConfig, GLMConfig, GPT2Config, T5Config
 from bmforge.recipes.inputs.examples import ExampleConfig, ExampleLoader
 from bmforge.testing.character_tokenizer import LetterTokenizer

@@ -10,7 +10,7 @@ from torch import Tensor
 from bmforge.compat.model_center.model import BaseModel
 from bmforge.errors import ConfigError
 from bmforge.infer.decoder_factory import start_decoder
-from bmforge.infer.generate import run_decoder
+from bmforge.infer.generation import run_decoder
 from bmforge.infer.options import GenerationConfig
 from bmforge.surgery import evaluating
 

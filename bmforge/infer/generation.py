@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,12 @@ from bmforge.infer.generation_defaults import read_generation_defaults
 from bmforge.infer.options import GenerationConfig
 from bmforge.infer.sampling import check_scores, choose_tokens, is_one_of, process_scores
 from bmforge.models.causal_lm import CausalLM
-from bmforge.models.seq2seq import Seq2Seq
 from bmforge.nn.prompt import count_ids, with_prompt
 from bmforge.surgery import evaluating
 from bmforge.tune.delta import find_delta, list_deltas
+
+if TYPE_CHECKING:
+    from bmforge.models.seq2seq import Seq2Seq
 
 __all__ = [
     "check_prompt",
