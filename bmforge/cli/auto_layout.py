@@ -41,13 +41,13 @@ def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
     """
     if traits_of(config.model).has_images:
         raise ConfigError(
-            "--layout auto cannot plan for images (supported: tasks that read tokens). Set the "
-            "layout's fields by name, such as --layout.zero 2."
+            "--layout auto does not support images (supported: tasks that read tokens). Set "
+            "the fields of the layout, for example --layout.zero 2."
         )
     if getattr(config.data, "grad_accum_steps", None) is not None:
         raise ConfigError(
-            "--layout auto chooses micro-batches, so data.grad_accum_steps would change the global "
-            "batch. Give data.global_batch_size instead."
+            "--layout auto chooses the micro-batches, so data.grad_accum_steps would change "
+            "the global batch. Set data.global_batch_size instead."
         )
     outcome: list[Any] = [None]
     if not joins or os.environ.get("RANK", "0") == "0":
@@ -68,7 +68,7 @@ def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
         layout,
         rows,
         ", recompute" if recompute else "",
-        f", {offloaded:.0%} of the optimizer offloaded" if offloaded else "",
+        f", {offloaded:.0%} of the optimizer states offloaded" if offloaded else "",
     )
     return dataclasses.replace(
         config,

@@ -158,7 +158,7 @@ class _Session:
             self._chat.clear()
         elif name == "/thoughts":
             self._shows_thoughts = not self._shows_thoughts
-            print(f"thoughts are {'shown' if self._shows_thoughts else 'hidden'}")
+            print(f"reasoning is {'shown' if self._shows_thoughts else 'hidden'}")
         elif name == "/help":
             print(_HELP)
         elif name in ("/system", "/save", "/load"):

@@ -45,27 +45,27 @@ COMMANDS: Mapping[str, Command] = {
         data_options.PrepareCommand,
     ),
     "data": Command(
-        "collect web pages; show a corpus's statistics, samples and dropped documents",
+        "collect web pages; show statistics, samples and dropped documents of a corpus",
         "data:run_data",
     ),
     "train": Command("train a model for a task, or resume a run", "train:run_train"),
-    "evaluate": Command("measure a model on texts and tasks", "evaluate:run_evaluate"),
+    "evaluate": Command("evaluate a model on texts and tasks", "evaluate:run_evaluate"),
     "generate": Command(
         "continue a text with a model", "generate:run_generate", options.GenerateCommand
     ),
-    "chat": Command("talk to a model in the terminal", "chat:run_chat", options.ChatCommand),
+    "chat": Command("chat with a model in the terminal", "chat:run_chat", options.ChatCommand),
     "serve": Command(
         "serve a model over HTTP, with OpenAI's API and a chat page",
         "serve:run_serve",
         options.ServeCommand,
     ),
     "convert": Command(
-        "write any checkpoint in Hugging Face's format or as GGUF",
+        "convert a checkpoint to the Hugging Face format or to GGUF",
         "convert:run_convert",
         options.ConvertCommand,
     ),
     "quantize": Command(
-        "write a model with int8 or int4 weights",
+        "quantize a model to int8 or int4 weights",
         "quantize:run_quantize",
         options.QuantizeCommand,
     ),
@@ -88,23 +88,23 @@ COMMANDS: Mapping[str, Command] = {
         options.CompletionCommand,
     ),
     "migrate": Command(
-        "convert scripts and configs of CPM-Pretrain and OpenPrompt to a run",
+        "convert scripts and configs of CPM-Pretrain and OpenPrompt to a run config",
         "migrate:run_migrate",
         options.MigrateCommand,
     ),
     "report": Command("write the HTML report of a run", "runs:run_report", options.ReportCommand),
     "prompt": Command(
-        "show the prompts that a template makes of examples",
+        "show the prompts that a template produces for examples",
         "prompt:run_prompt",
         prompt_options.PromptCommand,
     ),
     "plan": Command(
-        "predict memory, time and cost of a model's layouts on GPUs",
+        "predict memory, time and cost of training a model on GPUs",
         "plan:run_plan_command",
         options.PlanCommand,
     ),
     "info": Command(
-        "show parameters, FLOPs and cache size of a preset or a model",
+        "show parameters, FLOPs and KV cache size of a preset or a model",
         "info:run_info",
         options.InfoCommand,
     ),

@@ -63,7 +63,7 @@ def _explain(command: DataExplainCommand) -> None:
             print(f"  {line.rule:<46}{line.value:>10.4g}  {bounds}{broken}")
     if not shown:
         location = f" at {command.place!r}" if command.place else ""
-        raise DataError(f"{command.file!r} has no document{location}.")
+        raise DataError(f"{command.file!r} contains no document{location}.")
 
 
 def _chosen(command: DataExplainCommand) -> Iterator[Any]:
@@ -124,10 +124,10 @@ def _verify(command: DataVerifyCommand) -> None:
     if problems:
         lines = "".join(f"\n  {problem}" for problem in problems)
         raise DataError(
-            f"{str(command.directory)!r} is not what was prepared:{lines}\nPrepare it again with "
-            "--overwrite, or copy it again."
+            f"{str(command.directory)!r} was changed after it was prepared:{lines}\nPrepare it "
+            "again with --overwrite, or copy it again."
         )
-    print(f"{command.directory}: all files, counts and sums are as they were written")
+    print(f"{command.directory}: all files, counts and checksums are correct")
 
 
 def _one_line(text: str) -> str:
@@ -136,14 +136,22 @@ def _one_line(text: str) -> str:
 
 
 SUBCOMMANDS: dict[str, tuple[str, type[Any], Callable[[Any], None]]] = {
-    "collect": ("pages of hosts that let us, into a web archive", DataCollectCommand, _collect),
+    "collect": (
+        "collect pages into a web archive, from hosts whose robots.txt allows it",
+        DataCollectCommand,
+        _collect,
+    ),
     "explain": (
-        "each rule's value for a document beside its bounds",
+        "show the value and limits of each rule for a document",
         DataExplainCommand,
         _explain,
     ),
-    "show": ("what became of a corpus's documents, and some of them", DataShowCommand, _show),
-    "quality": ("what tells good texts from others, for --scores", DataQualityCommand, _quality),
-    "report": ("draw a prepared corpus on one page", DataReportCommand, _report),
+    "show": ("show statistics and samples of dropped and kept documents", DataShowCommand, _show),
+    "quality": (
+        "train the classifier that --scores uses to select good texts",
+        DataQualityCommand,
+        _quality,
+    ),
+    "report": ("show statistics of a prepared corpus on one page", DataReportCommand, _report),
     "verify": ("compare a prepared corpus with its record", DataVerifyCommand, _verify),
 }

@@ -80,7 +80,10 @@ def _find_machine() -> Iterator[Finding]:
     yield Finding("memory", f"{available} available of {total / 2**30:.1f} GiB")
     threads, cores, advice = torch.get_num_threads(), _count_cores(), ""
     if threads > cores:
-        advice = f"more threads than cores slow every product down: export OMP_NUM_THREADS={cores}"
+        advice = (
+            "more threads than cores slow down every matrix product: export "
+            f"OMP_NUM_THREADS={cores}"
+        )
     yield Finding("threads", f"{threads} of {cores} cores", advice)
     names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
     compiler = next((path for name in names if name and (path := shutil.which(name))), None)

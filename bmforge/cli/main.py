@@ -65,14 +65,14 @@ def _run(arguments: list[str]) -> int:
     except OSError as error:
         if error.errno in _DISK_FULL:
             _say(
-                f"the disk is full: {error}. Make room and run the same command again; what was "
-                "finished before is still there."
+                f"the disk is full: {error}. Free disk space and run the same command "
+                "again; completed work is kept."
             )
         elif error.filename is not None:
             name = error.filename if error.filename2 is None else error.filename2
             _say(
-                f"{error.strerror}: {str(name)!r}. Check that it is where it should be and may be "
-                "read and written, or name another place."
+                f"{error.strerror}: {str(name)!r}. Check that the path exists and that you "
+                "may read and write it, or choose another path."
             )
         else:
             raise
@@ -129,4 +129,4 @@ def _overview(commands: Mapping[str, Command]) -> str:
     lines = [f"bmforge {__version__}", "", "usage: bmforge COMMAND [OPTIONS]", ""]
     lines += [f"  {name:<12}{command.about}" for name, command in commands.items()]
     lines += ["", "`bmforge COMMAND --help` lists a command's options."]
-    return "\n".join([*lines, "A switch is on as --NAME and off as --no-NAME."])
+    return "\n".join([*lines, "Switches are enabled with --NAME and disabled with --no-NAME."])

@@ -41,7 +41,7 @@ def _write(out: Path, migrated: Migrated) -> None:
     places = [out, *(out.parent / name for name in migrated.files)]
     for path in places:
         if path.exists():
-            raise ConfigError(f"{str(path)!r} already exists. Name another file with --out.")
+            raise ConfigError(f"{str(path)!r} already exists. Choose another file with --out.")
     out.parent.mkdir(parents=True, exist_ok=True)
     for path, text in zip(places, (migrated.toml(), *migrated.files.values()), strict=True):
         replace_file(path, text)

@@ -48,8 +48,8 @@ def with_own_adapter(source: ModelSource, adapters: Sequence[str]) -> tuple[str,
         return tuple(adapters)
     if find_names(adapters):
         raise ConfigError(
-            f"{str(source.adapter)!r} is an adapter, and --adapter names others for requests to "
-            "choose. Give the base model, and this one as --adapter NAME=DIR as well."
+            f"{str(source.adapter)!r} is an adapter, so --adapter cannot add named adapters to "
+            "it. Give the base model, and this adapter as --adapter NAME=DIR too."
         )
     return (str(source.adapter), *adapters)
 
@@ -96,16 +96,15 @@ def find_names(deltas: Sequence[str]) -> dict[str, str]:
     for option, (_, is_told, where) in zip(deltas, parts, strict=True):
         if is_told and not (is_delta_dir(where) or is_delta_dir(option) or _is_number(where)):
             raise ConfigError(
-                f"--adapter {option!r}: {where!r} is neither a weight nor a directory with a "
-                "delta. "
+                f"--adapter {option!r}: {where!r} is neither a weight nor an adapter directory. "
                 "Give DIR, DIR=WEIGHT, or NAME=DIR."
             )
     named = [(name, where) for name, _, where in parts if where and is_delta_dir(where)]
     if named and (len(named) < len(deltas) or len(dict(named)) < len(named)):
         raise ConfigError(
-            f"--adapter {' '.join(deltas)}: some adapters have no name, or the same one. "
-            "Give each its own name (NAME=DIR), which requests select, or give no names "
-            "to apply all of them to every request."
+            f"--adapter {' '.join(deltas)}: some adapters have no name, or the same name. Give "
+            "each its own name (NAME=DIR), which requests select, or no names to apply all of "
+            "them to every request."
         )
     return dict(named)
 

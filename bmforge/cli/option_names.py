@@ -43,6 +43,7 @@ def name_options(message: str, options: Collection[str]) -> str:
             named.update((f"--{hit}", None) for hit in hits if f"--{hit}" not in message)
     if not named:
         return message
-    return f"{message}\nHere the command's {'options are' if len(named) > 1 else 'option is'} " + (
+    return (
+        f"{message}\nIn this command, the {'options are' if len(named) > 1 else 'option is'} "
         f"{', '.join(named)}."
     )

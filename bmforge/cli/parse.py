@@ -140,7 +140,10 @@ def take_switch(arguments: list[str], name: str) -> bool:
         if not value and arguments[at : at + 1] and arguments[at] in _WORDS:
             value = arguments.pop(at)
         if value not in ("", *_WORDS):
-            raise ConfigError(f"{word}={value} is a switch: give it alone, or with True or False.")
+            raise ConfigError(
+                f"{word}={value} is not allowed, because {word} is a switch. Give it alone, or "
+                "with True or False."
+            )
         is_on = (word == name) == (value != "False")
 
 

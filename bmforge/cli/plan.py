@@ -59,7 +59,9 @@ def make_request(command: PlanCommand) -> PlanRequest:
         ConfigError: the model or GPU is unknown, or a number is invalid.
     """
     if command.price is not None and command.tokens is None:
-        raise ConfigError("--price has no effect without --tokens, the length of the run.")
+        raise ConfigError(
+            "--price has no effect without --tokens. Give --tokens, the length of the run."
+        )
     for name in ("tokens", "price"):
         value = getattr(command, name)
         if value is not None and value <= 0:
@@ -117,11 +119,11 @@ def _with_adapter(command: PlanCommand, family: type[Model], config: Any) -> Any
     if command.adapter is None:
         if command.base_dtype is not None:
             raise ConfigError(
-                f"--base-dtype {command.base_dtype} is for a frozen base. Add --adapter lora."
+                f"--base-dtype {command.base_dtype} needs a frozen base model. Add --adapter lora."
             )
         return config
     if command.freeze_base:
-        raise ConfigError("--freeze-base has no effect with --adapter: leave it out.")
+        raise ConfigError("--freeze-base has no effect with --adapter. Leave it out.")
     if command.base_dtype is not None:
         model = family.from_config(config, device="meta")
         quantize_base_(model, command.base_dtype)
@@ -168,9 +170,9 @@ def describe_plan(result: Plan, command: PlanCommand, console: Console) -> None:
     request = result.request
     cluster, device = request.cluster, request.cluster.device
     console.print(
-        f"{request.workload.name}: {request.batch} rows of {request.workload.row_tokens} tokens a "
-        f"step, {request.precision}, on {cluster.count} x {device.name} "
-        f"({device.memory_bytes / _GIB:.1f} GiB usable, {cluster.per_node} a node, "
+        f"{request.workload.name}: {request.batch} rows of {request.workload.row_tokens} "
+        f"tokens per step, {request.precision}, on {cluster.count} x {device.name} "
+        f"({device.memory_bytes / _GIB:.1f} GiB usable, {cluster.per_node} per node, "
         f"{cluster.network_gbit_s:g} Gb/s per GPU between nodes)"
     )
     console.print(make_table(result, command.rows))
@@ -178,9 +180,11 @@ def describe_plan(result: Plan, command: PlanCommand, console: Console) -> None:
         more = f" and {len(layouts) - 1} more" if len(layouts) > 1 else ""
         console.print(f"not possible: {layouts[0]}{more}: {reason}", highlight=False)
     console.print(
-        f"products at {device.reached(request.precision):.0%} of the peak "
-        f"({FULL_SOURCE if request.precision == 'fp32' else device.measured}); figures of the GPU: "
-        f"{device.source}",
+        (
+            f"matrix products at {device.reached(request.precision):.0%} of the peak "
+            f"({FULL_SOURCE if request.precision == 'fp32' else device.measured}); GPU data: "
+            f"{device.source}"
+        ),
         highlight=False,
     )
     if not result.rows or not result.rows[0].fits:
@@ -227,15 +231,21 @@ def _cells(row: PlanRow, request: PlanRequest) -> list[str]:
         f"{(row.memory.total - state - activations) / _GIB:.1f}",
     ]
     if not row.traced:
-        return [*cells, "", "", "", f"weights alone lack {row.short_bytes / _GIB:.1f} GiB"]
+        return [
+            *cells,
+            "",
+            "",
+            "",
+            f"weights alone exceed the memory by {row.short_bytes / _GIB:.1f} GiB",
+        ]
     peak = request.cluster.count * request.cluster.device.peak_flops(request.precision)
     used = row.tokens_per_s * request.workload.flops_per_token / peak
     cells += [f"{row.times.total:.2f}", f"{row.tokens_per_s:,.0f}", f"{used:.0%}"]
     if row.fits:
         return [*cells, "fits"]
     if row.short_bytes > 0:
-        return [*cells, f"lacks {row.short_bytes / _GIB:.1f} GiB"]
-    return [*cells, f"host lacks {row.host_short_bytes / _GIB:.0f} GiB"]
+        return [*cells, f"exceeds the memory by {row.short_bytes / _GIB:.1f} GiB"]
+    return [*cells, f"exceeds the host memory by {row.host_short_bytes / _GIB:.0f} GiB"]
 
 
 def least_line(row: PlanRow) -> str:

@@ -117,13 +117,17 @@ def check_task(command: Any) -> None:
         raise ConfigError("--reference adapter needs --adapter lora. Or use --reference copy.")
     if task == "rl" and command.reference == "copy" and command.gpus > 1:
         raise ConfigError(
-            f"--task rl --reference copy needs one process, not --gpus {command.gpus}. With "
-            "--adapter lora the reference is the base: --reference adapter."
+            f"--task rl --reference copy supports one process, not --gpus {command.gpus}. Use "
+            "--adapter lora, whose base model is the reference: --reference adapter."
         )
     if (command.teacher is not None) != (task == "distill"):
-        raise ConfigError("--task distill needs --teacher MODEL, and no other task takes it.")
+        raise ConfigError(
+            "--teacher MODEL is required with --task distill, and has no effect with other tasks."
+        )
     if command.max_num_seqs is not None and not is_rollout:
-        raise ConfigError("--max-num-seqs has no effect without --task rl or distill.")
+        raise ConfigError(
+            "--max-num-seqs has no effect without --task rl or distill. Leave it out."
+        )
 
 
 def head_of_task(task: str, config: Any) -> Any:

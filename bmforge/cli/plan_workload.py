@@ -52,8 +52,8 @@ def read_model(name: str, changes: Sequence[str] = ()) -> tuple[type[Model], Mod
         key, equals, text = change.partition("=")
         if not equals or key not in field_names:
             raise ConfigError(
-                f"--set {change!r}: write field=value.{suggest(key, field_names)} Fields: "
-                f"{', '.join(sorted(field_names))}."
+                f"--set {change!r} must be field=value (fields: "
+                f"{', '.join(sorted(field_names))}).{suggest(key, field_names)}"
             )
         values[key] = _parse_value(text)
     return family, config.with_implied().replace(**values)
@@ -102,14 +102,14 @@ def workload_of(
     model = make()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            f"freeze_base=True leaves nothing of {name!r} to train: no adapter is "
-            "attached to a layer. Add one with changes, or train the base."
+            f"freeze_base=True leaves no parameter of {name!r} to train, because no adapter is "
+            "attached to a layer. Add one with changes, or train the base model."
         )
     limit = model.position_limit
     if limit is not None and row_tokens > limit:
         raise ConfigError(
-            f"--seq {row_tokens} is longer than the {limit} positions of {name}. Use a shorter "
-            f"one, or --set max_seq_len={row_tokens}."
+            f"--seq {row_tokens} is more than the {limit} positions of {name}. Use a smaller "
+            f"value, or --set max_seq_len={row_tokens}."
         )
     first, *others = kinds = list(_find_kinds(model).values())
     order = [0] * config.num_layers

@@ -74,8 +74,9 @@ def _show(
                                         " ".join(map(str, prompt.decoder_input_ids))))  # fmt: skip
         answers = " ".join(map(str, prompt.mask_at))
         console.print(
-            Text.assemble(("tokens    ", "dim"), f"{len(prompt)}, {prompt.num_cut} cut; "
-                          f"answered at {answers}")
+            Text.assemble(
+                ("tokens    ", "dim"),
+                f"{len(prompt)}, {prompt.num_cut} truncated; answered at {answers}")
         )  # fmt: skip
 
 

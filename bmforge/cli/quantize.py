@@ -71,6 +71,9 @@ def _name_layers(before: str, after: str, texts: tuple[str, ...]) -> list[str]:
     median = statistics.median(layer.error for layer in layers)
     width = max(len(layer.name) for layer in layers[:_MOST_LAYERS])
     return [
-        f"what {len(layers)} layers give is off by {median:.3%} of it (median); the most:",
+        (
+            f"quantization changes the outputs of {len(layers)} layers by {median:.3%} "
+            "(median); the largest changes:"
+        ),
         *(f"  {layer.name:{width}}  {layer.error:.3%}" for layer in layers[:_MOST_LAYERS]),
     ]

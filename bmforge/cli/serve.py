@@ -102,9 +102,9 @@ def _check(command: ServeCommand) -> None:
         for name, value in planned.items():
             if value is not None:
                 raise ConfigError(
-                    f"allow_runtime_lora_updating and {name}={value} exclude each other: the plan "
-                    "of the model's memory has no adapters that are loaded later. Leave one out, "
-                    "or give the adapters with --adapter NAME=DIR."
+                    f"allow_runtime_lora_updating and {name}={value} cannot be used together, "
+                    "because the memory plan of the model has no room for adapters that are "
+                    "loaded later. Leave one out, or give the adapters with --adapter NAME=DIR."
                 )
 
 

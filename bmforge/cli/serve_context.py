@@ -55,11 +55,11 @@ def choose_context(
     if model.traits.reads == "left" and limit is None:
         limit = getattr(model.config, "max_seq_len", None) or None
     if requested is not None and requested < 2:
-        raise ConfigError(f"context={requested} must be at least 2: a prompt and an answer.")
+        raise ConfigError(f"context={requested} must be at least 2 tokens (prompt and answer).")
     if requested is not None and limit is not None and requested > limit:
         raise ConfigError(
-            f"context={requested} is above the model's maximum sequence length ({limit}, by its "
-            "config.json). Give at most that."
+            f"context={requested} is more than the model's maximum sequence length, {limit} "
+            "(from its config.json). Use at most that."
         )
     if limit is None or model.traits.reads != "left":
         return Context(requested, None, "as given" if requested else "the engine's default")
@@ -70,7 +70,7 @@ def choose_context(
     else:
         weights = sum(packed_bytes(tensor) for tensor in model.parameters())
         room = max((memory_bytes - weights) // 2 // per_token, 2)
-        what = f"half of the {format_bytes(memory_bytes)} that are free"
+        what = f"half of the free memory, {format_bytes(memory_bytes)}"
     tokens = requested or min(limit, room)
     reason = "as given" if requested else "the model's maximum sequence length"
     if not requested and room < limit:

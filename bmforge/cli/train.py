@@ -39,8 +39,9 @@ def _check_names(arguments: Sequence[str]) -> None:
         spellings = {name, name.replace("--no-", "--", 1), name.replace(".no-", ".", 1)}
         if name.startswith("--") and spellings.isdisjoint(options):
             raise ConfigError(
-                f"{name} is no option of bmforge train.{suggest(name, [*options, *SHORT_NAMES])} "
-                "--help says what is set most often; with a model, --help-all lists every option."
+                "unknown option of bmforge train: "
+                f"{name}.{suggest(name, [*options, *SHORT_NAMES])} --help lists the common "
+                "options; together with --model, --help-all lists all of them."
             )
 
 

@@ -20,29 +20,29 @@ SHORT_NAMES = {
     "--precision": "--train.precision",
 }
 _COMMON = {
-    "--data PATH ...": "what is read",
-    "--run-dir DIR": "where the run lives; run again with it to go on",
+    "--data PATH ...": "training data: files or directories",
+    "--run-dir DIR": "directory of the run; run the same command again to resume",
     "--adapter KIND": "train an adapter instead of the model: lora, ... (--adapter.rank N)",
-    "--base-dtype int4": "store the frozen weights of an adapter's base so (QLoRA), or int8, bf16",
-    "--epochs N": "passes over the data; sets --steps",
-    "--push-to-hub ID": "upload the export to the hub, as a private repository if it is new",
-    "--steps N": "optimizer steps in all",
-    "--lr X": "the highest learning rate",
-    "--batch-size N": "rows of a step, over all processes",
-    "--micro-batch-size N": "rows that a process computes at a time",
-    "--seq-len N": "tokens of a row (not of images)",
+    "--base-dtype int4": "dtype of the frozen base model: int4 (QLoRA), int8, bf16",
+    "--epochs N": "passes over the data; determines --steps",
+    "--push-to-hub ID": "upload the export to this hub repository (private if it is new)",
+    "--steps N": "total number of optimizer steps",
+    "--lr X": "peak learning rate",
+    "--batch-size N": "rows per optimizer step, over all processes",
+    "--micro-batch-size N": "rows that each process computes at once",
+    "--seq-len N": "tokens per row (not for images)",
     "--precision WORD": "fp32, bf16 or fp16",
-    "--recompute": "less memory, more time: blocks are computed again in backward",
-    "--layout.zero 3": "divide the weights over processes; so --layout.tp N, --layout.pp N",
+    "--recompute": "recompute activations in backward: less memory, more time",
+    "--layout.zero 3": "shard the weights over processes; similarly --layout.tp N, --layout.pp N",
 }
 _SWITCHES = {
     "--model NAME_OR_DIR": "a preset, a family, or a directory or hub id of a model to start from",
-    "--config FILE": "a TOML file with fields; options come after it",
-    "--changes JSON": "changes of the model, as JSON or a file of it",
+    "--config FILE": "a TOML file of config fields, which options override",
+    "--changes JSON": "changes of the model, as JSON or a JSON file",
     "--layout auto": "let the planner choose the layout",
-    "--ds-config FILE": "also read DeepSpeed's configuration file",
-    "--print-config": "print the whole config as TOML and stop",
-    "--dry-run --world N": "say what each of N processes would hold, and stop",
+    "--ds-config FILE": "also read a DeepSpeed configuration file",
+    "--print-config": "print the whole config as TOML and exit",
+    "--dry-run --world N": "print the memory of each of N processes and exit",
     "--profile": "trace three steps",
 }
 # Options of a task that are not config fields.
@@ -60,7 +60,7 @@ def list_tasks() -> str:
         "[--changes JSON] [--layout auto] [--print-config] [--dry-run --world N] [--profile] "
         "[--field.path VALUE ...]\n\n"
         f"{tasks}\n\nold names, each a task with a model:\n{recipes}\n\n"
-        "`bmforge train TASK --help` says what is set most often, and\n"
+        "`bmforge train TASK --help` lists the common options, and\n"
         "`bmforge train TASK --model NAME_OR_DIR --help-all` every option with its default."
     )
 
@@ -71,8 +71,8 @@ def describe_task(name: str) -> str:
     return (
         f"usage: bmforge train {name} --model NAME_OR_DIR [OPTIONS]\n\n{about}\n\n"
         f"{_rows(_COMMON)}\n\n{_rows(_SWITCHES)}\n\n"
-        f"short names, and the fields that they stand for:\n{_rows(SHORT_NAMES)}\n\n"
-        "A switch is given alone, as --no-NAME, or with True or False. Every field of the run and\n"
+        f"short names of config fields:\n{_rows(SHORT_NAMES)}\n\n"
+        "A switch is --NAME, --no-NAME, or --NAME True or False. Every field of the run and\n"
         "of its model is an option: --help-all lists them with their defaults, --print-config\n"
         "shows what they are in this run."
     )
@@ -80,7 +80,7 @@ def describe_task(name: str) -> str:
 
 def describe_fields(about: str) -> str:
     """Return the introduction to the list of all options of a task."""
-    return f"{about}\n\nbesides the fields below:\n{_rows(_SWITCHES)}\n"
+    return f"{about}\n\noptions in addition to the fields below:\n{_rows(_SWITCHES)}\n"
 
 
 def _rows(table: dict[str, str]) -> str:

@@ -82,8 +82,10 @@ class AdapterRegistry:
         async with self._changing:
             if name in taken():
                 raise RequestError(
-                    f"lora_name={name!r} is already the name of a model. Give another name, or "
-                    "unload that adapter first.",
+                    (
+                        f"lora_name={name!r} is already the name of a model. Use another name, or "
+                        "unload that adapter first."
+                    ),
                     "lora_name",
                 )
             if not await run_in_threadpool(directory.is_dir):

@@ -12,13 +12,13 @@ from bmforge import __version__
 __all__ = ["describe_api"]
 
 _ERRORS = {
-    400: "A field is missing, unknown, out of range or without effect.",
-    401: "A key is needed, or the key is unknown.",
-    403: "The request comes from a page of another site, or by another host name.",
-    404: "There is no such model or path.",
-    408: "The request was not complete in time, or its answer was not read.",
+    400: "A field is missing, unknown, out of range, or has no effect.",
+    401: "An API key is required, or the key is unknown.",
+    403: "The request comes from a web page of another site, or uses another host name.",
+    404: "The model or path does not exist.",
+    408: "The request was not complete in time, or the client did not read the response.",
     413: "The body is too large.",
-    429: "Too many requests of this client; see Retry-After.",
+    429: "Too many requests from this client; see Retry-After.",
     431: "The head is too large.",
     500: "The server failed.",
     503: "The server is overloaded, stopping, or its engine has failed; see Retry-After.",
@@ -81,7 +81,10 @@ def _describe(path: str, operation: dict[str, Any]) -> None:
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for status, description in _ERRORS.items():
         if path in _OPEN and status == 503:
-            responses["503"] = {"description": "Not working, or not ready.", "content": content}
+            responses["503"] = {
+                "description": "The server has failed, or is not ready.",
+                "content": content,
+            }
         else:
             responses[str(status)] = {"description": description, "content": error}
     operation["responses"] = responses

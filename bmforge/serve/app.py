@@ -123,8 +123,8 @@ def _check(
         )
     if isinstance(engine, SleepingEngine):
         raise ConfigError(
-            "allow_runtime_lora_updating needs an engine that stays open: it would lose the loaded "
-            "adapters. Leave idle unloading out."
+            "allow_runtime_lora_updating cannot be used with unloading of idle models, which "
+            "would lose the loaded adapters. Leave one of them out."
         )
     if not engine.model.traits.writes:
         raise ConfigError(

@@ -46,9 +46,8 @@ class ApiKeys:
         invalid = [number for number, text in enumerate(keys, 1) if not _KEY.fullmatch(text)]
         if invalid:
             raise ConfigError(
-                f"key {invalid[0]} of {len(keys)} is no key: needed are 16 to 512 "
-                "visible ASCII characters without spaces, such as `openssl rand -hex "
-                "24` writes."
+                f"key {invalid[0]} of {len(keys)} is not valid (needed: 16 to 512 visible ASCII "
+                "characters without spaces). Create one with `openssl rand -hex 24`."
             )
         self._digests = [_digest(text) for text in keys]
 
@@ -71,7 +70,7 @@ class ApiKeys:
         if not name:
             headers = {"www-authenticate": 'Basic realm="bmforge: any name, the key as password"'}
             raise RequestError(
-                "a key of this server is needed: Authorization: Bearer KEY",
+                "an API key is required: Authorization: Bearer KEY",
                 status=401,
                 code="invalid_api_key",
                 headers=headers,
@@ -113,28 +112,32 @@ def load_keys(config: ServeConfig, environment: Mapping[str, str]) -> ApiKeys:
         texts += [line for line in stripped if not line.startswith("#")]
         if os.name == "posix" and config.keys_file.stat().st_mode & 0o077:
             get_logger().warning(
-                "other users can read keys_file=%s; `chmod 600` takes that away", config.keys_file
+                "other users can read keys_file=%s; restrict it with `chmod 600`", config.keys_file
             )
     keys = ApiKeys(text for text in texts if text)
     if config.keys_file is not None and not keys:
-        raise ConfigError(f"keys_file={str(config.keys_file)!r} has no key; write one a line.")
+        raise ConfigError(
+            f"keys_file={str(config.keys_file)!r} contains no key. Write one key per line."
+        )
     if keys and config.allow_no_key:
-        raise ConfigError(f"allow_no_key contradicts the keys in {KEYS_VARIABLE}: leave one out.")
+        raise ConfigError(
+            f"allow_no_key cannot be used with keys in {KEYS_VARIABLE}. Leave one of them out."
+        )
     if keys and config.allow_hosts:
         raise ConfigError(
             f"allow_hosts={list(config.allow_hosts)} has no effect with keys. Leave it out."
         )
     if not keys and "*" in config.allowed_origins:
         raise ConfigError(
-            "allowed_origins=* lets every page of the web ask, and there is no key. "
-            "Give a key, or name the origins."
+            "allowed_origins=* without API keys lets every web page send requests. Set keys, "
+            "or list the allowed origins."
         )
     is_local = config.uds is not None or is_loopback(config.host)
     if not keys and not is_local and not config.allow_no_key:
         raise ConfigError(
-            f"host={config.host!r} lets other machines ask, and there is no key. Give "
-            f"keys_file=FILE or set {KEYS_VARIABLE}, listen at 127.0.0.1, or set "
-            "allow_no_key where everybody who reaches the address may ask."
+            f"host={config.host!r} without API keys lets other machines send requests. Set "
+            f"keys_file=FILE or {KEYS_VARIABLE}, listen at 127.0.0.1, or set allow_no_key if "
+            "every machine that reaches the address may use the server."
         )
     return keys
 
@@ -148,8 +151,8 @@ def load_admin_key(config: ServeConfig, environment: Mapping[str, str]) -> ApiKe
     text = environment.get(ADMIN_VARIABLE, "").strip()
     if config.allow_runtime_lora_updating and not text:
         raise ConfigError(
-            f"allow_runtime_lora_updating needs an admin key. Set {ADMIN_VARIABLE} to a text such "
-            "as `openssl rand -hex 24` writes."
+            f"allow_runtime_lora_updating needs an admin key. Set {ADMIN_VARIABLE} to a random "
+            "text, for example from `openssl rand -hex 24`."
         )
     return ApiKeys([text]) if config.allow_runtime_lora_updating else ApiKeys()
 
@@ -175,9 +178,9 @@ class KeysFile:
         try:
             keys = load_keys(self._config, self._environment)
         except BmforgeError as error:
-            get_logger().error("keys: the former keys stay valid: %s", error)
+            get_logger().error("keys: the previous keys remain valid: %s", error)
             return None
-        get_logger().info("keys: read %d again", len(keys))
+        get_logger().info("keys: %d keys were read again", len(keys))
         return keys
 
     def _read_version(self) -> tuple[int, int, int] | None:
@@ -203,7 +206,10 @@ def check_origin(
     host = headers.get("host", "")
     if not has_keys and not _is_ours(host, config):
         raise RequestError(
-            "without a key the server is called by this machine's own names, such as localhost",
+            (
+                "without API keys, the server accepts only the host names of its own machine, such "
+                "as localhost"
+            ),
             status=403,
             code="host_not_allowed",
         )
@@ -218,7 +224,9 @@ def check_origin(
         is_own = origin is None or urlsplit(origin).netloc.lower() == host.lower()
     if not is_own:
         raise RequestError(
-            "the request comes from another site's web page", status=403, code="origin_not_allowed"
+            "the request comes from a web page of another site",
+            status=403,
+            code="origin_not_allowed",
         )
 
 

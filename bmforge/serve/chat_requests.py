@@ -146,7 +146,10 @@ def find_budget(body: ChatRequest, prompt: EncodedPrompt, tokenizer: Any) -> Tho
         return None
     if marks is None:
         raise RequestError(
-            "thinking_token_budget has no effect: this model's chat template has no reasoning",
+            (
+                "thinking_token_budget has no effect, because the chat template of this model has "
+                "no reasoning"
+            ),
             "thinking_token_budget",
             code="unsupported_value",
         )

@@ -138,7 +138,11 @@ class DeadlineProtocol(H11Protocol):
         """Respond to data that is not valid HTTP, in OpenAI's error format."""
         problem = sys.exception()
         status = getattr(problem, "error_status_hint", 400)
-        reason = f"the head has more than {MAX_HEAD_BYTES} bytes" if status == 431 else str(problem)
+        reason = (
+            f"the request line and headers have more than {MAX_HEAD_BYTES} bytes"
+            if status == 431
+            else str(problem)
+        )
         self._turn_away(status if status in _PHRASES else 400, f"this is not HTTP/1.1: {reason}")
 
     def pause_writing(self) -> None:

@@ -125,7 +125,7 @@ class Prompter:
         tokenizer = self._engine.tokenizer
         if any(message.role not in ("user", "assistant") for message in messages):
             raise RequestError(
-                "EVA's form has room for what user and assistant said alone", "messages"
+                "EVA's dialogue format supports only the roles user and assistant", "messages"
             )
         turns = [tokenizer.encode(message.text) for message in messages]
         end, blank = tokenizer.role_id("sep"), tokenizer.sentinel_id(0)
@@ -163,8 +163,10 @@ def template_variables(
             field = f"chat_template_kwargs.{name}" if is_given else "enable_thinking"
             field = "reasoning_effort" if effort is not None and not is_given else field
             raise RequestError(
-                f"{field} has no effect: this model's chat template reads "
-                f"{', '.join(sorted(readable))}",
+                (
+                    f"{field} has no effect: the chat template of this model uses "
+                    f"{', '.join(sorted(readable))}"
+                ),
                 field.partition(".")[0],
                 code="unsupported_value",
             )

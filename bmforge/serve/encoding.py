@@ -60,7 +60,10 @@ async def finish_task(
             serving.metrics.note_left()
             raise
         except TimeoutError as error:
-            reason = f"it takes longer than {serving.config.request_s:g} s, or others do before it"
+            reason = (
+                f"the request takes longer than {serving.config.request_s:g} s, or waits for "
+                "others that do"
+            )
             raise overloaded(reason, _RETRY_S) from error
         except _StoppedError as error:
             raise overloaded("the server is stopping", serving.config.grace_s) from error
@@ -68,7 +71,7 @@ async def finish_task(
             raise RequestError(str(error), code="invalid_value") from error
         except BmforgeError as error:
             raise RequestError(
-                f"the engine cannot go on ({type(error).__name__})",
+                f"the engine has failed ({type(error).__name__})",
                 status=503,
                 code="engine_failed",
             ) from error
@@ -99,7 +102,11 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     hidden = engine.model.config.hidden_size
     if body.dimensions not in (None, hidden):
         raise RequestError(
-            f"dimensions={body.dimensions}: this model's embeddings have {hidden}", "dimensions"
+            (
+                f"dimensions={body.dimensions} is not supported: the embeddings of this model have "
+                f"{hidden}"
+            ),
+            "dimensions",
         )
     # The engine computes many short texts in one batch, so a text is less work than a request.
     work = -(-len(inputs) // config.max_prompts)
@@ -181,6 +188,7 @@ def _read_options(body: DocumentsRequest, serving: Serving) -> dict[str, Any]:
     most = min(config.max_new_tokens or row_tokens(engine), row_tokens(engine))
     if body.max_tokens is not None and body.max_tokens > most:
         raise RequestError(
-            f"max_tokens={body.max_tokens}: this server generates at most {most}", "max_tokens"
+            f"max_tokens={body.max_tokens} is too large: this server generates at most {most}",
+            "max_tokens",
         )
     return options | {"max_new_tokens": body.max_tokens or min(_ANSWER_TOKENS, most)}

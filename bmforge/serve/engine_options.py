@@ -58,7 +58,7 @@ def check_limits(body: Writing, config: ServeConfig) -> None:
     check_at_most("bad_words", len(body.bad_words or ()), config.max_logit_bias, "texts")
     for name, texts in (("stop", body.stops), ("bad_words", body.bad_words or [])):
         if not all(texts):
-            raise RequestError(f"{name} has an empty text", name, code="invalid_value")
+            raise RequestError(f"{name} contains an empty text", name, code="invalid_value")
         for text in texts:
             check_at_most(name, len(text), config.max_stop_chars, "characters")
     if isinstance(body, ChatRequest):
@@ -89,8 +89,10 @@ def check_size(texts: Iterable[str], engine: AnyEngine, config: ServeConfig, fie
     size = sum(sizes) if field == "messages" else max(sizes, default=0)
     if size > most:
         raise RequestError(
-            f"{field} has {size} bytes; a prompt may have at most {tokens} tokens of at "
-            f"most {most} bytes each",
+            (
+                f"{field} has {size} bytes, but a prompt may have at most {tokens} tokens of at "
+                f"most {most} bytes each"
+            ),
             field,
             code="context_length_exceeded",
         )
@@ -130,8 +132,8 @@ def longest_answer(
         return most
     if requested > most:
         raise RequestError(
-            f"max_tokens={requested} is too large: after a prompt of {prompt_tokens} tokens at "
-            f"most {most} are generated.",
+            f"max_tokens={requested} is too large: after a prompt of {prompt_tokens} tokens, at "
+            f"most {most} can be generated.",
             "max_tokens",
             code="context_length_exceeded",
         )
@@ -206,7 +208,7 @@ def _end_tokens(
     size = engine.model.config.vocab_size
     if any(id >= size for id in more):
         raise RequestError(
-            f"stop_token_ids has {max(more)}, but the vocabulary has {size} tokens",
+            f"stop_token_ids contains {max(more)}, but the vocabulary has {size} tokens",
             "stop_token_ids",
             code="invalid_value",
         )
@@ -261,7 +263,7 @@ def find_constraint(
     if outputs is not None:
         rules |= _read_outputs(outputs)
     if len(rules) > 1:
-        raise RequestError(f"{', '.join(rules)} contradict each other; keep only one")
+        raise RequestError(f"{', '.join(rules)} cannot be used together; keep only one")
     return next(iter(rules.values()), None)
 
 
@@ -279,5 +281,7 @@ def _read_outputs(outputs: StructuredOutputs) -> dict[str, Constraint]:
     except BmforgeError as error:
         raise RequestError(str(error), name, code="invalid_value") from error
     if not constraints:
-        raise RequestError(f"{name} has no rule: json, regex, choice or grammar", name)
+        raise RequestError(
+            f"{name} has no constraint (needed: json, regex, choice or grammar)", name
+        )
     return constraints

@@ -115,13 +115,16 @@ def explain_types(error: RequestValidationError) -> RequestError:
         type_problem = next(p for p in problems if p["loc"][-1] == "type")
         number = next((str(part) for part in type_problem["loc"] if isinstance(part, int)), "0")
         return RequestError(
-            f"messages.{number}.content has a part that is no text; this model reads text only",
+            (
+                f"messages.{number}.content has a part that is not text, but this model "
+                "supports only text"
+            ),
             f"messages.{number}.content",
             code="unsupported_value",
         )
     if first["type"] in ("extra_forbidden", "none_required"):
         return RequestError(
-            f"{where} is not understood here; leave it out", where, code="unknown_parameter"
+            f"{where} is not supported here; leave it out", where, code="unknown_parameter"
         )
     if first["type"] == "missing":
         return RequestError(f"{where} is missing", where, code="missing_required_parameter")

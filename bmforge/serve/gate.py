@@ -78,7 +78,7 @@ class Gate:
             _log_failure(error)
             if seen.status:  # the response has begun; the connection is aborted
                 raise
-            failed = RequestError("the server failed; its log says more", status=500)
+            failed = RequestError("the server failed; see its log", status=500)
             await error_response(failed, scope)(scope, receive, seen)
         finally:
             self._note(scope, seen, time.monotonic() - begin)
@@ -95,13 +95,13 @@ class Gate:
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy in front may have read another body than this server (RFC 9112, 6.1).
             raise RequestError(
-                "content-length and transfer-encoding contradict each other",
+                "content-length and transfer-encoding cannot be used together",
                 headers={"connection": "close"},
             )
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if size + len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_HEAD_BYTES:
             raise RequestError(
-                f"the head has more than {MAX_HEAD_BYTES} bytes",
+                f"the request line and headers have more than {MAX_HEAD_BYTES} bytes",
                 status=431,
                 headers={"connection": "close"},
             )
@@ -117,8 +117,10 @@ class Gate:
         """Check the admin key of a request that loads or removes an adapter."""
         if not self._serving.config.allow_runtime_lora_updating:
             raise RequestError(
-                "this server does not load adapters at run time. Start it with "
-                "--allow-runtime-lora-updating.",
+                (
+                    "this server does not load adapters at run time; start it with "
+                    "--allow-runtime-lora-updating"
+                ),
                 status=403,
             )
         self._serving.admin.find(_authorization(headers))

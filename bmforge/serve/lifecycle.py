@@ -58,7 +58,9 @@ class GracefulServer(uvicorn.Server):
         serving = self.serving
         serving.admission.is_closing = True
         if serving.live:
-            get_logger().info("%d requests have %g s to end", len(serving.live), _grace(serving))
+            get_logger().info(
+                "waiting up to %g s for %d requests to finish", len(serving.live), _grace(serving)
+            )
         loop = asyncio.get_running_loop()
         cut = loop.call_later(_grace(serving), serving.live.cancel_all)
         try:
@@ -183,14 +185,16 @@ def make_server(app: FastAPI, listener: socket.socket) -> GracefulServer:
     server = GracefulServer(_configure(app, config), serving)
     listener.listen(config.max_connections)  # listen before the address is announced
     if config.uds is not None:
-        get_logger().info("serving %s at the socket %s", serving.name, config.uds)
+        get_logger().info("serving %s at the Unix socket %s", serving.name, config.uds)
         return server
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     scheme = "http" if config.ssl_certfile is None else "https"
     get_logger().info("serving %s at %s://%s:%d/", serving.name, scheme, shown, port)
     if not serving.keys and not is_loopback(config.host):
-        get_logger().warning("everybody who reaches %s may ask: there is no key", shown)
+        get_logger().warning(
+            "no API key is set: every machine that reaches %s can use the server", shown
+        )
     return server
 
 
@@ -238,12 +242,12 @@ def bind_address(config: ServeConfig) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port={config.port} of {config.host} is in use: another server runs "
-                "there. Stop it, or give another port; port=0 selects a free port."
+                f"port={config.port} of {config.host} is already in use by another server. Stop "
+                "it, or choose another port; port=0 selects a free port."
             ) from error
         raise ConfigError(
-            f"host={config.host!r}, port={config.port} cannot be listened at ({error}). "
-            "Name an address of this machine, such as 127.0.0.1, and a port above 1023."
+            f"cannot listen at host={config.host!r}, port={config.port} ({error}). Use an "
+            "address of this machine, such as 127.0.0.1, and a port above 1023."
         ) from error
 
 
@@ -254,7 +258,10 @@ def _bind_path(path: Path) -> socket.socket:
         with socket.socket(socket.AF_UNIX) as other:
             is_used = path.is_socket() and other.connect_ex(str(path)) == 0
         if is_used:
-            raise ConfigError(f"uds={str(path)!r} is in use: another server runs there.")
+            raise ConfigError(
+                f"uds={str(path)!r} is already in use by another server. Stop it, or choose "
+                "another path."
+            )
         if path.is_socket():
             path.unlink()
         before = os.umask(0o177)
@@ -266,8 +273,8 @@ def _bind_path(path: Path) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"uds={str(path)!r} cannot be listened at ({error}). Give a path that does "
-            "not exist, in a directory of yours."
+            f"cannot listen at uds={str(path)!r} ({error}). Use a path that does not exist, in "
+            "a directory where you may write."
         ) from error
     except ConfigError:
         listener.close()

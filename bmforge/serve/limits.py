@@ -70,12 +70,17 @@ class Admission:
             raise overloaded("the server is stopping", config.grace_s)
         if self._by_key.get(key, 0) + count > config.max_requests_per_key:
             raise overloaded(
-                f"{config.max_requests_per_key} requests of this client are running or waiting",
+                (
+                    f"{config.max_requests_per_key} requests of this client are already running or "
+                    "waiting"
+                ),
                 _RETRY_S,
                 429,
             )
         if self.count + count > config.max_requests:
-            raise overloaded(f"{config.max_requests} requests are running or waiting", _RETRY_S)
+            raise overloaded(
+                f"{config.max_requests} requests are already running or waiting", _RETRY_S
+            )
         self._take_turn(key)
 
     def _take_turn(self, key: str) -> None:
@@ -85,7 +90,7 @@ class Admission:
         left = min(float(most), left + (now - since) * most / _MINUTE_S)
         if left < 1 - _ROUNDING:
             raise overloaded(
-                f"more than {most} requests of this client in a minute",
+                f"this client sent more than {most} requests within a minute",
                 (1 - left) * _MINUTE_S / most,
                 429,
             )

@@ -141,7 +141,7 @@ def _failed(error: Exception) -> RequestError:
     if isinstance(error, ConfigError):  # such as a grammar that allows no token
         return RequestError(str(error), code="invalid_value")
     return RequestError(
-        f"the engine cannot go on ({type(error).__name__})", status=503, code="engine_failed"
+        f"the engine has failed ({type(error).__name__})", status=503, code="engine_failed"
     )
 
 

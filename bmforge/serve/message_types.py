@@ -104,9 +104,11 @@ class Message(SentBack):
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError(f"a message of the role {self.role} needs content")
         if self.tool_calls is not None and self.role != "assistant":
-            raise ValueError("tool_calls belong to the role assistant")
+            raise ValueError("tool_calls is allowed only with the role assistant")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("tool_call_id belongs to the role tool, which needs it")
+            raise ValueError(
+                "tool_call_id is required with the role tool, and not allowed with other roles"
+            )
         return self
 
     def as_template(self) -> dict[str, Any]:

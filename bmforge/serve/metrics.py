@@ -29,8 +29,9 @@ class Metrics:
             registry=registry,
         )
         self._seconds = Histogram(
-            "bmforge_request_seconds", "Time to the end of a response.", ("path",),
-            buckets=_SECONDS, registry=registry,
+            "bmforge_request_seconds",
+            "Time from the arrival of a request to the end of its response.",
+            ("path",), buckets=_SECONDS, registry=registry,
         )  # fmt: skip
         self._first = Histogram(
             "bmforge_first_token_seconds", "Time to first token.",
@@ -41,12 +42,12 @@ class Metrics:
             buckets=_TOKEN_SECONDS, registry=registry,
         )  # fmt: skip
         self._queue = Histogram(
-            "bmforge_queue_seconds", "Time from a request's arrival to its first step.",
+            "bmforge_queue_seconds", "Time from the arrival of a request to its first step.",
             buckets=_SECONDS, registry=registry,
         )  # fmt: skip
         self._by_key = Counter(
             "bmforge_key_tokens",
-            "Tokens by the first digits of the key's SHA-256.",
+            "Tokens by API key (the first digits of its SHA-256).",
             ("key", "kind"),
             registry=registry,
         )

@@ -70,7 +70,9 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _fits(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to type=json_schema, which needs it")
+            raise ValueError(
+                "json_schema is required with type=json_schema, and not allowed with other types"
+            )
         return self
 
 
@@ -146,7 +148,7 @@ class Writing(Strict):
         guided = {name: rule for name, rule in rules.items() if rule is not None}
         if guided and self.structured_outputs is not None:
             name = f"guided_{next(iter(guided))}"
-            raise RequestError(f"{name} and structured_outputs contradict each other", name)
+            raise RequestError(f"{name} and structured_outputs cannot be used together", name)
         return StructuredOutputs(**guided) if guided else self.structured_outputs
 
     @property
@@ -200,7 +202,7 @@ class ChatRequest(Writing):
     def _fits(self) -> ChatRequest:
         limits = self.max_tokens, self.max_completion_tokens
         if None not in limits and limits[0] != limits[1]:
-            raise ValueError("max_tokens and max_completion_tokens contradict each other")
+            raise ValueError("max_tokens and max_completion_tokens cannot be used together")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs has no effect without logprobs")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
@@ -220,11 +222,13 @@ class ChatRequest(Writing):
                 raise ValueError("add_generation_prompt=false needs continue_final_message=true")
             return
         if self.add_generation_prompt:
-            raise ValueError("add_generation_prompt and continue_final_message exclude each other")
+            raise ValueError(
+                "add_generation_prompt and continue_final_message cannot be used together"
+            )
         if self.messages[-1].role != "assistant" or len(self.messages) < 2:
-            raise ValueError("continue_final_message needs a last message of the assistant")
+            raise ValueError("continue_final_message needs an assistant message at the end")
         if self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("continue_final_message and a required call exclude each other")
+            raise ValueError("continue_final_message cannot be used with a required tool call")
 
     @property
     def most_tokens(self) -> int | None:
@@ -260,9 +264,11 @@ class CompletionRequest(Writing):
     @model_validator(mode="after")
     def _fits(self) -> CompletionRequest:
         if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
-            raise ValueError("max_tokens=0 needs echo or prompt_logprobs: nothing else is returned")
+            raise ValueError(
+                "max_tokens=0 needs echo or prompt_logprobs, because nothing else would be returned"
+            )
         if self.stream and (self.echo or self.prompt_logprobs is not None):
-            raise ValueError("echo and prompt_logprobs are not streamed; leave stream out")
+            raise ValueError("echo and prompt_logprobs cannot be streamed; leave stream out")
         return self
 
     @property
@@ -317,5 +323,5 @@ def split_inputs(inputs: Any, name: str) -> list[str | list[int]]:
     if items and isinstance(items[0], int):
         items = [items]
     if not items or not all(items):
-        raise RequestError(f"{name} is empty; give at least one text, and no empty ones", name)
+        raise RequestError(f"{name} is empty or contains an empty text", name)
     return items

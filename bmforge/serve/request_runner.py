@@ -31,7 +31,7 @@ async def check_engine(engine: Any) -> None:
         await run_in_threadpool(engine.call, lambda: None)
     except BmforgeError as error:
         raise RequestError(
-            "the engine was closed, or has failed", status=503, code="engine_failed"
+            "the engine was closed or has failed", status=503, code="engine_failed"
         ) from error
 
 

@@ -67,7 +67,7 @@ class RuleChecker:
         problem = self._verdicts[rule]
         if problem is not None:
             raise RequestError(
-                f"{name}: the rule cannot be kept: {problem[:300]}",
+                f"{name}: the constraint is not supported: {problem[:300]}",
                 name,
                 code="invalid_schema",
             )
@@ -82,7 +82,7 @@ class RuleChecker:
                 target = item.get("$ref", item.get("$dynamicRef", "#"))
                 if isinstance(target, str) and not target.startswith("#"):
                     raise RequestError(
-                        f"{name}: a $ref leads out of the schema, and nothing is fetched",
+                        f"{name}: a $ref refers to another document, which is not fetched",
                         name,
                         code="invalid_schema",
                     )
@@ -134,5 +134,5 @@ class RuleChecker:
 
 def _tell_end(status: int, limits: ServeConfig) -> str:
     if -status in (signal.SIGXCPU, signal.SIGALRM, signal.SIGKILL):
-        return f"compiling it takes longer than {limits.schema_cpu_s} s"
-    return f"compiling it takes more than {limits.schema_memory_bytes >> 20} MiB"
+        return f"its compilation takes longer than {limits.schema_cpu_s} s"
+    return f"its compilation needs more than {limits.schema_memory_bytes >> 20} MiB"

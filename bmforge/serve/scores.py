@@ -44,7 +44,7 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _fits(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give one of prompt and messages")
+            raise ValueError("exactly one of prompt and messages is required")
         return self
 
     def as_chat(self, model: str) -> ChatRequest:
@@ -118,7 +118,9 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     check_at_most("tokens", len(body.tokens), longest_prompt(engine, serving.config), "ids")
     unknown = [id for id in body.tokens if id >= len(engine.tokenizer)]
     if unknown:
-        raise RequestError(f"tokens has {unknown[0]}, which is no token of this model", "tokens")
+        raise RequestError(
+            f"tokens contains {unknown[0]}, which is not a token of this model", "tokens"
+        )
     return JSONResponse({"prompt": await serving.tokenize(partial(engine.tokenizer.decode,
                                                                   body.tokens))})  # fmt: skip
 
@@ -145,8 +147,10 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     )
     if len(first) not in (1, len(second)):
         raise RequestError(
-            f"text_1 has {len(first)} texts and text_2 {len(second)}; give one text, or "
-            "equally many",
+            (
+                f"text_1 has {len(first)} texts and text_2 {len(second)} (needed: one text, or "
+                "equal numbers)"
+            ),
             "text_1",
         )
     result = await _embed(request, body.model, [*first, *second], "text_2")
@@ -190,7 +194,7 @@ async def _embed(
     served, config = serving.find(model, "embeddings"), serving.config
     check_at_most(field, len(texts), config.max_inputs, "texts")
     if not all(texts):
-        raise RequestError(f"{field} has an empty text", field, code="invalid_value")
+        raise RequestError(f"{field} contains an empty text", field, code="invalid_value")
     check_size(texts, served.engine, config, field)
     with serving.admit(request, served, -(-len(texts) // config.max_prompts)):
         rows = await serving.tokenize(partial(encode_inputs, served.engine, list(texts)))

@@ -105,7 +105,7 @@ class Serving:
         names = [model.name for model in self.models]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(
-                f"{twice[0]!r} is the name of more than one model or delta. Rename one of them."
+                f"{twice[0]!r} is the name of more than one model or adapter. Rename one of them."
             )
         self.prompter = Prompter(self.main.engine, self.directory, self.config)
         self.rules = RuleChecker(self.config)
@@ -192,7 +192,7 @@ class Serving:
         if served is None:
             names = ", ".join(repr(model.name) for model in self.models)
             raise RequestError(
-                f"there is no model {name[:80]!r} here, only {names}",
+                f"unknown model {name[:80]!r} (available: {names})",
                 "model",
                 status=404,
                 code="model_not_found",

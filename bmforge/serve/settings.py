@@ -146,16 +146,16 @@ class ServeConfig:
         if self.port > 65535:
             problems.append(f"port={self.port} must be at most 65535")
         if not self.host:
-            problems.append("host is empty; 0.0.0.0 and :: are all addresses")
+            problems.append("host is empty; use 0.0.0.0 or :: to listen at all addresses")
         if self.name is not None and not self.name.strip():
-            problems.append(f"name={self.name!r} must be a name, or None")
+            problems.append(f"name={self.name!r} must be a non-empty name, or None")
         if self.max_requests_per_key > self.max_requests:
             problems.append(
-                f"max_requests_per_key={self.max_requests_per_key} has no effect above "
+                f"max_requests_per_key={self.max_requests_per_key} must be at most "
                 f"max_requests={self.max_requests}"
             )
         if self.allow_no_key and self.keys_file is not None:
-            problems.append("allow_no_key and keys_file contradict each other: leave one out")
+            problems.append("allow_no_key and keys_file cannot be used together")
         problems += self._check_address()
         if problems:
             raise ConfigError(f"ServeConfig: {'; '.join(problems)}.")
@@ -164,7 +164,7 @@ class ServeConfig:
         """Return descriptions of the problems with TLS, socket, path prefix and origins."""
         problems = []
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            problems.append("ssl_certfile and ssl_keyfile belong together: give both")
+            problems.append("ssl_certfile and ssl_keyfile must be given together")
         if self.root_path and not (self.root_path.startswith("/") and self.root_path[-1] != "/"):
             problems.append(f"root_path={self.root_path!r} must begin with / and not end with it")
         for origin in self.allowed_origins:

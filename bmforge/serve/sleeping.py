@@ -111,7 +111,7 @@ class SleepingEngine:
             engine.close()  # under the lock, because two models may not fit into memory
             del engine
             gc.collect()
-        get_logger().info("engine: closed, as nobody has asked for %g s", self._idle_s)
+        get_logger().info("engine: unloaded, because there was no request for %g s", self._idle_s)
         return True
 
     def close(self) -> None:

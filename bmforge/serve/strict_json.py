@@ -69,7 +69,7 @@ def _check_size(body: bytes, config: ServeConfig) -> None:
         if values > config.max_json_values:
             raise RequestError(f"the body has more than {config.max_json_values} values")
         if keys > config.max_json_keys:
-            raise RequestError(f"the body has more than {config.max_json_keys} names of fields")
+            raise RequestError(f"the body has more than {config.max_json_keys} field names")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -78,12 +78,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         shown = twice.encode("utf-8", "replace").decode()[:60]
-        raise RequestError(f"the key {shown!r} is there twice", code="duplicate_key")
+        raise RequestError(f"the key {shown!r} occurs twice in an object", code="duplicate_key")
     return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise RequestError(f"the body is not JSON: {name} is no number")
+    raise RequestError(f"the body is not JSON: {name} is not a number")
 
 
 def _integer(digits: str) -> int:
@@ -95,7 +95,7 @@ def _integer(digits: str) -> int:
 def _float(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise RequestError("a number is too large for a float of 64 bits")
+        raise RequestError("a number is too large for a 64-bit float")
     return value
 
 

@@ -123,7 +123,7 @@ def test_the_report_draws_the_funnel(place: Path, capsys: pytest.CaptureFixture[
 def test_verify_says_what_is_wrong(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "as they were written" in run(capsys, "verify", place / "out")
+    assert "are correct" in run(capsys, "verify", place / "out")
     assert main(["data", "verify", str(tmp_path)]) == 2
     assert "has no prepared.toml" in capsys.readouterr().err
 

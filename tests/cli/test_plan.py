@@ -88,7 +88,7 @@ def test_qlora_of_8b_fits_in_8_gib(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--gpu", "a100-40g"], "a100-40gb"),
         (["--price", "3"], "--tokens"),
-        (["--seq", "100000"], "longer than the 1024 positions"),
+        (["--seq", "100000"], "more than the 1024 positions"),
         (["--set", "hiden_size=64"], "hidden_size"),
         (["--interconnect", "string"], "Gb/s per GPU"),
         (["--gpu-memory", "0.9001"], "no layout fits"),

@@ -16,7 +16,7 @@ def test_a_recipes_error_names_the_options(capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr().err
     assert "micro_batch_size=2" in said
     assert (
-        "Here the command's options are --data.global-batch-size, --data.micro-batch-size, "
+        "In this command, the options are --data.global-batch-size, --data.micro-batch-size, "
         "--data.grad-accum-steps." in said
     )
 
@@ -30,7 +30,7 @@ def test_a_recipes_error_names_the_options(capsys: pytest.CaptureFixture[str]) -
 )
 def test_a_field_is_found_by_its_path_or_its_name(message: str, option: str) -> None:
     said = name_options(message, options_of("train"))
-    assert said == f"{message}\nHere the command's option is {option}."
+    assert said == f"{message}\nIn this command, the option is {option}."
 
 
 @pytest.mark.parametrize(

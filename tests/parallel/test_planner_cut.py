@@ -151,7 +151,7 @@ def test_frozen_parameters_have_no_states() -> None:
         TrainingSetup(Layout(zero=0), 4)
     )
     assert whole.memory.parts["optimizer"] > 50 * parts["optimizer"]
-    with pytest.raises(ConfigError, match="leaves nothing of 'small' to train"):
+    with pytest.raises(ConfigError, match="leaves no parameter of 'small' to train"):
         workload_of("small", TINY, 64, ())
 
 

@@ -191,7 +191,7 @@ def test_content_that_is_no_text_is_named(start: Any) -> None:
         found = ask(server, messages=[*USER, {"role": "user", "content": [image]}])
         error = found.json()["error"]
         assert error["param"] == "messages.1.content"
-        assert "text only" in error["message"]
+        assert "supports only text" in error["message"]
 
 
 def test_contradicting_lengths_are_refused_and_closed(start: Any) -> None:

@@ -38,12 +38,12 @@ def test_rules_that_can_be_kept(rule: Constraint) -> None:
 @pytest.mark.parametrize(
     ("rule", "problem"),
     [
-        (Constraint.json_schema({"type": "nothing"}), "cannot be kept"),
-        (Constraint.json_schema({"type": "array", "uniqueItems": True}), "cannot be kept"),
-        (Constraint.regex("(a"), "cannot be kept"),
-        (Constraint.lark("start: nothing"), "cannot be kept"),
-        (Constraint.json_schema({"$ref": "https://example.org/a"}), "nothing is fetched"),
-        (Constraint.json_schema({"a": [{"$ref": "file:///etc/passwd"}]}), "nothing is fetched"),
+        (Constraint.json_schema({"type": "nothing"}), "is not supported"),
+        (Constraint.json_schema({"type": "array", "uniqueItems": True}), "is not supported"),
+        (Constraint.regex("(a"), "is not supported"),
+        (Constraint.lark("start: nothing"), "is not supported"),
+        (Constraint.json_schema({"$ref": "https://example.org/a"}), "is not fetched"),
+        (Constraint.json_schema({"a": [{"$ref": "file:///etc/passwd"}]}), "is not fetched"),
         (Constraint.regex("a" * 70_000), "at most 65536"),
         (Constraint.json_schema(json.dumps({"a": 1})[:-1] + ', "b": ' + "[" * 40 + "]" * 40 + "}"),
          "at most 24"),

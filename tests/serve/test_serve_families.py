@@ -85,7 +85,7 @@ def test_eva_answers_in_its_own_form(start: Any) -> None:
         assert choice.message.content == tokenizer.decode_written(
             out[: out.index(end)] if end in out else out
         )
-        with pytest.raises(openai.BadRequestError, match="EVA's form"):
+        with pytest.raises(openai.BadRequestError, match="EVA's dialogue format"):
             ask(server, [{"role": "system", "content": "好"}, {"role": "user", "content": "好"}])
 
 

@@ -189,9 +189,9 @@ def test_an_engine_that_was_closed_is_said(start: Any, model_directory: Path) ->
         )
         next(iter(stream))
         engine.close()
-        with pytest.raises(openai.APIError, match="cannot go on"):
+        with pytest.raises(openai.APIError, match="has failed"):
             list(stream)
-        with pytest.raises(openai.InternalServerError, match="closed, or has failed"):
+        with pytest.raises(openai.InternalServerError, match="closed or has failed"):
             client.completions.create(model="tiny", prompt="a")
         with pytest.raises(openai.InternalServerError):
             client.get("/../ready", cast_to=httpx.Response)

@@ -95,9 +95,9 @@ def test_a_server_gives_what_runs_its_time_and_ends(model_directory: Path, tmp_p
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (("--host", "0.0.0.0"), "host='0.0.0.0' lets other machines ask"),
-        (("--port", "{port}"), "is in use"),
-        (("--host", "192.0.2.1", "--allow-no-key"), "cannot be listened at"),
+        (("--host", "0.0.0.0"), "host='0.0.0.0' without API keys"),
+        (("--port", "{port}"), "is already in use"),
+        (("--host", "192.0.2.1", "--allow-no-key"), "cannot listen at"),
         (("--keys-file", "nothing-there"), "cannot read"),
         (("--receive-s", "0"), "must be above 0"),
         (

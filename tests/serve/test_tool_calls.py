@@ -273,7 +273,7 @@ def test_tools_that_may_be_called_or_not() -> None:
 @pytest.mark.parametrize(
     ("fields", "writes", "problem"),
     [
-        ({"tools": [tool("a")]}, False, "no form for calls"),
+        ({"tools": [tool("a")]}, False, "does not support tool calls"),
         ({"tools": [tool("a"), tool("a")]}, True, "twice"),
         ({"tools": [tool("a")], "response_format": {"type": "json_object"}}, True, "contradict"),
         ({"tools": [tool("a")], "structured_outputs": {"regex": "a"}}, True, "contradict"),
