@@ -96,7 +96,7 @@ def replacement_text(note: str) -> str:
 def removed_message(name: str, note: str) -> str:
     """Return the error message for a removed name, given the note in its row."""
     advice = replacement_text(note)
-    return f"{name} is gone. {advice[0].upper()}{advice[1:]}."
+    return f"{name} was removed. {advice[0].upper()}{advice[1:]}."
 
 
 def missing_names(

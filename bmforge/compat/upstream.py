@@ -129,7 +129,7 @@ def _advice(package: str, name: str, row: Row | None) -> str:
     page = f"See docs/{PAGES[package]}."
     if row is not None and row.state == "gone":
         return f"{removed_message(f'{package}.{name}', row.note)} {page}"
-    return f"{package}.{name} has no counterpart in bmforge. {page}"
+    return f"{package}.{name} does not exist in bmforge. {page}"
 
 
 def install() -> None:

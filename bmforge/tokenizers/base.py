@@ -205,11 +205,11 @@ def unreadable_text(texts: Sequence[str], error: Exception) -> DataError:
         for at, character in enumerate(text):
             if "\ud800" <= character <= "\udfff":
                 return DataError(
-                    f"character {at} of the text {text[:40]!r} is half of a surrogate pair, which "
-                    "is no character. Clean the text, for instance with "
+                    f"character {at} of the text {text[:40]!r} is an unpaired surrogate, "
+                    "which is not a valid character. Clean the text, for example with "
                     "text.encode('utf-8', 'replace').decode('utf-8')."
                 )
-    return DataError(f"the text cannot be read ({error}). Give a str.")
+    return DataError(f"the text has an unsupported type ({error}). Pass a str.")
 
 
 def open_directory(directory: str | os.PathLike[str]) -> Path:
@@ -221,7 +221,7 @@ def open_directory(directory: str | os.PathLike[str]) -> Path:
     path = Path(directory)
     if not path.is_dir():
         raise DataError(
-            f"{str(path)!r} is no directory: name the directory with the tokenizer's files."
+            f"{str(path)!r} is not a directory. Pass the directory with the tokenizer's files."
         )
     return path
 
@@ -255,8 +255,8 @@ def parse_vocabulary(
     if len(vocabulary) != len(numbers):
         at = next(n for id, n in enumerate(numbers) if vocabulary[lines[n]] != id)
         raise DataError(
-            f"{str(path)!r}: line {at + 1} and line {numbers[vocabulary[lines[at]]] + 1} are both "
-            f"{lines[at]!r} (one token per line is required)."
+            f"{str(path)!r} has {lines[at]!r} both in line {at + 1} and in line "
+            f"{numbers[vocabulary[lines[at]]] + 1} (needed: one token per line, none twice)."
         )
     return vocabulary
 
@@ -275,8 +275,8 @@ def save_files(directory: str | os.PathLike[str], files: dict[str, bytes]) -> No
     ]
     if taken:
         raise ConfigError(
-            f"{str(folder)!r} already holds another {' and '.join(taken)}: save into a "
-            "new directory, or remove the old files first."
+            f"{str(folder)!r} already contains another {' and '.join(taken)}. Save into a new "
+            "directory, or remove the old files first."
         )
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

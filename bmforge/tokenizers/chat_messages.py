@@ -39,7 +39,8 @@ def normalize_message(values: Mapping[str, Any], location: str = "a message") ->
         calls = [*calls, {"type": "function", "function": values["function_call"]}]
     if "content" not in message and not (calls or _has_thought(message)):
         raise DataError(
-            f"{location} has a message without the text 'content'; it needs 'messages'."
+            f"{location} has a message without the text 'content'. Each entry of 'messages' "
+            "needs it."
         )
     message["content"] = _join_parts(message.get("content", ""), location)
     if calls:
@@ -64,7 +65,7 @@ def _join_parts(content: Any, location: str) -> str:
         else:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise DataError(
-                f"{location} has content of type {kind!r} (needed is a text, or parts of type "
+                f"{location} has content of type {kind!r} (needed: a text, or parts of type "
                 "'text')."
             )
     return "".join(texts)
@@ -73,7 +74,7 @@ def _join_parts(content: Any, location: str) -> str:
 def _normalize_call(call: Any, location: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{location} has a tool call without the name of a function.")
+        raise DataError(f"{location} has a tool call without a function name.")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = parse_arguments(arguments)

@@ -86,7 +86,9 @@ class ChatTemplate:
         try:
             return self._render(values if tools is None else {**values, "tools": tools})
         except Exception as error:  # a template may raise any exception
-            raise DataError(f"the chat template cannot write this conversation: {error}") from error
+            raise DataError(
+                f"the chat template cannot render this conversation: {error}"
+            ) from error
 
     def _write_plain(self, values: Mapping[str, Any]) -> str:
         lines = [self._marks["bos_token"]]

@@ -60,7 +60,7 @@ class CPM1Tokenizer(Tokenizer):
         missing = [token for token in (SPACE, NEWLINE, "<eod>") if token not in self._ids]
         if missing:
             raise DataError(
-                f"{str(path)!r} lacks {missing}, which CPM-1 needs; give the chinese_vocab.model "
+                f"{str(path)!r} lacks {missing}, which CPM-1 needs. Use the chinese_vocab.model "
                 "of CPM-1."
             )
         # Pieces for decoding, with <eod> as one character, so that it does not lose its brackets.
@@ -81,9 +81,9 @@ class CPM1Tokenizer(Tokenizer):
         differ = {*vocabulary.items()} ^ {*self._ids.items()}
         if differ:
             raise DataError(
-                f"{VOCABULARY_FILE} and {MODEL_FILE} in {str(folder)!r} give {len(differ)} "
-                f"different ids, such as {min(differ, key=str)!r}. Take both from the same model, "
-                f"or remove {VOCABULARY_FILE}."
+                f"{VOCABULARY_FILE} and {MODEL_FILE} in {str(folder)!r} have different ids for "
+                f"{len(differ)} tokens, such as {min(differ, key=str)!r}. Use two files of the "
+                f"same model, or remove {VOCABULARY_FILE}."
             )
 
     def _files(self) -> dict[str, bytes]:

@@ -74,7 +74,7 @@ class CPM2Tokenizer(Tokenizer):
         ]
         if missing:
             raise DataError(
-                f"{str(path)!r} lacks {missing}, which {type(self).__name__} needs; give the "
+                f"{str(path)!r} lacks {missing}, which {type(self).__name__} needs. Use the "
                 "vocab.txt of the model."
             )
         self._tokens = list(vocabulary)
@@ -93,7 +93,7 @@ class CPM2Tokenizer(Tokenizer):
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
         """Open the ``vocab.txt`` in `directory`."""
         path = open_directory(directory) / VOCABULARY_FILE
-        return cls(read_bytes(path, "a vocabulary with one token a line"), path)
+        return cls(read_bytes(path, "a vocabulary with one token per line"), path)
 
     def _files(self) -> dict[str, bytes]:
         return {VOCABULARY_FILE: self._content}
@@ -124,8 +124,8 @@ class CPM2Tokenizer(Tokenizer):
         """
         if not 0 <= number < len(self.sentinel_ids):
             raise ConfigError(
-                f"sentinel number={number}: this vocabulary has only "
-                f"{len(self.sentinel_ids)} sentinels. Mask fewer spans."
+                f"sentinel {number} does not exist: this vocabulary has "
+                f"{len(self.sentinel_ids)} sentinel tokens. Mask fewer spans."
             )
         return self.sentinel_ids[number]
 

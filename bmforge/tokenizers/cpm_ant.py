@@ -60,7 +60,7 @@ class CPMAntTokenizer(Tokenizer):
         missing = [t for t in ("<pad>", "<unk>", "<s>", "</s>", *_WRITTEN_AS) if t not in written]
         if missing:
             raise DataError(
-                f"{str(path)!r} lacks {missing}, which CPM-Ant needs; give the vocab.txt of a "
+                f"{str(path)!r} lacks {missing}, which CPM-Ant needs. Use the vocab.txt of a "
                 "CPM-Ant model."
             )
         self._content = content
@@ -73,7 +73,7 @@ class CPMAntTokenizer(Tokenizer):
     def from_pretrained(cls, directory: str | os.PathLike[str], *, new_words: bool = True) -> Self:
         """Open ``vocab.txt`` in `directory`; see the class for `new_words`."""
         path = open_directory(directory) / VOCABULARY_FILE
-        return cls(read_bytes(path, "a vocabulary with one token a line"), path, new_words)
+        return cls(read_bytes(path, "a vocabulary with one token per line"), path, new_words)
 
     def _files(self) -> dict[str, bytes]:
         return {VOCABULARY_FILE: self._content}

@@ -267,7 +267,7 @@ class FastTokenizer(Tokenizer):
         wrong = [id for id in sequence if self._tokenizer.id_to_token(id) is None]
         if wrong:
             raise DataError(
-                f"id={wrong[0]} is not in the vocabulary of {self.vocab_size} tokens; is this the "
-                "tokenizer of the model that made it?"
+                f"id={wrong[0]} is not in the vocabulary of {self.vocab_size} tokens. Use the "
+                "tokenizer of the model that generated it."
             )
         return self._tokenizer.decode(sequence, skip_special_tokens=False)

@@ -152,8 +152,8 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
     build = _KINDS.get(kind) if isinstance(kind, str) else None
     if build is None:
         raise DataError(
-            f"{str(header.path)!r} has a tokenizer of the kind {kind!r} (supported: "
-            f"{', '.join(_KINDS)}). Give the tokenizer of the model's own directory."
+            f"{str(header.path)!r} has a tokenizer of the unsupported type {kind!r} (supported: "
+            f"{', '.join(_KINDS)}). Use the tokenizer in the directory of the original model."
         )
     _check_keys(header, kind)
     vocabulary = _read_vocabulary(header)
@@ -173,7 +173,9 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
         if id is not None:
             token = tokenizer.id_to_token(id) if type(id) is int and 0 <= id < 1 << 31 else None
             if token is None:
-                raise vocabulary.damaged(f"its {role} token has the id {id!r}, which no token has")
+                raise vocabulary.damaged(
+                    f"its {role} token has the id {id!r}, which does not exist"
+                )
             roles[role] = token
     settings: dict[str, Any] = {
         name: header.metadata.get(f"tokenizer.ggml.{name}", default)
@@ -205,8 +207,8 @@ def _check_keys(header: GgufHeader, kind: str) -> None:
     ]
     if wrong:
         raise DataError(
-            f"{str(header.path)!r} has keys of a tokenizer that are not supported: "
-            f"{', '.join(wrong)}. Give the tokenizer of the model's own directory."
+            f"{str(header.path)!r} has tokenizer settings that are not supported: "
+            f"{', '.join(wrong)}. Use the tokenizer in the directory of the original model."
         )
 
 
@@ -218,11 +220,13 @@ def _read_vocabulary(header: GgufHeader) -> _Vocabulary:
     scores = _numbers(metadata.get("tokenizer.ggml.scores"), [0.0] * count)
     vocabulary = _Vocabulary(header.path, metadata, tokens or [], types, scores)
     if not count or not (len(types) == len(scores) == count):
-        raise vocabulary.damaged(f"{count} tokens, {len(types)} types, {len(scores)} scores")
+        raise vocabulary.damaged(
+            f"it has {count} tokens, but {len(types)} types and {len(scores)} scores"
+        )
     if len(set(vocabulary.tokens)) != count:
-        raise vocabulary.damaged("a token is there twice")
+        raise vocabulary.damaged("a token occurs twice")
     if not all(math.isfinite(score) for score in scores):
-        raise vocabulary.damaged("a score is no number")
+        raise vocabulary.damaged("a score is not a number")
     return vocabulary
 
 
@@ -243,7 +247,7 @@ def _add_special(tokenizer: Any, vocabulary: _Vocabulary) -> None:
         else:
             tokenizer.add_tokens(added)
         if (got := tokenizer.token_to_id(token)) != id:
-            raise vocabulary.damaged(f"{token!r} has the id {id} and would get {got}")
+            raise vocabulary.damaged(f"{token!r} has the id {id}, but would get {got}")
 
 
 def _model_vocabulary(vocabulary: _Vocabulary, *types: int) -> dict[str, int]:
@@ -268,15 +272,15 @@ def _byte_pairs(gguf: _Vocabulary) -> Any:
     rules = PRE.get(name) if isinstance(name, str) else None
     if rules is None:
         raise DataError(
-            f"{str(gguf.path)!r} cuts text in the way tokenizer.ggml.pre={name!r}, which is not "
-            f"supported (supported: {', '.join(PRE)}). Give the tokenizer of the model's own "
-            "directory."
+            f"{str(gguf.path)!r} has the pre-tokenizer tokenizer.ggml.pre={name!r}, which is "
+            f"not supported (supported: {', '.join(PRE)}). Use the tokenizer in the directory "
+            "of the original model."
         )
     merges = gguf.metadata.get("tokenizer.ggml.merges", [])
     # A part of a pair may begin with a space, and never ends with one.
     places = [(text, text.find(" ", 1)) for text in merges]
     if any(space < 0 for _, space in places):
-        raise gguf.damaged("a merge is no pair")
+        raise gguf.damaged("a merge is not a pair")
     pairs = [(text[:space], text[space + 1 :]) for text, space in places]
     vocabulary = _model_vocabulary(gguf, NORMAL, BYTE)
     model = models.BPE(vocabulary, pairs, ignore_merges=rules.takes_words)

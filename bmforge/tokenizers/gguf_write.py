@@ -65,9 +65,9 @@ def describe_tokenizer(
 
 def _unsaid(what: str) -> ConfigError:
     return ConfigError(
-        f"GGUF cannot say this tokenizer ({what}): it knows GPT-2's, Llama 3's and Qwen2's byte "
-        "pairs, sentencepiece's pairs and unigram model, and BERT's word pieces. Export the model "
-        "without its tokenizer."
+        f"GGUF does not support this tokenizer: {what} (supported: byte-level BPE of GPT-2, "
+        "Llama 3 and Qwen2, BPE and unigram models of sentencepiece, WordPiece of BERT). "
+        "Export the model without its tokenizer."
     )
 
 
@@ -87,7 +87,8 @@ def _list_tokens(
     largest = max(vocabulary.values())
     if largest >= rows:
         raise ConfigError(
-            f"the tokenizer has ids up to {largest}, the model {rows} rows: is it another model's?"
+            f"the tokenizer has ids up to {largest}, but the model has {rows} embedding rows. "
+            "Use the tokenizer that belongs to the model."
         )
     tokens = [f"[PAD{id}]" for id in range(rows)]
     types = [UNUSED] * rows
@@ -139,7 +140,7 @@ def _byte_pairs(settings: dict[str, Any], tokens: list[str], types: list[int]) -
     )
     name = next(names, None)
     if name is None:
-        raise _unsaid(f"it cuts text by {splits or 'GPT-2'!r}")
+        raise _unsaid(f"its rule to split text, {splits or 'GPT-2'!r}")
     merges = settings["model"]["merges"]
     pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
     return {"pre": name, "merges": pairs}
@@ -163,7 +164,7 @@ def _sentence_pairs(
     except DataError as error:
         raise _unsaid(str(error)) from error
     if set(implied) != set(pairs):
-        raise _unsaid("some pairs of its pieces are not merged, which scores cannot say")
+        raise _unsaid("some pairs of its pieces are never merged, which scores cannot represent")
     kinds = [s for key in ("normalizer", "pre_tokenizer") for s in _steps(settings.get(key))]
     leads = any(
         s["type"] == "Prepend" or s.get("prepend_scheme", "never") != "never" for s in kinds
@@ -192,7 +193,7 @@ def _unigram(settings: dict[str, Any], tokens: list[str], types: list[int]) -> d
 def _word_pieces(settings: dict[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
     """Mark word starts instead of continuations in WordPiece `tokens`, in place."""
     if not (settings.get("normalizer") or {}).get("lowercase"):
-        get_logger().warning("llama.cpp reads text for word pieces in lower case; these are not")
+        get_logger().warning("llama.cpp lowercases text for WordPiece, but this tokenizer is cased")
     for id, token in enumerate(tokens):
         if not (token.startswith("[") and token.endswith("]")):
             tokens[id] = token[2:] if token.startswith("##") else SPACE + token

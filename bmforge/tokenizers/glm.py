@@ -70,8 +70,8 @@ class GLMTokenizer(Tokenizer):
         missing = [token for token in needed if token not in self._specials]
         if missing:
             raise DataError(
-                f"the special tokens {sorted(self._specials)} lack {missing}, which GLM needs: "
-                f"give the {ADDED_FILE} of the model."
+                f"the special tokens {sorted(self._specials)} lack {missing}, which GLM needs. "
+                f"Use the {ADDED_FILE} of the model."
             )
         self._by_id = {id: token for token, id in self._specials.items()}
         self._strips_left = frozenset(strips_left)
@@ -171,8 +171,8 @@ class GLMTokenizer(Tokenizer):
             wrong = [i for i in members if not special and not 0 <= i < self._text.vocab_size]
             if wrong:
                 raise DataError(
-                    f"id={wrong[0]} is not a token of this vocabulary of "
-                    f"{self.vocab_size}; is this the tokenizer of the model that made it?"
+                    f"id={wrong[0]} is not in the vocabulary of {self.vocab_size} tokens. Use "
+                    "the tokenizer of the model that generated it."
                 )
             parts += [self._by_id[i] for i in members] if special else [self._text.decode(members)]
         return self._text.joint.join(parts)
@@ -196,8 +196,8 @@ class GLMTokenizer(Tokenizer):
 
         if not texts or (max_length is not None and max_length < 3):
             raise ConfigError(
-                f"prepare got {len(texts)} texts with max_length={max_length}: it needs "
-                "a text and room for 3 tokens."
+                "prepare needs at least one text and max_length of at least 3 (there are "
+                f"{len(texts)} texts, and max_length={max_length})."
             )
         encoded = self.encode_batch(texts)
         if max_length is not None:
@@ -269,7 +269,7 @@ class GLMTokenizer(Tokenizer):
         """Return the ids that fill the blank, from ``<|startofpiece|>`` on, and their labels."""
         if isinstance(targets, str) or len(targets) != len(ids):
             raise ConfigError(
-                f"targets={targets!r:.60}: it must be a list with one text for each of the "
+                f"targets={targets!r:.60} must be a list with one text for each of the "
                 f"{len(ids)} rows."
             )
         start, end = self._specials["<|startofpiece|>"], self._specials["<|endofpiece|>"]
@@ -289,8 +289,8 @@ class GLMTokenizer(Tokenizer):
         bare = (~is_blank.any(1)).nonzero()
         if len(bare):
             raise ConfigError(
-                f"row {int(bare[0])} has no blank to fill: put one of {list(_BLANKS)} into the "
-                "text, or raise max_length if it was cut off."
+                f"row {int(bare[0])} has no blank to fill. Add one of {list(_BLANKS)} to the "
+                "text, or raise max_length if the text was truncated."
             )
         blank = is_blank.int().argmax(1, keepdim=True)
         text = torch.arange(length, device=ids.device).expand(rows, length)
@@ -309,7 +309,8 @@ def _added_tokens(folder: Path, config: dict[str, Any]) -> tuple[dict[str, int],
     path = folder / ADDED_FILE
     if not path.exists():
         raise DataError(
-            f"{str(folder)!r} has neither {ADDED_FILE} nor added_tokens_decoder in {CONFIG_FILE}: "
-            "GLM's special tokens and their ids are read from there."
+            f"{str(folder)!r} has neither {ADDED_FILE} nor added_tokens_decoder in "
+            f"{CONFIG_FILE}, which define GLM's special tokens and their ids. Copy one of them "
+            "from the model."
         )
     return {str(token): int(id) for token, id in read_json(path).items()}, list(_BLANKS)

@@ -50,7 +50,7 @@ class LongestMatcher:
         if not usable:
             raise ConfigError(
                 f"LongestMatcher: none of the {len(vocabulary)} pieces has between 1 and "
-                f"max_chars={max_chars} characters; give the whole vocabulary."
+                f"max_chars={max_chars} characters. Pass the whole vocabulary."
             )
         self._pieces = list(usable)
         self._ids = list(usable.values())

@@ -36,7 +36,7 @@ def encode_segments(
         others = [len(p) for n, p in enumerate(parts) if n != longer]
         cut = min(over, max(1, len(parts[longer]) - max(others, default=0)))
         if len(parts[longer]) < cut:
-            raise ConfigError(f"data.seq_len={longest} has no room for a text.")
+            raise ConfigError(f"data.seq_len={longest} is too small for a text. Raise it.")
         parts[longer] = parts[longer][: len(parts[longer]) - cut]
         over -= cut
     ids, segments = [begin], [0]
@@ -52,7 +52,7 @@ def outer_marks(tokenizer: Tokenizer) -> tuple[int, int]:
     begin, end = tokenizer.role_id("cls"), tokenizer.role_id("sep")
     if begin is None or end is None:
         raise ConfigError(
-            "the tokenizer has no tokens for the roles cls and sep; give that of a "
-            "BERT, or name them in its tokenizer_config.json (cls_token, sep_token)."
+            "the tokenizer has no tokens for the roles cls and sep. Use the tokenizer of a "
+            "BERT model, or set them in its tokenizer_config.json (cls_token, sep_token)."
         )
     return begin, end

@@ -60,5 +60,7 @@ def fill_prompt(
 
 def _end_of(tokenizer: Tokenizer) -> list[int]:
     if tokenizer.eos_id is None:
-        raise ConfigError("the tokenizer has no end token. Set one in the tokenizer's config.")
+        raise ConfigError(
+            "the tokenizer has no end-of-sequence token. Set one in the tokenizer's config."
+        )
     return [tokenizer.eos_id]

@@ -53,9 +53,8 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
     model = _read(content, path)
     if model.algorithm != _UNIGRAM:
         raise DataError(
-            f"{str(path)!r} is a sentencepiece model of kind {model.algorithm}; read are "
-            f"unigram models ({_UNIGRAM}), such as T5's. Write a tokenizer.json with "
-            "transformers' "
+            f"{str(path)!r} is a sentencepiece model of type {model.algorithm} (supported: "
+            f"unigram, {_UNIGRAM}, as for T5). Write a tokenizer.json with transformers' "
             "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)."
         )
     return build_unigram(model, extra_ids)
@@ -95,7 +94,7 @@ def _read(content: bytes, path: Path) -> UnigramModel:
         training = dict(_fields(next((p for n, p in parts if n == 2), b"")))
         treatment = dict(_fields(next((p for n, p in parts if n == 3), b"")))
         if not pieces:
-            raise ValueError("it has no piece")
+            raise ValueError("it has no pieces")
         return UnigramModel(
             pieces,
             training.get(3, _UNIGRAM),
@@ -131,7 +130,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
         elif kind in (1, 5):
             length = 8 if kind == 1 else 4
         else:
-            raise ValueError(f"field of kind {kind}")
+            raise ValueError(f"a field has the unknown type {kind}")
         if at + length > len(data):
             raise ValueError("the file is truncated")
         yield key >> 3, data[at : at + length]

@@ -227,9 +227,8 @@ def _add_tokens(tokenizer: Any, folder: Path) -> None:
             tokenizer.add_tokens([AddedToken(token, normalized=False)])
         if (id := tokenizer.token_to_id(token)) != ids[token]:
             raise DataError(
-                f"{str(path)!r} gives {token!r} the id {ids[token]}, the vocabulary in its "
-                f"directory {id}: one of the files is of another model. Take both from the "
-                "same model."
+                f"{str(path)!r} gives {token!r} the id {ids[token]}, but the vocabulary in the "
+                f"same directory gives it {id}. Use two files of the same model."
             )
     tokenizer.add_special_tokens(list(special.values()))
 
@@ -245,5 +244,6 @@ def _has(folder: Path, names: tuple[str, ...]) -> bool:
 
 def _damaged(paths: list[str], error: Exception) -> DataError:
     return DataError(
-        f"{' and '.join(paths)} hold no vocabulary of a tokenizer ({error}). Get the files again."
+        f"{' and '.join(paths)} do not contain the vocabulary of a tokenizer ({error}). "
+        "Download the files again."
     )

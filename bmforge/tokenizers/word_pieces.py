@@ -82,7 +82,7 @@ def pieces_to_tokens(ids: Iterable[int], tokens: list[str]) -> list[str]:
     invalid = [id for id in sequence if not 0 <= id < len(tokens)]
     if invalid:
         raise DataError(
-            f"id={invalid[0]} is not in the vocabulary (0 to {len(tokens) - 1}); is this the "
-            "tokenizer of the model that made it?"
+            f"id={invalid[0]} is not in the vocabulary (0 to {len(tokens) - 1}). Use the "
+            "tokenizer of the model that generated it."
         )
     return [tokens[id] for id in sequence]

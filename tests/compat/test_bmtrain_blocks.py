@@ -375,7 +375,7 @@ def test_one_module_may_come_twice(world: int) -> None:
 def bad_blocks() -> None:
     bmt.init_distributed()
     block = bmt.Block(old.OldLinear(4, 4))
-    with pytest.raises(ConfigError, match="given before"):
+    with pytest.raises(ConfigError, match="already in the list"):
         bmt.TransformerBlockList([block, block])
     with pytest.raises(AssertionError, match="module itself"):
         bmt.Block(block)

@@ -45,7 +45,7 @@ def test_no_head_is_said_when_logits_are_read() -> None:
     model.head = None
     out = model(IDS, LENGTH)
     assert [value is None for value in out] == [False, False, True, True, True, True]
-    with pytest.raises(ConfigError, match="no head for words"):
+    with pytest.raises(ConfigError, match="no head for tokens"):
         out.logits  # noqa: B018
 
 

@@ -147,7 +147,7 @@ def test_encoders_have_transformers_numbers(kind: str, tmp_path: Path) -> None:
         )
         torch.testing.assert_close(found.pooler_output, wanted[1], rtol=1e-5, atol=1e-6)
         assert found[1] is found.pooler_output
-        with pytest.raises(ConfigError, match="no head for words"):
+        with pytest.raises(ConfigError, match="no head for tokens"):
             model(IDS, LENGTH, output_logits=True)
         model = getattr(old, stem).from_pretrained(tmp_path / "words").eval()
         logits = model(IDS, LENGTH, output_logits=True).logits

@@ -256,13 +256,13 @@ def test_what_a_copy_keeps() -> None:
         (lambda m: od.LoraModel(m, interactive_modify=True), "bmforge tree MODEL --html"),
         (lambda m: od.CompacterModel(m, shared_phm_rule=True), "shared_phm_rule=True"),
         (lambda m: od.LoraModel(m, modified_modules=["quary"]), "matches no module"),
-        (lambda m: od.LoraModel(m)(), "call the backbone"),
-        (lambda m: od.LoraModel(m).save_finetuned(push_to_dc=True), "DeltaCenter is gone"),
+        (lambda m: od.LoraModel(m)(), "Call the backbone"),
+        (lambda m: od.LoraModel(m).save_finetuned(push_to_dc=True), "DeltaCenter no longer exists"),
         (lambda m: od.PrefixModel(m), "no place for a prefix"),
         (lambda m: od.SoftPromptModel(m), "no token embedding of bmforge"),
         (lambda m: od.AutoDeltaConfig.from_dict({"delta_type": "lroa"}), "Did you mean 'lora'"),
         (lambda m: od.AutoDeltaConfig.from_finetuned("nowhere"), "DeltaCenter"),
-        (lambda m: od.Visualization(m).structure_graph(common_structure=True), "are gone"),
+        (lambda m: od.Visualization(m).structure_graph(common_structure=True), "were removed"),
     ],
 )
 def test_what_cannot_be(build: Any, said: str) -> None:

@@ -18,7 +18,7 @@ def test_every_module_path_resolves_or_says_what_replaces_it(package: str) -> No
     for path in sorted(module_paths(package)):
         error = import_error(f"bmforge.compat.{package}.{path}")
         assert error is None or type(error) is ImportError, path
-        assert error is None or re.search(r"is gone\. (Use|Not needed)", str(error))
+        assert error is None or re.search(r"was removed\. (Use|Not needed)", str(error))
 
 
 def import_error(name: str) -> ImportError | None:

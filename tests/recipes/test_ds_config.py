@@ -141,7 +141,7 @@ def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not JSON"):
         read_ds_config(file)
     file.write_text("[4]")
-    with pytest.raises(ConfigError, match="no JSON object"):
+    with pytest.raises(ConfigError, match="must contain a JSON object"):
         read_ds_config(file)
 
 

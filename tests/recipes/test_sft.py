@@ -117,7 +117,7 @@ def test_a_template_cannot_reach_out(letters: Path) -> None:
         "{{ cycler.__init__.__globals__.os.system('true') }}",
         "{{ raise_exception('roles must alternate') }}",
     ):
-        with pytest.raises(DataError, match="cannot write this conversation"):
+        with pytest.raises(DataError, match="cannot render this conversation"):
             ChatTemplate(source, tokenizer).render(list(TALK))
     with pytest.raises(ConfigError, match="not valid"):
         ChatTemplate("{% for %}", tokenizer)

@@ -134,7 +134,7 @@ def test_an_unknown_less_than_sign_is_no_special():
 
 @pytest.mark.parametrize("text", ["a<", "<mask", "<mask<mask_0>>", "1 < 2", "<>", "<a<b>"])
 def test_stray_less_than_signs(text):
-    with pytest.raises(DataError, match="write << for the character"):
+    with pytest.raises(DataError, match="rite << for the character"):
         small_tokenizer().encode_extended(text)
 
 
@@ -152,7 +152,7 @@ def test_files(tmp_path: Path):
     assert len(again) == PUBLISHED_SIZE
     assert again.encode_extended(GOLDEN[0][0]) == tokenizer.encode_extended(GOLDEN[0][0])
     assert type(AutoTokenizer.from_pretrained(tmp_path / "new")) is CPMBeeTokenizer
-    with pytest.raises(ConfigError, match="already holds another"):
+    with pytest.raises(ConfigError, match="already contains another"):
         small_tokenizer().save_pretrained(tmp_path / "new")
     assert [again.token_to_id(token) for token in ("</n>", "<ans>", "真的", "é")] == [
         4, 9, 23974, None,
@@ -171,5 +171,5 @@ def test_files(tmp_path: Path):
 def test_vocabularies_that_are_none():
     with pytest.raises(ConfigError, match=r"lacks \['<mask>', '</n>'\]"):
         CPMBeeTokenizer([t for t in SPECIALS if t not in ("<mask>", "</n>")])
-    with pytest.raises(ConfigError, match="there twice"):
+    with pytest.raises(ConfigError, match="duplicate"):
         CPMBeeTokenizer([*SPECIALS, "a", "b", "a"])

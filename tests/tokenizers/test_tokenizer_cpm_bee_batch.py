@@ -197,7 +197,7 @@ def test_constraints_of_ones_own():
     assert written == [{"b": "", "c": "好吃"}, {"b": "", "c": "𠮷"}]
     with pytest.raises(DataError, match="'é', which is neither in the vocabulary"):
         encode_prompt(document, tokenizer, constraints={("c",): ["é"]})
-    with pytest.raises(ConfigError, match="name the slots"):
+    with pytest.raises(ConfigError, match="has the unknown slots"):
         encode_prompt(document, tokenizer, constraints={("d",): ["a"]})
     for nothing in ([], "ab"):
         with pytest.raises(ConfigError, match="at least one"):

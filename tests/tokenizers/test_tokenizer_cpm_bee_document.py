@@ -166,10 +166,10 @@ def test_extended_answers_and_answers_not_reached():
     written = [[tokenizer.unk_id, size + 1, tokenizer.mask_id], None]
     filled = decode_document(document, encoded, written, tokenizer, rows)
     assert filled["<ans>"] == {"<mask_0>": "éè<mask_0>", "a": None}
-    for bad, message in ((size, "another document"), (size + 2, "is no output")):
+    for bad, message in ((size, "another document"), (size + 2, "is out of range")):
         with pytest.raises(DataError, match=message):
             decode_document(document, encoded, [[bad], None], tokenizer, rows)
-    with pytest.raises(DataError, match="1 answers were given for 2 slots"):
+    with pytest.raises(DataError, match="there are 1 answers for 2 slots"):
         decode_document(document, encoded, [[]], tokenizer)
 
 
@@ -197,21 +197,21 @@ BAD = [
     ({"input": "a"}, r"has no '<ans>'"),
     ({}, r"has no '<ans>'"),
     ({"a": {"<ans>": ""}}, r"has no '<ans>'"),
-    ({"input": "a", "<ans>": {}}, "holds no text to write"),
+    ({"input": "a", "<ans>": {}}, "has no slot for an answer"),
     ({"input": "a", "<ans>": None}, "at <ans> is None"),
     ({"input": 3, "<ans>": ""}, "at input is 3 of type int"),
     ({"input": ["a"], "<ans>": ""}, "lists as dicts"),
     ({3: "a", "<ans>": ""}, "key 3 at .* is not a text"),
-    ({"input": "<mask_0>", "<ans>": {"<mask_1>": ""}}, r"<ans>\.<mask_1> names no blank"),
-    ({"input": "a", "<ans>": {"<mask_0>": ""}}, "there are none"),
-    ({"input": "a", "<ans>": {"b": {"<option_0>": ""}}}, "names no blank"),
+    ({"input": "<mask_0>", "<ans>": {"<mask_1>": ""}}, r"<ans>\.<mask_1> has no blank"),
+    ({"input": "a", "<ans>": {"<mask_0>": ""}}, "blanks: none"),
+    ({"input": "a", "<ans>": {"b": {"<option_0>": ""}}}, "has no blank"),
     ({"input": "a<masc_0>", "<ans>": ""}, r"<masc_0> is unknown.*mean '<mask>'"),
     ({"<foo>": "a", "<ans>": ""}, "<foo> is unknown"),
     ({"input": "a</s>b", "<ans>": ""}, "</s> marks where texts begin"),
     ({"input": "1 < 2", "<ans>": ""}, "at input: '<' at character 2"),
     ({"input": "a", "<ans>": "a𠮷"}, r"contains '𠮷', which is neither in the vocabulary"),
     ({"input": "a", "<ans>": {"b": "<option_3>"}}, "contains '<option_3>'"),
-    ("text", "a document is a dict"),
+    ("text", "a document must be a dict"),
 ]
 
 

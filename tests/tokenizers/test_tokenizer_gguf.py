@@ -211,9 +211,9 @@ def test_refused_by_name(tmp_path):
         ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre='deepseek-llm', which is not supported"),
         ({"pre": 3}, "pre=3"),
         ({"model": "rwkv"}, "kind 'rwkv'"),
-        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "a token is there twice"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "a token occurs twice"),
         ({"tokens": ["a", "b"]}, "2 tokens, 700 types"),
-        ({"merges": ["ab"]}, "a merge is no pair"),
+        ({"merges": ["ab"]}, "a merge is not a pair"),
         ({"merges": ["a nosuchtoken"]}, "damaged"),
         ({"eos_token_id": 10**6}, "its eos token has the id 1000000"),
     ):
@@ -222,7 +222,7 @@ def test_refused_by_name(tmp_path):
         with pytest.raises(DataError, match=said):
             AutoTokenizer.from_pretrained(path)
     mine = byte_pairs("gpt-2")
-    with pytest.raises(ConfigError, match="is it another model's"):
+    with pytest.raises(ConfigError, match="that belongs to the model"):
         describe_tokenizer(mine, 100)
     settings = {**mine.settings, "pre_tokenizer": {"type": "Whitespace"}}
     settings.pop("config")

@@ -68,7 +68,7 @@ def test_prepare_fills_up_and_cuts_the_beginning(english_folder):
     cut = tokenizer.prepare(["hello world [MASK]"], max_length=4)["input_ids"]
     assert cut.tolist() == [[start, *long[-2:], end]]
     for arguments in (([],), (["a"], 2)):
-        with pytest.raises(ConfigError, match="it needs a text"):
+        with pytest.raises(ConfigError, match="needs at least one text"):
             tokenizer.prepare(*arguments)
 
 
@@ -186,7 +186,7 @@ def test_flags_of_newer_files_are_obeyed(english_folder, tmp_path):
         ("added_tokens.json", None, "neither added_tokens.json"),
         ("added_tokens.json", '{"[MASK]": 300}', "lack"),
         ("vocab.json", None, "neither cog-pretrain.model"),
-        ("merges.txt", "no merge here at all\n", "hold no vocabulary"),
+        ("merges.txt", "no merge here at all\n", "do not contain the vocabulary"),
         ("cog-pretrain.model", "text", "not a sentencepiece model"),
     ],
 )

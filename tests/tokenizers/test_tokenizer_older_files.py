@@ -137,7 +137,7 @@ def test_added_tokens_have_their_ids(byte_pairs, tmp_path):
     ours = assert_same(tmp_path, transformers.GPT2Tokenizer.from_pretrained(tmp_path))
     assert ours.encode("<extra><more>") == [size, size + 1]
     write_json(tmp_path, "added_tokens.json", {"<extra>": size + 3})
-    with pytest.raises(DataError, match="of another model"):
+    with pytest.raises(DataError, match="Use two files of the same model"):
         AutoTokenizer.from_pretrained(tmp_path)
 
 
@@ -159,8 +159,8 @@ def test_text_is_prepared_with_them(byte_pairs, tmp_path):
     [
         ("tokenizer_config.json", {"tokenizer_class": "CLIPTokenizer"}, "no tokenizer in"),
         ("config.json", {"model_type": "qwen2"}, "no tokenizer in"),
-        ("vocab.json", {"a": "b"}, "hold no vocabulary"),
-        ("vocab.json", ["a"], "is a list|holds a list|hold no vocabulary"),
+        ("vocab.json", {"a": "b"}, "do not contain the vocabulary"),
+        ("vocab.json", ["a"], "is a list|holds a list|do not contain the vocabulary"),
     ],
 )
 def test_other_or_damaged_files_are_refused(name, content, message, byte_pairs, tmp_path):
@@ -282,7 +282,7 @@ def test_spiece_models_that_are_not_read(spiece: Path, tmp_path: Path) -> None:
         minloglevel=2,
     )  # fmt: skip
     for content, message in (
-        (model.getvalue(), "of kind 2; read are unigram"),
+        (model.getvalue(), "of type 2 .supported: unigram"),
         (whole[: len(whole) // 2], "not a sentencepiece model"),
         (b"{}", "not a sentencepiece model"),
         (b"", "not a sentencepiece model"),

@@ -94,7 +94,7 @@ class ConfigParser:
             raw = json.loads(Path(self.config_file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.config_file!r} is not a config of BMCook's: {error}."
+                f"{self.config_file!r} is not a config of BMCook: {error}."
             ) from error
         self.config: dict[str, Any] = check_cook_config(raw)
 
@@ -116,7 +116,7 @@ def check_cook_config(raw: Any) -> dict[str, Any]:
         ConfigError: unknown or contradicting keys.
     """
     if not isinstance(raw, dict):
-        raise ConfigError(f"a config of BMCook's is a table of sections, not {raw!r}.")
+        raise ConfigError(f"a config of BMCook must be a table of sections, not {raw!r}.")
     sections = [*_DEFAULTS, _OWN]
     checked: dict[str, Any] = {_OWN: raw.get(_OWN, {})} if _OWN in raw else {}
     for section, section_values in raw.items():
@@ -139,7 +139,10 @@ def check_cook_config(raw: Any) -> dict[str, Any]:
         )
     hidden = checked["distillation"]
     if hidden["mse_hidn_scale"] and not hidden["mse_hidn_module"]:
-        raise ConfigError("distillation.mse_hidn_scale needs mse_hidn_module: pairs of modules.")
+        raise ConfigError(
+            "distillation.mse_hidn_scale needs mse_hidn_module, the pairs of modules to "
+            "compare. Set it."
+        )
     return checked
 
 
@@ -153,9 +156,8 @@ def _check_sprune(values: Mapping[str, Any]) -> dict[str, Any]:
         new = turn(value)
         if key != name and name in values and values[name] != new:
             raise ConfigError(
-                f"pruning.sprune.{key}={value!r} and {name}={values[name]!r} contradict each "
-                "other: "
-                f"leave {key} out, which is the older spelling."
+                f"pruning.sprune.{key}={value!r} and {name}={values[name]!r} cannot be used "
+                f"together. Leave out {key}, the older spelling."
             )
         out[name] = new
     return out
@@ -188,7 +190,10 @@ def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
         tables["prune"] = {"pattern": pattern_of(pruning["mask_method"]), "where": where}
     if pruning["is_pruning"] and pruning["pruning_mask_path"]:
         get_logger().info(
-            "pruning_mask_path=%r is not needed: zeros are the mask, and lie in the weights",
+            (
+                "pruning_mask_path=%r is not needed: the pruned weights are zero and serve as the "
+                "mask"
+            ),
             pruning["pruning_mask_path"],
         )
     if config["quantization"]["is_quant"]:
@@ -197,7 +202,9 @@ def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
         tables["moefy"] = own.pop("moefy", {})
     clash = set(tables) & set(own)
     if clash:
-        raise ConfigError(f"bmforge.{min(clash)} is set twice: in BMCook's section and here.")
+        raise ConfigError(
+            f"bmforge.{min(clash)} is set both in BMCook's section and here. Set it once."
+        )
     return {**tables, **own}
 
 
@@ -221,25 +228,30 @@ def structure_table(section: Mapping[str, Any]) -> dict[str, Any]:
     unknown = [kind for kind in section["training_mask"] if kind not in _GATES]
     if unknown or not section["training_mask"]:
         raise ConfigError(
-            f"pruning.sprune.training_mask={section['training_mask']} must name some of "
+            f"pruning.sprune.training_mask={section['training_mask']} must contain some of "
             f"{', '.join(_GATES)}; other widths are set as sizes in a bmforge recipe "
             "(docs/guides/compression.md)."
         )
     problems = []
     if section["mask_path"]:
-        problems.append("mask_path: masks are in the model that a run leaves; start from that")
+        problems.append(
+            "mask_path is not supported, because the pruned model contains its mask: start "
+            "from that model"
+        )
     if not section["is_training"]:
-        problems.append("is_training=false: start from the model that a run has left")
+        problems.append(
+            "is_training=false is not supported: start from the model of an earlier run"
+        )
     if section["criterion"] != "l0" or section["target_mode"] != "sparsity":
         problems.append("criterion and target_mode can only be 'l0' and 'sparsity'")
     if section["tuning"]:
-        problems.append("tuning was never there in BMCook: leave it out")
+        problems.append("tuning had no effect in BMCook: leave it out")
     if problems:
         raise ConfigError(f"pruning.sprune: {'; '.join(problems)}.")
     for name in ("start_sparsity", "hard_binarize"):
         if section[name]:
             get_logger().info(
-                "pruning.sprune.%s=%r: gates begin open and end at the target exactly",
+                "pruning.sprune.%s=%r: the gates start open and reach the target exactly",
                 name,
                 section[name],
             )

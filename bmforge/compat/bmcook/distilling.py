@@ -50,12 +50,12 @@ class BMDistill:
             return forward_fn
         if section["mse_att_scale"]:
             raise ConfigError(
-                "distillation.mse_att_scale had no effect in BMCook. Set it to 0, or learn "
-                'attention by a recipe: kind="attention" (docs/guides/compression.md).'
+                "distillation.mse_att_scale had no effect in BMCook. Set it to 0, or distill "
+                'attention with a recipe: kind="attention" (docs/guides/compression.md).'
             )
         if teacher is None:
             raise ConfigError(
-                "the config has distillation, but no teacher was given. Pass the teacher."
+                "the config has a section distillation, but there is no teacher. Pass the teacher."
             )
         freeze_(teacher)
         return Teaching(student, teacher, section, target_linear).wrap(forward_fn)
@@ -172,5 +172,5 @@ def _width(model: nn.Module) -> int:
         if isinstance(getattr(config, name, None), int):
             return int(getattr(config, name))
     raise ConfigError(
-        f"{type(model).__name__}'s config has no dim_model, which mse_hidn_proj needs."
+        f"mse_hidn_proj needs dim_model, which the config of {type(model).__name__} lacks."
     )

@@ -65,7 +65,7 @@ class BMPrune:
         if not section["is_pruning"]:
             return
         if _SLOT in model.__dict__:
-            raise ConfigError("this model is pruned already: compute_mask is called once for each.")
+            raise ConfigError("this model is already pruned. Call compute_mask once per model.")
         if section["mask_method"] == "sprune":
             owner = _zoo_model(model)
             method: Method = StructureMethod(StructureConfig(**_tuples(section["sprune"])))
@@ -93,7 +93,7 @@ class BMPrune:
         pruning = pruning_of(model)
         assert pruning is not None
         if optimizer is None:
-            raise ConfigError("the config prunes, but no optimizer was given. Pass the optimizer.")
+            raise ConfigError("the config prunes, but there is no optimizer. Pass the optimizer.")
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
         new = [p for p in pruning.owner.parameters() if p.requires_grad and id(p) not in optimized]
         if pruning.is_gated and new:  # the gates, which came after the optimizer was made
@@ -120,6 +120,6 @@ def _zoo_model(model: nn.Module) -> nn.Module:
     if isinstance(inner, Model):
         return inner
     raise ConfigError(
-        "mask_method='sprune' needs a model of ours, or of ModelCenter's classes; not a "
+        "mask_method='sprune' supports models of bmforge and of ModelCenter's classes, not a "
         f"{type(model).__name__}."
     )

@@ -45,13 +45,15 @@ def save(model: nn.Module, file_name: str, mode: str) -> None:
     if mode == "prune":
         pruning = pruning_of(model)
         if pruning is None:
-            raise ConfigError('mode="prune": this model was not pruned.')
+            raise ConfigError('mode="prune" needs a pruned model, but this one was not pruned.')
         facts = pruning.method.finish_(pruning.owner)
     tensors = _gather(model)
     if mode == "quant":
         names = _quantised(model)
         if not names:
-            raise ConfigError('mode="quant": no layer of this model was quantised.')
+            raise ConfigError(
+                'mode="quant" needs a quantized model, but no layer of this one was quantized.'
+            )
         for name in names:
             rows, scale = quantize_rows(tensors.pop(f"{name}.weight").float())
             tensors[f"{name}.weight_quant"] = rows
@@ -122,8 +124,8 @@ def load_masks(file_name: str, model: nn.Module | None = None) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"{file_name!r} has masks of another model: {', '.join(wrong[:5])} are not in this "
-            f"{type(pruned).__name__}, or of another shape."
+            f"{file_name!r} has masks of another model: {', '.join(wrong[:5])} do not exist in "
+            f"this {type(pruned).__name__}, or have another shape."
         )
     for name, mask in masks.items():
         parameter = parameters[name]

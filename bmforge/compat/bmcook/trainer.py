@@ -110,7 +110,9 @@ def _train_projections(forward: Any, optimizer: torch.optim.Optimizer | None) ->
     if not isinstance(teaching, Teaching) or not len(teaching.projections):
         return
     if optimizer is None:
-        raise ConfigError("mse_hidn_proj is trained: give set_compression the optimizer.")
+        raise ConfigError(
+            "mse_hidn_proj has trained parameters. Pass the optimizer to set_compression."
+        )
     optimizer.add_param_group({"params": list(teaching.projections.parameters())})
 
 

@@ -70,7 +70,7 @@ class TransformerBlockList(nn.ModuleList):
         super().__init__(layers)
         places: dict[str, torch.device] = {}
         if gpus and not len(self):
-            raise ConfigError("TransformerBlockList has no blocks; give at least one.")
+            raise ConfigError("TransformerBlockList has no blocks. Pass at least one.")
         self.requires_grad_(False)
         each = -(-len(self) // max(1, len(gpus)))
         for place, entry in enumerate(gpus):

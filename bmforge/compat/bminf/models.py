@@ -60,17 +60,16 @@ def open_engine(
     """
     if device_idx not in (None, default_device().index, 0):
         raise ConfigError(
-            f"device_idx={device_idx}: the first accelerator that the process sees is "
-            "used. Let it see that one alone (CUDA_VISIBLE_DEVICES), and leave "
-            "device_idx out."
+            f"device_idx={device_idx} is not supported: the first accelerator that the process "
+            "sees is used. Select it with CUDA_VISIBLE_DEVICES, and leave device_idx out."
         )
     directory = find_model(version.removeprefix("file://"))
     raw = read_config_file(directory)
     family_class = AutoModel.family_of(raw)
     if family_class.__name__ != family:
         raise ConfigError(
-            f"{str(directory)!r} holds a {family_class.__name__}, not a {family}: give another "
-            "version=."
+            f"{str(directory)!r} contains a {family_class.__name__}, not a {family}. Pass "
+            "another version=."
         )
     is_packed = bool(raw.get("quantization_config"))
     return Engine(
@@ -179,7 +178,7 @@ class CPM1(_Model):
         with self.engine.turn("generate") as model:
             ids = tokenizer.encode(input_sentence)
             if not ids:
-                raise ConfigError("input_sentence is empty; give a text.")
+                raise ConfigError("input_sentence is empty. Pass a text.")
             room = self.engine.config.tokens_of(model) - len(ids)
             if room < 1:
                 return "", True
@@ -310,7 +309,7 @@ class EVA(_Model):
             ConfigError: an empty context, or an option out of range.
         """
         if not context or not all(text.strip() for text in context):
-            raise ConfigError("context has nothing to answer, or an empty utterance.")
+            raise ConfigError("context is empty, or contains an empty utterance.")
         tokenizer = self._tokenizer
         utterances = [tokenizer.encode(text) for text in context]
         window = truncation_length or sum(map(len, utterances)) + len(utterances) + 1
@@ -360,5 +359,5 @@ def _find_spans(text: str, positions: Sequence[int] | None) -> list[int]:
         return places
     wrong = [position for position in positions if not text.startswith(_SPAN, position)]
     if wrong:
-        raise ConfigError(f"spans_position={wrong}: no {_SPAN!r} begins there.")
+        raise ConfigError(f"spans_position={wrong}: there is no {_SPAN!r} at this position.")
     return sorted(positions)

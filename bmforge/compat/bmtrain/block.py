@@ -60,7 +60,7 @@ class Block(Facade):
         config.need("Block")
         level = config["zero_level"] if zero_level is None else zero_level
         if level not in (2, 3) or mode not in ("BLOCK", "PIPE"):
-            raise BlockError(f"zero_level={level} must be 2 or 3, mode={mode!r} BLOCK or PIPE.")
+            raise BlockError(f"zero_level={level} must be 2 or 3, and mode={mode!r} BLOCK or PIPE.")
         if isinstance(inner_module, Block):
             raise BlockError("Block was given a Block. Pass the module itself.")
         _check(inner_module)
@@ -175,9 +175,9 @@ def _check(module: nn.Module) -> None:
     is_plain = not any(isinstance(m, DistributedModule) for m in module.modules())
     if plain and (len(plain) < len(named) or not is_plain):
         raise BlockError(
-            f"{type(module).__name__} has parameters that are not distributed: {', '.join(plain)}. "
-            "Make them with bmt.DistributedParameter, or their modules with "
-            "bmt.BMTrainModelWrapper(module)."
+            f"{type(module).__name__} has parameters that are not distributed: "
+            f"{', '.join(plain)}. Create them with bmt.DistributedParameter, or wrap their "
+            "modules with bmt.BMTrainModelWrapper(module)."
         )
     if is_plain:
         make_distributed_(module)
@@ -247,12 +247,13 @@ def as_blocks(modules: Iterable[nn.Module], mode: str) -> list[Block]:
         block = module if isinstance(module, Block) else Block(module, mode=mode)
         if any(block is other for other in blocks):
             raise BlockError(
-                f"Block {index} was given before. To use its weights twice, give the module itself."
+                f"Block {index} is already in the list. To use its weights twice, pass the "
+                "module itself."
             )
         if mode == "PIPE" and block.mode != mode and config["pipe_size"] > 1:
             raise BlockError(
-                f'Block {index} has mode="BLOCK". Blocks of a PipelineTransformerBlockList need '
-                'bmt.Block(module, mode="PIPE"); or give it the module itself.'
+                f'Block {index} has mode="BLOCK", but a PipelineTransformerBlockList needs '
+                'mode="PIPE". Use bmt.Block(module, mode="PIPE"), or pass the module itself.'
             )
         blocks.append(block)
     return blocks
@@ -305,8 +306,7 @@ class TransformerBlockList(nn.Module):
             hidden = out if isinstance(out, tuple) else (out,)
             if len(hidden) != self.num_hidden:
                 raise BlockError(
-                    f"a block returned {len(hidden)} values; num_hidden={self.num_hidden} go "
-                    "through the blocks."
+                    f"a block returned {len(hidden)} values, but num_hidden={self.num_hidden}."
                 )
         if return_hidden_states:
             return *hidden, *(torch.stack(column) for column in zip(*seen, strict=True))

@@ -61,9 +61,14 @@ def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = Non
     """
     group = _group(comm)
     if op not in ("sum", "avg"):
-        raise ConfigError(f"op={op!r}: reduce_scatter supports 'sum' and 'avg'. Use all_reduce.")
+        raise ConfigError(
+            f"op={op!r} is not supported by reduce_scatter (supported: 'sum', 'avg'). Use "
+            "all_reduce."
+        )
     if x.dim() == 0 or x.shape[0] % group.size():
-        raise ShapeError(f"{group.size()} processes do not divide the rows of {tuple(x.shape)}.")
+        raise ShapeError(
+            f"the rows of {tuple(x.shape)} cannot be divided by {group.size()} processes."
+        )
     out = sum_scatter_tokens(x, group, 0)
     return out / group.size() if op == "avg" else out
 
@@ -124,8 +129,8 @@ def send_activations(hidden_state: Tensor, next_rank: int, comm: Any = None) -> 
     group = _group(comm)
     if hidden_state.dtype not in _DTYPES or hidden_state.dim() > _MAX_DIMS:
         raise ShapeError(
-            f"{hidden_state.dim()} dims of {hidden_state.dtype} cannot be sent: at most "
-            f"{_MAX_DIMS}, of floats, integers or truth values."
+            f"a tensor with {hidden_state.dim()} dims of {hidden_state.dtype} cannot be sent "
+            f"(supported: at most {_MAX_DIMS} dims of floats, integers or booleans)."
         )
     shape = list(hidden_state.shape)
     numbers = [_DTYPES.index(hidden_state.dtype), len(shape), *shape]

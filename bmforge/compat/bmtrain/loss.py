@@ -52,8 +52,8 @@ class FusedCrossEntropy(nn.Module):
         """Return the loss in fp32, or in the logits' dtype if that is wider."""
         if input.dim() != 2 or target.shape != input.shape[:1]:
             raise ShapeError(
-                f"logits {tuple(input.shape)} and targets {tuple(target.shape)}: (M, C) and (M,) "
-                "are needed; flatten rows with .view(-1, C) and .view(-1)."
+                f"logits have shape {tuple(input.shape)} and targets {tuple(target.shape)} "
+                "(needed: (M, C) and (M,)). Flatten them with .view(-1, C) and .view(-1)."
             )
         logits = input.to(torch.promote_types(input.dtype, torch.float32))
         target = target.long()

@@ -57,7 +57,9 @@ class WarmupLRScheduler:
 
     def get_lr_decay(self, num_iter: int) -> float:
         """Return the learning rate of a step after warm-up."""
-        raise TypeError(f"{type(self).__name__} has no get_lr_decay; take one of {__all__[:-1]}.")
+        raise TypeError(
+            f"{type(self).__name__} does not define get_lr_decay. Use one of {__all__[:-1]}."
+        )
 
     def get_lr(self) -> float:
         """Return the learning rate of step `num_iter`."""

@@ -68,9 +68,9 @@ def _pair(src: Any, dst: Any, src_parts: int = 1, dst_parts: int = 1) -> tuple[T
         or source.numel() * dst_parts != destination.numel() * src_parts
     ):
         raise ShapeError(
-            f"src has {source.numel()} x {source.dtype}, dst {destination.numel()} x "
-            f"{destination.dtype}; dst must have "
-            f"{source.numel() * dst_parts / src_parts:g} of the same dtype."
+            f"src has {source.numel()} x {source.dtype}, and dst {destination.numel()} x "
+            f"{destination.dtype} (dst must have {source.numel() * dst_parts / src_parts:g} of "
+            "the same dtype)."
         )
     return source, destination
 

@@ -185,7 +185,7 @@ def need_values(model: nn.Module) -> None:
     if empty:
         shown = ", ".join(empty[:3]) + (f" and {len(empty) - 3} more" if len(empty) > 3 else "")
         raise ConfigError(
-            f"{type(model).__name__} was made on the meta device, and {shown} have no "
+            f"{type(model).__name__} was created on the meta device, and {shown} have no "
             "values. Load them with bmt.load(model, file), or initialize them with "
             "bmt.init_parameters(model)."
         )
@@ -241,7 +241,9 @@ def whole(param: Tensor, value: Tensor | None = None) -> Tensor:
     """
     origin = origin_of(param)
     if origin is not None and origin.is_empty:
-        raise ConfigError("a parameter that was made on the meta device has no values to save yet.")
+        raise ConfigError(
+            "a parameter that was created on the meta device has no values to save yet."
+        )
     value = (param if value is None else value).detach()
     if isinstance(value, DTensor):
         value = value.full_tensor()
@@ -260,7 +262,7 @@ def share_like(param: Tensor, value: Tensor) -> Tensor:
     origin = origin_of(param)
     if value.shape != full_shape(param):
         raise ConfigError(
-            f"a value has shape={tuple(value.shape)}; the parameter is {tuple(full_shape(param))}."
+            f"a value has shape={tuple(value.shape)}, but the parameter {tuple(full_shape(param))}."
         )
     if param.is_meta:
         return torch.empty_like(param, dtype=value.dtype)
@@ -298,8 +300,8 @@ class _Method:
         param = None if self._param is None else self._param()
         if param is None:
             raise ConfigError(
-                "this is a copy of a distributed parameter, which cannot be gathered. "
-                "Copy the result of gather() of the parameter itself."
+                "this is a copy of a distributed parameter, which cannot be gathered. Copy the "
+                "result of the parameter's gather() instead."
             )
         if args or kwargs:
             return torch.gather(param, *args, **kwargs)

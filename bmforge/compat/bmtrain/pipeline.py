@@ -46,7 +46,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
         if self.stages == 1:
             return
         if len(self) < self.stages:
-            raise BlockError(f"{len(self)} blocks do not fill pipe_size={self.stages} stages.")
+            raise BlockError(f"{len(self)} blocks are too few for pipe_size={self.stages} stages.")
         for index, block in enumerate(self):
             _place_(block, self.get_stage_by_layer_id(index))
         claim_blocks_(self)
@@ -106,8 +106,8 @@ class PipelineTransformerBlockList(TransformerBlockList):
         rows = hidden[0].shape[0]
         if rows * self.stages % micros or micros % self.stages:
             raise ShapeError(
-                f"{rows} rows on each of {self.stages} stages do not make num_micro_batches="
-                f"{micros}, a multiple of the stages."
+                f"{rows} rows on each of {self.stages} stages cannot be divided into "
+                f"num_micro_batches={micros}, which must be a multiple of the number of stages."
             )
         columns = []
         for index, value in enumerate((*hidden, *others)):

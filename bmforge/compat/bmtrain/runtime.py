@@ -157,7 +157,8 @@ class Config(Mapping[str, Any]):
 
     def __setitem__(self, key: str, value: object) -> None:
         raise ConfigError(
-            f"config[{key!r}] = {value!r}: config is read-only. Give the value to init_distributed."
+            f"config[{key!r}] = {value!r} is not allowed, because config is read-only. Pass the "
+            "value to init_distributed."
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -178,7 +179,9 @@ class Config(Mapping[str, Any]):
             DistributedError: `init_distributed` was not called.
         """
         if not self.is_ready:
-            raise DistributedError(f"{what} needs bmt.init_distributed() to be called first.")
+            raise DistributedError(
+                f"{what} needs a process group. Call bmt.init_distributed() first."
+            )
 
     def join(self, world: World, values: Mapping[str, Any], layout: Layout) -> None:
         """Adopt an initialized process group."""

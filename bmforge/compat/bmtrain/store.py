@@ -194,14 +194,16 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
         except Exception as error:
             raise CheckpointError(f"{file_name} cannot be loaded: {error}") from error
         if not isinstance(loaded, dict):
-            raise CheckpointError(f"{file_name} holds a {type(loaded).__name__}, not a state_dict.")
+            raise CheckpointError(
+                f"{file_name} contains a {type(loaded).__name__}, not a state_dict."
+            )
         return loaded
 
     state = _share_out(model, run_on_first(read))
     try:
         result = model.load_state_dict(state, strict=strict)
     except RuntimeError as error:
-        raise CheckpointError(f"{file_name} does not fit the model: {error}") from error
+        raise CheckpointError(f"{file_name} does not match the model: {error}") from error
     sum_plain_gradients_(model)
     synchronize()
     return result

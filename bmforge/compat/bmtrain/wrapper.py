@@ -64,8 +64,8 @@ def _fill_tables_(model: nn.Module) -> None:
         missing += [f"{name}.{k}" for k in own if buffers[k]._version == before[k]]
     if missing:
         raise ConfigError(
-            f"the model's buffers {', '.join(missing)} are on the meta device, and no checkpoint "
-            "has them. Make the model with its parameters alone on meta, by "
+            f"the buffers {', '.join(missing)} of the model are on the meta device and not in "
+            "the checkpoint. Create the model with only its parameters on the meta device: "
             "accelerate.init_empty_weights(include_buffers=False)."
         )
 
@@ -76,7 +76,7 @@ def _switch_caches_off_(model: nn.Module) -> None:
     for own in settings:
         if getattr(own, "use_cache", False):
             own.use_cache = False
-            get_logger().info("use_cache is off: blocks are computed again in backward")
+            get_logger().info("use_cache is disabled, because blocks are recomputed in backward")
 
 
 def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:

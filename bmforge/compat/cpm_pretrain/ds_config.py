@@ -57,7 +57,7 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"--ds-config {str(file)!r} is not JSON: {error}.") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"--ds-config {str(file)!r} holds no JSON object of settings.")
+        raise ConfigError(f"--ds-config {str(file)!r} must contain a JSON object of settings.")
     reader = _Reader(settings, str(file))
     for name in settings:
         reader.check_name(name, (*_KNOWN, *_WITHOUT_EFFECT))
@@ -80,8 +80,8 @@ class _Reader:
     def check_name(self, name: str, supported: tuple[str, ...], prefix: str = "") -> None:
         if name not in supported:
             raise ConfigError(
-                f"--ds-config {self.file!r}: {prefix}{name} is unknown.{suggest(name, supported)} "
-                f"Known: {', '.join(supported)}."
+                f"--ds-config {self.file!r}: unknown setting {prefix}{name} (known: "
+                f"{', '.join(supported)}).{suggest(name, supported)}"
             )
 
     def table(self, name: str) -> Mapping[str, Any]:
@@ -138,12 +138,15 @@ def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
     settings, log = read_ds_config(path), get_logger()
     if not hasattr(config.data, "grad_accum_steps"):
         raise ConfigError(
-            "--ds-config is for recipes with data.grad_accum_steps, such as gpt2-pretrain and "
-            "t5-pretrain."
+            "--ds-config applies to recipes with data.grad_accum_steps, such as gpt2-pretrain "
+            "and t5-pretrain. Leave it out."
         )
     if config.layout.pp == 1:
         log.warning(
-            "--ds-config %s is ignored, as in CPM-Pretrain: there is no pipeline (layout.pp=1)",
+            (
+                "--ds-config %s is ignored, as in CPM-Pretrain, because there is no pipeline "
+                "(layout.pp=1)"
+            ),
             path,
         )
         return config
@@ -201,7 +204,7 @@ def _batch(config: Any, settings: Mapping[str, Any], world_size: int) -> Any:
                 f"tp={layout.tp}"
             )
         get_logger().warning(
-            "--ds-config says train_batch_size=%d, but %s is %d: %d is used",
+            "--ds-config has train_batch_size=%d, but %s is %d: %d is used",
             stated,
             rule,
             used,

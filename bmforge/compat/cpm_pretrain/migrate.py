@@ -122,8 +122,8 @@ def migrate_text(text: str) -> Migrated:
     starts = [line for line in lines if any(program in line for program in _PROGRAMS)]
     if not starts:
         raise ConfigError(
-            f"nothing here starts {' or '.join(_PROGRAMS)}: give a start script of CPM-Pretrain, "
-            "or one of its command lines."
+            f"the script starts neither of {' or '.join(_PROGRAMS)}. Give a start script of "
+            "CPM-Pretrain, or one of its command lines."
         )
     words = shlex.split(starts[-1].replace("\x00", " "))
     at = next(n for n, word in enumerate(words) if Path(word).name in _PROGRAMS)
@@ -216,7 +216,7 @@ class _Places:
         try:
             return kind(float(value)) if kind is int and "e" in str(value) else kind(value)
         except ValueError as error:
-            raise ConfigError(f"{name} {value}: a {kind.__name__} is needed.") from error
+            raise ConfigError(f"{name} {value} must be of type {kind.__name__}.") from error
 
     def put(self, path: str, value: Any) -> None:
         """Set a field of the converted config."""
@@ -272,7 +272,7 @@ class _Places:
             self.put("model.head_dim", width)
         if self.is_t5:
             if self.number("--attention-dropout", float) != self.number("--hidden-dropout", float):
-                self.say("--attention-dropout", "a T5 has one number, model.dropout")
+                self.say("--attention-dropout", "T5 has a single dropout, model.dropout")
             if "--hidden-bias" in self.given:
                 self.say("--hidden-bias", "a T5 has no biases")
         else:
@@ -303,7 +303,7 @@ class _Places:
         if kind == "constant":
             return
         if kind == "exponential" and not ratio:
-            self.say("--lr-decay-style", "here it decays to min_lr_ratio, which must be above 0")
+            self.say("--lr-decay-style", "bmforge decays to min_lr_ratio, which must be above 0")
         self.put("train.schedule.min_lr_ratio", round(ratio, 7))
         if total and total != steps:
             self.put("train.schedule.total_steps", total)
@@ -342,7 +342,9 @@ class _Places:
             self.put("data.tokenizer", str(path.parent if path.suffix else path))
         count = _count_tokens(vocabulary)
         if count is None:
-            self.say("--vocab-file", "its tokens cannot be counted here: set model.vocab_size")
+            self.say(
+                "--vocab-file", "the size of its vocabulary is not known here: set model.vocab_size"
+            )
             return
         step = self.number("--make-vocab-size-divisible-by", int)
         step *= self.number("--model-parallel-size", int)
@@ -355,8 +357,10 @@ class _Places:
         elif load:
             self.say(
                 "--load",
-                "checkpoints of DeepSpeed are not read: bmforge convert reads Megatron's shards of "
-                "CPM-1, CPM-2 and EVA, and init_from takes what it writes",
+                (
+                    "checkpoints of DeepSpeed cannot be read: bmforge convert reads Megatron "
+                    "shards of CPM-1, CPM-2 and EVA, and init_from its results"
+                ),
             )
         for name in ("--finetune", "--no-load-optim", "--no-load-rng", "--no-save-optim"):
             if name in self.given:

@@ -37,7 +37,7 @@ class LayerSpec:
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise ConfigError(f"LayerSpec({typename!r}): a class of modules is needed.")
+            raise ConfigError(f"LayerSpec({typename!r}) must be given a module class.")
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def __repr__(self) -> str:
@@ -190,8 +190,9 @@ def _carry(value: Any, number: int) -> tuple[Tensor, ...]:
     parts = value if isinstance(value, tuple | list) else (value,)
     if not parts or not all(isinstance(part, Tensor) for part in parts):
         raise ShapeError(
-            f"layer {number - 1} returns {[type(part).__name__ for part in parts]}: a "
-            "stage ends there, and only tensors can be sent to the next stage."
+            f"layer {number - 1} is the last of a stage and returns "
+            f"{[type(part).__name__ for part in parts]}, but only tensors can be sent to the "
+            "next stage."
         )
     return tuple(parts)
 

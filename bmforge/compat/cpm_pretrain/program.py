@@ -180,7 +180,7 @@ def get_tokenizer() -> Any:
 
         path = get_args().vocab_file
         if path is None:
-            raise ConfigError("get_tokenizer() needs --vocab-file, of a tokenizer's directory.")
+            raise ConfigError("get_tokenizer() needs --vocab-file, the directory of a tokenizer.")
         vocab_path = Path(path)
         program.tokenizer = AutoTokenizer.from_pretrained(
             str(vocab_path.parent if vocab_path.suffix else vocab_path)
@@ -276,5 +276,5 @@ def _place(args: argparse.Namespace) -> Migrated:
         placed.values["train"]["grad_clip"] = None
     lost = [f"{name}: {why}" for name, why in placed.unplaced if name.split()[0] in arguments]
     if lost:
-        raise ConfigError(f"arguments that have no place in a run: {'; '.join(lost)}.")
+        raise ConfigError(f"arguments that a run does not support: {'; '.join(lost)}.")
     return placed

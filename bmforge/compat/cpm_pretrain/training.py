@@ -66,8 +66,8 @@ class Rows:
         needed = steps * self.micro_batches * self.size * self.batch_size
         if len(self.dataset) < needed:
             raise DataError(
-                f"the dataset has {len(self.dataset)} rows, and {steps} steps need "
-                f"{needed}: return as many rows as requested."
+                f"the dataset has {len(self.dataset)} rows, but {steps} steps need {needed}. "
+                "Return as many rows as requested."
             )
 
     def __next__(self) -> Sequence[Batch]:
@@ -81,8 +81,8 @@ class Rows:
         rows = [self.dataset[n] for n in range(begin, begin + self.batch_size)]
         if not isinstance(rows[0], Mapping):
             raise DataError(
-                f"row {begin} of the dataset is a {type(rows[0]).__name__}: a mapping of names to "
-                "tensors is needed, as {'text': ids}."
+                f"row {begin} of the dataset is a {type(rows[0]).__name__} (needed: a mapping "
+                "from names to tensors, such as {'text': ids})."
             )
         batch: Batch = default_collate(rows)
         return batch
@@ -99,8 +99,9 @@ class Rows:
         """
         if state["strides"] != self.strides:
             raise ConfigError(
-                "the checkpoint has weights of stride > 1 cut for --model-parallel-size "
-                f"{state['strides']}, and there are {self.strides}: go on with as many."
+                "the checkpoint has weights with stride > 1 that were sharded for "
+                f"--model-parallel-size {state['strides']}, but this run has {self.strides}. "
+                "Use the same size."
             )
         self.step = int(state["step"])
 
@@ -209,8 +210,8 @@ def _objective_of(model: nn.Module, forward_step: ForwardStep) -> Objective:
         return _StepLoss(forward_step)
     if not hasattr(model, "_megatron_batch_fn") or model.loss_fn is None:
         raise ConfigError(
-            f"{type(model).__name__} needs `_megatron_batch_fn`, which makes inputs and labels of "
-            "a batch, and a `loss_fn` of outputs and labels."
+            f"{type(model).__name__} needs `_megatron_batch_fn`, which returns inputs and "
+            "labels of a batch, and a `loss_fn` of outputs and labels."
         )
     return _pipe_loss
 

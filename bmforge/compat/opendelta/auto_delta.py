@@ -24,7 +24,10 @@ class AutoDeltaConfig:
     """Creates a config of the class that `delta_type` names."""
 
     def __init__(self) -> None:
-        raise ConfigError("call AutoDeltaConfig.from_dict or from_finetuned.")
+        raise ConfigError(
+            "AutoDeltaConfig cannot be created directly. Call AutoDeltaConfig.from_dict or "
+            "from_finetuned."
+        )
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> BaseDeltaConfig:
@@ -36,8 +39,8 @@ class AutoDeltaConfig:
         kind = str({**config_dict, **kwargs}.get("delta_type"))
         if kind not in CONFIGS:
             raise ConfigError(
-                f"delta_type={kind!r} is unknown.{suggest(kind, CONFIGS)} Known: "
-                f"{', '.join(CONFIGS)}."
+                f"unknown delta type: delta_type={kind!r} (known: "
+                f"{', '.join(CONFIGS)}).{suggest(kind, CONFIGS)}"
             )
         return CONFIGS[kind].from_dict(config_dict, **kwargs)
 
@@ -53,7 +56,10 @@ class AutoDeltaModel:
     """Creates a delta model of the class that a config or a directory names."""
 
     def __init__(self) -> None:
-        raise ConfigError("call AutoDeltaModel.from_config or from_finetuned.")
+        raise ConfigError(
+            "AutoDeltaModel cannot be created directly. Call AutoDeltaModel.from_config or "
+            "from_finetuned."
+        )
 
     @classmethod
     def from_config(
@@ -76,8 +82,8 @@ class AutoDeltaModel:
         name = old_type_of(kind)
         if name is None:
             raise ConfigError(
-                f"{str(directory)!r} holds a {kind.__name__}, which OpenDelta did not have: use "
-                "bmforge.tune.delta.load_delta."
+                f"{str(directory)!r} contains a {kind.__name__}, which OpenDelta did not have. "
+                "Use bmforge.tune.delta.load_delta."
             )
         model = MODELS[name]
         return model.from_finetuned(finetuned_model_name_or_path, backbone_model, **kwargs)

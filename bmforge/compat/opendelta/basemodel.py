@@ -74,8 +74,8 @@ class DeltaBase(nn.Module):
     ) -> None:
         if interactive_modify:
             raise ConfigError(
-                "interactive_modify is gone: `bmforge tree MODEL --html page.html` writes a page "
-                "on which a click gives the targets."
+                "interactive_modify was removed. `bmforge tree MODEL --html page.html` writes "
+                "a page on which you select targets by click."
             )
         config = self.config_class(
             exclude_modules=exclude_modules,
@@ -139,7 +139,7 @@ class DeltaBase(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise an error: the backbone must be called instead."""
-        raise ConfigError("a delta model computes nothing itself: call the backbone.")
+        raise ConfigError("a delta model has no forward of its own. Call the backbone.")
 
     @classmethod
     def from_config(
@@ -184,9 +184,8 @@ class DeltaBase(nn.Module):
         if old_type_of(type(delta)) != cls.delta_type:
             delta.remove()
             raise ConfigError(
-                f"{str(directory)!r} holds a {type(delta).__name__}, which is not a "
-                f"{cls.__name__}: use AutoDeltaModel.from_finetuned, which loads any "
-                "kind."
+                f"{str(directory)!r} contains a {type(delta).__name__}, which is not a "
+                f"{cls.__name__}. Use AutoDeltaModel.from_finetuned, which loads any type."
             )
         has_config = (directory / "config.json").exists()
         config = cls.config_class.from_finetuned(directory) if has_config else cls.config_class()
@@ -214,7 +213,8 @@ class DeltaBase(nn.Module):
         """
         if push_to_dc:
             raise ConfigError(
-                "push_to_dc=True: DeltaCenter is gone. The directory can be put on any hub."
+                "push_to_dc=True is not supported, because DeltaCenter no longer exists. "
+                "Upload the directory to any hub."
             )
         self.delta.save(finetuned_delta_path, **read_card(center_args))
         if save_config:
@@ -281,8 +281,8 @@ class DeltaBase(nn.Module):
     def _check_backbone(self, module: nn.Module | None) -> None:
         if module is not None and self.backbone_model not in module.modules():
             raise ConfigError(
-                "the module does not have the backbone to which this delta is attached. Give "
-                "the module that contains it."
+                "the module does not contain the backbone to which this delta is attached. "
+                "Pass the module that contains it."
             )
 
     def log(

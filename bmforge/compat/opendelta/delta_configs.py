@@ -76,8 +76,8 @@ class BaseDeltaConfig:
         for name, value in renamed.items():
             if name not in defaults:
                 raise ConfigError(
-                    f"{type(self).__name__} has no field {name!r}.{suggest(name, defaults)} It has "
-                    f"{', '.join(defaults)}."
+                    f"{type(self).__name__} has no field {name!r} (fields: "
+                    f"{', '.join(defaults)}).{suggest(name, defaults)}"
                 )
             if name in self.fixed and value != self.fields[name]:
                 raise ConfigError(
@@ -138,8 +138,9 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{str(directory)!r} has no {CONFIG_NAME} that can be read ({error}). Deltas are "
-            "opened from directories; DeltaCenter, from which OpenDelta fetched names, is gone."
+            f"{str(directory)!r} has no readable {CONFIG_NAME} ({error}). Deltas are loaded "
+            "from directories; DeltaCenter, from which OpenDelta loaded names, no longer "
+            "exists."
         ) from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{str(file)!r} is not a mapping of config fields.")

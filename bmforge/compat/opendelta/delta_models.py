@@ -82,7 +82,7 @@ class PrefixModel(DeltaBase):
             return {}
         if config.embed_dim != config.mid_dim:
             raise ConfigError(
-                f"embed_dim={config.embed_dim} and mid_dim={config.mid_dim} must be the same here."
+                f"embed_dim={config.embed_dim} and mid_dim={config.mid_dim} must be equal."
             )
         return {"inner": config.mid_dim}
 

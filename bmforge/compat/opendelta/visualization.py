@@ -49,8 +49,8 @@ class Visualization:
         """
         if common_structure or mapping is not None or only_common:
             raise ConfigError(
-                "common_structure, mapping and only_common are gone: docs/guides/adapters.md "
-                "lists the common words that targets know."
+                "common_structure, mapping and only_common were removed. "
+                "docs/guides/adapters.md lists the common names for targets."
             )
         tree = draw_tree(fold_tree(self.plm, rootname, keep_non_params))
         if printTree:

@@ -64,7 +64,7 @@ def _load(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(file)!r} cannot be read as a config ({error}).") from error
     if not isinstance(values, dict) or not {"plm", "dataset", "template"} & set(values):
         raise ConfigError(
-            f"{str(file)!r} is no config of OpenPrompt: plm, dataset and template are not in it."
+            f"{str(file)!r} is not a config of OpenPrompt: it has no plm, dataset and template."
         )
     return values
 
@@ -151,10 +151,11 @@ class _Reader:
                 self.put("data.dev_split", "test")
         else:
             self.miss(
-                "dataset.name", f"{name!r} is no task here{suggest(name, TASKS)}: give data.labels"
+                "dataset.name",
+                f"{name!r} is not a known task{suggest(name, TASKS)}: set data.labels",
             )
         if (sep := self.take("dataset.label_path_sep")) not in (None, "-"):
-            self.miss("dataset.label_path_sep", f"{sep!r}: types are parted by '-'")
+            self.miss("dataset.label_path_sep", f"{sep!r}: the types must be separated by '-'")
 
     def place_template(self) -> None:
         """Convert the template and its training options."""
@@ -178,7 +179,9 @@ class _Reader:
                 self.miss(f"{block}.prefix_dropout", "a prefix has no dropout")
         if kind == "ptuning":
             encoder = self.take(f"{block}.prompt_encoder_type", "lstm")
-            self.miss(f"{block}.prompt_encoder_type", f"{encoder}: a run trains the rows alone")
+            self.miss(
+                f"{block}.prompt_encoder_type", f"{encoder}: a run trains only the soft tokens"
+            )
         self.place_rates(kind, block)
 
     def place_rates(self, kind: str, block: str) -> None:
@@ -191,7 +194,7 @@ class _Reader:
         own_warmup = self.take(f"{block}.optimize.scheduler.num_warmup_steps")
         for name in ("name", "eps", "adam_epsilon", "betas", "no_decay"):
             if self.take(f"{block}.optimize.{name}") not in (None, "AdamW"):
-                self.miss(f"{block}.optimize.{name}", "what is trained shares train.optim")
+                self.miss(f"{block}.optimize.{name}", "all trained parameters use train.optim")
         if frozen and kind != "prefix_tuning":
             self.put("freeze_base", True)
         if frozen or kind == "prefix_tuning":
@@ -204,7 +207,10 @@ class _Reader:
                 decays = {} if decay is None else {"weight_decay": float(decay)}
                 self.put("train.optim.groups", [group | decays])
             else:
-                self.miss(f"{block}.optimize", "soft rows of this template have the model's rate")
+                self.miss(
+                    f"{block}.optimize",
+                    "soft tokens of this template use the learning rate of the model",
+                )
         self.put("train.optim.lr", lr)
         self.put("train.schedule.warmup_steps", warmup)
 
@@ -217,8 +223,10 @@ class _Reader:
         if kind not in VERBALIZERS:
             self.miss(
                 "verbalizer",
-                f"{name!r}: a run trains no verbalizer; its words are taken by hand, the class is "
-                "in bmforge.tune.prompt",
+                (
+                    f"{name!r}: a run trains no verbalizer; its label words are used as they "
+                    "are, the class is in bmforge.tune.prompt"
+                ),
             )
         if (words := self.take(f"{block}.label_words")) is not None:
             if not _are_texts(words):
@@ -232,13 +240,15 @@ class _Reader:
             self.put("verbalizer", str(file))
         choice, line = int(self.take(f"{block}.choice", 0)), self.out.values["choice"]
         if file is not None and choice != line:
-            self.miss(f"{block}.choice", f"{choice}: a run has one, and the template's is {line}")
+            self.miss(
+                f"{block}.choice", f"{choice}: a run has one choice, and the template's is {line}"
+            )
         self.put("join", str(self.take(f"{block}.multi_token_handler", "first")))
         if self.take(f"{block}.prefix", " ") != " ":
-            self.miss(f"{block}.prefix", "write a word without a blank as <!>word")
+            self.miss(f"{block}.prefix", "write a word without a space before it as <!>word")
         self.take(f"{block}.num_classes")  # as many as have words
         if self.out.task == "prompt-generate":
-            self.miss("verbalizer", "texts are written, no classes told")
+            self.miss("verbalizer", "the task generates texts and has no classes")
             for field in ("verbalizer", "join"):
                 self.out.values.pop(field, None)
 
@@ -253,22 +263,26 @@ class _Reader:
         if setting == "few_shot":
             self.put("data.shots", int(shots))
             if self.out.task == "prompt-generate":
-                self.miss("sampling_from_train", f"data.shots={shots} is of all examples here")
+                self.miss(
+                    "sampling_from_train", f"data.shots={shots} counts all examples in bmforge"
+                )
             self.put("data.seed", int(seeds[0]))
             self.put("data.seeds", len(seeds))
             if seeds != list(range(seeds[0], seeds[0] + len(seeds))):
                 first, last = seeds[0], seeds[0] + len(seeds) - 1
-                self.miss("sampling_from_train.seed", f"{seeds}: runs have {first} to {last}")
+                self.miss("sampling_from_train.seed", f"{seeds}: a run uses {first} to {last}")
             if total is not None:
                 self.miss("sampling_from_train.num_examples_total", "data.shots is of every label")
         elif setting == "zero_shot" and self.out.task == "prompt-classify":
             self.put("zero_shot", True)
         elif setting != "full":
-            self.miss("learning_setting", f"{setting!r} is not for a run of {self.out.task}")
+            self.miss(
+                "learning_setting", f"{setting!r} is not supported by a run of {self.out.task}"
+            )
         if (kind := self.take("calibrate")) is not None:
             count = self.take("contextualized_calibrate.num_example")
             if kind != "contextualized_calibrate" or count is None:
-                self.miss("calibrate", f"{kind!r}: only so many examples of train are taken")
+                self.miss("calibrate", f"{kind!r}: only sampling of training examples is supported")
             else:
                 self.put("calibrate", int(count))
             if (split := self.take("contextualized_calibrate.use_split", "train")) != "train":
@@ -286,7 +300,10 @@ class _Reader:
         if steps is None and not self.out.values.get("zero_shot"):
             count = self.count_examples()
             if count is None:
-                self.miss("train.num_epochs", f"{epochs}: no data here to be counted; give --steps")
+                self.miss(
+                    "train.num_epochs",
+                    f"{epochs}: the number of examples is not known; give --steps",
+                )
                 self.put("train.schedule.warmup_steps", 0)
                 return
             rows = data["micro_batch_size"] * data["grad_accum_steps"]
@@ -297,7 +314,7 @@ class _Reader:
             self.put("train.schedule.warmup_steps", steps)
             self.miss(
                 "plm.optimize.scheduler.num_warmup_steps",
-                f"{warmup} is more than the {steps} steps: the rate goes up to the end",
+                (f"{warmup} is more than the {steps} steps: the learning rate rises until the end"),
             )
 
     def count_examples(self) -> int | None:

@@ -52,7 +52,9 @@ class PromptDataLoader:
     ) -> None:
         kind = tokenizer_wrapper or tokenizer_wrapper_class
         if kind is None:
-            raise ConfigError("give tokenizer_wrapper_class=, which load_plm returns.")
+            raise ConfigError(
+                "tokenizer_wrapper_class= is required. Pass the class that load_plm returns."
+            )
         self.dataset, self.template, self.verbalizer = dataset, template, verbalizer
         self.max_seq_length, self.batch_size = max_seq_length, batch_size
         self.shuffle = bool(options.pop("shuffle", False))

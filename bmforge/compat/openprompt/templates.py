@@ -63,7 +63,7 @@ class ManualTemplate(nn.Module):
     def text(self) -> str:
         """Template text."""
         if self._text is None:
-            raise ConfigError("the template has no text yet: give text=, or call from_file.")
+            raise ConfigError("the template has no text yet. Pass text=, or call from_file.")
         return self._text
 
     @text.setter

@@ -27,7 +27,10 @@ class TheirTokenizer(Tokenizer):
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
         """Raise an error, since transformers opens its own tokenizers."""
-        raise ConfigError("open it with transformers, or use bmforge.tokenizers.AutoTokenizer.")
+        raise ConfigError(
+            "it cannot be loaded here: load it with transformers, or use "
+            "bmforge.tokenizers.AutoTokenizer."
+        )
 
     def _files(self) -> dict[str, bytes]:
         raise ConfigError(

@@ -41,7 +41,7 @@ class BaseRunner:
         test_dataloader: Any = None,
     ) -> None:
         if config is None:
-            raise ConfigError("config=None. Give the configuration of the run.")
+            raise ConfigError("config=None is not allowed. Pass the configuration of the run.")
         self.model, self.config = model, config
         self.train_dataloader = train_dataloader
         self.loaders = {"validation": valid_dataloader, "test": test_dataloader}
@@ -72,7 +72,9 @@ class BaseRunner:
         """
         path = self.checkpoint_path(name)
         if not path.is_file():
-            raise CheckpointError(f"{str(path)!r} does not exist. Train first, or name another.")
+            raise CheckpointError(
+                f"{str(path)!r} does not exist. Train first, or choose another checkpoint."
+            )
         self.model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
 
     def fit(self, ckpt: str | None = None) -> float | None:
@@ -130,7 +132,9 @@ class BaseRunner:
         per_epoch = max(1, len(self.train_dataloader) // train.gradient_accumulation_steps)
         steps, epochs = getattr(train, "num_training_steps", None), train.num_epochs
         if steps is None and epochs is None:
-            raise ConfigError("train.num_epochs=None and train.num_training_steps=None. Set one.")
+            raise ConfigError(
+                "train.num_epochs and train.num_training_steps are both None. Set one of them."
+            )
         return (per_epoch * epochs, epochs) if steps is None else (steps, -(-steps // per_epoch))
 
     def _is_better(self, score: float) -> bool:

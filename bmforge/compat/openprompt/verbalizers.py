@@ -77,11 +77,16 @@ class ManualVerbalizer(nn.Module):
         if isinstance(words, dict):
             names = self.classes or list(words)
             if set(names) != set(words):
-                raise ConfigError(f"label_words are of {list(words)}, the classes are {names}.")
+                raise ConfigError(
+                    f"label_words has the classes {list(words)}, but the verbalizer has "
+                    f"{names}. Use the same classes."
+                )
             words = [words[name] for name in names]
         rows = [[row] if isinstance(row, str) else list(row) for row in words]
         if self.num_classes not in (None, len(rows)):
-            raise ConfigError(f"{len(rows)} classes have words, and there are {self.num_classes}.")
+            raise ConfigError(
+                f"label_words has words for {len(rows)} classes, but there are {self.num_classes}."
+            )
         if not self.prefix:
             rows = [[w if w.startswith("<!>") else f"<!>{w}" for w in row] for row in rows]
         self.num_classes = len(rows)
@@ -114,7 +119,9 @@ class ManualVerbalizer(nn.Module):
 
     def _need(self) -> Any:
         if self.core is None:
-            raise ConfigError("the verbalizer has no words yet: give label_words=, or from_file.")
+            raise ConfigError(
+                "the verbalizer has no words yet. Pass label_words=, or call from_file."
+            )
         return self.core
 
     def register_calibrate_logits(self, logits: Tensor) -> None:

@@ -162,7 +162,8 @@ class BestFit:
         """
         if length > self.max_length:
             raise DataError(
-                f"item {item} has {length} tokens, a row has room for {self.max_length}."
+                f"item {item} has {length} tokens, more than a row of "
+                f"max_length={self.max_length}. Shorten it, or raise max_length."
             )
         fitting = [(free, i) for i, free in enumerate(self._free) if free >= length]
         if fitting:
@@ -209,7 +210,9 @@ def collate_rows(
     longest = max(sum(map(len, row)) for row in rows)
     width = longest if length is None else length
     if longest > width:
-        raise DataError(f"a row has {longest} tokens, which is more than length={width}.")
+        raise DataError(
+            f"a row has {longest} tokens, more than length={width}. Shorten it, or raise length."
+        )
     tokens = extension_rows([instance for row in rows for instance in row])
     columns = {name: np.zeros((len(rows), width), dtype=np.int32) for name in _COLUMNS}
     columns["labels"] = np.full((len(rows), width), IGNORE_INDEX, dtype=np.int64)

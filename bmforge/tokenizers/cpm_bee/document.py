@@ -153,8 +153,8 @@ def encode_document(
     bounds = np.cumsum([0, *(len(part) for part in parts)])
     if max_length is not None and bounds[-1] > max_length:
         raise TooLongError(
-            f"the document has {bounds[-1]} tokens, which is more than the window "
-            f"max_length={max_length}: shorten it, or raise max_length if the model allows"
+            f"the document has {bounds[-1]} tokens, more than max_length={max_length}. Shorten "
+            "it, or raise max_length if the model supports it"
         )
     ids, subs = np.array([token for part in parts for token in part], dtype=np.int32).T
     segs = np.repeat(np.arange(len(segments), dtype=np.int32), np.diff(bounds))
@@ -193,8 +193,9 @@ def decode_document(
     """
     if len(answers) != len(encoded.answers):
         raise DataError(
-            f"{len(answers)} answers were given for {len(encoded.answers)} slots under "
-            f"{ANSWER_KEY!r}: {['.'.join(slot.path) for slot in encoded.answers]}."
+            f"there are {len(answers)} answers for {len(encoded.answers)} slots under "
+            f"{ANSWER_KEY!r}: {['.'.join(slot.path) for slot in encoded.answers]}. Pass one "
+            "answer per slot."
         )
     filled = _copy(document)
     for slot, ids in zip(encoded.answers, answers, strict=True):
@@ -227,15 +228,14 @@ def decode_answer(
         row = id - len(tokenizer)
         if row >= len(ext_rows):
             raise DataError(
-                f"id={id} is no output: there are {len(tokenizer)} tokens and "
-                f"{len(ext_rows)} extension rows; give the ext_rows of the batch that "
-                "was decoded."
+                f"id={id} is out of range: there are {len(tokenizer)} tokens and "
+                f"{len(ext_rows)} extension rows. Pass the ext_rows of the decoded batch."
             )
         token = ext_rows[row] if row >= 0 else (id, 0)
         if row >= 0 and token not in names:
             raise DataError(
-                f"id={id} is the token {token}, which another document of the batch brought: "
-                "the decoding step must ban it for this one."
+                f"id={id} is the token {token} of another document of the batch. Exclude it "
+                "when decoding this document."
             )
         texts.append(names[token] if token in names else tokenizer.decode([id]))
     return "".join(texts)
@@ -257,8 +257,8 @@ def encode_text(
     for id in ids:
         if id in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id):
             raise DataError(
-                f"the token {tokenizer.decode([id])} marks where texts begin and end, so a text "
-                "cannot have it: write << for the character <."
+                f"the token {tokenizer.decode([id])} marks the begin or end of a text, so it "
+                "must not occur in a text. Write << for the character <."
             )
         if id >= len(tokenizer) and id not in tokens:
             base = _base_id(texts[id], tokenizer)
@@ -277,8 +277,8 @@ def _base_id(text: str, tokenizer: CPMBeeTokenizer) -> int:
             name for name in tokenizer.special_tokens if name not in ("<s>", "</s>", "<pad>")
         ]
         raise DataError(
-            f"the special token {text} is unknown (known: {', '.join(allowed)}, also with a "
-            f"number such as <mask_0>).{suggest(base, allowed)} Write << for the character <."
+            f"unknown special token {text} (known: {', '.join(allowed)}, also with a number "
+            f"such as <mask_0>).{suggest(base, allowed)} Write << for the character <."
         )
     return tokenizer.special_tokens[base]
 
@@ -314,9 +314,9 @@ def _check_blanks(
         if slot and len(part) == 3 and part[1] not in present:
             blanks = sorted(name for token, name in extension.names.items() if token in present)
             raise DataError(
-                f"the answer slot {'.'.join(segment.path)} names no blank: {segment.text} stands "
-                f"nowhere else in the document (there are {', '.join(blanks) or 'none'}); write "
-                "it where the answer belongs, or give the slot another name."
+                f"the answer slot {'.'.join(segment.path)} has no blank: {segment.text} does "
+                f"not occur elsewhere in the document (blanks: {', '.join(blanks) or 'none'}). "
+                "Insert it where the answer belongs, or rename the slot."
             )
 
 
@@ -330,9 +330,9 @@ def _check_answers(
         hidden = [t for t in part if t in names and t not in shown] if segment.answer else []
         if hidden:
             raise UnwritableError(
-                f"the answer at {'.'.join(segment.path)} contains {names[hidden[0]]!r}, which is "
-                "neither in the vocabulary nor in the rest of the document, so it cannot be "
-                "generated: add it to an input field, or leave this document out"
+                f"the answer at {'.'.join(segment.path)} contains {names[hidden[0]]!r}, which "
+                "is neither in the vocabulary nor in the rest of the document, so it cannot be "
+                "generated. Add it to an input field, or remove this document"
             )
 
 

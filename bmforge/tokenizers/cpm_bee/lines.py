@@ -31,7 +31,7 @@ def read_numbered(path: Path) -> Iterator[tuple[int, bytes]]:
                     if line.strip():
                         yield number, line
     except OSError as error:
-        raise DataError(f"cannot read {str(path)!r} ({error}): give a .jsonl file.") from error
+        raise DataError(f"cannot read {str(path)!r} ({error}). Give a .jsonl file.") from error
 
 
 def parse_document(line: bytes, where: str) -> dict[str, Any]:
@@ -51,19 +51,19 @@ def parse_document(line: bytes, where: str) -> dict[str, Any]:
             json.dumps(document, ensure_ascii=False).encode()
     except _TwiceError as error:
         raise DataError(
-            f"{where} has the key {error.args[0]!r} twice, and only one can be kept: rename one."
+            f"{where} has the key {error.args[0]!r} twice. Rename one of them."
         ) from error
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where} has {error.object[error.start]!r}, half of a surrogate pair, which "
-            "is not a character: clean the text."
+            f"{where} has {error.object[error.start]!r}, an unpaired surrogate, which is not a "
+            "valid character. Clean the text."
         ) from error
     except RecursionError as error:
-        raise DataError(f"{where} is nested too deep to be read: flatten it.") from error
+        raise DataError(f"{where} is nested too deeply. Flatten it.") from error
     except ValueError as error:
-        raise DataError(f"{where} is no JSON ({error}). {_NEEDED}") from error
+        raise DataError(f"{where} is not JSON ({error}). {_NEEDED}") from error
     if not isinstance(document, dict):
-        raise DataError(f"{where} is {type(document).__name__}, not an object. {_NEEDED}")
+        raise DataError(f"{where} is a {type(document).__name__}, not an object. {_NEEDED}")
     return document
 
 

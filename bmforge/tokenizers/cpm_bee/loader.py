@@ -57,13 +57,13 @@ class DocumentLoader:
         if min(global_batch_size, micro_batch_size, world) < 1 or not 0 <= rank < world:
             raise ConfigError(
                 f"global_batch_size={global_batch_size}, micro_batch_size={micro_batch_size}, "
-                f"rank={rank}, world={world}: all must be at least 1, rank 0 to world - 1."
+                f"rank={rank}, world={world}: all must be at least 1, and rank from 0 to world "
+                "- 1."
             )
         if global_batch_size % (micro_batch_size * world):
             raise ConfigError(
                 f"global_batch_size={global_batch_size} is not a multiple of "
-                f"micro_batch_size={micro_batch_size} times world={world}: change one of "
-                "them."
+                f"micro_batch_size={micro_batch_size} times world={world}. Change one of them."
             )
         self.mixture = mixture
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
@@ -90,8 +90,9 @@ class DocumentLoader:
             barren = 0 if self._add_next() else barren + 1
             if barren >= self.mixture.samples_per_epoch:
                 raise DataError(
-                    f"a whole epoch of {barren} samples was left out, the documents being bad or "
-                    f"longer than max_length={self.mixture.max_length}: raise it, or mend them."
+                    f"all {barren} samples of an epoch were skipped, because the documents are "
+                    f"invalid or longer than max_length={self.mixture.max_length}. Raise it, or "
+                    "correct the documents."
                 )
         rows = [
             [self._instances.pop(number) for number in row]
@@ -127,14 +128,14 @@ class DocumentLoader:
         missing = [key for key in own if key not in state]
         if missing:
             raise ConfigError(
-                f"loader state {sorted(state)} lacks {missing}: pass the saved state."
+                f"the loader state {sorted(state)} lacks {missing}. Pass the saved state."
             )
         for key in ("seed", "dataset"):
             if state[key] != own[key]:
                 raise ConfigError(
-                    f"loader state has {key}={state[key]}, this loader has {key}={own[key]}: the "
-                    "documents, tasks, window or seed changed, so the order cannot go on; restore "
-                    "them or start a new run."
+                    f"the loader state has {key}={state[key]}, but this loader has "
+                    f"{key}={own[key]}: the documents, tasks, window or seed changed, so the "
+                    "order cannot be continued. Restore them, or start a new run."
                 )
         self._step, self._next = int(state["step"]), int(state["samples"])
         self._open, self._instances = BestFit(self.mixture.max_length), {}

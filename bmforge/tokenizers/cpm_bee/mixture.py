@@ -33,7 +33,7 @@ __all__ = ["DocumentFile", "TaskMixture", "TaskSource", "load_mixture", "reason_
 # Reasons why documents are skipped.
 _REASONS: dict[type[DataError], str] = {
     TooLongError: "longer than the window",
-    UnwritableError: "with an answer that the vocabulary cannot spell",
+    UnwritableError: "with an answer that the vocabulary cannot encode",
 }
 _OTHER = "not a valid document"
 _SOURCE_KEYS = ("dataset_name", "task_name", "weight", "path", "transforms", "incontext_weight")
@@ -64,10 +64,12 @@ class DocumentFile(Sequence[dict[str, Any]]):
                     at += len(line)
         except OSError as error:
             raise DataError(
-                f"cannot read {str(self.path)!r} ({error}): give a .jsonl file."
+                f"cannot read {str(self.path)!r} ({error}). Give a .jsonl file."
             ) from error
         if not starts:
-            raise DataError(f"{str(self.path)!r} has no document: write one JSON object a line.")
+            raise DataError(
+                f"{str(self.path)!r} contains no document. Write one JSON object per line."
+            )
         self._starts, self._numbers = np.array(starts), np.array(numbers)
         self.fingerprint = digest.hexdigest()
 
@@ -117,21 +119,21 @@ class TaskSource:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ConfigError(f"weight={self.weight} of task {self.task!r}: it must be above 0.")
+            raise ConfigError(f"weight={self.weight} of task {self.task!r} must be above 0.")
         if isinstance(self.transforms, (str, Mapping)):
             raise ConfigError(
-                f"transforms={self.transforms!r} of task {self.task!r}: it must be a list of maps; "
-                "a program is never run."
+                f"transforms={self.transforms!r} of task {self.task!r} must be a list of maps; "
+                "programs are not supported."
             )
         weights = self.example_weights
         sound = len(weights) > 0 and all(math.isfinite(w) and w >= 0 for w in weights)
         if not sound or sum(weights) == 0:
             raise ConfigError(
-                f"incontext_weight={list(weights)} of task {self.task!r}: it must be numbers from "
-                "0 on, one of them above 0."
+                f"incontext_weight={list(weights)} of task {self.task!r} must be numbers of at "
+                "least 0, one of them above 0."
             )
         if len(self.documents) == 0:
-            raise DataError(f"task {self.task!r} has no document.")
+            raise DataError(f"task {self.task!r} has no document. Add one, or remove the task.")
         object.__setattr__(self, "maps", tuple(map(Transform, self.transforms)))
 
     @property
@@ -186,7 +188,7 @@ class TaskMixture:
         skip_bad: bool = False,
     ) -> None:
         if not sources:
-            raise ConfigError("TaskMixture: no source was given; name at least one.")
+            raise ConfigError("TaskMixture: the list of sources is empty. Give at least one.")
         self.sources, self.tokenizer = tuple(sources), tokenizer
         self.max_length, self.seed, self.skip_bad = max_length, seed, skip_bad
         self._counts = np.array([source.samples_per_epoch for source in sources])
@@ -305,18 +307,17 @@ def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the mixture {str(file)!r} ({error}).") from error
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(
-            f"{str(file)!r}: it must be a list of objects with 'path' and 'task_name'."
-        )
+        raise ConfigError(f"{str(file)!r} must be a list of objects with 'path' and 'task_name'.")
     sources = []
     for i, entry in enumerate(entries):
         for key in entry:
             if key not in _SOURCE_KEYS:
                 raise ConfigError(
-                    f"{str(file)!r}, source {i}: {key!r} is unknown.{suggest(key, _SOURCE_KEYS)}"
+                    f"{str(file)!r}, source {i} has the unknown key "
+                    f"{key!r}.{suggest(key, _SOURCE_KEYS)}"
                 )
         if not all(isinstance(entry.get(key), str) for key in ("path", "task_name")):
-            raise ConfigError(f"{str(file)!r}, source {i}: 'path' and 'task_name' are needed.")
+            raise ConfigError(f"{str(file)!r}, source {i} needs 'path' and 'task_name'.")
         sources.append(
             TaskSource(
                 entry["task_name"], DocumentFile(file.parent / entry["path"]),

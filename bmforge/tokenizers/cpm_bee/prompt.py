@@ -124,14 +124,16 @@ def encode_prompt(
     instance = _without_answers(join_examples(encoded))
     if max_length is not None and len(instance) > max_length:
         raise DataError(
-            f"the document and its {len(examples)} examples have {len(instance)} tokens, which is "
-            f"more than the window max_length={max_length}: give fewer or shorter examples."
+            f"the document and its {len(examples)} examples have {len(instance)} tokens, more "
+            f"than max_length={max_length}. Give fewer or shorter examples."
         )
     constraints = find_constraints(document) if constraints is None else constraints
     slots = [slot.path for slot in encoded[0].answers]
     unknown = [path for path in constraints if path not in slots]
     if unknown:
-        raise ConfigError(f"constraints name the slots {unknown}, the document has {slots}.")
+        raise ConfigError(
+            f"constraints has the unknown slots {unknown} (slots of the document: {slots})."
+        )
     allowed = tuple(
         _tokens_of(constraints[path], path, tokenizer, instance.extension)
         if path in constraints
@@ -191,7 +193,7 @@ def _tokens_of(
     where = ".".join(("<ans>", *path))
     if not texts or isinstance(texts, str):
         raise ConfigError(
-            f"the constraint of {where} is {texts!r}: it must be a list of at least one text."
+            f"the constraint of {where} is {texts!r}, but it must be a list of at least one text."
         )
     allowed = []
     for text in texts:

@@ -65,7 +65,7 @@ def flatten_document(
     """
     if not isinstance(document, dict):
         raise DataError(
-            f"a document is a dict of texts such as {{'input': '...', '<ans>': ''}}, not "
+            "a document must be a dict of texts such as {'input': '...', '<ans>': ''}, not a "
             f"{type(document).__name__}."
         )
     if ANSWER_KEY not in document:
@@ -79,8 +79,8 @@ def flatten_document(
     walk.add(document, 0, (), False)
     if not any(segment.answer for segment in segments):
         raise DataError(
-            f"{ANSWER_KEY!r} of the document is {document[ANSWER_KEY]!r}, which holds no text to "
-            "write: give '' for one answer, or a dict with a '' for each."
+            f"{ANSWER_KEY!r} of the document is {document[ANSWER_KEY]!r}, which has no slot for "
+            "an answer. Use '' for one answer, or a dict with a '' for each."
         )
     return segments
 
@@ -97,7 +97,7 @@ class _Walk(NamedTuple):
         if depth > self.max_nesting:
             raise DataError(
                 f"the document is nested deeper than max_nesting={self.max_nesting}, at "
-                f"{_shorten(path)}: flatten it."
+                f"{_shorten(path)}. Flatten it."
             )
         if isinstance(data, dict):
             for key in self._ordered(data, path, within):
@@ -112,8 +112,9 @@ class _Walk(NamedTuple):
             data = ""
         if not isinstance(data, str):
             raise DataError(
-                f"the value at {_shorten(path)} is {data!r} of type {type(data).__name__}: needed "
-                "is text or a dict of texts; write numbers as text, and lists as dicts."
+                f"the value at {_shorten(path)} is {data!r} of type {type(data).__name__} "
+                "(needed: a text or a dict of texts). Write numbers as texts, and lists as "
+                "dicts."
             )
         self.segments.append(Segment(data, parent, depth, path, within, within))
 

@@ -55,8 +55,8 @@ def rate_text(
     """
     if not (0 <= lowest < highest < lowest + _MOST_RATINGS):
         raise DataError(
-            f"ratings from lowest={lowest} to highest={highest}: they must be 2 to {_MOST_RATINGS} "
-            "ratings from 0 on."
+            f"lowest={lowest} and highest={highest} must give 2 to {_MOST_RATINGS} ratings, "
+            "starting at 0 or above."
         )
     _check_answer(answer, [str(rating) for rating in range(lowest, highest + 1)])
     return {"input": text, "question": f"{question}({lowest}-{highest})", ANSWER_KEY: answer}
@@ -71,10 +71,12 @@ def choose_option(
         DataError: fewer than two options, or `answer` is not the index of an option.
     """
     if len(options) < 2 or isinstance(options, str):
-        raise DataError(f"options={options!r}: there must be at least two texts.")
+        raise DataError(f"options={options!r} must contain at least two texts.")
     names = [f"<option_{i}>" for i in range(len(options))]
     if answer is not None and not 0 <= answer < len(names):
-        raise DataError(f"answer={answer} is not one of the options 0 to {len(names) - 1}.")
+        raise DataError(
+            f"answer={answer} must be from 0 to {len(names) - 1}, the number of an option."
+        )
     return {
         "input": text,
         "options": dict(zip(names, options, strict=True)),
@@ -91,9 +93,13 @@ def fill_blanks(text: str, answers: Mapping[str, str] | None = None) -> Document
     """
     blanks = list(dict.fromkeys(_BLANK.findall(text.replace("<<", ""))))
     if not blanks:
-        raise DataError(f"the text {text[:40]!r} has no blank: write <mask_0> where one is.")
+        raise DataError(
+            f"the text {text[:40]!r} has no blank. Write <mask_0> where the answer belongs."
+        )
     if answers is not None and set(answers) != set(blanks):
-        raise DataError(f"answers for {sorted(answers)} were given, but the text has {blanks}.")
+        raise DataError(
+            f"answers has {sorted(answers)}, but the text has {blanks}. Give one answer per blank."
+        )
     return {"input": text, ANSWER_KEY: {blank: (answers or {}).get(blank, "") for blank in blanks}}
 
 
@@ -111,9 +117,11 @@ def extract_entities(
         DataError: no kind, or the answers have other kinds.
     """
     if not kinds or isinstance(kinds, str):
-        raise DataError(f"kinds={kinds!r}: there must be at least one name of an entity kind.")
+        raise DataError(f"kinds={kinds!r} must contain at least one entity type.")
     if answers is not None and set(answers) != set(kinds):
-        raise DataError(f"answers for {sorted(answers)} were given, the kinds are {list(kinds)}.")
+        raise DataError(
+            f"answers has {sorted(answers)}, but kinds has {list(kinds)}. Use the same names."
+        )
     return {"input": text, ANSWER_KEY: {kind: (answers or {}).get(kind, "") for kind in kinds}}
 
 

@@ -55,13 +55,13 @@ class CPMBeeTokenizer(Tokenizer):
         missing = [token for token in _NEEDED if _WRITTEN_AS.get(token, token) not in ids]
         if missing:
             raise ConfigError(
-                f"the vocabulary of {len(tokens)} tokens lacks {missing}, which CPM-Bee needs: "
-                "give the vocab.txt of a CPM-Bee model."
+                f"the vocabulary of {len(tokens)} tokens lacks {missing}, which CPM-Bee needs. "
+                "Use the vocab.txt of a CPM-Bee model."
             )
         if len(ids) != len(tokens):
             raise ConfigError(
-                f"the vocabulary has {len(tokens) - len(ids)} tokens that are there "
-                "twice (a line break is '</n>', a space is '</_>'); leave one of each."
+                f"the vocabulary has {len(tokens) - len(ids)} duplicate tokens (a line break is "
+                "'</n>', a space is '</_>'). Remove the duplicates."
             )
         self._tokens, self._ids = list(tokens), ids
         self._decoder = list(ids)
@@ -83,7 +83,8 @@ class CPMBeeTokenizer(Tokenizer):
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
                 f"cannot read the vocabulary {str(file)!r} ({error}) (needed: a UTF-8 text file "
-                f"with one token a line, or a directory that holds one as {VOCABULARY_FILE!r})."
+                "with one token per line, or a directory that contains one as "
+                f"{VOCABULARY_FILE!r})."
             ) from error
         return cls([line for line in text.replace("\r\n", "\n").split("\n") if line])
 
@@ -197,8 +198,8 @@ class CPMBeeTokenizer(Tokenizer):
     def _piece(self, id: int) -> str:
         if not 0 <= id < len(self):
             raise DataError(
-                f"id={id} is neither in the vocabulary (0 to {len(self) - 1}) nor in the extension "
-                "table: give the table that encode_extended returned with these ids."
+                f"id={id} is neither in the vocabulary (0 to {len(self) - 1}) nor in the "
+                "extension table. Pass the table that encode_extended returned with these ids."
             )
         token = self._decoder[id]
         return token if token in self.special_tokens else self.escape(token)
@@ -227,8 +228,8 @@ def _split(text: str) -> Iterator[tuple[str, bool]]:
         mark_text = mark.group()
         if mark_text == "<":
             raise DataError(
-                f"'<' at character {mark.start()} of {_shorten(text)!r} begins no "
-                "special token such as <mask_0>: write << for the character itself."
+                f"the '<' at character {mark.start()} of {_shorten(text)!r} does not begin a "
+                "special token such as <mask_0>. Write << for the character itself."
             )
         plain += text[at : mark.start()]
         at = mark.end()

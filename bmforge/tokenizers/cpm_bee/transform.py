@@ -44,8 +44,8 @@ class Transform:
     def __init__(self, shape: Mapping[str, Any]) -> None:
         if not isinstance(shape, Mapping) or not shape:
             raise ConfigError(
-                f"transform={shape!r}: it must be a map such as {{'input': '$text', '<ans>': "
-                "'$label'}; a program is never run."
+                f"transform={shape!r} must be a map such as {{'input': '$text', '<ans>': "
+                "'$label'}; programs are not supported."
             )
         self._rules: list[_Rule] = []
         self._add_rules(shape, ())
@@ -70,26 +70,26 @@ class Transform:
     def _add_rules(self, shape: Any, target: tuple[str, ...]) -> None:
         where = ".".join(target)
         if len(target) > MAX_NESTING:
-            raise ConfigError(f"transform: nested deeper than {MAX_NESTING} at {where!r}.")
+            raise ConfigError(f"transform: {where!r} is nested deeper than {MAX_NESTING} levels.")
         if isinstance(shape, Mapping):
             for key, value in shape.items():
                 self._add_rules(value, (*target, *str(key).split(".")))
             return
         if not isinstance(shape, str):
             raise ConfigError(
-                f"transform: {where!r} is {shape!r}: it must be a text, constant or a source such "
-                "as '$a.b'."
+                f"transform: {where!r} is {shape!r}, but it must be a text, a constant or a "
+                "source such as '$a.b'."
             )
         source = None
         if shape.startswith("$") and not shape.startswith("$$"):
             source = tuple(shape[1:].split("."))
             if "" in source:
-                raise ConfigError(f"transform: {where!r} takes {shape!r}, which names no key.")
+                raise ConfigError(f"transform: the source {shape!r} of {where!r} contains no key.")
         stars = 0 if source is None else source.count(_STAR)
         if stars != target.count(_STAR):
             raise ConfigError(
-                f"transform: {where!r} has {target.count(_STAR)} stars and its source {shape!r} "
-                f"{stars}: give both the same number."
+                f"transform: {where!r} has {target.count(_STAR)} stars, but its source "
+                f"{shape!r} {stars}. Use the same number."
             )
         self._rules.append(_Rule(target, source, shape[1:] if shape.startswith("$$") else shape))
 
@@ -102,8 +102,8 @@ def _find(
         return [(stars, data)]
     if not isinstance(data, Mapping):
         raise DataError(
-            f"${'.'.join(source)}: {'.'.join(source[:at]) or 'the record'} is {data!r}, which has "
-            f"no keys: the transform does not fit this record."
+            f"${'.'.join(source)}: {'.'.join(source[:at]) or 'the record'} is {data!r}, which "
+            "has no keys. Use a transform that matches the record."
         )
     if source[at] == _STAR:
         return [
@@ -113,8 +113,8 @@ def _find(
         ]
     if source[at] not in data:
         raise DataError(
-            f"${'.'.join(source)}: the record has no {'.'.join(source[: at + 1])!r} (there are "
-            f"{list(data)}): the transform does not fit this record."
+            f"${'.'.join(source)}: the record has no {'.'.join(source[: at + 1])!r} (its keys: "
+            f"{list(data)}). Use a transform that matches the record."
         )
     return _find(data[source[at]], source, at + 1, stars)
 
@@ -124,7 +124,7 @@ def _put(document: dict[str, Any], target: tuple[str, ...], value: Any) -> None:
     for key in target[:-1]:
         parent = parent.setdefault(key, {}) if isinstance(parent, dict) else None
     if not isinstance(parent, dict) or target[-1] in parent:
-        raise DataError(f"the transform writes twice to {'.'.join(target)!r}: leave one out.")
+        raise DataError(f"the transform sets {'.'.join(target)!r} twice. Leave one out.")
     parent[target[-1]] = _copy(value)
 
 

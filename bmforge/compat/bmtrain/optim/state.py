@@ -35,7 +35,10 @@ def pack_state(optimizer: torch.optim.Optimizer, gather: bool) -> State:
         ConfigError: `gather` with a pipeline.
     """
     if gather and config["pipe_size"] > 1:
-        raise ConfigError("gather=True: a pipeline's stages have different states; save per rank.")
+        raise ConfigError(
+            "gather=True is not supported with a pipeline, whose stages have different states. "
+            "Save one file per rank."
+        )
     packed: State = torch.optim.Optimizer.state_dict(optimizer)
     state = {}
     for index, param in enumerate(all_parameters(optimizer)):
@@ -87,8 +90,8 @@ def _unpack(param: Tensor, value: Any, is_whole: bool | None) -> Any:
     local_shape = local_tensor(param).shape
     if value.shape != local_shape:
         raise CheckpointError(
-            f"a state has shape={tuple(value.shape)}, but here it is "
-            f"{tuple(local_shape)}: it was saved with another number of processes. Save "
+            f"a state has shape={tuple(value.shape)}, but this process needs "
+            f"{tuple(local_shape)}, because it was saved with another number of processes. Save "
             "it with gather=True."
         )
     return _like(param, value.to(param.device))

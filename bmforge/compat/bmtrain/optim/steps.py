@@ -31,14 +31,14 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """
     if isinstance(optimizer, LBFGS):
         raise ConfigError(
-            "LBFGS evaluates the loss several times in a step, which OptimManager can neither "
+            "LBFGS evaluates the loss several times per step, which OptimManager can neither "
             "scale nor skip. Call optimizer.step(closure) yourself, on one process, or use "
             "bmt.optim.AdamOptimizer."
         )
     if isinstance(optimizer, SparseAdam) and config["world_size"] > 1:
         raise ConfigError(
-            "SparseAdam needs sparse gradients; those of distributed parameters are dense. Use "
-            "bmt.optim.AdamOptimizer, or one process."
+            "SparseAdam needs sparse gradients, but those of distributed parameters are dense. "
+            "Use bmt.optim.AdamOptimizer, or one process."
         )
 
 

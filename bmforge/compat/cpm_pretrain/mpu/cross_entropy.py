@@ -32,8 +32,8 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
     """
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise ShapeError(
-            f"logits {tuple(vocab_parallel_logits.shape)} and targets {tuple(target.shape)}: "
-            "(..., V / tp) and (...) are needed."
+            f"logits have shape {tuple(vocab_parallel_logits.shape)} and targets "
+            f"{tuple(target.shape)} (needed: (..., V / tp) and (...))."
         )
     group, width = get_model_parallel_group(), vocab_parallel_logits.shape[-1]
     top = vocab_parallel_logits.detach().amax(-1)

@@ -59,10 +59,13 @@ def _describe(
     """Return the shapes of the tensors, and an error message if a tensor is not valid."""
     missing = [key for key in keys if key not in data]
     if missing:
-        return [], f"broadcast_data: the batch has no {', '.join(missing)}; it has {list(data)}."
+        return [], f"broadcast_data: the batch lacks {', '.join(missing)} (it has {list(data)})."
     others = [f"{key} is {data[key].dtype}" for key in keys if data[key].dtype != datatype]
     if others:
-        return [], f"broadcast_data sends {datatype}: {', '.join(others)}. Convert it before."
+        return [], (
+            f"broadcast_data sends {datatype}, but the dtypes are {', '.join(others)}. Convert "
+            "them first."
+        )
     return [tuple(data[key].shape) for key in keys], ""
 
 

@@ -178,8 +178,8 @@ def get_io_parallel_group() -> dist.ProcessGroup:
     if groups.io is None:
         groups.of("tp")
         raise DistributedError(
-            "this process is in no io group: only the first processes of the first and the last "
-            "stage are. Ask where mpu.get_model_parallel_rank() is 0, on those stages."
+            "this process has no io group: only the first processes of the first and the last "
+            "stage have one. Call it where mpu.get_model_parallel_rank() is 0, on these stages."
         )
     return groups.io
 

@@ -60,7 +60,7 @@ class CudaRNGStatesTracker:
         """
         if seed in self._seeds or name in self._states:
             raise ConfigError(
-                f"a generator {name!r} with seed {seed}: the name or the seed is taken. Choose "
+                f"a generator with the name {name!r} or the seed {seed} already exists. Choose "
                 "another, or call reset() first."
             )
         self._seeds.add(seed)
@@ -77,8 +77,8 @@ class CudaRNGStatesTracker:
         """
         if name not in self._states:
             raise ConfigError(
-                f"there is no generator {name!r}: call mpu.model_parallel_cuda_manual_seed(seed), "
-                "or add it."
+                f"there is no generator {name!r}. Call "
+                "mpu.model_parallel_cuda_manual_seed(seed), or add it."
             )
         with keep_random():
             restore_torch(self._states[name])

@@ -18,7 +18,9 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
         ConfigError: the denominator does not divide the numerator.
     """
     if numerator % denominator:
-        raise ConfigError(f"{denominator} does not divide {numerator}: choose a multiple of it.")
+        raise ConfigError(
+            f"{numerator} is not divisible by {denominator}. Choose a multiple of it."
+        )
 
 
 def divide(numerator: int, denominator: int) -> int:

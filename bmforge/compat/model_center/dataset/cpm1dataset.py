@@ -64,8 +64,9 @@ def first_tokens(task: str, tokenizer: Any) -> list[int]:
     firsts = [tokenizer.encode(word)[0] for word in PROMPTS[task].words]
     if len(set(firsts)) < len(firsts):
         raise DataError(
-            f"{task}: the words {PROMPTS[task].words} begin with the tokens {firsts}, so labels "
-            "cannot be told apart by the first. Use another tokenizer, or words of your own."
+            f"{task}: the words {PROMPTS[task].words} begin with the tokens {firsts}, so the "
+            "first token does not distinguish the labels. Use another tokenizer, or your own "
+            "words."
         )
     return firsts
 
@@ -78,7 +79,8 @@ def fitting(ids: list[int], width: int, example: TaskExample, name: str) -> list
     """
     if len(ids) > width:
         raise DataError(
-            f"example {example.idx} has {len(ids)} tokens, {name}={width}: give a larger one."
+            f"example {example.idx} has {len(ids)} tokens, more than {name}={width}. Use a "
+            "larger value."
         )
     return ids
 

@@ -66,7 +66,7 @@ class DistributedDataset:
         self._seen_at = changed_at
         count = self._data.files[-1].block_end if self._data.files else 0
         if count < len(self._times):
-            raise DataError(f"{str(meta)!r} has fewer blocks than when it was read before.")
+            raise DataError(f"{str(meta)!r} has fewer blocks than when it was last read.")
         fresh = torch.zeros(count - len(self._times), dtype=torch.int)
         self._times = torch.cat((self._times, fresh))
 
@@ -80,8 +80,9 @@ class DistributedDataset:
                 times[file.block_begin : file.block_end] = _NEVER
         if not len(times) or int(times.min()) == _NEVER:
             raise DataError(
-                f"{str(self._path)!r} has no block for process {self._rank} of {self._world_size}: "
-                "write smaller blocks (build_dataset's block_size), or start fewer processes."
+                f"{str(self._path)!r} has no block for process {self._rank} of "
+                f"{self._world_size}. Write smaller blocks (block_size of build_dataset), or "
+                "start fewer processes."
             )
         return int(times.argmin())
 
@@ -139,8 +140,8 @@ class DistributedDataset:
         count = len(self._times)
         if len(state["states"]) > count or int(block[:, 0].max()) >= count:
             raise ConfigError(
-                f"the state has {len(state['states'])} blocks, {str(self._path)!r} {count}: it is "
-                "of another dataset."
+                f"the state has {len(state['states'])} blocks, but {str(self._path)!r} has "
+                f"{count}: it belongs to another dataset."
             )
         self._times.zero_()
         self._times[: len(state["states"])] = state["states"]
@@ -200,8 +201,8 @@ class DatasetWriter:
         content = b"\x1f" + struct.pack("<I", len(content)) + content
         if len(content) > self._block_size:
             raise DataError(
-                f"a record of {len(content)} bytes does not fit a block of {self._block_size}: "
-                "pass a larger block_size."
+                f"a record of {len(content)} bytes does not fit into a block of "
+                f"{self._block_size}. Pass a larger block_size."
             )
         if self._used + len(content) > self._block_size:
             self._fill()
@@ -237,9 +238,7 @@ class DatasetBuilder:
         self._path.mkdir(parents=True, exist_ok=True)
         names = [file.file_name for file in _files(self._path)]
         if dbname in names or (self._path / dbname).exists():
-            raise ConfigError(
-                f"{str(self._path / dbname)!r} is there already: choose another name."
-            )
+            raise ConfigError(f"{str(self._path / dbname)!r} already exists. Choose another name.")
 
     def __enter__(self) -> DatasetWriter:
         self._partial = self._path / partial_name(self._name)
@@ -278,7 +277,9 @@ def mask_dataset(path: str, dbname: str, mask: bool = True) -> None:
     """
     files = _files(Path(path))
     if dbname not in [file.file_name for file in files]:
-        raise ConfigError(f"{path!r} has no file {dbname!r}: {[f.file_name for f in files]}.")
+        raise ConfigError(
+            f"{path!r} has no file {dbname!r} (files: {[f.file_name for f in files]})."
+        )
     changed = [dataclasses.replace(f, mask=mask) if f.file_name == dbname else f for f in files]
     _write_meta(Path(path), changed)
 

@@ -57,7 +57,9 @@ class DistributedMMapIndexedDataset:
             self.starts.append(first)
             self.ends.append(self.ends[-1] + last - first)
         if not self.stores:
-            raise DataError(f"there is no corpus {prefix}_0 (.bin and .idx): check path and name.")
+            raise DataError(
+                f"the corpus {prefix}_0 (.bin and .idx) does not exist. Check path and name."
+            )
 
     def __len__(self) -> int:
         """Return the number of this process's sequences."""
@@ -71,7 +73,9 @@ class DistributedMMapIndexedDataset:
                 raise IndexError(f"slice with step {step} is not supported (needed: step 1)")
             return [self[n] for n in range(start, stop)]
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sequence {index} of a share of {len(self)} sequences")
+            raise IndexError(
+                f"sequence {index} is out of range: this share has {len(self)} sequences"
+            )
         index %= len(self)
         file = bisect_right(self.ends, index) - 1
         return self.stores[file].get(self.starts[file] + index - self.ends[file])

@@ -36,7 +36,8 @@ class Generation:
         window = options.pop("repetition_window", None)
         if window is not None:
             raise ConfigError(
-                f"repetition_window={window}: the penalty counts all generated tokens. Remove it."
+                f"repetition_window={window} is not supported, because the penalty applies to "
+                "all generated tokens. Leave it out."
             )
         config = self.configure(**options)
         ids, mask = self.encode(text_list)

@@ -64,7 +64,8 @@ class Attention(DistributedModule):
         more = {**_REST, "mask_value": float("-inf"), "pos_bias_type": "none", **others}
         if more["pos_bias_type"] not in _POSITIONS:
             raise ConfigError(
-                f"pos_bias_type={more['pos_bias_type']!r} is not one of {', '.join(_POSITIONS)}."
+                f"unknown position bias: pos_bias_type={more['pos_bias_type']!r} (known: "
+                f"{', '.join(_POSITIONS)})."
             )
         self.dim_head, self.num_heads = dim_head, num_heads
         self.num_heads_kv = num_heads if more["num_heads_kv"] == -1 else more["num_heads_kv"]
@@ -127,8 +128,8 @@ class SparseSelfAttention(Attention):
         super().__init__(**options)
         if attention_window % 2 or self.pos_bias_type != "none":
             raise ConfigError(
-                f"attention_window={attention_window} must be even, and pos_bias_type="
-                f"{self.pos_bias_type!r} 'none'."
+                f"attention_window={attention_window} must be even, with "
+                f"pos_bias_type={self.pos_bias_type!r} set to 'none'."
             )
         self.attention_window = attention_window
         width = self.num_heads * self.dim_head
@@ -183,9 +184,8 @@ def _activation(name: str) -> Any:
     supported = ("relu", "gelu", "gelu_new", "silu")
     if name not in supported:
         raise ConfigError(
-            f"activate_fn={name!r} is unknown.{suggest(name, supported)} Known: "
-            f"{', '.join(supported)}, "
-            'each also with "gated_" in front.'
+            f"unknown activation: activate_fn={name!r} (known: {', '.join(supported)}, each "
+            f'also with the prefix "gated_").{suggest(name, supported)}'
         )
     return get_activation(name)
 

@@ -33,7 +33,7 @@ def _constant(size: int, dtype: torch.dtype | None, value: float) -> Any:
 
 def _refuse_int8(int8: bool) -> None:
     if int8:
-        raise ConfigError("int8=True has no effect here, and had none before: leave it out.")
+        raise ConfigError("int8=True has no effect, as in ModelCenter. Leave it out.")
 
 
 class Linear(DistributedModule):
@@ -245,7 +245,7 @@ class PatchEmbedding(DistributedModule):
     ) -> None:
         super().__init__()
         if not flatten:
-            raise ConfigError("flatten=False is not supported. For an image use Conv2d.")
+            raise ConfigError("flatten=False is not supported. Use Conv2d for images.")
         count = (img_size // patch_size) ** 2
         self.proj = Conv2d(in_chans, embed_dim, patch_size, patch_size, dtype=dtype)
         self.cls_token = _normal((1, 1, embed_dim), dtype, 0.0, 0.02)

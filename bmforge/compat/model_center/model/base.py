@@ -208,8 +208,8 @@ class BaseModel(nn.Module):
             return self.cls_projection(hidden)
         if self.head is None:
             raise ConfigError(
-                f"this {type(self).__name__} has no head for words: its checkpoint "
-                "brought none. Open one that has it, or set cls_head in its config."
+                f"this {type(self).__name__} has no head for tokens, because its checkpoint has "
+                "none. Load a checkpoint that has one, or set cls_head in its config."
             )
         scale = getattr(getattr(self.model, "spec", None), "head_scale", 1.0)
         logits: Tensor = self.head(hidden if scale == 1.0 else hidden * scale)

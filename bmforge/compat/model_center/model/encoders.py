@@ -198,7 +198,9 @@ class Longformer(EncoderModel):
     ) -> Any:
         """Run the model; `global_attention_mask` (B, T) is 1 for global tokens."""
         if options.get("use_cache") or options.get("past_key_values") is not None:
-            raise ConfigError("a Longformer reads whole texts: leave out use_cache.")
+            raise ConfigError(
+                "use_cache is not supported by a Longformer, which reads whole texts. Leave it out."
+            )
         if global_attention_mask is not None:
             options["global_attention_mask"] = global_attention_mask
         texts = (input_ids, length, attention_mask, token_type_ids, position_ids)

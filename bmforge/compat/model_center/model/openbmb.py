@@ -91,8 +91,9 @@ class GLM(DecoderModel):
             derived = self.model.row_positions(input_ids, None)  # type: ignore[operator]
             if derived is None:
                 raise ConfigError(
-                    "position_ids and block_position_ids are needed together: this model's config "
-                    "has no sop_tok_id and mask_tok_id, by which one follows from the ids."
+                    "position_ids and block_position_ids must be passed together, because the "
+                    "config of this model lacks sop_tok_id and mask_tok_id, from which they "
+                    "could be computed."
                 )
             positions = derived[:, 0] if positions is None else positions
             places = derived[:, 1] if places is None else places
@@ -199,7 +200,9 @@ class CPM1(_OldCall):
         """
         others.pop("token_type_ids", None)
         if others.pop("position_ids", None) is not None:
-            raise ConfigError("CPM1 counts positions itself: leave out position_ids.")
+            raise ConfigError(
+                "position_ids is not supported: CPM1 computes positions itself. Leave it out."
+            )
         refuse_unused(others)
         is_old = input is not None
         ids = input if is_old else input_ids

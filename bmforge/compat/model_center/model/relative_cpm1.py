@@ -125,6 +125,6 @@ class RelativeCPM1(CausalLM):
             ConfigError: always.
         """
         raise ConfigError(
-            "ModelCenter's own CPM1, with relative positions, has no other form: save it with "
-            "bmt.save(model, file) and config.to_json_file(file)."
+            "ModelCenter's own CPM1, with relative positions, has no format in transformers. "
+            "Save it with bmt.save(model, file) and config.to_json_file(file)."
         )

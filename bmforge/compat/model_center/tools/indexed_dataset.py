@@ -88,8 +88,8 @@ def make_dataset(path: str, impl: str = "infer", skip_warmup: bool = False) -> M
         _check(impl)
     if infer_dataset_impl(path) == "cached":
         raise DataError(
-            f"{index_file_path(path)!r} has the older layout (TNTIDX), which is not read: write "
-            "the corpus anew with --dataset_impl mmap."
+            f"{index_file_path(path)!r} has the older format (TNTIDX), which is not supported. "
+            "Build the corpus again with --dataset_impl mmap."
         )
     return MMapIndexedDataset(path)
 
@@ -108,7 +108,7 @@ class MMapIndexedDatasetBuilder:
     def __init__(self, out_file: str | os.PathLike[str], dtype: Any = np.int64) -> None:
         path = os.fspath(out_file)
         if not path.endswith(".bin"):
-            raise ConfigError(f"{path!r}: the tokens' file must end in .bin.")
+            raise ConfigError(f"{path!r} must end in .bin.")
         self._prefix = path.removesuffix(".bin")
         self._writer = TokenStoreWriter(self._prefix, np.dtype(dtype))
 
@@ -133,7 +133,7 @@ class MMapIndexedDatasetBuilder:
         """
         if os.fspath(index_file) != index_file_path(self._prefix):
             raise ConfigError(
-                f"the index {os.fspath(index_file)!r} must be in the directory of the tokens: "
+                f"the index {os.fspath(index_file)!r} must have the path of the token file: "
                 f"{index_file_path(self._prefix)!r}."
             )
         self._writer.finalize()

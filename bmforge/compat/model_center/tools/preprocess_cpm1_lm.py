@@ -92,7 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     args = get_args(arguments)
     source = Path(f"{args.input}{args.uid}.txt")
     if not source.is_file():
-        raise DataError(f"there is no text {str(source)!r}: give --input without --uid and .txt.")
+        raise DataError(
+            f"the text {str(source)!r} does not exist. Give --input without --uid and .txt."
+        )
     prefix = Path(args.output_path) / f"{args.output_prefix}_document_context_{args.uid}"
     builder = make_builder(f"{prefix}.bin", args.dataset_impl)
     count = 0

@@ -48,7 +48,9 @@ def load_dataset(config: Any, return_class: bool = True, test: bool = False) -> 
     keys = {key.lower(): key for key in PROCESSORS}
     if name not in keys:
         names = ", ".join(PROCESSORS)
-        raise DataError(f"dataset.name={name!r} is unknown.{suggest(name, keys)} Known: {names}.")
+        raise DataError(
+            f"unknown dataset: dataset.name={name!r} (known: {names}).{suggest(name, keys)}"
+        )
     processor = PROCESSORS[keys[name]]()
     splits: list[list[InputExample] | None] = []
     for split in ("train", "dev", "test"):

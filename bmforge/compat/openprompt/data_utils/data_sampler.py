@@ -34,7 +34,10 @@ class FewShotSampler:
         num_examples_per_label_dev: int | None = None,
     ) -> None:
         if (num_examples_total is None) == (num_examples_per_label is None):
-            raise ConfigError("give either num_examples_total or num_examples_per_label.")
+            raise ConfigError(
+                "num_examples_total and num_examples_per_label cannot be used together. Pass "
+                "exactly one of them."
+            )
         second = num_examples_total_dev, num_examples_per_label_dev
         first = num_examples_total, num_examples_per_label
         if any(b not in (None, a) for a, b in zip(first, second, strict=True)):

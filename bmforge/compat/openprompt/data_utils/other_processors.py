@@ -52,13 +52,18 @@ class LAMAProcessor(DataProcessor):
             return self.labels
         if strategy not in _VOCABULARY_FILES:
             strategies = ", ".join(["original", *_VOCABULARY_FILES])
-            raise ConfigError(f"vocab_strategy={strategy!r} is unknown. Known: {strategies}.")
+            raise ConfigError(
+                f"unknown strategy: vocab_strategy={strategy!r} (known: {strategies})."
+            )
         lists: dict[str, list[str]] = json.loads(read_text(folder / _VOCABULARY_FILES[strategy]))
         name = "gpt2-xl" if "gpt" in model_name else model_name
         if "roberta" in model_name or "megatron" in model_name:
             name = "roberta-large"
         if name not in lists:
-            raise ConfigError(f"model_name={model_name!r} has no list (known: {', '.join(lists)}).")
+            raise ConfigError(
+                f"there is no vocabulary list for model_name={model_name!r} (known: "
+                f"{', '.join(lists)})."
+            )
         return lists[name]
 
     def get_manual_template(self) -> str:
@@ -92,7 +97,9 @@ class UltraChatProcessor(DataProcessor):
         for row in read_records(Path(data_dir)):
             turns = row.texts("data")
             if len(turns) % 2:
-                raise DataError(f"{row.place}: {len(turns)} turns; the last one has no answer.")
+                raise DataError(
+                    f"{row.place} has {len(turns)} turns, so the last one has no answer."
+                )
             named = [f"{('User', 'Assistant')[n % 2]}: {turn}" for n, turn in enumerate(turns)]
             for n in range(1, len(turns), 2):
                 meta = {"context": named[:n]}

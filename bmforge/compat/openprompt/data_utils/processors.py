@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def _cells_error(path: Path, number: int, cells: Sequence[str], wanted: int) -> DataError:
-    return DataError(f"{str(path)!r}, line {number}: {len(cells)} cells, needed are {wanted}.")
+    return DataError(f"{str(path)!r}, line {number} has {len(cells)} cells (needed: {wanted}).")
 
 
 def _csv_rows(labels: Sequence[str], fields: int) -> Reader:
@@ -51,7 +51,8 @@ def _csv_rows(labels: Sequence[str], fields: int) -> Reader:
                 raise _cells_error(path, number, cells, fields + 1)
             if not (cells[0].isdigit() and 1 <= int(cells[0]) <= len(labels)):
                 raise DataError(
-                    f"{str(path)!r}, line {number}: class={cells[0]!r} (1 to {len(labels)})."
+                    f"{str(path)!r}, line {number}: class={cells[0]!r} must be from 1 to "
+                    f"{len(labels)}."
                 )
             texts = [
                 (cell.replace("\\n", " ") if fields > 2 else cell).replace("\\", " ")
@@ -75,7 +76,7 @@ def _labeled_lines(labels: Sequence[str], titled: bool = False) -> Reader:
         classes = read_lines(path.with_name(f"{path.stem}_labels.txt"))
         lines = read_lines(path)
         if len(classes) != len(lines):
-            raise DataError(f"{str(path)!r} has {len(lines)} lines and {len(classes)} labels.")
+            raise DataError(f"{str(path)!r} has {len(lines)} lines, but {len(classes)} labels.")
         for line, number in zip(lines, classes, strict=True):
             title, _, text = line.strip().partition(". ")
             texts = {"text_a": f"{title}.", "text_b": text} if titled else {"text_a": line.strip()}
@@ -155,7 +156,7 @@ def _find_span(words: list[str], text: str, index: int) -> int:
     if len(span_words) == 1 and words[index].startswith(text):
         words[index : index + 1] = [text, words[index].removeprefix(text)]
     else:
-        _LOG.warning("%r is not at word %d of %r", text, index, " ".join(words))
+        _LOG.warning("%r is not word %d of %r", text, index, " ".join(words))
     return index
 
 

@@ -56,7 +56,7 @@ def classification_metrics(
     names_of_metrics = (
         "micro-f1, macro-f1, accuracy, precision, recall, loose-micro-f1, loose-macro-f1"
     )
-    raise ConfigError(f"metric={metric!r} is unknown. Known: {names_of_metrics}.")
+    raise ConfigError(f"unknown metric: metric={metric!r} (known: {names_of_metrics}).")
 
 
 def generation_metric(
@@ -76,9 +76,12 @@ def generation_metric(
         ConfigError: another metric, or different numbers of texts.
     """
     if metric != "sentence_bleu":
-        raise ConfigError(f"metric={metric!r} is unknown. Known: sentence_bleu.")
+        raise ConfigError(f"unknown metric: metric={metric!r} (known: sentence_bleu).")
     if len(hypos) != len(refs) or not hypos:
-        raise ConfigError(f"{len(hypos)} texts for {len(refs)} references; both must be equal.")
+        raise ConfigError(
+            f"there are {len(hypos)} texts, but {len(refs)} references. Pass one reference per "
+            "text."
+        )
     scores = [
         _sentence_bleu(metrics.split_words(hypo), [metrics.split_words(r) for r in ref.split("\n")])
         for hypo, ref in zip(hypos, refs, strict=True)
@@ -139,4 +142,6 @@ def evaluate(predictions: Sequence[str], data: Sequence[Any], metric: str, **kwa
         names = sorted({*predictions, *data})
         numbers = {name: number for number, name in enumerate(names)}
         return metrics.class_f1([numbers[p] for p in predictions], [numbers[d] for d in data])
-    raise ConfigError(f"metric={metric!r} is unknown. Known: EM, ACC, QA-F1, Classification-F1.")
+    raise ConfigError(
+        f"unknown metric: metric={metric!r} (known: EM, ACC, QA-F1, Classification-F1)."
+    )

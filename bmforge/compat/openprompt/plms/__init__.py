@@ -87,8 +87,8 @@ def load_plm(
         return registered, tokenizer, registered.config, classes.wrapper
     if model_name not in _WRAPPERS:
         raise ConfigError(
-            f"model_name={model_name!r} is unknown.{suggest(model_name, _WRAPPERS)} Known: "
-            f"{', '.join(_WRAPPERS)}."
+            f"unknown model: model_name={model_name!r} (known: "
+            f"{', '.join(_WRAPPERS)}).{suggest(model_name, _WRAPPERS)}"
         )
     wrapper, head = _WRAPPERS[model_name]
     directory = find_model(model_path)

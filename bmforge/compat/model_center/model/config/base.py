@@ -118,7 +118,7 @@ class Config:
         try:
             values = json.loads(Path(json_file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {str(json_file)!r} ({error}); give JSON.") from error
+            raise ConfigError(f"cannot read {str(json_file)!r} as JSON ({error}).") from error
         return dict(values)
 
     def native(self) -> ModelConfig:
@@ -185,11 +185,14 @@ class Config:
             )
         has_dropout = any(f.name == "dropout" for f in fields(family))
         if name in ("dropout_p", "drop") and value and not has_dropout:
-            raise ConfigError(f"{name}={value!r}: {self.family} has no dropout. Leave it 0.")
+            raise ConfigError(
+                f"{name}={value!r} is not supported, because {self.family} has no dropout. "
+                "Leave it 0."
+            )
         if needed.get(name, value) not in (value, None):
             raise ConfigError(
-                f"{name}={value!r}: {self.family} is computed with {needed[name]!r} only. "
-                "Leave the field out."
+                f"{name}={value!r} is not supported by {self.family} (supported: "
+                f"{needed[name]!r}). Leave the field out."
             )
 
     def __getattr__(self, name: str) -> Any:
