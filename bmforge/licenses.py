@@ -274,8 +274,8 @@ def merge_licenses(licenses: Iterable[str], handed_on: str = "") -> list[Conflic
 
     Args:
         licenses: licenses of the parts, as their sources state them.
-        handed_on: license under which the whole work is to be distributed; it must contain the
-            restrictions of all parts.
+        handed_on: license of the whole work when it is distributed; it must contain the
+        restrictions of all parts.
     """
     by_id = {part.id: part for reported in licenses for part in _choose_parts(reported) or ()}
     conflicts = []

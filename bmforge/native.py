@@ -1,7 +1,7 @@
 """Native kernels: C++ with a C interface, compiled on first use into the user's cache.
 
 Nothing is compiled at installation. The cache key is the source, the flags, the compiler and the
-processor. The cache directory must belong to the user and be writable by nobody else, because
+processor. The cache directory must belong to the user and be writable by no other user, because
 anyone who can write there can run code in this process. Without a compiler, callers use torch's
 operations, and one warning is logged.
 """
@@ -183,7 +183,7 @@ def _own_folder() -> Path:
 
 
 def _check_owner(path: Path) -> None:
-    """Raise `_RefusedError` unless a path belongs to the user and nobody else can write to it."""
+    """Raise `_RefusedError` unless a path belongs to the user and no other user can write to it."""
     if not hasattr(os, "getuid"):  # a system without POSIX owners
         return
     status = path.lstat()

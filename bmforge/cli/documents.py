@@ -23,7 +23,7 @@ __all__ = ["print_filled"]
 def print_filled(model: str, file: Path, memory: MemoryOptions, beams: int, **options: Any) -> None:
     """Fill in the answers of every document in a file; print each document as a JSON line.
 
-    A document is printed as soon as it is complete. Errors in single documents are reported on
+    Each document is printed when complete. Errors in single documents are reported on
     standard error; the other documents are still filled.
 
     Args:

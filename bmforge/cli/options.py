@@ -323,12 +323,12 @@ class PlanCommand:
 
     Args:
         model: name of a preset, or a model directory.
-        task: task whose step is planned. A row of preferences and reward is a pair of answers;
-            rl and distill write rollouts.
+        task: task whose training step is planned. With preferences and reward, a row is a pair
+        of answers; rl and distill also generate rollouts.
         reference: reference model of preferences, or of rl with rl.beta above 0: adapter (the
-            base with the adapter off), copy or precomputed; none takes that of the task's default.
+            base model without the adapter), copy or precomputed; none uses the task's default.
         teacher: model of --task distill: a preset, or a model directory.
-        max_num_seqs: answers that rl and distill write at once (default: 64).
+        max_num_seqs: number of answers that rl and distill generate at once (default: 64).
         set: fields of the model's config to change, each as field=value.
         changes: changes of the model, as JSON or in a file, as in `train`.
         freeze_base: train only the modules that `changes` adds.

@@ -143,7 +143,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
             quantize: quantization scheme (`nn.packing.PRESETS`); weights are quantized while
                 loading, so that the plain model is never in memory. "keep" loads the integers of a
                 GGUF file, GPTQ or AWQ unchanged.
-            tie_word_embeddings: False opens a tied model with a head of its own, which starts as a
+            tie_word_embeddings: False loads a tied model with a separate head, which starts as a
                 copy of the embedding; None follows the checkpoint.
 
         Raises:

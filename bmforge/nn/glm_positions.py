@@ -26,7 +26,7 @@ def blank_positions(
         input_ids: token ids.
         start_id: token that begins a span of part B.
         mask_id: token that marks a blank in part A.
-        attention_mask: 1 for tokens, 0 for padding, which has no position of its own.
+        attention_mask: 1 for tokens, 0 for padding, which gets no position.
 
     Shape:
         input_ids, attention_mask: (B, T); returns (B, 2, T) and (B,)

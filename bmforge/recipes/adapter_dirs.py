@@ -161,7 +161,7 @@ def merged_model(name: str | Path, near: Path) -> Iterator[str | Path]:
 def plain_model(name: str | Path, target: Path) -> Path:
     """Return the directory of a plain model; an adapter is first merged into `target`.
 
-    An existing `target` is used as it is.
+    An existing `target` is used unchanged.
 
     Args:
         name: model argument of a command; see `find_source`.

@@ -90,12 +90,12 @@ def _train_classifier(
 ) -> LinearScorer:
     """Train the classifier on most of the texts, and log its quality on the held-out rest."""
     share = config.held_out_fraction
-    (learned, kept), (learned_others, kept_others) = (
+    (learned, held_out), (learned_others, held_out_others) = (
         hold_out(texts, share, config.seed) for texts in (good, others)
     )
     scorer = train_linear(learned, learned_others, seed=config.seed)
-    if kept and kept_others:
-        score = measure_scores(scorer(kept), scorer(kept_others))
+    if held_out and held_out_others:
+        score = measure_scores(scorer(held_out), scorer(held_out_others))
         get_logger().info("quality: %s", score)
     else:
         get_logger().info("quality: not measured, because there are too few held-out texts")

@@ -46,7 +46,7 @@ class DocumentConfig:
     """Data of a run on documents.
 
     Args:
-        paths: .jsonl files with one document a line, each file a task of its own, or .json files
+        paths: .jsonl files with one document per line, each file a separate task, or .json files
             that describe a mixture.
         validation: held-out documents in the same formats; each task is also evaluated separately.
         tokenizer: directory with CPM-Bee's vocab.txt; None takes `init_from`'s.

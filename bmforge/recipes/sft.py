@@ -203,8 +203,8 @@ def _is_empty_answer(message: Mapping[str, Any]) -> bool:
     """Return True for an assistant message to learn without text, reasoning or tool calls."""
     if message["role"] != "assistant" or message.get("weight") == 0:
         return False
-    said = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
-    return not any(str(message.get(name) or "").strip() for name in said)
+    fields = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
+    return not any(str(message.get(name) or "").strip() for name in fields)
 
 
 def _hold_out(

@@ -197,7 +197,7 @@ def check_origin(
 ) -> None:
     """Reject requests that come from web pages of other sites.
 
-    A foreign page can make a browser send requests (CSRF), and with a host name of its own that
+    A foreign page can make a browser send requests (CSRF), and with its own host name that
     resolves to this machine (DNS rebinding) read the responses.
 
     Raises:

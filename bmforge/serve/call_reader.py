@@ -34,7 +34,7 @@ class JsonCallReader:
         self._is_over = False
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Yield the start of the call and pieces of its arguments, as soon as they are certain."""
+        """Yield the start of the call and pieces of its arguments, as soon as these are certain."""
         if self._is_over:
             return
         if not self.has_started:

@@ -112,9 +112,9 @@ async def open_chat(body: ChatRequest, request: Request) -> RunningChat:
             await serving.rules.check(rule, client_of(request), "tools" if tools.rule else None)
         prompt = await serving.tokenize(partial(serving.prompter.write, body, tools))
         most = longest_answer(body.most_tokens, len(prompt.ids), engine, config)
-        likeliest = (body.top_logprobs or 0) if body.logprobs else None
+        top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         options = await serving.tokenize(
-            partial(to_options, body, engine, most, prompt.ends or None, likeliest, prompt.stops)
+            partial(to_options, body, engine, most, prompt.ends or None, top_logprobs, prompt.stops)
         )
         salt = salt_of(request, body.cache_salt)
         budget = find_budget(body, prompt, engine.tokenizer)

@@ -145,7 +145,7 @@ def to_options(
     engine: AnyEngine,
     max_new_tokens: int,
     ends: tuple[int, ...] | None,
-    likeliest: int | None,
+    top_logprobs: int | None,
     stops: Sequence[str] = (),
 ) -> GenerationConfig:
     """Convert a request to generation options.
@@ -155,7 +155,7 @@ def to_options(
         engine: engine with the tokenizer.
         max_new_tokens: maximum length of each answer.
         ends: end tokens; None is the engine's default.
-        likeliest: number of top log-probabilities per token; None returns none.
+        top_logprobs: number of top log-probabilities per token; None returns none.
         stops: stop strings in addition to those of the request.
 
     Raises:
@@ -172,7 +172,7 @@ def to_options(
         "num_return_sequences": body.count,
         "num_beams": 1,
         "stop_strings": (*body.stops, *stops),
-        "logprobs": likeliest,
+        "logprobs": top_logprobs,
         "eos_token_id": _end_tokens(body, engine, ends),
         **_sampling(body),
     }

@@ -106,8 +106,8 @@ class ChatTemplate:
     ) -> tuple[str, list[int]]:
         """Render a conversation up to the assistant's answer; return its text and token ids.
 
-        The name of a special token inside a message is encoded as characters, so that nobody can
-        forge the end of a message.
+        The name of a special token inside a message is encoded as characters, so that a message
+        cannot forge its own end.
 
         Args:
             messages, tools, variables: as in `render`.

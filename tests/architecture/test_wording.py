@@ -11,14 +11,14 @@ import wording
 LIMITS: list[tuple[Callable[[], Iterator[str]], int]] = [
     (wording.pronoun_objects, 0),
     (wording.bare_module_clauses, 0),
-    (wording.argument_fragments, 25),
-    (wording.house_words, 74),
-    (wording.empty_names, 50),
+    (wording.argument_fragments, 24),
+    (wording.house_words, 10),
+    (wording.empty_names, 36),
     (wording.unfinished_messages, 0),
     (wording.message_house_words, 0),
     (wording.shared_class_names, 0),
-    (wording.page_house_words, 14),
-    (wording.page_pictures, 4),
+    (wording.page_house_words, 8),
+    (wording.page_pictures, 3),
 ]
 
 

@@ -48,7 +48,9 @@ def test_a_model_is_a_preset_a_family_or_a_directory(start: Path) -> None:
     opened = find_start(str(start / "gpt2"))
     assert opened.init_from == str(start / "gpt2")
     assert (opened.config.hidden_size, opened.config.dropout) == (16, 0.1)
-    with pytest.raises(ConfigError, match=r"'gtp2-small' unknown model.*Did you mean 'gpt2-small'"):
+    with pytest.raises(
+        ConfigError, match=r"unknown model: model='gtp2-small'.*Did you mean 'gpt2-small'"
+    ):
         find_start("gtp2-small")
 
 

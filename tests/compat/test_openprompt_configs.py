@@ -155,7 +155,7 @@ def test_every_key_has_an_end(tmp_path):
 
 
 def test_a_config_that_writes_texts(tmp_path):
-    found = read(tmp_path, GENERATION, beside=tmp_path / "out")
+    found = read(tmp_path, GENERATION, files_dir=tmp_path / "out")
     assert found.task == "prompt-generate"
     config = config_from_dict(PromptGenerateConfig, found.values)
     assert (config.adapter.kind, config.adapter.length, config.adapter.inner) == ("prefix", 6, 32)
@@ -172,7 +172,7 @@ def test_a_config_that_writes_texts(tmp_path):
 
 
 def test_rows_with_a_rate_of_their_own(tmp_path):
-    frozen = read(tmp_path, SOFT % "True", beside=tmp_path)
+    frozen = read(tmp_path, SOFT % "True", files_dir=tmp_path)
     config = config_from_dict(PromptTuneConfig, frozen.values)
     assert (config.soft_front, config.choice, config.zero_shot) == (100, 1, True)
     assert (config.freeze_base, config.train.optim.lr, config.train.optim.weight_decay) == (

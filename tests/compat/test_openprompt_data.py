@@ -96,7 +96,7 @@ def test_load_dataset_leaves_out_missing_splits(tmp_path: Path) -> None:
     assert (train, test) == (None, None)
     assert [e.label for e in dev] == [processor.get_label_id("neutral")] == [2]
     Dataset.name = "no such"
-    with pytest.raises(DataError, match=r"dataset\.name='no such' is unknown"):
+    with pytest.raises(DataError, match=r"unknown dataset: dataset\.name='no such'"):
         load_dataset(Config)
 
 

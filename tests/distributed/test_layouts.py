@@ -179,7 +179,12 @@ def lay_out(layout, kwargs):
         (3, Layout(tp=3), {}, ["tp=3 does not divide", "heads", "q_proj"]),
         (2, Layout(sequence_parallel=True), {}, ["sequence_parallel has no effect with tp=1"]),
         (2, Layout(pp=2, pp_schedule="1f2b"), {}, ["schedule='1f2b'", "Did you mean '1f1b'"]),
-        (2, Layout(pp=2, pp_cut=(2, 2)), {}, ["pp_cut=(2, 2) must be 2 numbers", "add up to"]),
+        (
+            2,
+            Layout(pp=2, pp_cut=(2, 2)),
+            {},
+            ["pp_cut=(2, 2) must contain 2 positive numbers", "add up to"],
+        ),
         (2, Layout(pp=2, pp_balance="time"), {}, ["pp_balance='time'"]),  # type: ignore[arg-type]
         (2, Layout(pp=2, pp_schedule="zbv", pp_stages_per_rank=3), {}, ["stages_per_rank=3"]),
         (4, Layout(pp=4), {}, ["pp=4 needs 4 stages, but the model has only"]),

@@ -88,7 +88,7 @@ def test_bad_input(model: EVA, tokenizer: EVATokenizer) -> None:
     gpt2 = GPT2.from_config(
         GPT2Config(vocab_size=40, hidden_size=32, num_layers=1, num_heads=2, max_seq_len=16)
     )
-    with pytest.raises(ConfigError, match="a GPT2 with a EVATokenizer cannot chat"):
+    with pytest.raises(ConfigError, match="a GPT2 with a EVATokenizer does not support this chat"):
         Chat(gpt2, tokenizer)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="message is empty"):
         Chat(model, tokenizer).reply("  ")

@@ -46,9 +46,9 @@ BAD = {
     ),
     "a slot without a blank": (
         {"input": "<mask_0>", "<ans>": {"<mask_1>": ""}},
-        "<mask_1> names no blank",
+        "<mask_1> has no blank",
     ),
-    "an unknown special": ({"input": "好<masc_0>", "<ans>": ""}, "<masc_0> is unknown"),
+    "an unknown special": ({"input": "好<masc_0>", "<ans>": ""}, "unknown special token <masc_0>"),
     "a list": ({"input": ["好"], "<ans>": ""}, "of type list"),
 }
 

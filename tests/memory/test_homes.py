@@ -103,7 +103,7 @@ def test_a_spill_file_has_no_name(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_before(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"free and 1024\.0 TiB are needed"):
+    with pytest.raises(ConfigError, match=r"free space, but 1024\.0 TiB are needed"):
         SpillFile(tmp_path, 1 << 50)
 
 

@@ -85,14 +85,14 @@ def test_json_that_is_no_change(value: Any, said: str) -> None:
         (Change("low_rank", "layers.*.attn.q_proj", {"rnk": 2}), "Did you mean 'rank'"),
         (Change("low_rank", "layers.*.attn.q_proj", {"rank": 33}), "between 1 and 32"),
         (Change("low_rank", "layers.*.attn.q_proj", {}), "missing options.rank"),
-        (low_rank("layers.0.attn"), "needs a linear layer, not a Attention"),
+        (low_rank("layers.0.attn"), "needs a linear layer, but the target is a Attention"),
         (low_rank(name="not a word"), "not a valid Python identifier"),
         (low_rank(name="weight"), "already has 'weight'"),
         (Change("int8", "embed"), "shares its weight with lm_head"),
         (Change("int8", "layers.0.attn_norm"), "not a LayerNorm"),
         (Change("int8", ("layers.0.mlp.up_proj",), {"bits": 4}), "unknown field options.bits"),
         (Change("resize", "layers.0", {"num_heads": 3, "num_kv_heads": 2}), "multiple of"),
-        (Change("prefix", "layers.*.mlp", {"length": 2}), "has no place for a prefix"),
+        (Change("prefix", "layers.*.mlp", {"length": 2}), "does not support a prefix adapter"),
         (Change("prompt", "embed", {"length": 0}), "length=0 must be at least 1"),
         (Change("prompt", "embed", {"length": 2}, "mine"), "name='mine' has no effect"),
         (
@@ -106,7 +106,7 @@ def test_json_that_is_no_change(value: Any, said: str) -> None:
         (Change("low_rank", "lm_head", {"rank": 2, "alpha": 0.0}), "alpha=0.0 must be"),
         (Change("low_rank", "lm_head", {"rank": 2, "alpha": float("nan")}), "alpha=nan must be"),
         (Change("low_rank", "lm_head", {"rank": 2, "dropout": 1.0}), "dropout=1.0 must be"),
-        (Change("low_rankk", "layers.0"), "to GPT2.*'low_rankk' is not known"),
+        (Change("low_rankk", "layers.0"), "to GPT2.*unknown change kind 'low_rankk'"),
     ],
 )
 def test_a_change_that_does_not_fit_leaves_the_model(change: Change, said: str) -> None:
@@ -190,7 +190,10 @@ def test_a_newer_version_and_an_unknown_kind(tmp_path: Path) -> None:
     raw = save_changed(tmp_path)
     for change, said in (
         ({"version": 2}, "GPT2Config.*changes of version 2 .supported: 1"),
-        ({"changes": [{"kind": "int3", "where": ["embed"]}]}, "GPT2Config.*'int3' is not known"),
+        (
+            {"changes": [{"kind": "int3", "where": ["embed"]}]},
+            "GPT2Config.*unknown change kind 'int3'",
+        ),
         ({"changes": 5}, "must be a table"),
     ):
         text = json.dumps({**raw, CHANGES_KEY: {**raw[CHANGES_KEY], **change}})

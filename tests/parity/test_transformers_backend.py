@@ -158,7 +158,7 @@ def test_messages_name_what_would_open_it() -> None:
     assert "docs/guides/own_models.md" in str(error.value)
     with pytest.raises(ConfigError, match="does not run"):
         AutoModel.family_of({"model_type": "own", "auto_map": {"AutoModel": "m.M"}})
-    with pytest.raises(ConfigError, match="backend='other' is unknown"):
+    with pytest.raises(ConfigError, match="unknown backend: backend='other'"):
         AutoModel.family_of({"model_type": "llama"}, backend="other")  # type: ignore[arg-type]
 
 

@@ -195,7 +195,7 @@ def test_what_is_left_out_is_counted_by_reason(
     told = [r for r in caplog.records if "were left out" in r.getMessage()]
     assert [record.levelname for record in told] == ["WARNING", "WARNING"]
     first, last = (record.getMessage() for record in told)
-    counts = "2 with an answer that the vocabulary cannot spell, 1 "
+    counts = "2 with an answer that the vocabulary cannot encode, 1 "
     assert first.startswith(f"4 of 16 samples looked at before the run were left out: {counts}")
     for words in ("1 longer than the window", "1 not a valid document", "some.jsonl, line 13"):
         assert words in first

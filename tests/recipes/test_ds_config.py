@@ -118,11 +118,11 @@ def test_other_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"fp61": {}}, r"fp61 is unknown. Did you mean 'fp16'"),
-        ({"fp16": {"enabeld": True}}, r"fp16.enabeld is unknown. Did you mean 'enabled'"),
+        ({"fp61": {}}, r"unknown setting fp61 .*Did you mean 'fp16'"),
+        ({"fp16": {"enabeld": True}}, r"unknown setting fp16.enabeld .*Did you mean 'enabled'"),
         ({"fp16": {"enabled": "yes"}}, r"fp16.enabled='yes' must be true or false"),
         ({"fp16": 3}, r"fp16=3 must be an object"),
-        ({"train_batch_size": "many"}, r"train_batch_size='many' must be a whole number"),
+        ({"train_batch_size": "many"}, r"train_batch_size='many' must be an integer"),
         ({"train_micro_batch_size_per_gpu": 0}, r"train_micro_batch_size_per_gpu=0 must be"),
         ({"gradient_clipping": -1}, r"gradient_clipping=-1 must be at least 0"),
         ({"zero_optimization": {"stage": 4}}, r"zero_optimization.stage=4 must be 0, 1, 2 or 3"),

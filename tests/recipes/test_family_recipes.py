@@ -214,7 +214,7 @@ def test_chid(tmp_path: Path, cpm1_folder: Path) -> None:
     told = json.loads((tmp_path / "run" / "results.json").read_text())
     assert told["accuracy"]["model"] >= 0.75
     (tmp_path / "train_answer.json").write_text('{"#idiom0#": 7}')
-    with pytest.raises(DataError, match=r"line 1: the answer of #idiom0# .* is 7.*0 to 1"):
+    with pytest.raises(DataError, match=r"line 1: the answer to #idiom0# .* is 7.*0 to 1"):
         tune_chid(ChIDConfig(run_dir=tmp_path / "bad", model=config.model, data=config.data))
 
 

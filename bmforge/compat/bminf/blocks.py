@@ -73,9 +73,9 @@ class TransformerBlockList(nn.ModuleList):
             raise ConfigError("TransformerBlockList has no blocks. Pass at least one.")
         self.requires_grad_(False)
         each = -(-len(self) // max(1, len(gpus)))
-        for place, entry in enumerate(gpus):
+        for gpu, entry in enumerate(gpus):
             index, limit = entry if isinstance(entry, tuple) else (entry, None)
-            numbers = range(len(self))[place * each : (place + 1) * each]
+            numbers = range(len(self))[gpu * each : (gpu + 1) * each]
             if numbers:
                 share = nn.ModuleDict({str(number): self[number] for number in numbers})
                 place_blocks_(share, dict(share.items()), limit, device_at(index))

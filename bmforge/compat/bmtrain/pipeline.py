@@ -30,7 +30,7 @@ __all__ = ["PipelineTransformerBlockList"]
 class PipelineTransformerBlockList(TransformerBlockList):
     """List of blocks, split evenly and contiguously over `pipe_size` pipeline stages.
 
-    Each process has the blocks of its own stage, and only names and shapes of the others. With
+    Each process has the blocks of one stage, and only names and shapes of the others. With
     one stage it is a `TransformerBlockList`.
 
     Args:

@@ -62,7 +62,7 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
     for name in settings:
         reader.check_name(name, (*_KNOWN, *_WITHOUT_EFFECT))
     for name in (*_SIZES, "steps_per_print"):
-        reader.number(settings, name, int, lambda n: n >= 1, "a whole number of at least 1")
+        reader.number(settings, name, int, lambda n: n >= 1, "an integer of at least 1")
     reader.number(settings, "gradient_clipping", (int, float), lambda n: n >= 0, "at least 0")
     _check_fp16(reader, reader.table("fp16"))
     zero = reader.table("zero_optimization")
@@ -74,7 +74,7 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
 class _Reader:
     """Checks the names and values in a file, and collects the problems."""
 
-    found: Mapping[str, Any]
+    settings: Mapping[str, Any]
     file: str
 
     def check_name(self, name: str, supported: tuple[str, ...], prefix: str = "") -> None:
@@ -85,7 +85,7 @@ class _Reader:
             )
 
     def table(self, name: str) -> Mapping[str, Any]:
-        value = self.found.get(name, {})
+        value = self.settings.get(name, {})
         if not isinstance(value, dict):
             raise ConfigError(f"--ds-config {self.file!r}: {name}={value!r} must be an object.")
         return value
@@ -115,7 +115,7 @@ def _check_fp16(reader: _Reader, table: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"--ds-config {reader.file!r}: fp16.enabled={table['enabled']!r} must be true or false."
         )
-    needed = "a whole number of at least 1"
+    needed = "an integer of at least 1"
     reader.number(table, "loss_scale", (int, float), lambda n: n >= 0, "at least 0", "fp16.")
     reader.number(table, "initial_scale_power", int, lambda n: 0 <= n <= 127, "0 to 127", "fp16.")
     for name in ("loss_scale_window", "hysteresis"):

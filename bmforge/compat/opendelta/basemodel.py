@@ -139,7 +139,7 @@ class DeltaBase(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise an error: the backbone must be called instead."""
-        raise ConfigError("a delta model has no forward of its own. Call the backbone.")
+        raise ConfigError("a delta model has no forward. Call the backbone.")
 
     @classmethod
     def from_config(

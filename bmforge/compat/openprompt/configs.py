@@ -30,12 +30,12 @@ from bmforge.recipes.registry import TASKS as RUNS
 __all__ = ["read_config"]
 
 
-def read_config(path: str | Path, beside: Path | None = None) -> Migrated:
+def read_config(path: str | Path, files_dir: Path | None = None) -> Migrated:
     """Convert an OpenPrompt config to a run; no file is written.
 
     Args:
         path: path of the YAML file; its relative paths are kept.
-        beside: directory for `files` (templates and words that are written in the config).
+        files_dir: directory for `files` (templates and words that are written in the config).
 
     Raises:
         ConfigError: the file is not an OpenPrompt config.
@@ -46,7 +46,7 @@ def read_config(path: str | Path, beside: Path | None = None) -> Migrated:
     task = str(values.get("task") or "classification")
     name = {"generation": "prompt-generate"}.get(task, "prompt-classify")
     out = Migrated(name)
-    reader = _Reader(dict(_flatten(values)), out, beside or Path())
+    reader = _Reader(dict(_flatten(values)), out, files_dir or Path())
     reader.fill()
     out.command = f"bmforge train {name} --config {{config}}"
     _check(out)
@@ -91,11 +91,11 @@ class _Reader:
     Args:
         given: values by dotted key.
         out: result to fill.
-        beside: directory for written files.
+        files_dir: directory for written files.
     """
 
-    def __init__(self, settings: dict[str, Any], out: Migrated, beside: Path) -> None:
-        self.given, self.out, self.beside = settings, out, beside
+    def __init__(self, settings: dict[str, Any], out: Migrated, files_dir: Path) -> None:
+        self.given, self.out, self.files_dir = settings, out, files_dir
         chosen = (settings.get(name) for name in ("template", "verbalizer", "calibrate"))
         self.chosen = {str(name) for name in chosen}
 
@@ -165,7 +165,7 @@ class _Reader:
             self.miss("template", f"{block!r} is unknown.{suggest(kind, TEMPLATES)}")
         if (text := self.take(f"{block}.text")) is not None:
             self.out.files["template.txt"] = f"{text}\n"
-            self.put("template", str(self.beside / "template.txt"))
+            self.put("template", str(self.files_dir / "template.txt"))
         if (file := self.take(f"{block}.file_path")) is not None:
             self.put("template", str(file))
         self.put("choice", int(self.take(f"{block}.choice", 0)))
@@ -235,7 +235,7 @@ class _Reader:
                     "text: YAML reads No and yes as booleans. Put words in quotes."
                 )
             self.out.files["verbalizer.json"] = json.dumps(words, ensure_ascii=False) + "\n"
-            self.put("verbalizer", str(self.beside / "verbalizer.json"))
+            self.put("verbalizer", str(self.files_dir / "verbalizer.json"))
         if (file := self.take(f"{block}.file_path")) is not None:
             self.put("verbalizer", str(file))
         choice, line = int(self.take(f"{block}.choice", 0)), self.out.values["choice"]

@@ -211,12 +211,12 @@ class ClassificationRunner(BaseRunner):
 
     def __init__(
         self,
-        *given: Any,
+        *args: Any,
         loss_function: Callable[[Tensor, Tensor], Tensor] | None = None,
         id2label: Mapping[int, str] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(*given, **options)
+        super().__init__(*args, **options)
         self.loss_function = loss_function or nn.functional.cross_entropy
         self.id2label = id2label
 

@@ -97,13 +97,13 @@ def _has(parts: Kept, half: str) -> bool:
 def _kept(block: Block, parts: Kept) -> list[tuple[str, Tensor]]:
     """Return the last linear layers that lose inputs, and their kept input columns."""
     picks = pick_block(block, parts)
-    found = []
+    fits = []
     for name in _LAST:
         half = name.partition(".")[0]
         selected = picks.get(f"{name}.weight")
         if selected and _has(parts, half):
-            found.append((name, selected[0][1]))
-    return found
+            fits.append((name, selected[0][1]))
+    return fits
 
 
 def _fit_(matrix: Matrix, kept: Tensor, inputs: Moments) -> None:

@@ -30,7 +30,9 @@ def read_licenses(options: Sequence[str]) -> tuple[tuple[str, str], ...]:
         path, mark, id = option.rpartition("=")
         where = str(Path(path).absolute()) if mark else ""
         if where in licenses:
-            raise ConfigError(f"license: {path or 'all files'} has two licenses. Give one.")
+            raise ConfigError(
+                f"license: two licenses are given for {path or 'all files'}. Give one."
+            )
         licenses[where] = check_license(id, "license")
     # Longest paths first, so that the most specific one matches.
     return tuple(sorted(licenses.items(), key=lambda item: -len(item[0])))

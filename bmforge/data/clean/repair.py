@@ -2,7 +2,7 @@
 
 A table lists which encodings are mistaken for which others. A valid UTF-8 result is accepted; a
 result in a Chinese encoding must have frequent Chinese characters. Other lines go to ftfy one by
-one. Text that lost characters in the wrong decoding is left as it is, and so is intact text.
+one. Text that lost characters in the wrong decoding is not changed, nor is intact text.
 """
 
 from __future__ import annotations

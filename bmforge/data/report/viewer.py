@@ -62,11 +62,11 @@ def _sample(rule: str, origin: str, text: str) -> str:
 def _origin(entry: Mapping[str, Any]) -> str:
     """Describe the measured value and limit of a rule, and the location of the document."""
     value, bound = entry["value"], entry["bound"]
-    said = ""
+    shown = ""
     if value is not None:
-        said = f": {value:.4g}" if isinstance(value, float) else f": {value}"
-        said += f" ({bound})" if bound is not None else ""
-    return f"{said} · {entry['source']}:{entry['place']}"
+        shown = f": {value:.4g}" if isinstance(value, float) else f": {value}"
+        shown += f" ({bound})" if bound is not None else ""
+    return f"{shown} · {entry['source']}:{entry['place']}"
 
 
 def clean_text(text: str) -> str:

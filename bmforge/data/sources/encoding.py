@@ -166,7 +166,7 @@ def _decode_intact(raw: bytes, labels: Sequence[str], expected: str) -> Decoded 
 
 
 def _known_labels(labels: Sequence[str]) -> list[str]:
-    """Return the supported encodings among labels; Latin-1 is last, as it is a server default."""
+    """Return the supported encodings among labels; Latin-1, a server default, is last."""
     names = [_WEB_LABELS.get(label.lower(), label.lower()) for label in labels]
     supported = [name for name in dict.fromkeys(names) if _LABEL.fullmatch(name) and _knows(name)]
     return sorted(supported, key=lambda name: name == "cp1252")

@@ -120,7 +120,7 @@ def _trafilatura_text(page: str) -> str:
 
 
 def _ask(reader: Callable[[], str]) -> str:
-    """Return the text of the second extractor; "" if it is not installed, as it is optional."""
+    """Return the text of the second extractor; "" if this optional library is not installed."""
     try:
         return reader()
     except MissingDependencyError:

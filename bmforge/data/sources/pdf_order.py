@@ -1,8 +1,9 @@
 """Sorts the lines of a PDF page into reading order.
 
 Most files draw lines in reading order, and that order is kept. Lines are sorted by position if the
-drawing order repeatedly jumps up the page, or if two columns of prose are drawn row by row, as OCR
-programs do. The page is then cut at its widest gaps, between columns first, then between blocks.
+drawing order repeatedly jumps up the page, or if the file contains two columns of prose row by row,
+as from OCR programs. The page is then cut at its widest gaps, between columns first, then between
+blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PlacedLine(NamedTuple):
 
 
 def order_lines(lines: Sequence[PlacedLine]) -> list[PlacedLine]:
-    """Return the lines in reading order: as drawn, or else sorted by position."""
+    """Return the lines in reading order: in file order if plausible, else sorted by position."""
     upward = sum(_goes_up(lines, at) for at in range(1, len(lines)))
     if upward > max(2, _UPWARD * len(lines)) or _is_drawn_by_rows(lines):
         return _cut_page(list(lines))
@@ -45,7 +46,7 @@ def order_lines(lines: Sequence[PlacedLine]) -> list[PlacedLine]:
 def _is_drawn_by_rows(lines: Sequence[PlacedLine]) -> bool:
     """Return True if the lines of two columns alternate in the file: left, right, left, right.
 
-    A table is drawn the same way, but its cells are short, or do not reach the end of their column.
+    A table has the same order, but its cells are short, or do not reach the end of their column.
     """
     pairs = [
         (first, other)

@@ -75,7 +75,7 @@ _Stack = Sequence[_Block]
 def find_staying(model: nn.Module) -> Stays:
     """Return a predicate (name, tensor): True if the tensor of a streamed block stays resident.
 
-    Norms, biases and adapters stay resident, as they are small and trained in place.
+    Norms, biases and adapters stay resident, because they are small and trained in place.
     """
     own = delta_tensors(model)
     return lambda name, tensor: tensor.dim() < 2 or name in own

@@ -289,9 +289,9 @@ class _Plan:
     def load_scales(self, name: str) -> Tensor | None:
         """Return the scales of a tensor's integers in its shape; None if it has none."""
         scales = {rule.ours: self.scales(rule.ours) for rule in self.groups.get(name, [])}
-        known = {ours: each for ours, each in scales.items() if each is not None}
-        complete = bool(known) and len(known) == len(scales)
-        return self._assemble(name, known.__getitem__) if complete else None
+        existing = {key: scale for key, scale in scales.items() if scale is not None}
+        complete = bool(existing) and len(existing) == len(scales)
+        return self._assemble(name, existing.__getitem__) if complete else None
 
     def _assemble(self, name: str, values: Callable[[str], Tensor]) -> Tensor:
         tensor = assemble_source(self.groups[name], values)

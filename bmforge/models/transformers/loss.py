@@ -81,7 +81,7 @@ class LanguageLoss:
         is_whole = type(head.weight) in (nn.Parameter, Tensor)  # a layout makes it a DTensor
         return type(head) is nn.Linear and is_whole and not list(beside_parts(head))
 
-    def _measure(self, given: dict[str, Any], targets: Tensor, measure: Measure) -> Tensor:
+    def _measure(self, inputs: dict[str, Any], targets: Tensor, measure: Measure) -> Tensor:
         """Return the scores of every token; the experts' load-balancing loss is excluded.
 
         Raises:
@@ -94,7 +94,7 @@ class LanguageLoss:
                 "tokens. Use a model family of bmforge, and attach no adapter to the head."
             )
         body = self.foreign.get_submodule(self.structure.body)
-        hidden = hidden_of(body(**call_arguments(body, given, cached=False)))
+        hidden = hidden_of(body(**call_arguments(body, inputs, cached=False)))
         return measure(HeadInput(*self._head_inputs(hidden)), targets.flatten(), 1.0, None)
 
     def _linear(self, hidden: Tensor, targets: Tensor, num_items: float | Tensor) -> Tensor:

@@ -75,8 +75,8 @@ def general_names(module: nn.Module) -> dict[str, str]:
     def generalize(name: str) -> str:
         parts = name.split(".")
         return ".".join(
-            type(modules[".".join(parts[: place + 1])]).__name__ if part.isdigit() else part
-            for place, part in enumerate(parts)
+            type(modules[".".join(parts[: index + 1])]).__name__ if part.isdigit() else part
+            for index, part in enumerate(parts)
         )
 
     return {name: generalize(name) for name in modules}

@@ -2,9 +2,9 @@
 
 Start at `Pipeline`. The order comes from `schedules.py`, `messages.py` transfers the tensors, and
 `split_backward.py` splits backwards into halves. Stages on one rank exchange tensors without
-sending them. The inputs of a stage are leaves of its own autograd graph. Only the gradient edges of
-its outputs are kept until backward, so an activation that backward does not need is freed after it
-is sent.
+sending them. The inputs of a stage are leaves of a separate autograd graph. Only the gradient edges
+of its outputs are kept until backward, so an activation that backward does not need is freed after
+it is sent.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Between the start of one block and the start of the next, a middle block adds th
 time. The memory curve of a deeper model is therefore that of the short model plus this difference
 for each further block, at the end of the second block in forward and in backward. Over the added
 blocks the curve is linear in the block index, so its maximum is at one of its ends, and both were
-traced. For blocks of other kinds the difference of their own traces is added; the first and last
+traced. For blocks of other kinds the difference of separate traces is added; the first and last
 block are assumed to be of the first kind. Stacks are counted separately, as a pipeline rank may
 have many blocks of the encoder and none of the decoder.
 """

@@ -128,8 +128,8 @@ def _find_least(rows: Sequence[PlanRow], estimator: Estimator) -> PlanRow | None
     if not rows or not rows[0].traced:
         return None
     choice = TrainingSetup(rows[0].choice.layout, 1, recompute=True)
-    known = (row for row in rows if row.choice == choice)
-    return next(known, None) or estimator.estimate(choice)
+    same = (row for row in rows if row.choice == choice)
+    return next(same, None) or estimator.estimate(choice)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def encode_prompts(
         data: sizes of the run.
         tokenizer: tokenizer of the run.
         template: chat template of conversations.
-        tools: schemas of tools, for conversations that have none of their own.
+        tools: schemas of tools, for conversations without tools.
 
     Raises:
         DataError: the template does not read a field, or no prompt is short enough.

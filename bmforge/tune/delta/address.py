@@ -393,7 +393,7 @@ def _refuse(
     if target in WORDS:
         linear = {name.rpartition(".")[2] for name in _linear_in_blocks(model)}
         hint = (
-            " The word stands for a layer type that this model does not have; its linear "
+            " The word names a layer type that this model does not have; its linear "
             f"layers are {', '.join(sorted(linear))}."
         )
     left = " All modules that it matches are excluded." if has_exclude else ""

@@ -59,15 +59,15 @@ def rename_options(options: Mapping[str, Any], names: Mapping[str, str]) -> dict
         ConfigError: an option is given under both names.
     """
     renamed = dict(options)
-    for theirs, ours in {"modules_to_save": "train_also", **names}.items():
-        if theirs not in renamed:
+    for alias, name in {"modules_to_save": "train_also", **names}.items():
+        if alias not in renamed:
             continue
-        value = renamed.pop(theirs)
-        if renamed.get(ours):
+        value = renamed.pop(alias)
+        if renamed.get(name):
             raise ConfigError(
-                f"{ours} and {theirs} are two names of the same option. Give one of them."
+                f"{name} and {alias} are two names of the same option. Give one of them."
             )
-        renamed[ours] = (value or ()) if ours == "train_also" else value
+        renamed[name] = (value or ()) if name == "train_also" else value
     return renamed
 
 

@@ -53,7 +53,7 @@ class Text(NamedTuple):
     Attributes:
         ids: token ids of the truncated pieces.
         masks: position of each mask in `ids`.
-        answer: tokens of the answer at the only mask; () means the answer is to be predicted.
+        answer: tokens of the answer at the only mask; () if the model must predict the answer.
     """
 
     ids: list[int]

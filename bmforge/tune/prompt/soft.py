@@ -176,7 +176,8 @@ def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
     Args:
         model: model on any layout; every process gets the same rows.
         rows: soft rows of the model's template.
-        seed: random seed of rows without a word; their standard deviation is the embedding's.
+        seed: random seed of rows without initialization words; their standard deviation is that
+            of the embedding.
 
     Comm: on a sharded embedding, two all-reduces.
     """
@@ -206,7 +207,7 @@ def _remember(model: Any, rows: ExtraEmbeddings) -> None:
 def drop_rows_(model: Any) -> None:
     """Remove the soft rows of a model, so that another template can add its own.
 
-    Templates of the removed rows no longer work. A model without soft rows stays as it is.
+    Templates of the removed rows no longer work. A model without soft rows is not changed.
     """
     table = token_table(model)
     prompt = getattr(table, "prompt", None)

@@ -47,7 +47,7 @@ def check_left(classes: Sequence[str], rows: Sequence[Sequence[str]], after: str
 
 
 def check_shared(rows: Sequence[Sequence[str]]) -> None:
-    """Check that no word belongs to two classes.
+    """Check that each word belongs to one class.
 
     Raises:
         ConfigError: a word belongs to two classes.

@@ -74,7 +74,7 @@ def test_embeddings(tmp_path: Path) -> None:
                 got = engine.embed(texts, pooling=pooling, normalize=normalize)
                 want = [model.encode(ids, pooling=theirs, normalize=normalize) for ids in rows]
                 torch.testing.assert_close(got, torch.cat(want), rtol=1e-6, atol=1e-6)
-        with pytest.raises(ConfigError, match="pooling='max' is unknown"):
+        with pytest.raises(ConfigError, match="unknown pooling: pooling='max'"):
             engine.embed(texts, pooling="max")
         with pytest.raises(ConfigError, match="an empty text"):
             engine.embed(["a", " "])

@@ -400,7 +400,7 @@ def test_who_waits_gets_the_engines_error() -> None:
         assert after.ids == before.ids
         assert engine.requests_status().pages_used == 0
         handle = engine.submit(Request(PROMPTS[1], greedy(max_new_tokens=100)))
-    with pytest.raises(RuntimeError, match="closed while the request ran"):
+    with pytest.raises(RuntimeError, match="closed while the request was running"):
         handle.wait(60)
 
 

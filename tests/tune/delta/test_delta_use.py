@@ -317,7 +317,7 @@ def test_saving_the_model_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (lambda m: Lora(m, ["norm"]), "needs a linear layer, not a LayerNorm"),
+        (lambda m: Lora(m, ["norm"]), "needs a linear layer, but the target is a LayerNorm"),
         (lambda m: Lora(m, rank=0), "rank=0 is out of range"),
         (lambda m: Lora(m, rank=33), "rank=33 is out of range"),
         (lambda m: Lora(m, rnak=3), "Did you mean 'rank'"),

@@ -35,8 +35,8 @@ Values = dict[str, Any]
 _LOG = logging.getLogger(__name__)
 
 
-def _cells_error(path: Path, number: int, cells: Sequence[str], wanted: int) -> DataError:
-    return DataError(f"{str(path)!r}, line {number} has {len(cells)} cells (needed: {wanted}).")
+def _cells_error(path: Path, number: int, cells: Sequence[str], num_cells: int) -> DataError:
+    return DataError(f"{str(path)!r}, line {number} has {len(cells)} cells (needed: {num_cells}).")
 
 
 def _csv_rows(labels: Sequence[str], fields: int) -> Reader:
