@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
@@ -44,5 +46,8 @@ def test_a_killed_tuning_ends_in_the_same_adapter(seed: int, tmp_path: Path) -> 
     assert len(hits) >= 1
     assert losses(cut) == losses(whole)
     assert final_hashes(cut) == final_hashes(whole)
+    # The file's header lists its metadata in a random order, so the bytes may differ there.
     files = [run / "export" / "adapter_model.safetensors" for run in (cut, whole)]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    adapters = [load_file(file) for file in files]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(tensor, adapters[1][name]) for name, tensor in adapters[0].items())
