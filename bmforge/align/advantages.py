@@ -16,7 +16,7 @@ from bmforge.errors import ConfigError
 
 __all__ = ["ADVANTAGES", "AdvantageName", "compute_advantages", "discount_kl", "weigh_rewards"]
 
-AdvantageName = Literal["group", "batch", "mean", "leave_one_out", "whitened"]
+AdvantageName = Literal["group", "batch", "mean", "leave_one_out", "whitened", "gae"]
 
 # Added to standard deviations, as in TRL and verl.
 _EPSILON = 1e-4
@@ -37,7 +37,7 @@ def compute_advantages(rewards: Tensor, name: AdvantageName) -> Tensor:
 
     Args:
         rewards: rewards of the answers.
-        name: key of `ADVANTAGES`.
+        name: key of `ADVANTAGES`; the advantages of gae need values (`align.value`).
 
     Shape:
         rewards: (P, G) -> (P, G)

@@ -39,7 +39,8 @@ class PolicyConfig:
     """Options of a policy loss; an option that is None has the method's value (`METHODS`).
 
     Args:
-        advantage: advantage of an answer; see `ADVANTAGES`.
+        advantage: advantage of an answer, see `ADVANTAGES`; gae is generalized advantage
+            estimation for each token, with a value model (options: ``value``).
         ratio: level of the probability ratio pi/old: each token; the mean of an answer (sequence);
             the mean in value with the gradient of each token (sequence_token); or the sum of an
             answer (sequence_sum).
@@ -62,6 +63,8 @@ class PolicyConfig:
             a weight above correction_cap or below its inverse are left out).
         correction_cap: limit of the correction's weight (default: 2).
         entropy_bonus: coefficient of the entropy that is added to the objective (default: 0).
+        gamma: discount factor of later rewards in gae (default: 1).
+        lam: weight of later estimates in gae (default: 0.95).
     """
 
     advantage: AdvantageName | None = None
@@ -78,6 +81,8 @@ class PolicyConfig:
     correction: CorrectionName | None = None
     correction_cap: float | None = None
     entropy_bonus: float | None = None
+    gamma: float | None = None
+    lam: float | None = None
 
     def resolve(self, method: str) -> Policy:
         """Return the complete policy loss of a method, with the given options replaced.
@@ -111,6 +116,8 @@ class Policy:
     correction: CorrectionName = "none"
     correction_cap: float = 2.0
     entropy_bonus: float = 0.0
+    gamma: float = 1.0
+    lam: float = 0.95
 
     def check(self) -> None:
         """Raise `ConfigError` for a number out of range, or a KL that has no effect."""
@@ -127,6 +134,12 @@ class Policy:
             wrong.append(f"rl.correction_cap={self.correction_cap} must be at least 1")
         if self.kl_in == "reward" and self.kl != "k1":
             wrong.append(f"rl.kl={self.kl} must be k1 with rl.kl_in=reward")
+        for name, usual in (("gamma", 1.0), ("lam", 0.95)):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                wrong.append(f"rl.{name}={value} must be between 0 and 1")
+            elif value != usual and self.advantage != "gae":
+                wrong.append(f"rl.{name}={value} has no effect without rl.advantage=gae")
         if wrong:
             raise ConfigError(f"{'; '.join(wrong)}.")
 
@@ -144,6 +157,10 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "cispo": {"clip": "cispo", "clip_high": 5.0, "normalize": "token"},  # 2506.13585
     "reinforce++": {  # 2501.03262
         **{"advantage": "whitened", "normalize": "token", "kl": "k1", "kl_in": "reward"},
+    },
+    "ppo": {  # 1707.06347, with a value model
+        **{"advantage": "gae", "normalize": "token"},
+        **{"kl": "k1", "kl_in": "reward", "beta": 0.05},
     },
 }
 

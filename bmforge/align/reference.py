@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.align.scoring import score_tokens
+from bmforge.errors import ConfigError
 from bmforge.parallel.zero import reshard_
 from bmforge.surgery import evaluating
-from bmforge.tune.delta.selection import choosing_deltas
+from bmforge.tune.delta.selection import choosing_deltas, list_deltas
 
-__all__ = ["Reference", "adapter_off", "frozen_copy", "score_rows"]
+__all__ = ["Reference", "adapter_off", "base_adapters", "frozen_copy", "score_rows"]
 
 # (policy, batch of input_ids and labels) -> summed log-probability of every row, (B,)
 Reference = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
@@ -41,9 +42,39 @@ def score_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def adapter_off(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Score rows with the policy's base model, that is, with all adapters disabled."""
-    with choosing_deltas(model, ()):
+    """Score rows with the policy's base model, that is, with the trained adapters disabled.
+
+    Raises:
+        ConfigError: see `base_adapters`.
+    """
+    with choosing_deltas(model, base_adapters(model)):
         return score_rows(model, batch)
+
+
+def base_adapters(model: nn.Module) -> tuple[str, ...]:
+    """Return the adapters that stay enabled in the reference: those that are not trained.
+
+    Args:
+        model: policy whose trained weights are those of adapters.
+
+    Raises:
+        ConfigError: no adapter is trained, or weights of the base are trained too, so that the
+            base is not the initial policy.
+    """
+    deltas = list_deltas(model)
+    added = {name: {id(p) for p in delta.parameters()} for name, delta in deltas.items()}
+    in_place = {id(p) for delta in deltas.values() for p in delta.wholes().values()}
+    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    outside = trained.keys() - set().union(*added.values()) | trained.keys() & in_place
+    if outside or not trained:
+        reason = f"{trained[min(outside)]} is trained in place" if outside else "none is trained"
+        raise ConfigError(
+            f"the reference is the policy with its trained adapters disabled, but {reason}. Use a "
+            "frozen copy as reference, or train adapters only."
+        )
+    return tuple(
+        name for name, ids in added.items() if deltas[name].weight and not ids & trained.keys()
+    )
 
 
 def frozen_copy(reference: Any) -> Reference:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from bmforge.align.policy import Policy, PolicyInputs, count_items, policy_loss
-from bmforge.align.rollout_batches import INPUT_NAMES
+from bmforge.align.reference import base_adapters
+from bmforge.align.rollout_batches import INPUT_NAMES, mask_answers
 from bmforge.align.scoring import TokenScores, score_tokens
-from bmforge.batch import IGNORE_INDEX, Batch
+from bmforge.align.value_training import VALUE_METRICS, ValueTrainer
+from bmforge.batch import Batch
 from bmforge.errors import ConfigError
 from bmforge.records import laid_out
 from bmforge.surgery import evaluating
@@ -29,13 +31,6 @@ Reference = Callable[[Mapping[str, Any], Tensor, float], Tensor]
 # Returns the log-probabilities of all tokens of rows but the first.
 RowScorer = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
 _EXACT = "exact"
-
-
-def _mask_of(labels: Tensor) -> Tensor:
-    """Return the mask of scored tokens; the first token of a row is never scored."""
-    mask = labels != IGNORE_INDEX
-    mask[:, 0] = False
-    return mask
 
 
 def _score(
@@ -71,7 +66,7 @@ def _score_exactly(score_rows: RowScorer, micro_batches: Sequence[Batch]) -> lis
         for row in exact:
             logprobs = torch.tensor(next(values), dtype=torch.float64)
             row[1 : 1 + len(logprobs)] = logprobs
-        scored.append(exact.where(_mask_of(batch["labels"]), 0))
+        scored.append(exact.where(mask_answers(batch["labels"]), 0))
     return scored
 
 
@@ -83,7 +78,14 @@ class PolicyObjective:
         temperature: temperature of the rollouts, which divides the logits of all policies.
         max_tokens: maximum length of an answer in tokens.
         rollout_metrics: names of the rollout's metrics, and a function that returns their values.
+        score_rows: function from token ids to the log-probabilities of the sampling kernels; None
+            takes the values of torch.
+
+    Attributes:
+        companion: trainer of the value model, set before the first step; None without one.
     """
+
+    companion: ValueTrainer | None = None
 
     def __init__(
         self,
@@ -97,14 +99,16 @@ class PolicyObjective:
         self._policy, self._temperature, self._max_tokens = policy, temperature, max_tokens
         names, self._rollout_metrics = rollout_metrics
         self.metrics: dict[str, MetricKind] = dict.fromkeys((*names, *_NAMES.values()), "mean")
-        self.metrics |= _EXTREMES
+        self.metrics |= _EXTREMES | dict.fromkeys(VALUE_METRICS, "mean")
 
     def count(self, batch: Batch) -> int:
         """Return the number of scored answers or tokens, as the policy's normalization requires."""
-        return count_items(_mask_of(batch["labels"]), self._policy)
+        return count_items(mask_answers(batch["labels"]), self._policy)
 
     def prepare(self, model: Any, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Add the sampling kernels' log-probabilities under the current weights, if required."""
+        """Train the value model, and add the log-probabilities of the sampling kernels."""
+        if self.companion is not None:
+            self.companion.train_step(micro_batches)
         if self._score_rows is None:
             return micro_batches
         exact = _score_exactly(self._score_rows, micro_batches)
@@ -118,7 +122,7 @@ class PolicyObjective:
         logprobs = scores.logprobs
         if _EXACT in batch:  # the value of the sampler's kernels, the gradient of torch
             logprobs = batch[_EXACT].to(logprobs.dtype) + (logprobs - logprobs.detach())
-        mask = _mask_of(batch["labels"])
+        mask = mask_answers(batch["labels"])
         policies = {
             name: batch[name].to(scores.logprobs.dtype)
             for name in ("old", "reference", "sampler")
@@ -132,7 +136,9 @@ class PolicyObjective:
         count = mask.sum()
         metrics: dict[str, MetricValue] = {_NAMES[name]: (sums[name], count) for name in sums}
         metrics |= _compare_sampler(inputs)
-        metrics |= {name: (value, 1.0) for name, value in self._rollout_metrics().items()}
+        value_metrics = {} if self.companion is None else self.companion.metrics
+        for name, value in {**self._rollout_metrics(), **value_metrics}.items():
+            metrics[name] = (value, 1.0)
         return LossAndMetrics(loss / num_items, metrics)
 
 
@@ -173,13 +179,15 @@ def _compare_sampler(inputs: PolicyInputs) -> dict[str, MetricValue]:
 
 
 class PolicyScores:
-    """Computes old and reference log-probabilities of answers; implements `Scores`.
+    """Computes old and reference log-probabilities and values of answers; implements `Scores`.
 
     Args:
         model: trained model.
         temperature: temperature of the rollouts.
         with_old: True to compute the old log-probabilities, those of the trained policy.
         reference: reference policy; None without one.
+        is_exact: take the old log-probabilities from the sampling kernels.
+        value: trainer of the value model; None without one.
     """
 
     def __init__(
@@ -189,13 +197,14 @@ class PolicyScores:
         with_old: bool,
         reference: Reference | None,
         is_exact: bool = False,
+        value: ValueTrainer | None = None,
     ) -> None:
         self._model, self._temperature, self._with_old = model, temperature, with_old
-        self._reference, self._is_exact = reference, is_exact
+        self._reference, self._is_exact, self._value = reference, is_exact, value
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the required log-probabilities, ``old`` and ``reference``, (B, T) each."""
+        """Return the required ones of ``old``, ``reference`` and ``values``, (B, T) each."""
         device = next(self._model.parameters()).device
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         scores: dict[str, Tensor] = {}
@@ -208,6 +217,8 @@ class PolicyScores:
             inputs = {name: batch[name] for name in INPUT_NAMES}
             reference = self._reference(inputs, batch["labels"], self._temperature)
             scores["reference"] = reference.double()
+        if self._value is not None:
+            scores["values"] = self._value.score(batch).double()
         return scores
 
 
@@ -222,7 +233,7 @@ def open_reference(model: Any, trains_base: bool) -> Reference:
         ConfigError: the model is sharded, so that it cannot be copied.
     """
     if list_deltas(model) and not trains_base:
-        return _reference_of(model, lambda: choosing_deltas(model, ()))
+        return _reference_of(model, lambda: choosing_deltas(model, base_adapters(model)))
     record = laid_out(model)
     is_sharded = any(type(p.data) is not Tensor for p in model.parameters())
     if is_sharded or (record is not None and record.mesh is not None and record.mesh.size() > 1):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bmforge.batch import IGNORE_INDEX, Batch
 
-__all__ = ["INPUT_NAMES", "RolloutAnswer", "collate_answers", "read_rows"]
+__all__ = ["INPUT_NAMES", "RolloutAnswer", "collate_answers", "mask_answers", "read_rows"]
 
 # Arguments of the model in a micro-batch; the other tensors are the objective's.
 INPUT_NAMES = ("input_ids", "attention_mask")
@@ -34,6 +34,8 @@ class RolloutAnswer:
         is_masked: True if the answer is excluded from the loss.
         old: log-probabilities at the beginning of the update; empty if not needed.
         reference: log-probabilities of the reference; empty if not needed.
+        values: value before each token at the time of the rollout; empty without a value model.
+        returns: targets of the value model; empty without one.
     """
 
     prompt: int
@@ -48,6 +50,8 @@ class RolloutAnswer:
     is_masked: bool = False
     old: list[float] = field(default_factory=list)
     reference: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    returns: list[float] = field(default_factory=list)
     is_written: list[bool] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     tool_calls: int = 0
@@ -66,11 +70,11 @@ class RolloutAnswer:
 def collate_answers(answers: Sequence[RolloutAnswer | None], names: Collection[str] = ()) -> Batch:
     """Collate answers into a micro-batch, padded on the right; None gives a row without labels.
 
-    Advantages, and the log-probabilities of `names`, are at the positions of their tokens.
+    Advantages, and the numbers of `names`, are at the positions of their tokens.
 
     Args:
         answers: answers of the rows.
-        names: fields of log-probabilities to include: sampler, old, reference.
+        names: fields to include: sampler, old, reference, values, returns.
 
     Shape:
         every tensor (B, T)
@@ -106,6 +110,17 @@ def _make_row(
         if values:
             row[name][start:end] = torch.tensor(values, dtype=torch.float64)
     return row
+
+
+def mask_answers(labels: Tensor) -> Tensor:
+    """Return the mask of scored tokens; the first token of a row is never scored.
+
+    Shape:
+        labels: (B, T); returns (B, T)
+    """
+    mask = labels != IGNORE_INDEX
+    mask[:, 0] = False
+    return mask
 
 
 def read_rows(

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bmforge.align.advantages import compute_advantages, discount_kl, weigh_rewards
+from bmforge.align.advantages import compute_advantages, weigh_rewards
 from bmforge.align.answer_writer import AnswerWriter
 from bmforge.align.policy import Policy
 from bmforge.align.rewards import RewardSet
 from bmforge.align.rollout_batches import RolloutAnswer, collate_answers, read_rows
 from bmforge.align.rollout_config import PromptRow, RolloutConfig
 from bmforge.align.rollout_metrics import measure_rollout
+from bmforge.align.token_advantages import set_token_advantages
 from bmforge.align.tool_turns import ToolTurns
 from bmforge.batch import Batch
 from bmforge.data.load.order import derive_key, permute
@@ -47,10 +48,10 @@ class RolloutRanks(NamedTuple):
 
 
 class Scores(Protocol):
-    """Interface that computes the policy's and the reference's log-probabilities of answers."""
+    """Interface that computes log-probabilities and values of answers."""
 
     def score(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return the required log-probabilities, ``old`` and ``reference``, as (B, T) tensors."""
+        """Return the required ones of ``old``, ``reference`` and ``values``, (B, T) each."""
 
 
 class RolloutLoader:
@@ -64,7 +65,8 @@ class RolloutLoader:
         sizes: config with ``global_batch_size`` (answers per optimizer step), ``micro_batch_size``
             and ``seed``.
         decode: function from token ids of an answer to its text.
-        rank_and_size: (data-parallel rank, number of data-parallel ranks).
+        ranks: position of this process in the layout.
+        tools: turns of answers that call tools; None without tools.
 
     Attributes:
         metrics: metrics of the last rollout, under TRL's names.
@@ -115,11 +117,13 @@ class RolloutLoader:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the log-probabilities in every micro-batch, except the trained policy's."""
+        """Names of the log-probabilities and values in every micro-batch."""
         needs_old = self.steps_per_rollout > 1 and self._rewards is not None
         needs_reference = bool(self._policy.beta)
-        pairs = (("old", needs_old), ("reference", needs_reference))
-        return ("sampler", *(name for name, is_needed in pairs if is_needed))
+        has_values = self._policy.advantage == "gae"
+        pairs = (("old", needs_old), ("reference", needs_reference), ("values", has_values))
+        names = [name for name, is_needed in pairs if is_needed]
+        return ("sampler", *names, *(["returns"] if has_values else []))
 
     def begin(
         self,
@@ -167,9 +171,10 @@ class RolloutLoader:
         self.rollouts += 1
         if self._rewards is not None:
             self._set_rewards(self._rewards)
-        kl = self._score_policies() if set(self.names) & {"old", "reference"} else {}
+        is_scored = bool(set(self.names) - {"sampler"})
+        scores = self._score_policies() if is_scored else {}
         if self._rewards is not None:
-            self._set_advantages(kl)
+            self._set_advantages(scores)
         names = [] if self._rewards is None else self._rewards.names
         failures = {} if self._rewards is None else dict(self._rewards.failures)
         everywhere = self._gather({self._process: failures})
@@ -269,29 +274,36 @@ class RolloutLoader:
             is_left_out = is_cut and self._config.mask_truncated_completions
             answer.is_masked = answer.reward is None or is_left_out
 
-    def _score_policies(self) -> dict[int, list[float]]:
-        """Set the policies' log-probabilities; return the KL of each token by answer number.
+    def _score_policies(self) -> dict[str, dict[int, list[float]]]:
+        """Set the log-probabilities and values of answers; return those that advantages need.
 
-        The log-probabilities are computed in the micro-batches of the update, so that the ratio of
-        the first update is exactly 1: other shapes could give slightly different numbers.
+        They are computed in the micro-batches of the update, so that the ratio of the first update
+        is exactly 1: other shapes could give slightly different numbers.
+
+        Returns:
+            the KL (``kl``) and the value (``values``) of each token by answer number
+
+        Comm: an all-gather of objects, if there are several ranks.
         """
         assert self._scores is not None
         numbers = {id(answer): number for number, answer in enumerate(self._answers)}
-        kl: dict[int, list[float]] = {}
+        tables: dict[str, dict[int, list[float]]] = {"kl": {}, "values": {}}
         for step in range(self._config.steps_per_generation):
             for rows in self._divide(step):
-                scores = self._scores.score(collate_answers(rows, ("sampler",)))
-                for name in ("old", "reference"):
+                scores = dict(self._scores.score(collate_answers(rows, ("sampler",))))
+                for name in ("old", "reference", "values"):
                     if name in scores:
                         for answer, values in read_rows(rows, scores[name]):
                             setattr(answer, name, values)
                 if "old" in scores and "reference" in scores:
-                    gap = scores["old"] - scores["reference"]
-                    for answer, values in read_rows(rows, gap):
-                        kl[numbers[id(answer)]] = values
-        return self._gather(kl) if self._policy.kl_in == "reward" else {}
+                    scores["kl"] = scores["old"] - scores["reference"]
+                for name in tables.keys() & scores.keys():
+                    for answer, values in read_rows(rows, scores[name]):
+                        tables[name][numbers[id(answer)]] = values
+        needed = {"kl": self._policy.kl_in == "reward", "values": "values" in self.names}
+        return {name: self._gather(tables[name]) for name in tables if needed[name]}
 
-    def _set_advantages(self, kl: Mapping[int, list[float]]) -> None:
+    def _set_advantages(self, scores: Mapping[str, Mapping[int, list[float]]]) -> None:
         """Compute and set the advantage of every token."""
         answers, policy = self._answers, self._policy
         nan = torch.nan
@@ -299,16 +311,13 @@ class RolloutLoader:
             [nan if a.reward is None or a.is_masked else a.reward for a in answers],
             dtype=torch.float64,
         )
-        if policy.kl_in == "reward" and policy.beta and policy.advantage == "whitened":
-            width = max(len(a.ids) for a in answers)
-            rows = [[*kl[n], *[0.0] * (width - len(a.ids))] for n, a in enumerate(answers)]
-            mask = torch.tensor([a.mask + [False] * (width - len(a.ids)) for a in answers])
-            table = discount_kl(rewards, torch.tensor(rows), mask, policy.beta).tolist()
-            for answer, row in zip(answers, table, strict=True):
-                answer.advantage = row[: len(answer.ids)]
+        kl_in_reward = policy.kl_in == "reward" and bool(policy.beta)
+        if policy.advantage == "gae" or (kl_in_reward and policy.advantage == "whitened"):
+            set_token_advantages(answers, rewards, scores, policy)
             return
-        if policy.kl_in == "reward" and policy.beta:
-            rewards -= policy.beta * torch.tensor([sum(kl[n]) for n in range(len(answers))])
+        if kl_in_reward:
+            sums = [sum(scores["kl"][n]) for n in range(len(answers))]
+            rewards -= policy.beta * torch.tensor(sums)
         groups = rewards.view(-1, self._config.num_generations)
         advantages = compute_advantages(groups, policy.advantage).flatten().tolist()
         for answer, advantage in zip(answers, advantages, strict=True):

@@ -327,6 +327,7 @@ class PlanCommand:
         of answers; rl and distill also generate rollouts.
         reference: reference model of preferences, or of rl with rl.beta above 0: adapter (the
             base model without the adapter), copy or precomputed; none uses the task's default.
+        value_model: count the value model of --task rl with --method ppo (default: off).
         teacher: model of --task distill: a preset, or a model directory.
         max_num_seqs: number of answers that rl and distill generate at once (default: 64).
         set: fields of the model's config to change, each as field=value.
@@ -362,6 +363,7 @@ class PlanCommand:
         "pretrain"
     )
     reference: Literal["adapter", "copy", "precomputed"] | None = None
+    value_model: bool = False
     teacher: str | None = None
     max_num_seqs: int | None = None
     set: tuple[str, ...] = ()

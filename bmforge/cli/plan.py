@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +22,7 @@ from bmforge.cli.plan_tasks import (
     plan_residents,
     supports_layout,
 )
-from bmforge.cli.plan_workload import read_model, workload_of
+from bmforge.cli.plan_workload import build_value_model, read_model, trained_names, workload_of
 from bmforge.device import parse_dtype
 from bmforge.errors import ConfigError
 from bmforge.files import check_place, replace_file
@@ -87,7 +88,7 @@ def make_request(command: PlanCommand) -> PlanRequest:
         command.model,
         config,
         row_tokens,
-        _trained_names(command, config),
+        trained_names(command, config, command.task),
         parse_dtype(precision),
         command.task,
     )
@@ -98,15 +99,15 @@ def make_request(command: PlanCommand) -> PlanRequest:
         precision,
         command.offload,
         command.compile,
-        plan_residents(command, workload.whole, _build_model, precision, row_tokens),
+        plan_residents(
+            command,
+            workload.whole,
+            partial(build_value_model, command, config, parse_dtype(precision)),
+            _build_model,
+            precision,
+            row_tokens,
+        ),
     )
-
-
-def _trained_names(command: PlanCommand, config: Any) -> tuple[str, ...] | None:
-    """Return the modules to train besides an adapter, such as a new reward head; None for all."""
-    if not command.freeze_base and not command.adapter:
-        return None
-    return tuple(config.heads[config.head].names) if command.task == "reward" else ()
 
 
 def _build_model(name: str) -> Model:
@@ -327,6 +328,7 @@ def _model_options(command: PlanCommand) -> list[str]:
         options.append(f"--teacher {shlex.quote(command.teacher)}")
     if command.task == "rl":
         options.append('--reward "${REWARD:?module:function}"')
+        options += ["--method ppo"] if command.value_model else []
     if command.max_num_seqs is not None:
         options.append(f"--rollout.max-num-seqs {command.max_num_seqs}")
     for change in command.set:

@@ -24,6 +24,7 @@ from bmforge.recipes.resident_models import (
     rollout_cache,
     rollout_copy,
     teacher_copy,
+    value_model,
 )
 
 __all__ = [
@@ -120,6 +121,8 @@ def check_task(command: Any) -> None:
             f"--task rl --reference copy supports one process, not --gpus {command.gpus}. Use "
             "--adapter lora, whose base model is the reference: --reference adapter."
         )
+    if command.value_model and task != "rl":
+        raise ConfigError(f"--value-model has no effect with --task {task}. Leave it out.")
     if (command.teacher is not None) != (task == "distill"):
         raise ConfigError(
             "--teacher MODEL is required with --task distill, and has no effect with other tasks."
@@ -140,6 +143,7 @@ def head_of_task(task: str, config: Any) -> Any:
 def plan_residents(
     command: Any,
     make_policy: Callable[[], nn.Module],
+    make_value: Callable[[], nn.Module],
     make_teacher: Callable[[str], nn.Module],
     precision: str,
     row_tokens: int,
@@ -149,6 +153,7 @@ def plan_residents(
     Args:
         command: a `PlanCommand`.
         make_policy: function that builds the trained model on meta.
+        make_value: function that builds the value model on meta.
         make_teacher: function that builds a model by name on meta.
         precision: precision of the computation.
         row_tokens: tokens per sequence, prompt and answer together.
@@ -163,6 +168,8 @@ def plan_residents(
         return tuple(residents)
     if command.teacher is not None:
         residents.append(teacher_copy(make_teacher(command.teacher)))
+    if command.value_model:
+        residents.append(value_model(make_value()))
     policy = make_policy()
     if command.gpus > 1 or precision != "fp32":
         residents.append(rollout_copy(policy, precision))

@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
-from bmforge.cli.plan_tasks import TASK_STEPS
+from bmforge.cli.plan_tasks import TASK_STEPS, head_of_task
 from bmforge.config import config_to_dict
 from bmforge.errors import ConfigError, suggest
 from bmforge.models import Model, freeze_base_
@@ -22,7 +23,7 @@ from bmforge.models.config import ModelConfig
 from bmforge.models.hub import find_config
 from bmforge.models.init import materialize_
 from bmforge.models.stack import StackSpec, number_places_
-from bmforge.nn import attention_bias, jensen_shannon, logprobs, losses, recompute
+from bmforge.nn import attention_bias, host_rows, jensen_shannon, logprobs, losses, norm, recompute
 from bmforge.parallel import expert
 from bmforge.parallel.planner.storage_tracker import Follower
 from bmforge.parallel.planner.workload import Workload
@@ -30,7 +31,7 @@ from bmforge.recipes.base_weights import cast_frozen_
 from bmforge.recipes.run import family_of
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["read_model", "workload_of"]
+__all__ = ["build_value_model", "read_model", "trained_names", "workload_of"]
 
 
 def read_model(name: str, changes: Sequence[str] = ()) -> tuple[type[Model], ModelConfig]:
@@ -64,6 +65,32 @@ def _parse_value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def trained_names(command: Any, config: Any, task: str) -> tuple[str, ...] | None:
+    """Return the modules to train besides an adapter, such as a new reward head; None for all.
+
+    Args:
+        command: a `PlanCommand`.
+        config: config of the model.
+        task: a key of `TASK_STEPS`.
+    """
+    if not command.freeze_base and not command.adapter:
+        return None
+    return tuple(config.heads[config.head].names) if task == "reward" else ()
+
+
+def build_value_model(command: Any, config: Any, frozen_dtype: torch.dtype) -> nn.Module:
+    """Build the value model of PPO on meta: a reward model of the policy's sizes.
+
+    Args:
+        command: a `PlanCommand`.
+        config: config of the policy.
+        frozen_dtype: dtype in which frozen floating-point weights are stored.
+    """
+    config = head_of_task("reward", config)
+    trained = trained_names(command, config, "reward")
+    return workload_of(command.model, config, 2, trained, frozen_dtype, "reward").whole()
 
 
 def workload_of(
@@ -211,7 +238,8 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
     `nn.recompute` frees only the outputs of plain tensors, which it identifies by their address.
     Fake tensors have no address, so their storages identify them here. Attention with a trained
     bias and the loss loop over equal tiles and chunks: only two of them are traced, with the tile
-    size of the planned device. All processes are assumed to have the same number of tokens.
+    size of the planned device. On a CPU, RMSNorm is a kernel that saves its input only. All
+    processes are assumed to have the same number of tokens.
 
     Args:
         follower: recorder of the trace.
@@ -235,6 +263,9 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
         (losses, "split_chunks", few_chunks),
         (logprobs, "split_chunks", few_chunks),
         (jensen_shannon, "split_chunks", few_chunks),
+        (losses, "is_host", lambda device: follower.copies),  # fake tensors are on the CPU
+        (norm, "takes_host_rms_norm", partial(_takes_host_norm, follower.copies)),
+        (norm, "host_rms_norm", _FakeHostNorm.apply),
     ]
     if not follower.copies:  # copies are made by processors
         tile = attention_bias._TILE_ELEMENTS // torch.get_num_threads()
@@ -249,3 +280,23 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
         for (module, name, _), value in zip(swapped, before, strict=True):
             setattr(module, name, value)
         del kind.data_ptr
+
+
+def _takes_host_norm(is_host: bool, x: Tensor, weight: Tensor) -> bool:
+    """Return True if a CPU would run RMSNorm by its kernel, as `takes_host_rms_norm` decides."""
+    is_plain = not isinstance(weight, DTensor) and not isinstance(x, DTensor)
+    return is_host and is_plain and host_rows.suits_host_rms_norm(x, weight)
+
+
+class _FakeHostNorm(torch.autograd.Function):
+    """Allocates and saves the tensors of `host_rms_norm`, without computing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight), None

@@ -44,21 +44,22 @@ model.window-layers model.windows new-head nll-on-prompt nll-weight noise-densit
 offload.activations offload.directory offload.fraction offload.gradients offload.states
 offload.target offload.weights override prefetch push-to-hub recompute reference reward
 reward-timeout-s rl.advantage rl.beta rl.clip rl.clip-dual rl.clip-high rl.clip-low
-rl.correction rl.correction-cap rl.entropy-bonus rl.kl rl.kl-importance rl.kl-in rl.normalize
-rl.ratio rollout.exact-logprobs rollout.log-completions rollout.mask-truncated-completions
-rollout.max-new-tokens rollout.max-num-seqs rollout.max-turns rollout.num-generations
-rollout.num-iterations rollout.overlong-tokens rollout.steps-per-generation rollout.temperature
-rollout.tool-timeout-s rollout.tools run-dir search.keep-ratio search.kinds search.max-trained
-search.places search.sizes seed shortest simpo-gamma soft-front target-len teacher template
-template-class timeout-s train.disable-dropout train.early-stopping-patience
-train.early-stopping-threshold train.eval-every-steps train.grad-clip train.keep-every-steps
-train.keep-last train.load-best-model-at-end train.log-every-steps train.master-weights
-train.num-epochs train.optim.betas train.optim.eps train.optim.groups train.optim.lr
-train.optim.momentum train.optim.muon-lr train.optim.name train.optim.ns-steps
-train.optim.weight-decay train.precision train.profile-steps train.save-every-steps
-train.schedule.decay-kind train.schedule.decay-steps train.schedule.kind
-train.schedule.min-lr-ratio train.schedule.total-steps train.schedule.warmup-steps train.seed
-train.spike-sigmas train.steps undesirable-weight verbalizer verbalizer-class wandb-project
-zero-shot
+rl.correction rl.correction-cap rl.entropy-bonus rl.gamma rl.kl rl.kl-importance rl.kl-in rl.lam
+rl.normalize rl.ratio rollout.exact-logprobs rollout.log-completions
+rollout.mask-truncated-completions rollout.max-new-tokens rollout.max-num-seqs rollout.max-turns
+rollout.num-generations rollout.num-iterations rollout.overlong-tokens
+rollout.steps-per-generation rollout.temperature rollout.tool-timeout-s rollout.tools run-dir
+search.keep-ratio search.kinds search.max-trained search.places search.sizes seed shortest
+simpo-gamma soft-front target-len teacher template template-class timeout-s
+train.disable-dropout train.early-stopping-patience train.early-stopping-threshold
+train.eval-every-steps train.grad-clip train.keep-every-steps train.keep-last
+train.load-best-model-at-end train.log-every-steps train.master-weights train.num-epochs
+train.optim.betas train.optim.eps train.optim.groups train.optim.lr train.optim.momentum
+train.optim.muon-lr train.optim.name train.optim.ns-steps train.optim.weight-decay
+train.precision train.profile-steps train.save-every-steps train.schedule.decay-kind
+train.schedule.decay-steps train.schedule.kind train.schedule.min-lr-ratio
+train.schedule.total-steps train.schedule.warmup-steps train.seed train.spike-sigmas train.steps
+undesirable-weight value.cliprange value.init-from value.lr verbalizer verbalizer-class
+wandb-project zero-shot
 """
 FIELDS = frozenset(_NAMES.split())

@@ -44,6 +44,7 @@ from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.shard_hooks import Pass, pass_on
 
 __all__ = ["CausalLM", "DecoderSpec"]
+_TOKEN_HEADS = ("language_model", "sequence_classification")
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,7 @@ class CausalLM(Model):
             attention_mask: 1 for tokens, 0 for padding, including cached tokens; or a 4-D mask
                 over pairs of tokens, which replaces causal attention.
             position_ids: positions; by default counted from the cache's length.
-            document_ids: document of each token in packed sequences; tokens attend within a
-                document.
+            document_ids: document of each token in packed rows; tokens attend within a document.
             labels: for a language model, target ids (shifted by the model; -100 is ignored);
                 returns the loss instead of logits. For a classifier, see `classification_loss`.
             num_items_in_batch: divisor of the summed loss; None takes the mean.
@@ -190,7 +190,7 @@ class CausalLM(Model):
                 exactly one of ids and embeddings is given.
         """
         inputs = given_inputs(input_ids, inputs_embeds)
-        check_places(self.config.head, labels, logits_at)
+        check_places(self.config.head, labels, logits_at, _TOKEN_HEADS)
         past = cache.length if cache is not None else 0
         self._check_length(past + inputs.shape[1])
         if position_ids is None:
@@ -214,16 +214,17 @@ class CausalLM(Model):
             states = pick_states(x, logits_to_keep, logits_at) if labels is None else x
             out = self._predict(x, labels, num_items_in_batch, states, hidden_states)
             return self._balance(out, routed, attention_mask, labels, num_items_in_batch)
-        routers = tuple(routed) or None
-        out = ModelOutput(last_hidden_state=x, hidden_states=hidden_states, router_logits=routers)
+        out = ModelOutput(None, None, x, hidden_states, router_logits=tuple(routed) or None)
         if self.config.head == "none":
             return out
         logits = self.classifier(x)
         if self.config.head == "question_answering":
             return finish_spans(out, logits, start_positions, end_positions, num_items_in_batch)
-        if self.config.head == "sequence_classification":
-            rows = torch.arange(x.shape[0], device=x.device)
-            logits = logits[rows, self._pick_tokens(inputs, attention_mask)]
+        if logits_at is not None:
+            logits = pick_states(logits, None, logits_at)
+        elif self.config.head == "sequence_classification":
+            last = self._pick_tokens(inputs, attention_mask)
+            logits = logits[torch.arange(len(last), device=last.device), last]
         return finish_classes(out, logits, labels, self.config.problem_type, num_items_in_batch)
 
     def _build_masks(
@@ -250,8 +251,7 @@ class CausalLM(Model):
 
     def _pick_tokens(self, inputs: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Return the index of the token on which each sequence is classified, (B,)."""
-        config = self.config
-        padding = getattr(config, "pad_token_id", config.raw.get("pad_token_id"))
+        padding = getattr(self.config, "pad_token_id", self.config.raw.get("pad_token_id"))
         return find_last_token(inputs, attention_mask, padding)
 
     def _predict(

@@ -189,11 +189,26 @@ def check_labels(labels: Tensor, rows: int) -> None:
         raise ShapeError(f"labels have batch size {labels.shape[0]}, but the input has {rows}.")
 
 
-def check_places(head: str, labels: Tensor | None, logits_at: Tensor | None) -> None:
-    """Raise `ShapeError` if `logits_at` is used with labels or with a head without token logits."""
+_TOKEN_HEADS = ("masked_lm", "language_model", "sequence_to_sequence")
+
+
+def check_places(
+    head: str,
+    labels: Tensor | None,
+    logits_at: Tensor | None,
+    allowed: tuple[str, ...] = _TOKEN_HEADS,
+) -> None:
+    """Raise `ShapeError` if `logits_at` is used with labels or with a head without token logits.
+
+    Args:
+        head: head of the model.
+        labels: labels of the call.
+        logits_at: positions of the call.
+        allowed: heads of the family that have logits at every token.
+    """
     if logits_at is None:
         return
-    if labels is not None or head not in ("masked_lm", "language_model", "sequence_to_sequence"):
+    if labels is not None or head not in allowed:
         conflict = "with labels" if labels is not None else f"with the head {head!r}"
         raise ShapeError(
             f"logits_at selects positions of token logits and has no effect {conflict}. Leave "

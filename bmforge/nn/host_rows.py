@@ -18,7 +18,13 @@ from torch.autograd.function import once_differentiable
 
 from bmforge.native import load_kernels_of
 
-__all__ = ["host_gelu", "host_rms_norm", "takes_host_gelu", "takes_host_rms_norm"]
+__all__ = [
+    "host_gelu",
+    "host_rms_norm",
+    "suits_host_rms_norm",
+    "takes_host_gelu",
+    "takes_host_rms_norm",
+]
 
 _FOLDER = Path(__file__).with_name("kernels")
 _SOURCES = ("floats.hpp", "host_rows.cpp")
@@ -32,23 +38,34 @@ _FEWEST = 1 << 14
 
 def takes_host_gelu(x: Tensor) -> bool:
     """Return True if `host_gelu` supports the tensor and its kernel is available."""
-    return _are_alike(x) and _kernel() is not None
+    return _are_plain(x) and _are_alike(x) and _kernel() is not None
 
 
 def takes_host_rms_norm(x: Tensor, weight: Tensor) -> bool:
     """Return True if `host_rms_norm` supports the tensors and its kernel is available."""
+    return _are_plain(x, weight) and suits_host_rms_norm(x, weight)
+
+
+def suits_host_rms_norm(x: Tensor, weight: Tensor) -> bool:
+    """Return True if `host_rms_norm` supports plain CPU tensors of these shapes and dtypes.
+
+    The memory planner asks this for fake tensors.
+    """
     return x.shape[-1] % _VECTOR == 0 and _are_alike(x, weight) and _kernel() is not None
 
 
 def _are_alike(*tensors: Tensor) -> bool:
-    """Return True for plain CPU tensors of one supported dtype, large enough for the kernels."""
-    if torch.compiler.is_compiling():  # it fuses the operations itself
-        return False
+    """Return True for tensors of one supported dtype, large enough for the kernels."""
     dtype = tensors[0].dtype
-    worth = dtype in _DTYPES and tensors[0].numel() >= _FEWEST
-    return worth and all(
-        type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.dtype == dtype for x in tensors
-    )
+    is_worth = dtype in _DTYPES and tensors[0].numel() >= _FEWEST
+    return is_worth and all(x.dtype == dtype for x in tensors)
+
+
+def _are_plain(*tensors: Tensor) -> bool:
+    """Return True for plain CPU tensors, unless torch.compile fuses the operations itself."""
+    if torch.compiler.is_compiling():
+        return False
+    return all(type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu for x in tensors)
 
 
 def host_gelu(x: Tensor) -> Tensor:

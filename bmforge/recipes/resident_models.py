@@ -1,7 +1,7 @@
 """Memory of models and caches that a post-training run holds besides the trained model.
 
-The planner and `--dry-run` count them: a frozen reference, a teacher, the copy of the weights that
-writes rollouts, and the KV cache of its engine.
+The planner and `--dry-run` count them: a frozen reference, a teacher, PPO's value model, the copy
+of the weights that writes rollouts, and the KV cache of its engine.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = [
     "rollout_cache",
     "rollout_copy",
     "teacher_copy",
+    "value_model",
 ]
 
 _WIDE_BYTES = 4
@@ -35,6 +36,24 @@ def reference_copy(model: nn.Module) -> Resident:
 def teacher_copy(model: nn.Module) -> Resident:
     """Return the memory of the distillation teacher: fp32 weights, replicated on every process."""
     return Resident("teacher", _fp32_bytes(model), is_sharded=False)
+
+
+def value_model(model: nn.Module) -> Resident:
+    """Return the memory of PPO's value model between its steps: weights and two AdamW states.
+
+    Its step comes before the policy's and needs about the same memory, so it does not raise the
+    peak; its gradients are freed after it.
+
+    Args:
+        model: value model on meta, in which the frozen parameters need no gradient.
+    """
+    size = sum(
+        3 * _WIDE_BYTES * tensor.numel()
+        if tensor.requires_grad
+        else tensor.numel() * tensor.element_size()
+        for tensor in persistent_tensors(model).values()
+    )
+    return Resident("value model", size, is_sharded=True)
 
 
 def rollout_copy(model: nn.Module, precision: str) -> Resident:
@@ -75,6 +94,7 @@ def list_resident_models(config: Any, policy: nn.Module, processes: int) -> tupl
     from bmforge.recipes.distill import OnPolicyDistillationConfig, describe_teacher
     from bmforge.recipes.preferences import PreferencesConfig, reference_kind
     from bmforge.recipes.rl import ReinforcementConfig
+    from bmforge.recipes.value_model import describe_value_model
 
     if isinstance(config, PreferencesConfig):
         return (reference_copy(policy),) if reference_kind(config) == "copy" else ()
@@ -85,6 +105,8 @@ def list_resident_models(config: Any, policy: nn.Module, processes: int) -> tupl
         policy_loss = config.rl.resolve(config.method)
         if policy_loss.beta and config.adapter.kind is None:
             residents.append(reference_copy(policy))
+        if policy_loss.advantage == "gae":
+            residents.append(value_model(describe_value_model(config)))
     else:
         return ()
     precision, rollout = config.train.precision, config.rollout

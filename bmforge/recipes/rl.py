@@ -1,7 +1,7 @@
 """Reinforcement learning (`bmforge train rl`) from rewards for generated answers.
 
-GRPO, Dr. GRPO, DAPO, RLOO, GSPO, CISPO and REINFORCE++; `--method` selects a published combination
-of the options in `rl`.
+GRPO, Dr. GRPO, DAPO, RLOO, GSPO, CISPO, REINFORCE++ and PPO; `--method` selects a published
+combination of the options in `rl`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from bmforge.align.reinforcement import PolicyObjective, PolicyScores, open_refe
 from bmforge.align.rewards import open_rewards
 from bmforge.align.rollout_config import RolloutConfig
 from bmforge.align.rollout_metrics import metric_names
+from bmforge.align.value import ValueConfig
 from bmforge.errors import ConfigError
 from bmforge.parallel import World
 from bmforge.recipes.inputs.prompt_rows import PromptConfig
@@ -23,6 +24,7 @@ from bmforge.recipes.reward_scores import RewardModel
 from bmforge.recipes.rollout_run import RolloutRun, default_training
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import traits_of
+from bmforge.recipes.value_model import check_value, open_value
 from bmforge.train import TrainConfig
 
 __all__ = ["ReinforcementConfig", "train_rl"]
@@ -34,8 +36,9 @@ class ReinforcementConfig(RunConfig):
 
     Args:
         data: prompts, with any further columns for the reward functions.
-        method: published method: grpo, dr_grpo, dapo, rloo, gspo, cispo or reinforce++.
+        method: published method: grpo, dr_grpo, dapo, rloo, gspo, cispo, reinforce++ or ppo.
         rl: options of the loss that override the method's.
+        value: value model of ppo.
         rollout: generation of answers.
         reward: reward functions NAME[=WEIGHT]: module:function or file.py:function with TRL's
             signature; the verifiers exact:COLUMN, number:COLUMN, choice:COLUMN, regex:PATTERN,
@@ -49,6 +52,7 @@ class ReinforcementConfig(RunConfig):
     train: TrainConfig = field(default_factory=default_training)
     method: str = "grpo"
     rl: PolicyConfig = field(default_factory=PolicyConfig)
+    value: ValueConfig = field(default_factory=ValueConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: tuple[str, ...] = ()
     reward_timeout_s: float = 60.0
@@ -75,6 +79,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
             "base model without its adapter, but these modules are trained in place. Leave one "
             "out."
         )
+    check_value(config, policy)
     run = RolloutRun(config, rows)
     open_model = partial(RewardModel, device=rows.device)
     rewards = open_rewards(config.reward, config.reward_timeout_s, open_model)
@@ -92,7 +97,15 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         trains_base = config.adapter.kind is None
         reference = open_reference(model, trains_base) if policy.beta else None
         with_old = "old" in loader.names or policy.kl_in == "reward"
-        is_exact = rollout.exact_logprobs
-        return PolicyScores(model, rollout.temperature, with_old, reference, is_exact)
+        if policy.advantage == "gae":
+            objective.companion = open_value(config, model)
+        return PolicyScores(
+            model,
+            rollout.temperature,
+            with_old,
+            reference,
+            rollout.exact_logprobs,
+            objective.companion,
+        )
 
     return run.training_data(objective, open_scores)

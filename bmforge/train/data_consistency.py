@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.batch import Batch
 from bmforge.errors import ConfigError
-from bmforge.parallel import data_parallel_size, rows_agree
+from bmforge.parallel import ROW_AXES, counts_here, data_parallel_size, rows_agree
 
-__all__ = ["check_same_count", "check_same_rows"]
+__all__ = ["check_same_count", "check_same_rows", "sum_counts"]
 
 
 def check_same_count(count: int, total: int, squares: int, position: str) -> None:
@@ -43,6 +43,38 @@ def check_same_count(count: int, total: int, squares: int, position: str) -> Non
         f"{position}: the ranks have different numbers of micro-batches: {counts}. Give every "
         "process the same number, for example with padding rows whose labels are all -100."
     )
+
+
+def sum_counts(
+    counts: Sequence[int],
+    stop: bool,
+    passes: int,
+    position: str,
+    mesh_and_device: tuple[DeviceMesh | None, torch.device],
+) -> list[int]:
+    """Sum counts over the rows of a batch, and stop requests over all processes.
+
+    Args:
+        counts: counts of this process's rows.
+        stop: True if this process wants to stop.
+        passes: this process's number of micro-batches, which must be equal everywhere.
+        position: name of the step, for error messages.
+        mesh_and_device: mesh with all axes, and device of the all-reduce.
+
+    Returns:
+        the summed counts, and the number of processes that want to stop
+
+    Comm: one all-reduce of a few integers.
+    """
+    mesh, device = mesh_and_device
+    own_counts = counts if counts_here(mesh, *ROW_AXES) else [0] * len(counts)
+    own = [*own_counts, int(stop), passes, passes * passes]
+    values = torch.tensor(own, dtype=torch.int64, device=device)
+    if mesh is not None and mesh.size() > 1:
+        dist.all_reduce(values)
+    *sums, total, squares = values.tolist()
+    check_same_count(passes, total, squares, position)
+    return sums
 
 
 def check_same_rows(micro_batches: Sequence[Batch], mesh: DeviceMesh | None) -> None:

@@ -10,6 +10,7 @@ An objective may also have any of the following attributes (`ItemObjective` has 
 - ``metrics``: kind of each metric that it returns with the loss (`LossAndMetrics`), by name.
 - ``prepare(model, micro_batches)``: called before the forward of a step; returns the micro-batches
   with further tensors, such as log-probabilities of a reference model.
+- ``companion``: second model that the objective trains (`Companion`); it is saved with the run.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,10 +23,8 @@ from bmforge.host_tuning import MemoryWatch, tuned_host
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel import (
     LOSS_AXES,
-    ROW_AXES,
     FailureDetector,
     OffloadConfig,
-    counts_here,
     data_parallel_size,
     gradient_ranks,
     mesh_of,
@@ -42,8 +39,9 @@ from bmforge.train.callbacks import load_callback_states, read_callback_states
 from bmforge.train.checkpoint.base import Base
 from bmforge.train.checkpoint.checkpointer import Checkpointer
 from bmforge.train.checkpoint.rng import reseed_rng
+from bmforge.train.companion import Companion, join_for_checkpoint
 from bmforge.train.config import TrainConfig
-from bmforge.train.data_consistency import check_same_count, check_same_rows
+from bmforge.train.data_consistency import check_same_rows, sum_counts
 from bmforge.train.evaluate import EvalResult
 from bmforge.train.objective import (
     Objective,
@@ -117,6 +115,7 @@ class Trainer:
         self.model, self.loader, self.config = model, loader, config
         check_model(model, objective)
         self.objective, self.evaluator, self.callbacks = objective, evaluator, tuple(callbacks)
+        self.companion: Companion | None = getattr(objective, "companion", None)
         self.run_dir = None if run_dir is None else Path(run_dir)
         self.best = BestEvaluation(config, evaluator is not None, run_dir is not None)
         check_precision(model, config.precision)
@@ -191,7 +190,8 @@ class Trainer:
 
     def _resume(self, checkpointer: Checkpointer) -> int | None:
         settings = [[dict(g) for g in each.param_groups] for each in self.optimizers]
-        loaded = checkpointer.load_newest(self.model, self.optimizers)
+        parts = join_for_checkpoint(self.model, self.optimizers, self.companion)
+        loaded = checkpointer.load_newest(*parts)
         if loaded is None:
             return None
         if any(name.startswith("train.optim") for name in self.overridden):
@@ -259,9 +259,8 @@ class Trainer:
         if self.state_offload is not None:
             self.state_offload.wait()
         reshard_(self.model)  # a callback may have run the model
-        checkpointer.save(
-            self.step, self.model, self.optimizers, self.state_dict(), keep_step=self.best.step
-        )
+        parts = join_for_checkpoint(self.model, self.optimizers, self.companion)
+        checkpointer.save(self.step, *parts, self.state_dict(), keep_step=self.best.step)
 
     def train_step(
         self, stop_asked: bool = False, micro_batches: Sequence[Batch] | None = None
@@ -290,7 +289,9 @@ class Trainer:
         ]
         position = f"step {self.step + 1}"
         with self._detector.naming_failures(f"{position}, counting labels"):
-            items, tokens, stops = self._sum(counts, stop_asked, len(micro_batches), position)
+            items, tokens, stops = sum_counts(
+                counts, stop_asked, len(micro_batches), position, (self.mesh, self.device)
+            )
         with self._detector.naming_failures(f"{position}, forward and backward"):
             loss, norm, scale, metrics = self._backward(micro_batches, max(items, 1))
         skipped = self.guard.check(loss, norm)
@@ -337,18 +338,6 @@ class Trainer:
             metrics,
         )
 
-    def _sum(self, counts: list[int], stop: bool, passes: int, position: str) -> list[int]:
-        """Sum counts over the rows of a batch, and stop requests over all processes."""
-        if not counts_here(self.mesh, *ROW_AXES):
-            counts = [0] * len(counts)
-        own_counts = [*counts, int(stop), passes, passes * passes]
-        values = torch.tensor(own_counts, dtype=torch.int64, device=self.device)
-        if self.mesh is not None and self.mesh.size() > 1:
-            dist.all_reduce(values)
-        *sums, total, squares = values.tolist()
-        check_same_count(passes, total, squares, position)
-        return sums
-
     def _show(self, row: Row, bar: ProgressBar) -> None:
         left = (self.config.steps - self.step) * self._throughput.step_s
         memory = int(row.get("device_memory_bytes") or row["memory_bytes"])
@@ -377,6 +366,7 @@ class Trainer:
             "mesh": self._shape(),
             "best": self.best.state_dict(),
             "callbacks": read_callback_states(self.callbacks),
+            "companion": None if self.companion is None else self.companion.state_dict(),
         }
 
     def _shape(self) -> list[int]:
@@ -398,3 +388,5 @@ class Trainer:
         if "best" in state:
             self.best.load_state_dict(state["best"])
         load_callback_states(self.callbacks, state.get("callbacks", {}))
+        if self.companion is not None:
+            self.companion.load_state_dict(state["companion"])

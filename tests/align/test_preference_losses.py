@@ -22,11 +22,12 @@ from bmforge.align.losses import (
 )
 from bmforge.align.preferences import PairObjective, UnpairedObjective
 from bmforge.align.reference import adapter_off, frozen_copy
+from bmforge.align.reinforcement import open_reference
 from bmforge.errors import ConfigError
 from bmforge.models import Llama, LlamaConfig, init_weights_
 from bmforge.testing import assert_close
 from bmforge.train.objective import count_items, prepare_batches
-from bmforge.tune.delta import Lora, init_deltas_
+from bmforge.tune.delta import Lora, init_deltas_, use_deltas
 
 PAIRS = [name for name, method in METHODS.items() if method.loss is not None]
 VOCAB, WIDTH = 29, 12
@@ -297,9 +298,45 @@ def test_adapter_off_is_off() -> None:
     assert_close(adapter_off(model, batch), want)
 
 
+def test_adapters_of_the_base_stay_in_the_reference() -> None:
+    """A base that came with an enabled adapter and a disabled one; a third one is trained."""
+    model, batch = make_model(), make_batch()
+    names = ("enabled", "disabled", "default")
+    for number, name in enumerate(names):
+        delta = Lora(model, targets=["attn.q_proj", "attn.v_proj"], rank=2, name=name)
+        init_deltas_(delta, number)
+        with torch.no_grad():
+            for parameter in delta.parameters():
+                parameter.add_(0.1 * (number + 1))
+                parameter.requires_grad_(name == "default")
+        use_deltas(model, [n for n in names[: number + 1] if n != "disabled"])
+        if name == "disabled":
+            want = row_sums(model, batch)[0].detach()
+    assert not torch.allclose(row_sums(model, batch)[0], want, rtol=1e-3)
+    assert_close(adapter_off(model, batch), want)
+    reference = open_reference(model, trains_base=False)
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": None}
+    assert_close(reference(inputs, batch["labels"], 1.0).sum(1), want)
+
+
+def test_a_reference_of_a_trained_base_is_refused() -> None:
+    """Disabling adapters would not give the initial policy."""
+    model, batch = make_model(), make_batch()
+    with pytest.raises(ConfigError, match="is trained in place"):
+        adapter_off(model, batch)
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="none is trained"):
+        adapter_off(model, batch)
+    model = make_model()
+    Lora(model, targets=["attn.q_proj"], rank=2, train_also=["norm"])
+    with pytest.raises(ConfigError, match=r"norm\.weight is trained in place"):
+        adapter_off(model, batch)
+
+
 def test_reference_ignores_dropout() -> None:
     """The reference is scored in evaluation mode, and the policy's mode is restored."""
     model, batch = make_model(), make_batch()
+    Lora(model, targets=["attn.q_proj"], rank=2)
     model.train()
     adapter_off(model, batch)
     assert all(module.training for module in model.modules())

@@ -19,9 +19,12 @@ from bmforge.align.preferences import PairObjective
 from bmforge.align.reference import adapter_off, frozen_copy
 from bmforge.align.reinforcement import PolicyObjective
 from bmforge.align.reward import RewardObjective
+from bmforge.align.value import ValueConfig
+from bmforge.align.value_training import ValueTrainer
 from bmforge.cli import main
 from bmforge.cli.plan_tasks import head_of_task
 from bmforge.cli.plan_workload import workload_of
+from bmforge.device import parse_dtype
 from bmforge.models import init_weights_
 from bmforge.models.gpt2 import GPT2, GPT2Config
 from bmforge.models.llama import Llama, LlamaConfig
@@ -29,9 +32,10 @@ from bmforge.parallel import Layout, init_distributed, parallelize, shutdown_dis
 from bmforge.parallel.planner.estimate import Estimator, PlanRequest, TrainingSetup
 from bmforge.parallel.planner.hardware import Cluster, find_device
 from bmforge.recipes.adapters import AdapterConfig, with_adapter
-from bmforge.recipes.resident_models import reference_copy
+from bmforge.recipes.resident_models import reference_copy, value_model
 from bmforge.recipes.run import RunConfig
 from bmforge.surgery import persistent_tensors
+from bmforge.train import TrainConfig
 from bmforge.train.objective import prepare_batches
 
 SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "num_heads": 4, "num_layers": 4}
@@ -69,12 +73,14 @@ def make_batch(rows: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
 
 
-def run_real_step(config: Any, objective: Any, batch: Any, trained: Any, reference: Any) -> float:
-    """Return the peak of real steps of a model in fp32 on one process."""
+def run_real_step(
+    config: Any, objective: Any, batch: Any, trained: Any, reference: Any, precision: str = "fp32"
+) -> float:
+    """Return the peak of real steps of a model on one process."""
     init_distributed()
-    workload = workload_of("small", config, LENGTH, trained)
+    workload = workload_of("small", config, LENGTH, trained, parse_dtype(precision))
     model = workload.whole()
-    parallelize(model, Layout(zero=0))
+    parallelize(model, Layout(zero=0), precision=precision)
     init_weights_(model, 0)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, fused=True)
@@ -91,10 +97,12 @@ def run_real_step(config: Any, objective: Any, batch: Any, trained: Any, referen
     return measure_step(model, step, static)
 
 
-def plan_memory(config: Any, task: str, trained: Any = None, residents: Any = ()) -> float:
-    cluster = Cluster(replace(find_device("a100-40gb"), is_host=False), 1)
-    workload = workload_of("small", config, LENGTH, trained, task=task)
-    request = PlanRequest(workload, cluster, ROWS, "fp32", residents=residents)
+def plan_memory(
+    config: Any, task: str, trained: Any = None, residents: Any = (), precision: str = "fp32"
+) -> float:
+    cluster = Cluster(replace(find_device("a100-40gb"), is_host=True), 1)
+    workload = workload_of("small", config, LENGTH, trained, parse_dtype(precision), task)
+    request = PlanRequest(workload, cluster, ROWS, precision, residents=residents)
     return Estimator(request).estimate(TrainingSetup(Layout(zero=0), ROWS)).memory.total
 
 
@@ -129,6 +137,18 @@ def test_preferences_with_an_adapter_need_the_memory_of_fine_tuning() -> None:
     assert measured <= 1.05 * tuning
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "lora"])
+def test_fine_tuning_on_a_cpu(kind: str, precision: str) -> None:
+    """Its kernels save less for backward than the operators of an accelerator."""
+    config = {"gpt2": CONFIG, "llama": LLAMA, "lora": lora_config()}[kind]
+    trained = () if kind == "lora" else None
+    rows = {name: t for name, t in make_batch(ROWS).items() if name != "attention_mask"}
+    planned = plan_memory(config, "pretrain", trained, precision=precision)
+    measured = run_real_step(config, _FineTuning(), rows, trained, None, precision)
+    assert planned == pytest.approx(measured, rel=0.05)
+
+
 class _FineTuning:
     """Mean cross-entropy of the rows, an objective without preparation."""
 
@@ -145,6 +165,21 @@ def test_policy_gradients(beta: float) -> None:
     batch |= {name: torch.randn(ROWS, LENGTH, dtype=torch.float64) for name in names}
     objective = PolicyObjective(Policy(beta=beta), 1.0, LENGTH)
     assert planned == pytest.approx(run_real_step(CONFIG, objective, batch, None, None), rel=0.05)
+
+
+def test_ppo_keeps_a_value_model_with_its_states() -> None:
+    """An update of policy and value model, on values and returns of a rollout."""
+    value = GPT2.from_config(head_of_task("reward", CONFIG))
+    init_weights_(value, 1)
+    resident = value_model(value)
+    planned = plan_memory(CONFIG, "rl", None, (resident,))
+    batch = make_batch(ROWS)
+    for name in ("advantages", "sampler", "values", "returns"):
+        batch[name] = torch.randn(ROWS, LENGTH, dtype=torch.float64)
+    objective = PolicyObjective(Policy(advantage="gae"), 1.0, LENGTH)
+    objective.companion = ValueTrainer(value, TrainConfig(steps=10), ValueConfig())
+    measured = run_real_step(CONFIG, objective, batch, None, None) + resident.nbytes
+    assert planned == pytest.approx(measured, rel=0.05)
 
 
 def test_reward_models() -> None:
@@ -187,6 +222,8 @@ def test_copies_are_counted_per_process(gpus: int, capsys: pytest.CaptureFixture
         ("--task preferences --reference precomputed", "reference", 0),
         ("--task distill --teacher gpt2", "teacher", 4 * 124_439_808),
         ("--task rl", "reference", 0),
+        ("--task rl", "value model", 0),
+        ("--task rl --value-model", "value model", 12 * (WEIGHTS + 64)),
     ],
 )
 def test_parts_of_tasks(
@@ -206,6 +243,7 @@ def test_parts_of_tasks(
         ("--task distill", "is required with --task distill"),
         ("--task rl --teacher gpt2", "no effect with other tasks"),
         ("--task reward --max-num-seqs 4", "no effect without --task rl"),
+        ("--task reward --value-model", "no effect with --task reward"),
     ],
 )
 def test_options_without_effect(

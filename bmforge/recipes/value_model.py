@@ -1,0 +1,119 @@
+"""Value model of PPO: checks its options, builds it in the policy's layout, and describes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from bmforge.align.policy import Policy
+from bmforge.align.value_training import ValueTrainer
+from bmforge.device import device_name
+from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
+from bmforge.models.hub import find_model
+from bmforge.models.tensor_matching import find_missing_head
+from bmforge.parallel import World, mesh_of
+from bmforge.recipes.adapters import attach_adapter
+from bmforge.recipes.base_weights import packs_base, quantize_base_, store_frozen_
+from bmforge.recipes.build import build_model
+from bmforge.recipes.start import family_of, find_start
+
+__all__ = ["check_value", "describe_value_model", "open_value"]
+
+_HEAD = "sequence_classification"
+
+
+def check_value(config: Any, policy: Policy) -> None:
+    """Raise `ConfigError` for value options without effect, or a run without value models.
+
+    Args:
+        config: config of a reinforcement-learning run.
+        policy: loss of the run.
+    """
+    config.value.check(policy.advantage == "gae")
+    if policy.advantage != "gae":
+        return
+    refused = {
+        f"layout.pp={config.layout.pp}": config.layout.pp > 1,
+        f"layout.cp={config.layout.cp}": config.layout.cp > 1,
+        "train.precision=fp16": config.train.precision == "fp16",
+        "offload": config.offload.is_on or config.offload.weights,
+    }
+    for option, is_refused in refused.items():
+        if is_refused:
+            raise ConfigError(
+                f"{option} does not work with a value model (rl.advantage=gae). Leave it out, or "
+                "choose a method without one, such as --method grpo."
+            )
+
+
+def open_value(config: Any, policy: Any) -> ValueTrainer:
+    """Build the value model of a run, in the layout of the policy, and its trainer.
+
+    Args:
+        config: settled config of the run.
+        policy: parallelized policy.
+
+    Comm: that of loading and sharding the model.
+    """
+    own = _value_config(config)
+    device = next(policy.parameters()).device
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mesh: Any = mesh_of(policy)
+    model, _, _ = build_model(own, World(rank, size, device), mesh)
+    get_logger().info(
+        "value model: %s from %s, %d parameters, on %s; learning rate %g",
+        type(model).__name__,
+        own.init_from or "random weights",
+        sum(p.numel() for p in model.whole().parameters()),
+        device_name(device),
+        config.value.lr,
+    )
+    return ValueTrainer(model, own.train, config.value)
+
+
+def describe_value_model(config: Any) -> nn.Module:
+    """Return the value model of a run on meta, with its adapter, for memory estimates."""
+    own = _value_config(config)
+    model = family_of(own.model).from_config(own.model, device="meta")
+    if packs_base(own):
+        quantize_base_(model, own.base_dtype)
+    attach_adapter(model, own)
+    store_frozen_(model, own)
+    return model
+
+
+def _value_config(config: Any) -> Any:
+    """Return the config of the value model: a classifier with one output, and its own rate."""
+    start, model = config.value.init_from, config.model
+    if start is not None:
+        model = _read_start(start, model)
+    model = model.replace(head=_HEAD, num_labels=1)
+    start = config.init_from if start is None else start
+    train = dataclasses.replace(
+        config.train, optim=dataclasses.replace(config.train.optim, lr=config.value.lr)
+    )
+    new_head = start is not None and bool(
+        find_missing_head(family_of(model).from_config(model, device="meta"), find_model(start))
+    )
+    return dataclasses.replace(config, init_from=start, model=model, new_head=new_head, train=train)
+
+
+def _read_start(start: str, policy: Any) -> Any:
+    """Return the config of `value.init_from`; its vocabulary must be the policy's."""
+    initial = find_start(start)
+    config: Any = initial.config
+    if initial.init_from is None:
+        raise ConfigError(
+            f"value.init_from={start!r} has no weights. Give the directory or hub id of a reward "
+            "model or language model, or leave it out to start from the policy."
+        )
+    if config.vocab_size != policy.vocab_size:
+        raise ConfigError(
+            f"value.init_from={start!r} has vocab_size={config.vocab_size}, and the policy "
+            f"{policy.vocab_size}. The value model must have the policy's tokenizer."
+        )
+    return config
