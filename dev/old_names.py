@@ -3,28 +3,22 @@
     python dev/old_names.py
     python dev/old_names.py bmtrain CHECKOUT/bmtrain    # public names there that the table lacks
 
-The tables are in `bmforge/compat/*/names.py`; the text around them on the pages stays.
+The tables are in `bmforge/compat/*/names.txt`; the text around them on the pages stays.
 `tests/compat/test_old_names.py` checks the tables and the pages.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from bmforge.compat.names import PAGES, Row, Table, replacement_text
+from bmforge.compat.names import PAGES, Row, load_table, replacement_text
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 END = "<!-- end of names -->\n"
 _EVERYWHERE = ("forward", "backward", "extra_repr")
-
-
-def table_of(package: str) -> Table:
-    """Return a package's table."""
-    return importlib.import_module(f"bmforge.compat.{package}.names").NAMES
 
 
 def row_text(row: Row) -> str:
@@ -37,7 +31,7 @@ def row_text(row: Row) -> str:
 def render(package: str) -> str:
     """Return the tables of a package between the two markers."""
     parts = [f"<!-- names of {package}: written by dev/old_names.py -->\n"]
-    for title, rows in table_of(package).items():
+    for title, rows in load_table(package).items():
         parts.append(f"\n#### {title}\n\n| name | status | note |\n|---|---|---|\n")
         parts += map(row_text, rows)
     return "".join([*parts, "\n", END])
@@ -76,7 +70,7 @@ def lacking(package: str, folder: Path) -> list[str]:
 
     A method may be in the table below a parent class.
     """
-    known = [name for rows in table_of(package).values() for row in rows for name in row.names]
+    known = [name for rows in load_table(package).values() for row in rows for name in row.names]
     ends = {name.rpartition(".")[2] for name in known}
     found = dict.fromkeys(public_names(folder))
     return [name for name in found if name.rpartition(".")[2] not in ends]

@@ -1,23 +1,25 @@
 """Tables of old packages' public names and their replacements, for pages and error messages.
 
-Each package in this folder has its table in its `names.py`; `dev/old_names.py` writes it into the
-package's page, and `tests/compat/test_old_names.py` compares both with the code.
+Each package in this folder has its table in its `names.txt`; `dev/old_names.py` writes it into the
+package's page, and `tests/compat/test_old_names.py` compares both with the code. The messages of
+`upstream.py` quote it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
-from bmforge.errors import ConfigError, suggest
+from bmforge.errors import ConfigError
 
 __all__ = [
     "PAGES",
     "STATES",
     "Row",
     "Table",
-    "find_gone",
-    "missing_names",
+    "load_table",
     "read_names",
     "removed_message",
     "replacement_text",
@@ -54,8 +56,16 @@ class Row(NamedTuple):
 Table = Mapping[str, Sequence[Row]]
 
 
+@cache
+def load_table(package: str) -> Table:
+    """Return the table of an old package."""
+    return read_names((Path(__file__).parent / package / "names.txt").read_text("utf-8"))
+
+
 def read_names(text: str) -> Table:
     """Parse a table: lines ``name name | state | note`` below lines ``# title``.
+
+    A line that ends with a backslash continues on the next one.
 
     Raises:
         ConfigError: a line is of another form, or a name comes twice.
@@ -63,7 +73,7 @@ def read_names(text: str) -> Table:
     table: dict[str, list[Row]] = {}
     seen: set[str] = set()
     rows: list[Row] | None = None
-    for line in filter(None, map(str.strip, text.splitlines())):
+    for line in filter(None, map(str.strip, text.replace("\\\n", "").splitlines())):
         if line.startswith("# "):
             rows = table.setdefault(line[2:], [])
             continue
@@ -79,14 +89,6 @@ def read_names(text: str) -> Table:
     return table
 
 
-def find_gone(table: Table) -> Iterator[tuple[str, str]]:
-    """Yield every removed name with its replacement."""
-    for rows in table.values():
-        for row in rows:
-            if row.state == "gone":
-                yield from ((name, row.note) for name in row.names)
-
-
 def replacement_text(note: str) -> str:
     """Return the advice for a removed name: "use REPLACEMENT", or "not needed: REASON"."""
     unneeded = note.removeprefix("nothing")
@@ -97,30 +99,3 @@ def removed_message(name: str, note: str) -> str:
     """Return the error message for a removed name, given the note in its row."""
     advice = replacement_text(note)
     return f"{name} was removed. {advice[0].upper()}{advice[1:]}."
-
-
-def missing_names(
-    package: str, table: Table, names: Sequence[str], inside: str = ""
-) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`, whose errors name the replacement of a removed name.
-
-    A removed name raises ImportError, whose message ``from ... import name`` shows unchanged;
-    of an AttributeError it would show only the name.
-
-    Args:
-        package: the old package's name.
-        table: table of its names.
-        names: names that the module has, for suggestions.
-        inside: module of the package; "" for the package itself.
-    """
-    before = f"{inside}." if inside else ""
-    page = f"See docs/{PAGES[package]}."
-
-    def missing(name: str) -> Any:
-        use = dict(find_gone(table)).get(before + name)
-        if use is not None:
-            raise ImportError(f"{removed_message(f'{package}.{before}{name}', use)} {page}")
-        hint = suggest(name, names)
-        raise AttributeError(f"bmforge.compat.{package} has no {before + name!r}.{hint} {page}")
-
-    return missing

@@ -1,31 +1,35 @@
-"""Import finder that resolves the module paths of the old packages.
+"""Import finder that resolves the module paths and names of the old packages.
 
 A program may import a name by the path of the file that defined it upstream
-(`openprompt.plms.seq2seq.T5TokenizerWrapper`). The packages here have fewer files. For each module
-path in `upstream_modules.toml` that has no file here, the finder creates a module that looks its
-names up in the rest of the package: the class where there is one, else an ImportError that names
-the replacement.
+(`openprompt.plms.seq2seq.T5TokenizerWrapper`). The packages here have fewer files.
+`upstream_modules.toml` lists the upstream paths. Each path is the file of that name if there is
+one, else an empty module. Names that such a module does not define are looked up in the other
+modules of the package; a name without a counterpart is an error that names the replacement.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dis import opmap
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
-from bmforge.compat.names import PAGES, Row, Table, removed_message
+from bmforge.compat.names import PAGES, Row, load_table, removed_message
+from bmforge.errors import suggest
 
 __all__ = ["UpstreamFinder", "install", "module_paths"]
 
 _HERE = Path(__file__).parent
 _PREFIX = "bmforge.compat."
+_EXPORTS = re.compile(r"^__all__ \+?= \[[^\]]*\]", re.MULTILINE)
 
 
 @cache
@@ -35,90 +39,128 @@ def module_paths(package: str) -> frozenset[str]:
     return frozenset(tomllib.loads(text).get(package, "").split())
 
 
+@cache
+def _exports(package: str) -> dict[str, frozenset[str]]:
+    """Return the names in `__all__` of each module of a package, read without importing it."""
+    exports = {}
+    for file in sorted((_HERE / package).rglob("*.py")):
+        lists = " ".join(_EXPORTS.findall(file.read_text("utf-8")))
+        parts = file.relative_to(_HERE / package).with_suffix("").parts
+        path = ".".join(part for part in parts if part != "__init__")
+        exports[path] = frozenset(re.findall(r'"(\w+)"', lists))
+    return exports
+
+
+def _names_below(package: str, inside: str) -> list[str]:
+    """Return the public names of the modules in a package of this folder."""
+    before = f"{inside}." if inside else ""
+    exports = _exports(package).items()
+    return sorted({name for path, names in exports if path.startswith(before) for name in names})
+
+
 class UpstreamFinder(MetaPathFinder):
-    """Import finder for modules of the old packages that have no file here."""
+    """Import finder for the module paths of the old packages."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, inside = fullname.removeprefix(_PREFIX).partition(".")
-        if not fullname.startswith(_PREFIX) or inside not in module_paths(package):
+        if not fullname.startswith(_PREFIX) or package not in PAGES:
+            return None
+        if inside and inside not in module_paths(package):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None:
-            spec = ModuleSpec(fullname, _UpstreamLoader(package, inside), is_package=True)
-        elif spec.submodule_search_locations is None and _has_submodules(package, inside):
+            return ModuleSpec(fullname, _EmptyLoader(package, inside), is_package=True)
+        if isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _FileLoader(fullname, spec.loader.path)
+        if spec.submodule_search_locations is None and _has_submodules(package, inside):
             # A package upstream that is one file here: without a path, Python would not ask this
             # finder for its submodules.
             spec.submodule_search_locations = []
         return spec
 
 
-class _UpstreamLoader(Loader):
-    """Loader that creates modules whose names are looked up in the other modules of the package."""
+class _EmptyLoader(Loader):
+    """Loader of modules without a file, whose names are in the other modules of the package."""
 
     def __init__(self, package: str, inside: str) -> None:
         self.package, self.inside = package, inside
 
     def exec_module(self, module: ModuleType) -> None:
-        table = _table_of(self.package)
-        row = _find_row(table, self.inside)
+        row = _find_row(self.package, self.inside)
         if row is not None and row.state == "gone":
             raise ImportError(_advice(self.package, self.inside, row))
-
-        def lookup(name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            if f"{self.inside}.{name}" in module_paths(self.package):
-                return importlib.import_module(f"{module.__name__}.{name}")
-            value = find_name(self.package, self.inside, name)
-            setattr(module, name, value)
-            return value
-
-        vars(module).update(__getattr__=lookup, __all__=[])
+        vars(module).update(__getattr__=_lookup(module, self.package, self.inside), __all__=[])
 
 
-def find_name(package: str, inside: str, name: str) -> Any:
-    """Return the object that replaces `package.inside.name`.
+class _FileLoader(SourceFileLoader):
+    """Loader of files, which looks up the names that a file does not define.
 
-    Raises:
-        ImportError: the name has no counterpart; the message names the alternative.
+    The `__init__.py` of a package may be only a docstring: its names are those of its modules.
     """
-    row = _find_row(_table_of(package), f"{inside}.{name}")
-    if row is None or row.state != "gone":
-        for module in _candidates(package, inside):
-            if name in getattr(module, "__all__", ()):
-                return getattr(module, name)
-        row = row or _find_row(_table_of(package), name, last=True)
-    raise ImportError(_advice(package, f"{inside}.{name}", row))
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        package, _, inside = module.__name__.removeprefix(_PREFIX).partition(".")
+        vars(module).setdefault("__getattr__", _lookup(module, package, inside))
+        if "__all__" not in vars(module):
+            vars(module)["__all__"] = _names_below(package, inside)
 
 
-def _candidates(package: str, inside: str) -> Iterator[ModuleType]:
-    """Yield the modules of a package that may define a name, nearest parents first."""
-    root = _HERE / package
-    files = sorted(root.rglob("*.py"))
-    paths = [".".join(f.relative_to(root).with_suffix("").parts) for f in files]
-    own = {path.removesuffix("__init__").rstrip(".") for path in paths}
-    parents = [".".join(inside.split(".")[:n]) for n in range(inside.count("."), -1, -1)]
-    subpackage = inside.split(".")[0]
-    nearest = [p for p in parents if p in own]
-    siblings = sorted((own - {*nearest}), key=lambda p: (p.split(".")[0] != subpackage, p))
-    for path in (*nearest, *siblings):
-        yield importlib.import_module(f"{_PREFIX}{package}.{path}".rstrip("."))
+def _lookup(module: ModuleType, package: str, inside: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module."""
+
+    def lookup(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        path = f"{inside}.{name}".lstrip(".")
+        if path in module_paths(package):
+            return importlib.import_module(f"{module.__name__}.{name}")
+        row = _find_row(package, path)
+        if row is None or row.state != "gone":
+            for home in _homes(package, inside, name):
+                setattr(module, name, getattr(home, name))
+                return getattr(home, name)
+            row = row or _find_row(package, name, last=True)
+        message = _advice(package, path, row)
+        if row is not None and row.state == "gone":
+            raise ImportError(message)
+        # `hasattr` needs an AttributeError, but of one `from ... import` shows only the name.
+        if _is_from_import(sys._getframe(1)):
+            raise ImportError(message)
+        hint = suggest(name, getattr(module, "__all__", ()))
+        raise AttributeError(f"{message.removesuffix('.')}.{hint}")
+
+    return lookup
+
+
+def _is_from_import(frame: FrameType) -> bool:
+    """Return True if a frame is executing `from ... import name`."""
+    return frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
+
+
+def _homes(package: str, inside: str, name: str) -> Iterator[ModuleType]:
+    """Yield the modules of a package that define a name, nearest parents first."""
+    exports = _exports(package)
+    parents = [".".join(inside.split(".")[:n]) for n in range(inside.count("."), 0, -1)]
+    for path in (parent for parent in parents if parent in exports):
+        parent = importlib.import_module(f"{_PREFIX}{package}.{path}")
+        if name in vars(parent).get("__all__", ()):
+            yield parent
+    first = inside.split(".")[0]
+    for path in sorted(exports, key=lambda path: (path.split(".")[0] != first, path)):
+        if name in exports[path] and path != inside:
+            yield importlib.import_module(f"{_PREFIX}{package}.{path}".rstrip("."))
 
 
 def _has_submodules(package: str, inside: str) -> bool:
     return any(path.startswith(f"{inside}.") for path in module_paths(package))
 
 
-def _table_of(package: str) -> Table:
-    table: Table = importlib.import_module(f"{_PREFIX}{package}.names").NAMES
-    return table
-
-
-def _find_row(table: Table, name: str, last: bool = False) -> Row | None:
+def _find_row(package: str, name: str, last: bool = False) -> Row | None:
     """Return the table row of a dotted name, or with `last` of its last component."""
-    for rows in table.values():
+    for rows in load_table(package).values():
         for row in rows:
             if any(n == name or (last and n.rpartition(".")[2] == name) for n in row.names):
                 return row

@@ -23,7 +23,15 @@ from bmforge.nn.part import BesidePart
 from bmforge.nn.quantized import PackedStore
 from bmforge.surgery import find_repeated_blocks, match_names
 
-__all__ = ["Matrix", "find_matrices", "is_stored", "usual_names", "warn_of_stacks", "watch_inputs"]
+__all__ = [
+    "Matrix",
+    "find_matrices",
+    "has_weight_matrix",
+    "is_stored",
+    "usual_names",
+    "warn_of_stacks",
+    "watch_inputs",
+]
 
 # Last name parts of router layers, which are not compressed.
 _ROUTERS = ("router", "gate", "shared_gate", "shared_expert_gate")
@@ -172,7 +180,7 @@ def _inside(modules: dict[str, nn.Module], names: Sequence[str]) -> list[str]:
     inside: dict[str, None] = {}
     parts = tuple(f"{n}." for n, module in modules.items() if isinstance(module, BesidePart))
     for name in names:
-        if _has_matrix(modules[name]):
+        if _has_matrix(modules[name]) or has_weight_matrix(modules[name]):
             inside[name] = None
             continue
         for inner, module in modules.items():
@@ -181,6 +189,12 @@ def _inside(modules: dict[str, nn.Module], names: Sequence[str]) -> list[str]:
             if is_in and _has_matrix(module) and not is_router:
                 inside[inner] = None
     return list(inside)
+
+
+def has_weight_matrix(module: nn.Module) -> bool:
+    """Return True if a module of any class has a floating-point matrix `weight`."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and weight.is_floating_point()
 
 
 def _has_matrix(module: Any) -> bool:

@@ -94,11 +94,14 @@ class LowRankOptions:
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     """Return (in, out) of a linear layer; None for any other module.
 
-    Supported are torch's Linear, its quantized replacements, and transformers' Conv1D.
+    Supported are torch's Linear, its quantized replacements, transformers' Conv1D, and linear
+    layers of other libraries with the same attributes, or with `dim_in` and `dim_out`.
     """
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
         return int(module.in_features), int(module.out_features)
     weight = getattr(module, "weight", None)
+    if hasattr(module, "dim_in") and hasattr(module, "dim_out") and isinstance(weight, Tensor):
+        return int(module.dim_in), int(module.dim_out)
     if hasattr(module, "nf") and isinstance(weight, Tensor) and weight.dim() == 2:
         return weight.shape[0], weight.shape[1]
     return None

@@ -12,7 +12,7 @@ from bmforge.files import read_json
 from bmforge.gguf_header import is_gguf
 from bmforge.tokenizers.base import VOCABULARY_FILE, open_directory
 from bmforge.tokenizers.cpm1 import MODEL_FILE, CPM1Tokenizer
-from bmforge.tokenizers.cpm2 import CPM2Tokenizer, EVATokenizer
+from bmforge.tokenizers.cpm2 import CPM1WordTokenizer, CPM2Tokenizer, EVATokenizer
 from bmforge.tokenizers.cpm_ant import CPMAntPlusTokenizer, CPMAntTokenizer
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 from bmforge.tokenizers.fast import FastTokenizer
@@ -32,6 +32,7 @@ __all__ = ["AutoTokenizer"]
 # directory.
 _BY_NAME: dict[str, Callable[[Path], Any]] = {
     "cpm1": CPM1Tokenizer.from_pretrained,
+    "cpm1word": CPM1WordTokenizer.from_pretrained,
     "cpm2": CPM2Tokenizer.from_pretrained,
     "eva": EVATokenizer.from_pretrained,
     "cpmant": CPMAntTokenizer.from_pretrained,
@@ -84,6 +85,8 @@ def _by_config(folder: Path) -> Callable[[Path], Any] | None:
     if named in _BY_NAME or (folder / TOKENIZER_FILE).exists():
         return _BY_NAME.get(named)
     named = _read_name(folder / "config.json", "model_type")
+    if named == "cpm1" and not (folder / MODEL_FILE).exists():
+        named = "cpm1word"  # ModelCenter's release
     if named == "cpmant" and (folder / VOCABULARY_FILE).exists():  # CPM-Ant or CPM-Ant+
         return _by_vocabulary(folder / VOCABULARY_FILE) or _BY_NAME[named]
     return _BY_NAME.get(named)

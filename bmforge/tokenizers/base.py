@@ -190,6 +190,16 @@ class Tokenizer(ABC):
         return self.role_id("mask")
 
     @property
+    def pad_token_id(self) -> int | None:
+        """`pad_id` under transformers' name."""
+        return self.pad_id
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """`eos_id` under transformers' name."""
+        return self.eos_id
+
+    @property
     def special_ids(self) -> dict[str, int]:
         """Ids of the special tokens, by role."""
         ids = {role: self.role_id(role) for role in self._role_tokens()}

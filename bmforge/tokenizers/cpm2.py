@@ -1,4 +1,4 @@
-"""Tokenizers of CPM-2 (2.0 Chinese, 2.1 Chinese-English) and of EVA."""
+"""Tokenizers of CPM-2 (2.0 Chinese, 2.1 Chinese-English), EVA, and CPM-1 with a vocab.txt."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from bmforge.tokenizers.base import VOCABULARY_FILE, Tokenizer, open_directory, 
 from bmforge.tokenizers.word_pieces import CONTINUES, WordPieces, has_chinese, pieces_to_tokens
 from bmforge.tokenizers.words import WordCutter
 
-__all__ = ["CPM2Tokenizer", "EVATokenizer"]
+__all__ = ["CPM1WordTokenizer", "CPM2Tokenizer", "EVATokenizer"]
 
 SPACE, NEWLINE = "\u2582", "\u2583"
 _MARKED = re.compile(CONTINUES + "[A-Za-z]+")
-_READ = str.maketrans(SPACE + NEWLINE, " \n")
 
 # Full-width characters -> half-width ones, except for Chinese punctuation.
 _KEPT = "，。！（）？、；："
@@ -65,26 +64,26 @@ class CPM2Tokenizer(Tokenizer):
         "newline": NEWLINE,
     }
     _forms: ClassVar[dict[str, str]] = _HALF_WIDTH
+    _required: ClassVar[tuple[str, ...]] = ("unk", "pad", "sep", "eod", "space", "newline")
 
     def __init__(self, content: bytes, path: Path = Path(VOCABULARY_FILE)) -> None:
         self._content = content
         self._vocabulary = vocabulary = parse_vocabulary(content, path)
-        missing = [
-            t for t in ("<unk>", "<pad>", "<sep>", "<eod>", SPACE, NEWLINE) if t not in vocabulary
-        ]
+        required = [self.roles[role] for role in self._required]
+        missing = [token for token in required if token not in vocabulary]
         if missing:
             raise DataError(
                 f"{str(path)!r} lacks {missing}, which {type(self).__name__} needs. Use the "
                 "vocab.txt of the model."
             )
         self._tokens = list(vocabulary)
-        self._space_id = vocabulary[SPACE]
-        self._has_form = re.compile("[" + re.escape("".join(self._forms)) + "]")
+        self._space_id = vocabulary[self.roles["space"]]
+        self._has_form = re.compile("|".join(map(re.escape, self._forms)))
         self._cutter = WordCutter()
-        blanks = {" ": self._space_id, "\n": vocabulary[NEWLINE]}
+        blanks = {" ": self._space_id, "\n": vocabulary[self.roles["newline"]]}
         self._marked = any(map(_MARKED.fullmatch, vocabulary))
         self._pieces = WordPieces({**vocabulary, **blanks}, vocabulary["<unk>"], self._marked)
-        self._narrows = not self._marked
+        self._normalizes = not self._marked
         self.sentinel_ids = _sentinels(vocabulary)
         # Between two of these tokens a space is implied if there are ## pieces.
         self._spaced = [t != SPACE and not has_chinese(t) for t in self._tokens]
@@ -130,7 +129,7 @@ class CPM2Tokenizer(Tokenizer):
         return self.sentinel_ids[number]
 
     def _normalize(self, text: str) -> str:
-        if not self._narrows:
+        if not self._normalizes:
             return text
         return self._has_form.sub(lambda match: self._forms[match.group()], text)
 
@@ -161,7 +160,7 @@ class CPM2Tokenizer(Tokenizer):
         sequence = list(ids)
         tokens = pieces_to_tokens(sequence, self._tokens)
         if not self._marked:
-            return "".join(tokens).translate(_READ)
+            return self._show("".join(tokens))
         parts = tokens[:1]
         for (before, after), token in zip(pairwise(sequence), tokens[1:], strict=True):
             if token.startswith(CONTINUES) and token != CONTINUES:
@@ -170,7 +169,11 @@ class CPM2Tokenizer(Tokenizer):
                 parts += [SPACE, token]
             else:
                 parts.append(token)
-        return "".join(parts).translate(_READ)
+        return self._show("".join(parts))
+
+    def _show(self, text: str) -> str:
+        """Replace the tokens of space and line end by these characters."""
+        return text.replace(self.roles["space"], " ").replace(self.roles["newline"], "\n")
 
 
 class EVATokenizer(CPM2Tokenizer):
@@ -193,6 +196,27 @@ class EVATokenizer(CPM2Tokenizer):
     def sep_id(self) -> int:
         """Id of the token that ends an utterance."""
         return self._vocabulary["<sep>"]
+
+
+class CPM1WordTokenizer(CPM2Tokenizer):
+    """Tokenizer of the CPM-1 that ModelCenter publishes: its ``vocab.txt`` instead of pieces.
+
+    Text is encoded as in CPM-2 without ``##`` pieces, with other tokens for space and line end and
+    without conversion to half-width characters. ``</_>`` and ``</n>`` in a text are these two.
+
+    Source: ``tokenizer/cpm1_tokenizer.py`` of OpenBMB/ModelCenter.
+    """
+
+    roles: ClassVar[Mapping[str, str]] = {
+        "pad": "<pad>",
+        "unk": "<unk>",
+        "eos": "<eod>",
+        "eod": "<eod>",
+        "space": "</_>",
+        "newline": "</n>",
+    }
+    _forms: ClassVar[dict[str, str]] = {"</_>": " ", "</n>": "\n"}
+    _required = ("unk", "pad", "eod", "space", "newline")
 
 
 def _sentinels(vocabulary: dict[str, int]) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bmforge.compat.names import PAGES, Row, read_names, removed_message
+from bmforge.compat.names import PAGES, Row, load_table, read_names, removed_message
 from bmforge.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def look_up(package: str, name: str) -> Any:
 
 
 def rows_of(package: str) -> list[Row]:
-    return [row for rows in SCRIPT.table_of(package).values() for row in rows]
+    return [row for rows in load_table(package).values() for row in rows]
 
 
 @pytest.mark.parametrize("package", PAGES)

@@ -63,6 +63,20 @@ def cpm1(folder: Path) -> Encode:
     return encode
 
 
+def cpm1_words(folder: Path) -> Encode:
+    """ModelCenter's CPM-1: marks of space and line end are private characters while it cuts."""
+    vocabulary = read_vocabulary(folder)
+    marks = {"\ufff2": vocabulary["</_>"], "\ufff3": vocabulary["</n>"]}
+    pieces = {**vocabulary, **marks}
+
+    def encode(text: str) -> list[int]:
+        text = text.replace("\n", "\ufff3").replace("</n>", "\ufff3")
+        text = text.replace(" ", "\ufff2").replace("</_>", "\ufff2")
+        return [i for word in cut(text) for i in spell(word, pieces, False)]
+
+    return encode
+
+
 def cpm_ant(folder: Path) -> Encode:
     vocabulary = read_vocabulary(folder)
     vocabulary[" "] = vocabulary.pop("</_>")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from bmforge.compress.matrices import has_weight_matrix
 from bmforge.errors import ConfigError, suggest
 from bmforge.models.formats.model_center import NAME_RULES
 from bmforge.nn.low_rank import linear_sizes
@@ -61,7 +62,7 @@ def modules_with(model: nn.Module, patterns: Sequence[str], key: str) -> list[st
     has_gate = any(name.endswith("gate_proj") for name, _ in model.named_modules())
     names_of_module: dict[str, tuple[str, ...]] = {}
     for name, module in model.named_modules():
-        if name and (isinstance(module, nn.Embedding) or linear_sizes(module) is not None):
+        if name and (has_weight_matrix(module) or linear_sizes(module) is not None):
             full = f"{name}.weight"
             inner = full.removeprefix("model.")
             names_of_module[name] = full, old_name(inner, has_gate)

@@ -233,19 +233,12 @@ def structure_table(section: Mapping[str, Any]) -> dict[str, Any]:
             "(docs/guides/compression.md)."
         )
     problems = []
-    if section["mask_path"]:
-        problems.append(
-            "mask_path is not supported, because the pruned model contains its mask: start "
-            "from that model"
-        )
     if not section["is_training"]:
         problems.append(
             "is_training=false is not supported: start from the model of an earlier run"
         )
     if section["criterion"] != "l0" or section["target_mode"] != "sparsity":
         problems.append("criterion and target_mode can only be 'l0' and 'sparsity'")
-    if section["tuning"]:
-        problems.append("tuning had no effect in BMCook: leave it out")
     if problems:
         raise ConfigError(f"pruning.sprune: {'; '.join(problems)}.")
     for name in ("start_sparsity", "hard_binarize"):
@@ -255,6 +248,9 @@ def structure_table(section: Mapping[str, Any]) -> dict[str, Any]:
                 name,
                 section[name],
             )
+    for name in ("mask_path", "tuning"):
+        if section[name]:  # BMCook, too, reads them only without training
+            get_logger().info("pruning.sprune.%s is not used with is_training=true", name)
     return {
         "target": "parameters",
         "keep_ratio": 1 - section["target_sparsity"],

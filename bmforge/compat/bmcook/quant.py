@@ -8,6 +8,7 @@ from torch import nn
 
 from bmforge.compat.bmcook.addresses import modules_with
 from bmforge.compress.quantize import FakeQuantize, QuantizeConfig
+from bmforge.errors import ConfigError
 
 __all__ = ["BMQuant"]
 
@@ -24,13 +25,14 @@ class BMQuant:
         Args:
             model: any model.
             config: a `ConfigParser`.
-            target_linear: accepted and ignored; every kind of linear layer is supported.
+            target_linear: class of the layers to convert; None converts every kind of linear
+                layer in the repeated blocks.
 
         Returns:
             None if the config disables quantization.
 
         Raises:
-            ConfigError: a pattern that matches no module name.
+            ConfigError: a pattern that matches no module name, or no layer is left.
         """
         section = config.get("quantization")
         if not section["is_quant"]:
@@ -39,6 +41,14 @@ class BMQuant:
         if section["quantized_module"]:
             names = section["quantized_module"]
             where = tuple(modules_with(model, names, "quantization.quantized_module"))
+        if target_linear is not None:
+            layers = [n for n, m in model.named_modules() if isinstance(m, target_linear)]
+            where = tuple(name for name in layers if not where or name in where)
+            if not where:
+                raise ConfigError(
+                    f"the model has no {target_linear.__name__} to quantize: pass the class of its "
+                    "linear layers as quant_layer_cls."
+                )
         method = FakeQuantize(
             QuantizeConfig(scheme="int8-dynamic", training="int8-both", where=where)
         )

@@ -82,8 +82,8 @@ class CookTrainer:
             model: model to compress.
             optimizer: optimizer of the model's parameters.
             teacher: teacher for distillation, which gets the same inputs.
-            quant_layer_cls: class of the projection for `mse_hidn_proj`; every kind of linear
-                layer is quantized.
+            quant_layer_cls: class of the layers to quantize (default: every kind of linear
+                layer in the repeated blocks).
 
         Raises:
             ConfigError: no model is given, the model is prepared already, or a setting does not

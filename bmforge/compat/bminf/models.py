@@ -11,9 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from bmforge.compat.bminf.names import NAMES
 from bmforge.compat.bminf.sampler import LoweredDecoder, LoweredSeq2Seq, draw_options
-from bmforge.compat.names import missing_names
 from bmforge.device import default_device
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine
@@ -26,8 +24,6 @@ from bmforge.models.hub import AutoModel, find_model
 from bmforge.surgery import evaluating
 
 __all__ = ["CPM1", "CPM2", "EVA"]
-
-__getattr__ = missing_names("bminf", NAMES, __all__, "models")
 
 _SCHEME = "int8-dynamic"
 _SPAN = "<span>"

@@ -9,12 +9,8 @@ from torch import Tensor, nn
 from bmforge.compat.bminf.models import CPM1 as _CPM1
 from bmforge.compat.bminf.models import CPM2 as _CPM2
 from bmforge.compat.bminf.models import open_engine
-from bmforge.compat.bminf.names import NAMES
-from bmforge.compat.names import missing_names
 
 __all__ = ["CPM1", "CPM2"]
-
-__getattr__ = missing_names("bminf", NAMES, __all__, "torch")
 
 
 class _Differentiable(nn.Module):

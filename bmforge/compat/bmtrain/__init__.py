@@ -8,19 +8,14 @@ Start at `runtime.py` (process groups and `config`), then `parameter.py`, `modul
 
 from bmforge.compat.bmtrain import (
     benchmark,
-    block_layer,
     debug,
     distributed,
-    global_var,
-    init,
     inspect,
-    layer,
     loss,
     lr_scheduler,
     nn,
     optim,
     param_init,
-    pipe_layer,
     store,
     utils,
 )
@@ -29,7 +24,6 @@ from bmforge.compat.bmtrain import (
 )
 from bmforge.compat.bmtrain.block import Block, TransformerBlockList
 from bmforge.compat.bmtrain.module import DistributedModule
-from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.optim import optim_step
 from bmforge.compat.bmtrain.param_init import grouped_parameters, init_parameters
 from bmforge.compat.bmtrain.parameter import DistributedParameter, ParameterInitializer
@@ -45,7 +39,6 @@ from bmforge.compat.bmtrain.store import load, save
 from bmforge.compat.bmtrain.synchronize import gather_result, sum_loss, synchronize, wait_loader
 from bmforge.compat.bmtrain.utils import print_block, print_dict, print_rank, see_memory
 from bmforge.compat.bmtrain.wrapper import BMTrainModelWrapper
-from bmforge.compat.names import missing_names
 
 CheckpointBlock = Block
 
@@ -59,19 +52,15 @@ __all__ = [
     "PipelineTransformerBlockList",
     "TransformerBlockList",
     "benchmark",
-    "block_layer",
     "config",
     "debug",
     "distributed",
     "gather_result",
-    "global_var",
     "grouped_parameters",
-    "init",
     "init_distributed",
     "init_parameters",
     "inspect",
     "is_initialized",
-    "layer",
     "load",
     "loss",
     "lr_scheduler",
@@ -79,7 +68,6 @@ __all__ = [
     "optim",
     "optim_step",
     "param_init",
-    "pipe_layer",
     "print_block",
     "print_dict",
     "print_rank",
@@ -93,5 +81,3 @@ __all__ = [
     "wait_loader",
     "world_size",
 ]
-
-__getattr__ = missing_names("bmtrain", NAMES, __all__)

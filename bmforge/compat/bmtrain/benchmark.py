@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from bmforge.compat.bmtrain import nccl as wires
-from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config, synchronize
 from bmforge.compat.bmtrain.utils import print_rank, round_up
-from bmforge.compat.names import missing_names
 
 __all__ = ["all_gather", "reduce_scatter", "send_recv"]
 
@@ -67,6 +65,3 @@ def _measure(name: str, size: int, act: Callable[[], None]) -> None:
     best = min(times[1:])
     speed = size / best / (1 << 30)
     print_rank(f"{name}:\tsize {size:>12,} B\ttime: {best * 1e3:4.3f} ms\tbw: {speed:2.6f} GiB/s")
-
-
-__getattr__ = missing_names("bmtrain", NAMES, __all__, "benchmark")

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config
-from bmforge.compat.names import missing_names
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.parallel.collectives import gather_tokens, sum_forward, sum_scatter_tokens
 
@@ -149,6 +147,3 @@ def recv_activations(prev_rank: int, comm: Any = None) -> Tensor:
     received = torch.empty(shape[:dims], dtype=_DTYPES[kind], device=config.device)
     dist.recv(received.view(-1).view(torch.uint8), group=group, group_src=prev_rank)
     return received
-
-
-__getattr__ = missing_names("bmtrain", NAMES, __all__, "distributed")

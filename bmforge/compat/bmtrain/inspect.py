@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.parameter import full_shape, whole
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.compat.bmtrain.store import allgather_objects
-from bmforge.compat.names import missing_names
 from bmforge.parallel.collectives import all_gather
 
 __all__ = ["InspectTensor", "format_summary", "inspect_model", "inspect_tensor", "record_tensor"]
@@ -143,6 +141,3 @@ def format_summary(summary: Sequence[Mapping[str, Any]]) -> str:
         numbers = "".join(f"{row[c] or 0.0:10.4f}" for c in _COLUMNS)
         lines.append(row["name"].ljust(width) + str(tuple(row["shape"])).ljust(20) + numbers)
     return "\n".join(lines)
-
-
-__getattr__ = missing_names("bmtrain", NAMES, __all__, "inspect")

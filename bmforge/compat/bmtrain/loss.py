@@ -9,9 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config
-from bmforge.compat.names import missing_names
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.parallel.collectives import sum_forward
 
@@ -104,6 +102,3 @@ class FusedCrossEntropy(nn.Module):
             spread = (mass.log() * all_weights - smooth) / classes
             loss = loss + self.label_smoothing * spread
         return loss * counted
-
-
-__getattr__ = missing_names("bmtrain", NAMES, __all__, "loss")

@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config
-from bmforge.compat.names import missing_names
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.parallel.collectives import all_gather
 from bmforge.parallel.collectives import reduce_scatter as scatter_sums
@@ -160,6 +158,3 @@ def groupEnd() -> None:  # noqa: N802
     operations, config.grouped = config.grouped, None
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
-
-
-__getattr__ = missing_names("bmtrain", NAMES, __all__, __name__.rpartition(".")[2])

@@ -14,10 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bmforge.compat.bmtrain.module import DistributedModule
-from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.parameter import DistributedParameter, ParameterInitializer
 from bmforge.compat.bmtrain.runtime import config
-from bmforge.compat.names import missing_names
 from bmforge.errors import ConfigError
 from bmforge.parallel.collectives import (
     gather_tokens,
@@ -303,6 +301,3 @@ class VPProjection(VPEmbedding):
     def forward(self, x: Tensor, projection: bool = True) -> Tensor:
         """Return the local logits for hidden states that are replicated over the group."""
         return OpParallelLinear.apply(x, self.weight)
-
-
-__getattr__ = missing_names("bmtrain", NAMES, __all__, "nn")

@@ -9,10 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bmforge.compat.bmtrain.facade import claim_blocks_
-from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.parameter import full_shape, origin_of, set_values_
 from bmforge.compat.bmtrain.runtime import config
-from bmforge.compat.names import missing_names
 
 __all__ = ["grouped_parameters", "init_parameters", "sum_plain_gradients_"]
 
@@ -69,6 +67,3 @@ def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.P
         origin = origin_of(param)
         groups.setdefault(None if origin is None else origin.group, []).append(param)
     yield from groups.items()
-
-
-__getattr__ = missing_names("bmtrain", NAMES, __all__, "param_init")

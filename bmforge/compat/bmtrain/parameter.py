@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import empty as empty_share
 
-from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config
-from bmforge.compat.names import missing_names
 from bmforge.errors import ConfigError
 from bmforge.parallel.collectives import all_gather, gather_tokens
 from bmforge.shards import laid_out_like, local_box, local_tensor
@@ -333,6 +331,3 @@ class _DeepCopy(_Method):
     def __reduce__(self) -> Any:
         """Pickle without the parameter."""
         return _DeepCopy, (self._function,)
-
-
-__getattr__ = missing_names("bmtrain", NAMES, __all__, "parameter")

@@ -32,6 +32,7 @@ __all__ = [
     "is_initialized",
     "rank",
     "synchronize",
+    "topology",
     "world_size",
 ]
 
@@ -342,3 +343,8 @@ def synchronize() -> None:
         dist.barrier(config["comm"])
     if config.device.type != "cpu":
         torch.accelerator.synchronize()
+
+
+def topology(config: Mapping[str, Any]) -> Topology:
+    """Return the coordinates of this process on the mesh, as in ``config["topology"]``."""
+    return Topology(*(config[key] for key in ("rank", "pipe_size", "tp_size", "world_size")))

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from bmforge.compat.bmtrain.block import TransformerBlockList
 from bmforge.compat.bmtrain.facade import claim_blocks_
-from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.param_init import sum_plain_gradients_
 from bmforge.compat.bmtrain.parameter import full_shape, share_like
 from bmforge.compat.bmtrain.runtime import config, synchronize
-from bmforge.compat.names import missing_names
 from bmforge.errors import CheckpointError
 from bmforge.files import replacing
 from bmforge.logging import get_logger
@@ -252,5 +250,3 @@ def allgather_objects(obj: Any, comm: Any = None) -> list[Any]:
 
 
 allgather_object = allgather_objects  # its older name
-
-__getattr__ = missing_names("bmtrain", NAMES, __all__, "store")

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config
-from bmforge.compat.names import missing_names
 from bmforge.device import device_memory_bytes
 from bmforge.host_memory import resident_bytes
 
@@ -114,6 +112,3 @@ class AverageRecorder:
         past = self._value if self._steps else 0.0
         self._value = self.alpha * past + (1.0 - self.alpha) * v
         self._steps += 1
-
-
-__getattr__ = missing_names("bmtrain", NAMES, __all__, "utils")

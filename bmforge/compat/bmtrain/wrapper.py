@@ -10,9 +10,7 @@ from torch import nn
 
 from bmforge.compat.bmtrain.block import Block
 from bmforge.compat.bmtrain.module import make_distributed_
-from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config
-from bmforge.compat.names import missing_names
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.surgery import find_repeated_blocks
@@ -101,6 +99,3 @@ def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         if own and all(uses[key] == count for key, count in own.items()):
             outer[name] = block
     return outer
-
-
-__getattr__ = missing_names("bmtrain", NAMES, __all__, "wrapper")

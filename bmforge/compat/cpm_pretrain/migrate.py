@@ -16,9 +16,8 @@ from typing import Any
 
 import tomli_w
 
-from bmforge.compat.cpm_pretrain.arguments import ARGUMENTS
+from bmforge.compat.cpm_pretrain.arguments import ARGUMENTS, DEFAULTS, SWITCHES
 from bmforge.compat.cpm_pretrain.shell import Script, read_script
-from bmforge.compat.cpm_pretrain.switches import DEFAULTS, SWITCHES
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
 from bmforge.recipes.registry import RECIPES

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bmforge.compat.cpm_pretrain.names import NAMES
-from bmforge.compat.names import missing_names
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.rules import LayoutRules
 
@@ -248,6 +246,3 @@ class PipeModelDataParallelTopology:
         parameter: Mapping[str, int] = coord
         index = tuple(parameter.get(axis, slice(None)) for axis in ProcessCoord._fields)
         return self._ranks[index].flatten().tolist()
-
-
-__getattr__ = missing_names("cpm_pretrain", NAMES, __all__, "pipe")

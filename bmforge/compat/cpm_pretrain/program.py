@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bmforge.compat.cpm_pretrain.arguments import ARGUMENTS
+from bmforge.compat.cpm_pretrain.arguments import ARGUMENTS, DEFAULTS, SWITCHES
 from bmforge.compat.cpm_pretrain.migrate import Migrated, place_arguments
 from bmforge.compat.cpm_pretrain.mpu.initialize import groups, join_layout
 from bmforge.compat.cpm_pretrain.mpu.random import model_parallel_cuda_manual_seed
 from bmforge.compat.cpm_pretrain.pipe import PipeModelDataParallelTopology
-from bmforge.compat.cpm_pretrain.switches import DEFAULTS, SWITCHES
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger

@@ -15,10 +15,8 @@ from torch.utils.data import default_collate
 from bmforge.batch import Batch
 from bmforge.compat.cpm_pretrain.lay_out import lay_out_
 from bmforge.compat.cpm_pretrain.mpu.initialize import groups
-from bmforge.compat.cpm_pretrain.names import NAMES
 from bmforge.compat.cpm_pretrain.pipe import PipelineModule, StageOutput
 from bmforge.compat.cpm_pretrain.program import initialize_megatron, print_rank_0, program
-from bmforge.compat.names import missing_names
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, DataError
 from bmforge.parallel import Layout, OffloadConfig, data_parallel_rank, data_parallel_size
@@ -256,6 +254,3 @@ def _evaluate(rows: Rows, model: nn.Module, *, objective: Any, steps: int) -> Ev
     batches = [batch for _ in range(steps) for batch in next(rows)]
     with torch.no_grad():
         return evaluate(model, batches, objective=objective, device=groups.device)
-
-
-__getattr__ = missing_names("cpm_pretrain", NAMES, __all__, "training")

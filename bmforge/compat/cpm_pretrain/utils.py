@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmforge.compat.cpm_pretrain.names import NAMES
 from bmforge.compat.cpm_pretrain.program import print_rank_0
-from bmforge.compat.names import missing_names
 
 __all__ = ["get_ltor_masks_and_position_ids", "print_rank_0", "reduce_losses"]
 
@@ -55,6 +53,3 @@ def get_ltor_masks_and_position_ids(
         begins = torch.cat((torch.zeros_like(ends[:, :1]), ends[:, :-1]), 1)
         position_ids = position_ids - (places * begins).cummax(1).values
     return hidden[:, None], counts, position_ids
-
-
-__getattr__ = missing_names("cpm_pretrain", NAMES, __all__, "utils")

@@ -10,6 +10,8 @@ from bmforge.models.hub import find_model
 from bmforge.tokenizers import CPM1Tokenizer as _CPM1Tokenizer
 from bmforge.tokenizers import CPM2Tokenizer as _CPM2Tokenizer
 from bmforge.tokenizers import GLMTokenizer
+from bmforge.tokenizers.cpm1 import MODEL_FILE
+from bmforge.tokenizers.cpm2 import CPM1WordTokenizer
 
 __all__ = [
     "BaseTokenizer",
@@ -80,8 +82,33 @@ class _OldMethods:
         return self.token_to_id(token) is not None
 
 
-class CPM1Tokenizer(_OldMethods, _CPM1Tokenizer):
-    """CPM-1's tokenizer with ModelCenter's methods."""
+class _CPM1Pieces(_OldMethods, _CPM1Tokenizer):
+    """CPM-1's sentencepiece tokenizer with ModelCenter's methods."""
+
+
+class _CPM1Words(_OldMethods, CPM1WordTokenizer):
+    """Tokenizer of ModelCenter's CPM-1 with its methods."""
+
+    @property
+    def space_id(self) -> int:
+        """Id of the token for a space."""
+        return self._vocabulary[self.roles["space"]]
+
+    @property
+    def line_id(self) -> int:
+        """Id of the token for a line end."""
+        return self._vocabulary[self.roles["newline"]]
+
+
+class CPM1Tokenizer:
+    """Opens the tokenizer of a CPM-1, of either release."""
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path) -> Any:
+        """Open ``chinese_vocab.model`` of a directory or hub id, else its ``vocab.txt``."""
+        folder = find_model(name)
+        has_pieces = (folder / MODEL_FILE).exists()
+        return (_CPM1Pieces if has_pieces else _CPM1Words).from_pretrained(folder)
 
 
 class CPM2Tokenizer(_OldMethods, _CPM2Tokenizer):

@@ -7,13 +7,9 @@ from pathlib import Path
 from torch import nn
 
 import bmforge.compat.bmtrain as bmt
-from bmforge.compat.model_center.names import NAMES
-from bmforge.compat.names import missing_names
 from bmforge.models.hub import find_model
 
 __all__ = ["check_web_and_convert_path", "print_inspect"]
-
-__getattr__ = missing_names("model_center", NAMES, __all__, "utils")
 
 
 def print_inspect(model: nn.Module, name: str) -> None:

@@ -8,11 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from bmforge.compat.names import missing_names
 from bmforge.compat.opendelta.basemodel import DeltaBase
 from bmforge.compat.opendelta.delta_configs import CONFIGS, BaseDeltaConfig, read_config
 from bmforge.compat.opendelta.delta_models import MODELS
-from bmforge.compat.opendelta.names import NAMES
 from bmforge.errors import ConfigError, suggest
 from bmforge.tune.delta.files import type_of_delta
 from bmforge.tune.delta.opendelta_format import old_type_of
@@ -87,6 +85,3 @@ class AutoDeltaModel:
             )
         model = MODELS[name]
         return model.from_finetuned(finetuned_model_name_or_path, backbone_model, **kwargs)
-
-
-__getattr__ = missing_names("opendelta", NAMES, __all__, "auto_delta")

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from bmforge.compat.bmtrain.module import make_distributed_
-from bmforge.compat.names import missing_names
 from bmforge.compat.opendelta.backbone import (
     drop_hooks_,
     find_trained,
@@ -23,7 +22,6 @@ from bmforge.compat.opendelta.backbone import (
     take_parts_,
 )
 from bmforge.compat.opendelta.delta_configs import BaseDeltaConfig
-from bmforge.compat.opendelta.names import NAMES
 from bmforge.compat.opendelta.visualization import Visualization
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
@@ -351,6 +349,3 @@ class DeltaBase(nn.Module):
         """Return the parent of a module, the module's name in its parent, and the module."""
         owner, _, name = key.rpartition(".")
         return root_module.get_submodule(owner), name, root_module.get_submodule(key)
-
-
-__getattr__ = missing_names("opendelta", NAMES, __all__, "basemodel")

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
-from bmforge.compat.names import missing_names
-from bmforge.compat.opendelta.names import NAMES
 from bmforge.errors import ConfigError, suggest
 from bmforge.files import replace_file
 from bmforge.logging import get_logger
@@ -257,5 +255,3 @@ CONFIGS: Mapping[str, type[BaseDeltaConfig]] = {
         SoftPromptConfig,
     )
 }
-
-__getattr__ = missing_names("opendelta", NAMES, __all__, "delta_configs")

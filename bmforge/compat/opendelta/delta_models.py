@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from bmforge.compat.names import missing_names
 from bmforge.compat.opendelta.backbone import zoo_in
 from bmforge.compat.opendelta.basemodel import DeltaBase
 from bmforge.compat.opendelta.delta_configs import (
@@ -20,7 +19,6 @@ from bmforge.compat.opendelta.delta_configs import (
     PrefixConfig,
     SoftPromptConfig,
 )
-from bmforge.compat.opendelta.names import NAMES
 from bmforge.errors import ConfigError
 
 __all__ = [
@@ -115,5 +113,3 @@ MODELS: dict[str, type[DeltaBase]] = {
         SoftPromptModel,
     )
 }
-
-__getattr__ = missing_names("opendelta", NAMES, __all__, "delta_models")

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmforge.compat.names import missing_names
-from bmforge.compat.opendelta.names import NAMES
 from bmforge.logging import get_logger
 
 __all__ = ["inspect_module_statistics", "inspect_optimizer_statistics"]
@@ -52,6 +50,3 @@ def inspect_optimizer_statistics(
     if verbose:
         get_logger().info("%s", statistics)
     return statistics
-
-
-__getattr__ = missing_names("opendelta", NAMES, __all__, "inspect")

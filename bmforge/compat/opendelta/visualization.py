@@ -8,8 +8,6 @@ from rich.console import Console
 from rich.tree import Tree
 from torch import nn
 
-from bmforge.compat.names import missing_names
-from bmforge.compat.opendelta.names import NAMES
 from bmforge.errors import ConfigError
 from bmforge.tune.delta.tree import draw_tree, fold_tree
 
@@ -56,6 +54,3 @@ class Visualization:
         if printTree:
             Console().print(tree)
         return tree
-
-
-__getattr__ = missing_names("opendelta", NAMES, __all__, "visualization")

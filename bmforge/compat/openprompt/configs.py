@@ -1,6 +1,6 @@
 """Converts OpenPrompt's YAML configs to a run of `bmforge train`, in TOML.
 
-Start at `read_config`. A key maps to a field by `config_keys.PLAIN` or by a method of `_Reader`;
+Start at `read_config`. A key maps to a field by `config_keys.toml` or by a method of `_Reader`;
 keys without a counterpart are listed with the reason, never dropped silently.
 Source: openprompt/default_config.py of thunlp/OpenPrompt, 1.0.1, for keys and defaults.
 """
@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from bmforge.compat.cpm_pretrain.migrate import Migrated
-from bmforge.compat.openprompt.config_keys import (
-    DATASETS,
-    MISSING,
-    NEEDLESS,
-    PLAIN,
-    TEMPLATES,
-    VERBALIZERS,
-)
 from bmforge.config import config_from_dict
 from bmforge.data.tasks import TASKS, read_task
 from bmforge.errors import BmforgeError, ConfigError, MissingDependencyError, suggest
 from bmforge.recipes.registry import TASKS as RUNS
 
 __all__ = ["read_config"]
+
+_KEYS = tomllib.loads(Path(__file__).with_name("config_keys.toml").read_text("utf-8"))
+_DATASETS, _TYPES = _KEYS["datasets"], {kind.__name__: kind for kind in (str, int, float, list)}
 
 
 def read_config(path: str | Path, files_dir: Path | None = None) -> Migrated:
@@ -122,11 +118,12 @@ class _Reader:
         self.put("train.optim.weight_decay", 0.01)
         self.put("train.schedule.kind", "linear")
         self.put("data.seq_len", 256)
-        for key, (field_path, kind) in PLAIN.items():
+        for key, (field_path, kind) in _KEYS["plain"].items():
             value = self.take(key)
             if value is not None:
                 self.put(
-                    field_path, [value] if field_path == "data.paths" else _read(key, value, kind)
+                    field_path,
+                    [value] if field_path == "data.paths" else _read(key, value, _TYPES[kind]),
                 )
         self.place_task()
         self.place_template()
@@ -145,9 +142,9 @@ class _Reader:
             self.miss("classification.loss_function", f"{loss!r}: cross-entropy is minimised")
         name = str(self.take("dataset.name", ""))
         short = name.lower().removeprefix("super_glue.").removeprefix("superglue.")
-        if short in DATASETS:
-            self.put("data.task", DATASETS[short])
-            if "dev" not in TASKS[DATASETS[short]].files:
+        if short in _DATASETS:
+            self.put("data.task", _DATASETS[short])
+            if "dev" not in TASKS[_DATASETS[short]].files:
                 self.put("data.dev_split", "test")
         else:
             self.miss(
@@ -161,8 +158,8 @@ class _Reader:
         """Convert the template and its training options."""
         kind = str(self.take("template", "manual_template")).removesuffix("_template")
         block = f"{kind}_template"
-        if kind not in TEMPLATES:
-            self.miss("template", f"{block!r} is unknown.{suggest(kind, TEMPLATES)}")
+        if kind not in _KEYS["templates"]:
+            self.miss("template", f"{block!r} is unknown.{suggest(kind, _KEYS['templates'])}")
         if (text := self.take(f"{block}.text")) is not None:
             self.out.files["template.txt"] = f"{text}\n"
             self.put("template", str(self.files_dir / "template.txt"))
@@ -220,7 +217,7 @@ class _Reader:
         if name is None:
             return
         kind, block = str(name).removesuffix("_verbalizer"), str(name)
-        if kind not in VERBALIZERS:
+        if kind not in _KEYS["verbalizers"]:
             self.miss(
                 "verbalizer",
                 (
@@ -335,10 +332,10 @@ class _Reader:
         for key, value in self.given.items():
             if value is None:
                 continue
-            why = _find_reason(key, NEEDLESS)
+            why = _find_reason(key, _KEYS["needless"])
             if why is not None:
                 self.out.dropped.append((key, why))
-            elif (missing := _find_reason(key, MISSING)) is not None:
+            elif (missing := _find_reason(key, _KEYS["missing"])) is not None:
                 self.miss(key, missing)
             elif self.is_other(key.split(".")[0]):
                 self.out.dropped.append((key, "the config names another one"))

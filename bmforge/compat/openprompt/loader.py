@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.compat.openprompt.examples import InputFeatures
@@ -57,8 +58,15 @@ class PromptDataLoader:
             )
         self.dataset, self.template, self.verbalizer = dataset, template, verbalizer
         self.max_seq_length, self.batch_size = max_seq_length, batch_size
-        self.shuffle = bool(options.pop("shuffle", False))
-        self.drop_last = bool(options.pop("drop_last", False))
+        shuffle, drop_last = (bool(options.pop(n, False)) for n in ("shuffle", "drop_last"))
+        # A public attribute of the original, which programs pass to `accelerate`.
+        self.dataloader: DataLoader[Any] = DataLoader(
+            list(dataset),  # type: ignore[arg-type]
+            batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            collate_fn=self._collate,
+        )
         self.teacher_forcing = bool(options.pop("teacher_forcing", False))
         self.decoder_max_length = int(options.pop("decoder_max_length", -1))
         self.cut = options.pop("truncate_method", "tail")
@@ -69,22 +77,19 @@ class PromptDataLoader:
         kind.count_truncated = self._count_truncated
 
     def __len__(self) -> int:
-        count = len(self.dataset)
-        return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
+        return len(self.dataloader)
 
     def __iter__(self) -> Iterator[InputFeatures]:
-        count = len(self.dataset)
-        order = torch.randperm(count).tolist() if self.shuffle else list(range(count))
-        for number in range(len(self)):
-            part = order[number * self.batch_size : (number + 1) * self.batch_size]
-            yield self._make([self._fill(self.dataset[index]) for index in part])
+        return iter(self.dataloader)
 
     def _count_truncated(self) -> tuple[int, int]:
         """Return the number of examples whose prompts are truncated, and of all examples."""
         lengths = [len(self._core.encode(self._fill(e), _NO_LIMIT)) for e in self.dataset]
         return sum(length > self.max_seq_length for length in lengths), len(lengths)
 
-    def _make(self, examples: Sequence[Any]) -> InputFeatures:
+    def _collate(self, examples: Sequence[Any]) -> InputFeatures:
+        """Tokenize a batch of examples."""
+        examples = [self._fill(example) for example in examples]
         options: dict[str, Any] = {"max_seq_len": self.max_seq_length, "cut": self.cut}
         asks = getattr(getattr(self.verbalizer, "core", None), "takes", "") == "words"
         questions = []

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmforge.compat.openprompt.examples import InputFeatures
+from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.generation import generate
 from bmforge.tune.prompt import PromptClassifier, PromptGenerator
 from bmforge.tune.prompt.call import PositionOutputs, ask_model
@@ -178,7 +179,10 @@ class PromptForGeneration(_Prompted):
         for name, new in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
             if name in settings:
                 settings[new] = settings.pop(name)
-        settings.pop("max_new_tokens", None) if settings.get("max_new_tokens") is None else None
+        if settings.get("max_new_tokens") is None:
+            settings.pop("max_new_tokens", None)
+        if hasattr(self.plm, "traits") and not find_end_tokens(self.plm.config, None):
+            settings.pop("min_new_tokens", None)  # without an end token it has no effect
         if not settings.get("do_sample", False):
             # Options of sampling have no effect on greedy decoding there, and are refused here.
             settings = {name: value for name, value in settings.items() if name not in _SAMPLING}

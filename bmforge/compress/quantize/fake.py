@@ -11,7 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from bmforge.compress.matrices import Matrix, find_matrices
 from bmforge.compress.method import MethodBase
@@ -184,7 +186,45 @@ def _run_int8(
 ) -> Tensor:
     weight = module.weight.t() if hasattr(module, "nf") else module.weight
     seen.dtype = weight.dtype
-    return int8_linear(x, weight, module.bias, in_both=in_both)
+    if isinstance(module, nn.Linear) or hasattr(module, "nf"):
+        return int8_linear(x, weight, module.bias, in_both=in_both)
+    # Another class may also scale its input or output, so only its product is replaced.
+    with _Int8Products(weight, in_both) as products:
+        y: Tensor = inner(x)
+    if not products.count:
+        raise ConfigError(
+            f"{type(module).__name__} has no product with its weight by F.linear, which "
+            'training="int8-both" replaces. Leave it out of `where`, or take training="fake".'
+        )
+    return y
+
+
+class _Int8Products(TorchFunctionMode):
+    """Computes `F.linear` with one weight by int8 products.
+
+    Args:
+        weight: weight of the products.
+        in_both: use int8 products in backward as well.
+
+    Attributes:
+        count: number of products computed.
+    """
+
+    def __init__(self, weight: Tensor, in_both: bool) -> None:
+        super().__init__()
+        self.weight, self.in_both, self.count = weight, in_both, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace a product with the weight; run any other function."""
+        if func is F.linear and len(args) > 1 and _is_same(args[1], self.weight):
+            self.count += 1
+            return int8_linear(*args, **(kwargs or {}), in_both=self.in_both)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_same(left: Tensor, right: Tensor) -> bool:
+    """Return True if two tensors are one, or views of the same values."""
+    return left is right or (left.shape == right.shape and left.data_ptr() == right.data_ptr())
 
 
 def _check_kind(matrix: Matrix, config: QuantizeConfig) -> None:

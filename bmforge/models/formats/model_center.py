@@ -69,6 +69,7 @@ NAME_RULES = (
     (r"^mlm_head\.", r"lm_head."),
     (r"^embed\.", r"input_embedding."),
     (r"^embed_positions\.", r"position_embedding."),
+    (r"^embed_prompt\.", r"prompt_embedding."),
     (r"^embed_segments\.", r"token_type_embedding."),
     (r"^embed_blocks\.", r"block_position_embedding."),
     (r"^embed_patches\.", r"patch_embed.proj."),
@@ -136,15 +137,23 @@ def load_model_center(
     return _fill(model, family, tensors, directory, factor)
 
 
-def fill_model_center(model: Model, directory: Path) -> Model:
+def fill_model_center(
+    model: Model, directory: Path, absent: Mapping[str, Tensor] | None = None
+) -> Model:
     """Load a ModelCenter checkpoint into a model on the meta device, by tensor names.
 
     This is for the compatibility classes; `load_model_center` opens bmforge's families.
 
+    Args:
+        model: model on the meta device.
+        directory: directory of the checkpoint.
+        absent: tensors that the checkpoint lacks, under ModelCenter's naming.
+
     Raises:
         CheckpointError: tensors are missing, unexpected or have the wrong shape; all are listed.
     """
-    return _fill(model, "", _rename(read_pickle(directory / _WEIGHTS), _OLD_NAMES), directory)
+    tensors = _rename(read_pickle(directory / _WEIGHTS), _OLD_NAMES)
+    return _fill(model, "", {**(absent or {}), **tensors}, directory)
 
 
 def _fill(

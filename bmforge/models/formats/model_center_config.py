@@ -166,7 +166,7 @@ OLD_FAMILIES: dict[str, OldFamily] = {
 
 _WAYS = {
     "CPM1": "Load it with bmforge.compat.model_center.model.CPM1.from_pretrained(directory).",
-    "CPM3": "The same model was published as CPM-Ant: use that checkpoint.",
+    "CPM3": "Load it with bmforge.compat.model_center.model.CPM3.from_pretrained(directory).",
 }
 # Sizes of the published vocabularies, padded or not: all T5 versions, mengzi, mT5; CPM-2.
 _VOCABULARIES = {

@@ -7,8 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bmforge.compat.cpm_pretrain.mpu.initialize import get_model_parallel_group
-from bmforge.compat.cpm_pretrain.names import NAMES
-from bmforge.compat.names import missing_names
 from bmforge.errors import ShapeError
 from bmforge.parallel.collectives import sum_forward
 
@@ -44,6 +42,3 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
     picked = shifted.gather(-1, index.where(is_here, 0)[..., None])[..., 0] * is_here
     mass, picked = sum_forward(torch.stack((shifted.exp().sum(-1), picked)), group).unbind()
     return mass.log() - picked
-
-
-__getattr__ = missing_names("cpm_pretrain", NAMES, __all__, "mpu.cross_entropy")

@@ -15,8 +15,6 @@ from bmforge.compat.cpm_pretrain.mpu.initialize import (
     get_model_parallel_src_rank,
     groups,
 )
-from bmforge.compat.cpm_pretrain.names import NAMES
-from bmforge.compat.names import missing_names
 from bmforge.errors import DataError
 
 __all__ = ["broadcast_data"]
@@ -67,6 +65,3 @@ def _describe(
             "them first."
         )
     return [tuple(data[key].shape) for key in keys], ""
-
-
-__getattr__ = missing_names("cpm_pretrain", NAMES, __all__, "mpu.data")

@@ -13,8 +13,6 @@ from bmforge.compat.cpm_pretrain.mpu.initialize import (
     get_model_parallel_group,
     get_model_parallel_rank,
 )
-from bmforge.compat.cpm_pretrain.names import NAMES
-from bmforge.compat.names import missing_names
 
 __all__ = ["clip_grad_norm"]
 
@@ -49,6 +47,3 @@ def clip_grad_norm(
             assert grad is not None
             grad.mul_(max_norm / (norm + 1e-6))
     return norm
-
-
-__getattr__ = missing_names("cpm_pretrain", NAMES, __all__, "mpu.grads")

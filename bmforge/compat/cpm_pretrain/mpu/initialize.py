@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from bmforge.compat.cpm_pretrain.names import NAMES
-from bmforge.compat.names import missing_names
 from bmforge.errors import DistributedError
 from bmforge.parallel import Layout, build_mesh, init_distributed, new_group
 
@@ -227,6 +225,3 @@ def get_pipe_parallel_world_size() -> int:
 def get_pipe_parallel_rank() -> int:
     """Return this process's pipeline stage."""
     return get_pipe_parallel_group().rank()
-
-
-__getattr__ = missing_names("cpm_pretrain", NAMES, __all__, "mpu.initialize")

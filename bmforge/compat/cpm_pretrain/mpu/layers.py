@@ -26,8 +26,6 @@ from bmforge.compat.cpm_pretrain.mpu.mappings import (
     scatter_to_model_parallel_region,
 )
 from bmforge.compat.cpm_pretrain.mpu.utils import VocabUtility, divide
-from bmforge.compat.cpm_pretrain.names import NAMES
-from bmforge.compat.names import missing_names
 
 __all__ = [
     "ColumnParallelLinear",
@@ -232,6 +230,3 @@ class VocabParallelEmbedding(nn.Module):
         is_here = (input_ >= self.vocab_start_index) & (input_ < self.vocab_end_index)
         rows = F.embedding((input_ - self.vocab_start_index) * is_here, self.weight)
         return reduce_from_model_parallel_region(rows * is_here[..., None])
-
-
-__getattr__ = missing_names("cpm_pretrain", NAMES, __all__, "mpu.layers")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from bmforge.compat.cpm_pretrain.mpu.initialize import get_model_parallel_group
-from bmforge.compat.cpm_pretrain.names import NAMES
-from bmforge.compat.names import missing_names
 from bmforge.parallel.collectives import gather_tokens, sum_backward, sum_forward, take_tokens
 
 __all__ = [
@@ -35,6 +33,3 @@ def scatter_to_model_parallel_region(input_: Tensor) -> Tensor:
 def gather_from_model_parallel_region(input_: Tensor) -> Tensor:
     """All-gather the last dim; all processes get the same result."""
     return gather_tokens(input_, get_model_parallel_group(), -1, summed=False)
-
-
-__getattr__ = missing_names("cpm_pretrain", NAMES, __all__, "mpu.mappings")

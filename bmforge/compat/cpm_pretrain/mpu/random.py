@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
 from bmforge.compat.cpm_pretrain.mpu.initialize import get_model_parallel_rank
-from bmforge.compat.cpm_pretrain.names import NAMES
-from bmforge.compat.names import missing_names
 from bmforge.device import keep_random
 from bmforge.errors import ConfigError
 from bmforge.train.checkpoint.rng import capture_torch, restore_torch
@@ -125,6 +123,3 @@ def _with_states(states: States | None) -> Iterator[None]:
         yield
     finally:
         _tracker.set_states(now)
-
-
-__getattr__ = missing_names("cpm_pretrain", NAMES, __all__, "mpu.random")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bmforge.compat.cpm_pretrain.names import NAMES
-from bmforge.compat.names import missing_names
 from bmforge.errors import ConfigError
 
 __all__ = ["VocabUtility", "divide", "ensure_divisibility", "split_tensor_along_last_dim"]
@@ -54,6 +52,3 @@ class VocabUtility:
         """Return the vocabulary range of a process from the size of the full vocabulary."""
         part = divide(global_vocab_size, world_size)
         return rank * part, (rank + 1) * part
-
-
-__getattr__ = missing_names("cpm_pretrain", NAMES, __all__, "mpu.utils")

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 import bmforge.compat.bmtrain as bmt
-from bmforge.compat.model_center.names import NAMES
-from bmforge.compat.names import missing_names
 from bmforge.data.store.blocks import BLOCK_BYTES, META_FILE, BlockDataset, BlockFile
 from bmforge.data.store.safe_pickle import load_plain
 from bmforge.errors import ConfigError, DataError
@@ -28,8 +26,6 @@ from bmforge.files import partial_name
 
 __all__ = ["DatasetBuilder", "DatasetWriter", "DistributedDataset", "SimpleDataset"]
 __all__ += ["build_dataset", "mask_dataset"]
-
-__getattr__ = missing_names("model_center", NAMES, __all__, "dataset.distributed_dataset")
 
 _NEVER = 0x7FFFFFFF  # times that a block was read which is not read here
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.compat.model_center.model import BaseModel
+from bmforge.compat.model_center.model.base import BaseModel
 from bmforge.errors import ConfigError
 from bmforge.infer.decoder_factory import start_decoder
 from bmforge.infer.generation import run_decoder

@@ -6,12 +6,8 @@ import torch
 from torch import Tensor
 
 from bmforge.compat.model_center.generation.search import BeamSearch, Generation, RandomSampling
-from bmforge.compat.model_center.names import NAMES
-from bmforge.compat.names import missing_names
 
 __all__ = ["T5BeamSearch", "T5RandomSampling"]
-
-__getattr__ = missing_names("model_center", NAMES, __all__, "generation.t5")
 
 
 class _T5(Generation):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bmforge.compat.bmtrain.module import DistributedModule
 from bmforge.compat.bmtrain.parameter import DistributedParameter, ParameterInitializer
+from bmforge.errors import ShapeError
 from bmforge.nn.position import RopeSpec, apply_rope, rope_table
 from bmforge.nn.relative import find_buckets
 
@@ -106,13 +107,26 @@ class SegmentPositionEmbedding(DistributedModule):
         )
 
     def forward(
-        self, key_pos: Tensor, query_pos: Tensor, key_segment: Tensor, query_segment: Tensor
+        self,
+        key_pos: Tensor | int | None = None,
+        query_pos: Tensor | int | None = None,
+        key_segment: Tensor | None = None,
+        query_segment: Tensor | None = None,
     ) -> Tensor:
         """Return the position bias of attention scores.
 
+        Args:
+            key_pos, query_pos: positions, or their number (default: that of the segments).
+            key_segment, query_segment: segment types (default: 0).
+
         Shape:
             key_pos, key_segment: (B, S); query_pos, query_segment: (B, T); returns (B, N, T, S)
+
+        Raises:
+            ShapeError: neither positions nor segments are given for a side.
         """
+        key_pos, key_segment = self._side("key", key_pos, key_segment)
+        query_pos, query_segment = self._side("query", query_pos, query_segment)
         ask, key_segments = query_segment[:, :, None], key_segment[:, None, :]
         rows = self.num_buckets + ask * self.num_segments + key_segments
         if self.absolute_inner_segment:
@@ -120,6 +134,19 @@ class SegmentPositionEmbedding(DistributedModule):
             near = find_buckets(distance, self.bidirectional, self.num_buckets, self.max_distance)
             rows = torch.where(ask == key_segments, near, rows)
         return F.embedding(rows, self.relative_attention_bias).movedim(-1, -3).contiguous()
+
+    def _side(
+        self, name: str, position: Tensor | int | None, segment: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the positions and segment types of one side, (1 or B, length) each."""
+        if position is None and segment is None:
+            raise ShapeError(f"{name}_pos and {name}_segment are both None. Give one of them.")
+        if position is None:
+            assert segment is not None
+            position = segment.shape[-1]
+        place = _positions(position, self.relative_attention_bias.device)
+        place = place[None] if place.dim() == 1 else place
+        return place, torch.zeros_like(place) if segment is None else segment
 
 
 class _Rotary(nn.Module):

@@ -235,6 +235,16 @@ class CPM3(_OldCall):
 
     _CONFIG_TYPE = CPM3Config
 
+    @classmethod
+    def _open_old(cls, family: type[Model], directory: Path, config: Config) -> Model:
+        """Load a checkpoint; CPM-Ant's segment embeddings, which CPM-3 lacks, are zeros."""
+        model = family.from_config(config.native(), device="meta", dtype=config.dtype)
+        segments = model.get_parameter("embed_segments.weight")
+        absent = {"token_type_embedding.weight": torch.zeros(segments.shape, dtype=segments.dtype)}
+        model = fill_model_center(model, directory, absent)
+        model.get_parameter("embed_segments.weight").requires_grad_(False)
+        return model
+
     def forward(
         self,
         input: Tensor | None = None,

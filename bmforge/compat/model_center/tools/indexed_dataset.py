@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 
 from bmforge.compat.model_center.dataset.indexed import MMapIndexedDataset
-from bmforge.compat.model_center.names import NAMES
-from bmforge.compat.names import missing_names
 from bmforge.data import TokenStore, TokenStoreWriter
 from bmforge.data.store.writer import best_dtype
 from bmforge.errors import ConfigError, DataError
@@ -29,8 +27,6 @@ __all__ = [
     "make_builder",
     "make_dataset",
 ]
-
-__getattr__ = missing_names("model_center", NAMES, __all__, "tools.indexed_dataset")
 
 _KINDS = ("lazy", "cached", "mmap")
 _OLD_MAGIC = b"TNTIDX\x00\x00"

@@ -16,19 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bmforge.compat.model_center.names import NAMES
 from bmforge.compat.model_center.tools.indexed_dataset import (
     get_available_dataset_impl,
     make_builder,
 )
-from bmforge.compat.names import missing_names
 from bmforge.errors import DataError
 from bmforge.logging import get_logger, track
 from bmforge.tokenizers import CPM1Tokenizer
 
 __all__ = ["cut_document", "get_args", "main"]
-
-__getattr__ = missing_names("model_center", NAMES, __all__, "tools.preprocess_cpm1_lm")
 
 _START, _PIECE, _SHORTEST, _LONGEST_LINE = 1, 512, 32, 5_000_000
 _tokenizers: dict[str, Any] = {}  # of a worker process, which opens its own once

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from bmforge.compat.names import missing_names
 from bmforge.compat.openprompt.data_utils.data_processor import DataProcessor
 from bmforge.compat.openprompt.data_utils.data_sampler import FewShotSampler
 from bmforge.compat.openprompt.data_utils.processors import CLASSES, PROCESSORS
 from bmforge.compat.openprompt.examples import InputExample, InputFeatures
-from bmforge.compat.openprompt.names import NAMES
 from bmforge.errors import DataError, suggest
 
 __all__ = [
@@ -68,6 +66,3 @@ def load_dataset(config: Any, return_class: bool = True, test: bool = False) -> 
             f"{folder!r} has no split of the dataset {name}. Give the dataset's folder."
         )
     return (*splits, processor) if return_class else tuple(splits)
-
-
-__getattr__ = missing_names("openprompt", NAMES, __all__, "data_utils")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from bmforge.compat.names import missing_names
-from bmforge.compat.openprompt.names import NAMES
 from bmforge.compat.openprompt.wrappers import (
     CPM2TokenizerWrapper,
     LMTokenizerWrapper,
@@ -94,6 +92,3 @@ def load_plm(
     directory = find_model(model_path)
     model = AutoModel.from_pretrained(directory, head=head)
     return model, AutoTokenizer.from_pretrained(directory), model.config, wrapper
-
-
-__getattr__ = missing_names("openprompt", NAMES, __all__, "plms")

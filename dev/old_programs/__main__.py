@@ -1,0 +1,126 @@
+"""Write the table of upstream programs: imports that resolve, and programs that run.
+
+    python dev/old_programs CHECKOUTS WORK [--repository NAME] [--program GLOB] [--out FILE]
+
+CHECKOUTS is a folder with git checkouts of the repositories in `programs.toml`; WORK receives
+their rewritten copies, tiny models and the logs of the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import tomllib
+import warnings
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from imports import check_repository
+from inputs import write_models
+from rewrite import apply_edits, copy_repository
+from runs import run_program
+
+import bmforge.compat.bmtrain  # noqa: F401  (imported once, before the programs are forked)
+
+_TIMEOUT_S = 120.0
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit of a checkout."""
+    command = ["git", "-C", str(folder), "log", "-1", "--format=%h, %cs"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def import_rows(config: dict[str, Any], checkouts: Path) -> Iterator[str]:
+    """Yield the lines of the table of imports, then the errors."""
+    yield "| repository | commit | programs | resolve | name a replacement | fail | not valid Python |"
+    yield "|---|---|---|---|---|---|---|"
+    errors: list[str] = []
+    for name, repository in config["repositories"].items():
+        folder = checkouts / name
+        result = check_repository(folder, repository["packages"], repository["own"])
+        counts = [len(x) for x in (result.resolved, result.replaced, result.failed)]
+        cells = [name, commit_of(folder), sum(counts), *counts, len(result.unreadable)]
+        yield f"| {' | '.join(map(str, cells))} |"
+        for program, lines in (result.replaced | result.failed).items():
+            errors += [f"- {name}/{program}: {line}" for line in dict.fromkeys(lines)]
+        errors += [f"- {name}/{program}: not valid Python" for program in result.unreadable]
+    yield ""
+    yield from errors
+
+
+def hub_edits(config: dict[str, Any], models: Path) -> list[dict[str, str]]:
+    """Return edits that replace quoted names of the hub by local folders."""
+    return [
+        {"find": rf"""f?(["']){name}\1""", "replace": f'"{models / local}"'}
+        for name, local in ((n.replace(".", r"\."), m) for n, m in config["hub"].items())
+    ]
+
+
+def run_rows(config: dict[str, Any], options: argparse.Namespace) -> Iterator[str]:
+    """Run the listed programs and yield the lines of the table."""
+    models = options.work / "models"
+    if not models.exists():
+        write_models(models)
+    edits = [*config["edits"], *hub_edits(config, models)]
+    yield "| program | processes | outcome |\n|---|---|---|"
+    done: set[Path] = set()
+    for run in config["runs"]:
+        name = run["repository"]
+        if options.repository not in ("", name):
+            continue
+        copy, repository = options.work / name, config["repositories"][name]
+        if copy not in done:
+            shutil.rmtree(copy, ignore_errors=True)
+            copy_repository(
+                options.checkouts / name, copy, repository["packages"], edits, repository["own"]
+            )
+            done.add(copy)
+        for program in sorted(copy.glob(run["programs"])):
+            relative = str(program.relative_to(copy))
+            if fnmatch(relative, options.program) and relative not in run.get("except", ()):
+                yield from outcome_rows(run, program, f"{name}/{relative}", options.work)
+
+
+def outcome_rows(run: dict[str, Any], program: Path, label: str, work: Path) -> Iterator[str]:
+    """Run one program on each number of processes."""
+    if run.get("skip"):
+        yield f"| {label} | - | not run: {run['skip']} |"
+        return
+    own = run.get("edits", [])
+    if own:
+        program.write_text(apply_edits(program.read_text("utf-8"), own), encoding="utf-8")
+    success = "with edits: " + "; ".join(edit["why"] for edit in own) if own else "as it is"
+    arguments = [a.replace("{work}", str(work)) for a in run.get("arguments", [])]
+    for processes in run.get("processes", [1]):
+        error = run_program(program, arguments, processes, program.parent, _TIMEOUT_S)
+        text = f"fails: {error.replace('|', '/')[:300]}" if error else success
+        yield f"| {label} | {processes} | {text} |"
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkouts", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--repository", default="", help="run programs of this repository only")
+    parser.add_argument("--program", default="*", help="run programs that match this glob only")
+    parser.add_argument("--part", choices=["imports", "runs"], help="write one table only")
+    options = parser.parse_args()
+    options.work = options.work.resolve()
+    config = tomllib.loads((Path(__file__).parent / "programs.toml").read_text("utf-8"))
+    if options.part != "runs":
+        for line in import_rows(config, options.checkouts):
+            print(line, flush=True)
+    if options.part != "imports":
+        for line in run_rows(config, options):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

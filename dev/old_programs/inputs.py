@@ -1,0 +1,212 @@
+"""Writes tiny models, tokenizers and data sets that stand in for those of the programs."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import torch
+import transformers
+from tokenizers import ByteLevelBPETokenizer
+
+__all__ = ["write_models"]
+
+_WORDS = [
+    "the",
+    "film",
+    "was",
+    "a",
+    "great",
+    "and",
+    "moving",
+    "story",
+    "of",
+    "people",
+    "who",
+    "work",
+    "in",
+    "the",
+    "city",
+    "of",
+    "Beijing",
+    "bad",
+    "good",
+    "question",
+    "answer",
+    "yes",
+    "no",
+    "it",
+    "is",
+    "not",
+    "true",
+    "that",
+    "he",
+    "said",
+    "she",
+    "asked",
+    "world",
+    "sports",
+    "business",
+    "science",
+    "capital",
+    "one",
+    "two",
+    "three",
+    "house",
+    "wonderful",
+    "translate",
+    "English",
+    "German",
+    "terrible",
+    "positive",
+    "negative",
+]
+_CHINESE = "今天天气很好我们去学校北京是中国的首都他在看书你问题答案"
+_WIDTH = 32
+
+
+def sentences(count: int, seed: int = 0) -> list[str]:
+    """Return random sentences of known words and characters."""
+    draw = random.Random(seed)
+    lines = [" ".join(draw.choices(_WORDS, k=12)) for _ in range(count)]
+    return lines + ["".join(draw.choices(_CHINESE, k=16)) for _ in range(count // 4)]
+
+
+def _pieces(path: Path, kind: str = "unigram") -> None:
+    """Train a sentencepiece model on random sentences."""
+    buffer = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences(400)),
+        model_writer=buffer,
+        model_type=kind,
+        vocab_size=460 if kind == "bpe" else 180,
+        pad_id=0 if kind == "unigram" else -1,
+        eos_id=1 if kind == "unigram" else 2,
+        unk_id=2 if kind == "unigram" else 0,
+        bos_id=-1 if kind == "unigram" else 1,
+        hard_vocab_limit=False,
+        byte_fallback=kind == "bpe",
+        minloglevel=2,
+    )
+    path.write_bytes(buffer.getvalue())
+
+
+def _word_pieces(folder: Path) -> int:
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    letters = sorted({c for word in _WORDS for c in word})
+    vocabulary = [*special, *_WORDS, *_CHINESE, *letters, *(f"##{c}" for c in letters)]
+    vocabulary = list(dict.fromkeys(vocabulary))
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
+    return len(vocabulary)
+
+
+def _byte_pairs(folder: Path, special: list[str]) -> int:
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(sentences(200), vocab_size=400, special_tokens=special)
+    tokenizer.save_model(str(folder))
+    return int(tokenizer.get_vocab_size())
+
+
+def _unigrams(folder: Path) -> int:
+    _pieces(folder / "spiece.model")
+    config = {"tokenizer_class": "T5Tokenizer", "extra_ids": 100}
+    config |= {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
+    return int(model.vocab_size()) + 100
+
+
+def _llama_pieces(folder: Path) -> int:
+    _pieces(folder / "tokenizer.model", "bpe")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    return int(model.vocab_size())
+
+
+_ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+_BERT = {
+    "hidden_size": _WIDTH,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_T5 = {"d_model": _WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+_GPT = {"n_embd": _WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+# Name of the model -> class of transformers, its sizes, its tokenizer.
+_MODELS: dict[str, tuple[str, dict[str, Any], Callable[[Path], int]]] = {
+    "bert": ("BertForPreTraining", {**_BERT, "max_position_embeddings": 1024}, _word_pieces),
+    "roberta": (
+        "RobertaForMaskedLM",
+        {**_BERT, "max_position_embeddings": 1026, "type_vocab_size": 1, "pad_token_id": 1},
+        lambda folder: _byte_pairs(folder, _ROBERTA),
+    ),
+    "longformer": (
+        "LongformerForMaskedLM",
+        {**_BERT, "attention_window": [32, 32], "max_position_embeddings": 4098},
+        _word_pieces,
+    ),
+    "gpt2": ("GPT2LMHeadModel", _GPT, lambda f: _byte_pairs(f, ["<|endoftext|>"])),
+    "gptj": (
+        "GPTJForCausalLM",
+        {**_GPT, "rotary_dim": 8},
+        lambda f: _byte_pairs(f, ["<|endoftext|>"]),
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        {
+            "hidden_size": _WIDTH,
+            "word_embed_proj_dim": _WIDTH,
+            "ffn_dim": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 1024,
+        },
+        lambda f: _byte_pairs(f, _ROBERTA),
+    ),
+    "llama": (
+        "LlamaForCausalLM",
+        {**_BERT, "num_key_value_heads": 4, "max_position_embeddings": 1024},
+        _llama_pieces,
+    ),
+    "t5": ("T5ForConditionalGeneration", _T5, _unigrams),
+    "t5-v1_1": (
+        "T5ForConditionalGeneration",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        _unigrams,
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        {
+            "d_model": _WIDTH,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+            "max_position_embeddings": 256,
+        },
+        lambda f: _byte_pairs(f, _ROBERTA),
+    ),
+    "vit": ("ViTForImageClassification", {**_BERT, "num_labels": 1000}, lambda _: 0),
+}
+
+
+def write_models(target: Path) -> None:
+    """Write a folder per model: config, weights (fp32) and vocabulary."""
+    for name, (kind, sizes, write_vocabulary) in _MODELS.items():
+        folder = target / name
+        folder.mkdir(parents=True)
+        count = write_vocabulary(folder)
+        model_class = getattr(transformers, kind)
+        more = {"vocab_size": 21128 if name == "longformer" else count} if count else {}
+        torch.manual_seed(0)
+        model = model_class(model_class.config_class(**sizes, **more))
+        for parameter in model.parameters():
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
+        model.save_pretrained(folder)
