@@ -67,9 +67,9 @@ class UpstreamFinder(MetaPathFinder):
         package, _, inside = fullname.removeprefix(_PREFIX).partition(".")
         if not fullname.startswith(_PREFIX) or package not in PAGES:
             return None
-        if inside and inside not in module_paths(package):
-            return None
         spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None and inside not in module_paths(package):
+            return None
         if spec is None:
             return ModuleSpec(fullname, _EmptyLoader(package, inside), is_package=True)
         if isinstance(spec.loader, SourceFileLoader):

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from imports import check_repository
-from inputs import write_models
+from inputs import write_data, write_models
 from rewrite import apply_edits, copy_repository
 from runs import run_program
 
@@ -37,7 +37,8 @@ def commit_of(folder: Path) -> str:
 
 def import_rows(config: dict[str, Any], checkouts: Path) -> Iterator[str]:
     """Yield the lines of the table of imports, then the errors."""
-    yield "| repository | commit | programs | resolve | name a replacement | fail | not valid Python |"
+    titles = ("repository", "commit", "programs", "resolve", "name a replacement", "fail")
+    yield f"| {' | '.join(titles)} | not valid Python |"
     yield "|---|---|---|---|---|---|---|"
     errors: list[str] = []
     for name, repository in config["repositories"].items():
@@ -66,6 +67,7 @@ def run_rows(config: dict[str, Any], options: argparse.Namespace) -> Iterator[st
     models = options.work / "models"
     if not models.exists():
         write_models(models)
+        write_data(options.work / "data")
     edits = [*config["edits"], *hub_edits(config, models)]
     yield "| program | processes | outcome |\n|---|---|---|"
     done: set[Path] = set()
@@ -91,13 +93,19 @@ def outcome_rows(run: dict[str, Any], program: Path, label: str, work: Path) -> 
     if run.get("skip"):
         yield f"| {label} | - | not run: {run['skip']} |"
         return
-    own = run.get("edits", [])
+    own = [
+        {**edit, "replace": edit["replace"].replace("{work}", str(work))}
+        for edit in run.get("edits", [])
+    ]
     if own:
         program.write_text(apply_edits(program.read_text("utf-8"), own), encoding="utf-8")
     success = "with edits: " + "; ".join(edit["why"] for edit in own) if own else "as it is"
     arguments = [a.replace("{work}", str(work)) for a in run.get("arguments", [])]
+    names = [Path(a).name for a in arguments if a.endswith(".json")]
+    label = " ".join([label, run.get("label", ""), *names]).strip()
     for processes in run.get("processes", [1]):
-        error = run_program(program, arguments, processes, program.parent, _TIMEOUT_S)
+        folder = work / run["repository"] / run["folder"] if "folder" in run else program.parent
+        error = run_program(program, arguments, processes, folder, _TIMEOUT_S)
         text = f"fails: {error.replace('|', '/')[:300]}" if error else success
         yield f"| {label} | {processes} | {text} |"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import random
@@ -14,7 +15,7 @@ import torch
 import transformers
 from tokenizers import ByteLevelBPETokenizer
 
-__all__ = ["write_models"]
+__all__ = ["write_data", "write_models"]
 
 _WORDS = [
     "the",
@@ -210,3 +211,102 @@ def write_models(target: Path) -> None:
         for parameter in model.parameters():
             parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
         model.save_pretrained(folder)
+
+
+def _superglue_rows(name: str, count: int, draw: random.Random) -> list[dict[str, Any]]:
+    """Return random rows of one of SuperGLUE's tasks."""
+
+    def text() -> str:
+        return " ".join(draw.choices(_WORDS, k=6))
+
+    def row(number: int) -> dict[str, Any]:
+        answer = bool(number % 2)
+        if name == "BoolQ":
+            return {"passage": text(), "question": text(), "label": answer}
+        if name == "COPA":
+            choices = {
+                "choice1": text(),
+                "choice2": text(),
+                "question": ("cause", "effect")[answer],
+            }
+            return {"premise": text(), **choices, "label": int(answer)}
+        if name == "WiC":
+            pair = {"word": "city", "sentence1": f"city {text()}", "sentence2": f"city {text()}"}
+            return {**pair, "start1": 0, "end1": 4, "start2": 0, "end2": 4, "label": answer}
+        if name == "WSC":
+            target = {"span1_index": 0, "span1_text": "people", "span2_index": 1}
+            return {
+                "text": f"people they {text()}",
+                "target": {**target, "span2_text": "they"},
+                "label": answer,
+            }
+        labels = {
+            "CB": ("contradiction", "entailment", "neutral"),
+            "RTE": ("entailment", "not_entailment"),
+        }[name]
+        return {"premise": text(), "hypothesis": text(), "label": labels[number % len(labels)]}
+
+    return [{**row(number), "idx": number} for number in range(count)]
+
+
+def write_data(target: Path) -> None:
+    """Write small data sets in the form of the originals."""
+    draw = random.Random(0)
+    for name in ("BoolQ", "CB", "COPA", "RTE", "WiC", "WSC"):
+        for folder in (target / "down_data/superglue" / name, target / "huggingface" / name):
+            folder.mkdir(parents=True)
+            for split in ("train", "dev", "val", "test"):
+                lines = [json.dumps(row) for row in _superglue_rows(name, 8, draw)]
+                (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    news = target / "agnews/datasets/TextClassification/agnews"
+    news.mkdir(parents=True)
+    for split in ("train", "test"):
+        rows = [f'"{n % 4 + 1}","{text}","{text}"' for n, text in enumerate(sentences(240))]
+        (news / f"{split}.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    reviews = target / "agnews/datasets/TextClassification/SST-2/16-shot/16-13"
+    reviews.mkdir(parents=True)
+    for split in ("train", "dev", "test"):
+        rows = [f"{text}\t{n % 2}" for n, text in enumerate(sentences(16))]
+        (reviews / f"{split}.tsv").write_text("sentence\tlabel\n" + "\n".join(rows) + "\n")
+    _write_indexed(target / "indexed")
+    _write_bee(target / "bee")
+    if importlib.util.find_spec("datasets"):
+        from datasets import Dataset, DatasetDict
+
+        rows = [
+            {**row, "label": number % 3}
+            for number, row in enumerate(_superglue_rows("CB", 9, draw))
+        ]
+        splits = {name: Dataset.from_list(rows) for name in ("train", "validation", "test")}
+        DatasetDict(splits).save_to_disk(target / "super_glue.cb")
+
+
+def _write_bee(folder: Path) -> None:
+    """Write documents, a model config and a list of data sets for CPM-Bee."""
+    (folder / "documents").mkdir(parents=True)
+    rows = [
+        {"input": text, "options": {"<option_0>": "好", "<option_1>": "坏"}, "<ans>": "<option_0>"}
+        for text in sentences(40)
+    ]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (folder / "documents/poems.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    sizes = {"vocab_size": 86583, "dim_model": 32, "dim_ff": 64, "num_layers": 2, "num_heads": 4}
+    more = {"dim_head": 8, "position_bias_num_buckets": 32, "position_bias_max_distance": 128}
+    (folder / "model.json").write_text(json.dumps({**sizes, **more, "half": False}))
+    entry = {"dataset_name": "poems", "task_name": "poems", "path": "binary/poems", "weight": 1.0}
+    config = [{**entry, "transforms": [], "incontext_weight": [1.0]}]
+    (folder / "datasets.json").write_text(json.dumps(config))
+
+
+def _write_indexed(folder: Path) -> None:
+    """Write token sequences as memory-mapped files, for BMCook's GPT-2 and T5."""
+    from bmforge.compat.model_center.tools.indexed_dataset import make_builder
+
+    folder.mkdir()
+    draw = random.Random(1)
+    for name in ("text", "text_context", "text_target"):
+        builder = make_builder(str(folder / f"{name}.bin"), impl="mmap", vocab_size=100)
+        for _ in range(16):
+            builder.add_item(torch.tensor(draw.choices(range(5, 90), k=20)))
+            builder.end_document()
+        builder.finalize(str(folder / f"{name}.idx"))

@@ -10,19 +10,18 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from bmforge.compat.cpm_pretrain.arguments import ARGUMENTS, DEFAULTS, SWITCHES
+from bmforge.compat.cpm_pretrain.finetune import PROGRAMS, UNSUPPORTED, place_finetune
+from bmforge.compat.cpm_pretrain.migrated import Migrated
 from bmforge.compat.cpm_pretrain.shell import Script, read_script
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
 from bmforge.recipes.registry import RECIPES
 
-__all__ = ["Migrated", "migrate_text", "place_arguments"]
+__all__ = ["migrate_text", "place_arguments"]
 
 _PROGRAMS = {"pretrain_gpt2.py": "gpt2-pretrain", "pretrain_t5.py": "t5-pretrain"}
 _TABLE = {name: entry for group in ARGUMENTS.values() for name, entry in group.items()}
@@ -80,58 +79,47 @@ _TOGETHER = """
 _LAUNCHERS = ("--num_gpus", "--nproc_per_node", "--nproc-per-node")
 
 
-@dataclass
-class Migrated:
-    """Converted config, with notes about the conversion.
-
-    Args:
-        task: name of the recipe.
-        values: config fields, nested as in TOML.
-        unplaced: arguments without a counterpart, with the reason.
-        dropped: arguments that need no counterpart, with the reason.
-        command: command that starts the run, with `{config}` for the file.
-        files: contents of further files that the config refers to, by name.
-    """
-
-    task: str
-    values: dict[str, Any] = field(default_factory=dict)
-    unplaced: list[tuple[str, str]] = field(default_factory=list)
-    dropped: list[tuple[str, str]] = field(default_factory=list)
-    command: str = ""
-    files: dict[str, str] = field(default_factory=dict)
-
-    def toml(self) -> str:
-        """Return the config as TOML, with comments about arguments that have no counterpart."""
-        notes = [f"# not placed: {name}: {why}\n" for name, why in self.unplaced]
-        return "".join(notes) + tomli_w.dumps(self.values)
-
-
 def migrate_text(text: str) -> Migrated:
     """Convert a script or a command line to a run.
 
     Args:
-        text: a `run_gpt2.sh` or `run_t5.sh`, or a command with `pretrain_gpt2.py` or
-            `pretrain_t5.py`. Nothing in it is executed.
+        text: a start script of CPM-1-Pretrain, CPM-1-Finetune or CPM-2-Pretrain, or a command
+            with one of their programs. Nothing in it is executed.
 
     Raises:
         ConfigError: neither program is started, or a value has the wrong type.
     """
     script = read_script(text)
     lines = [*script.variables.values(), *script.commands]
-    starts = [line for line in lines if any(program in line for program in _PROGRAMS)]
+    programs = {**_PROGRAMS, **PROGRAMS}
+    starts = [line for line in lines if any(program in line for program in programs)]
+    for program in UNSUPPORTED:
+        if not starts and any(program in line for line in lines):
+            raise ConfigError(f"{program} has no recipe. Use {UNSUPPORTED[program]}.")
     if not starts:
         raise ConfigError(
-            f"the script starts neither of {' or '.join(_PROGRAMS)}. Give a start script of "
-            "CPM-Pretrain, or one of its command lines."
+            f"the script starts none of {', '.join(programs)}. Give a start script of "
+            "CPM-Pretrain or CPM-Finetune, or one of its command lines."
         )
     words = shlex.split(starts[-1].replace("\x00", " "))
-    at = next(n for n, word in enumerate(words) if Path(word).name in _PROGRAMS)
-    task = _PROGRAMS[Path(words[at]).name]
+    at = next(n for n, word in enumerate(words) if Path(word).name in programs)
+    program = Path(words[at]).name
+    task = programs[program]
+    if program in PROGRAMS:
+        out = place_finetune(program, words[at + 1 :])
+        tp = out.values.get("layout", {}).get("tp", 1)
+        out.command = _command(words[:at], script, task, str(tp))
+        config_from_dict(RECIPES[task].config, out.values)
+        return out
     out = Migrated(task)
     out.unplaced += [(f"line {n}", f"{part!r} was not understood") for n, part in script.unread]
     places = _Places(task, out, _split(words[at + 1 :], out))
     places.fill()
-    out.command = _command(words[:at], script, places)
+    count = places.number("--model-parallel-size", int) * places.stages
+    out.command = _command(words[:at], script, task, str(count))
+    ds_config = places.given.get("--deepspeed_config")
+    if ds_config and places.stages > 1:  # else CPM-Pretrain did not read it
+        out.command += f" --ds-config {shlex.quote(ds_config)}"
     config_from_dict(RECIPES[task].config, out.values)  # a field that is not there is our mistake
     return out
 
@@ -169,24 +157,20 @@ def _split(words: Sequence[str], out: Migrated) -> dict[str, Any]:
     return arguments
 
 
-def _command(launcher: Sequence[str], script: Script, places: _Places) -> str:
-    """Return the command that starts the run."""
+def _command(launcher: Sequence[str], script: Script, task: str, least: str) -> str:
+    """Return the command that starts the run, on `least` processes unless the script says more."""
     variables = script.variables
     count = variables.get("GPUS_PER_NODE", "")
     for number, word in enumerate(launcher):
         name, _, value = word.partition("=")
         if name in _LAUNCHERS:
             count = value or launcher[number + 1]
-    count = count or str(places.number("--model-parallel-size", int) * places.stages)
-    parts = ["torchrun", "--nproc-per-node", count]
+    parts = ["torchrun", "--nproc-per-node", count or least]
     if variables.get("NNODES", "1") != "1":
         parts += ["--nnodes", variables["NNODES"], "--node-rank", variables.get("NODE_RANK", "0")]
         parts += ["--master-addr", variables.get("MASTER_ADDR", "localhost")]
         parts += ["--master-port", variables.get("MASTER_PORT", "29500")]
-    parts += ["-m", "bmforge", "train", places.out.task, "--config", "{config}"]
-    ds_config = places.given.get("--deepspeed_config")
-    if ds_config and places.stages > 1:  # else CPM-Pretrain did not read it
-        parts += ["--ds-config", ds_config]
+    parts += ["-m", "bmforge", "train", task, "--config", "{config}"]
     return shlex.join(parts).replace("'{config}'", "{config}")
 
 
@@ -217,24 +201,16 @@ class _Places:
         except ValueError as error:
             raise ConfigError(f"{name} {value} must be of type {kind.__name__}.") from error
 
-    def put(self, path: str, value: Any) -> None:
-        """Set a field of the converted config."""
-        table = self.out.values
-        *parents, name = path.split(".")
-        for parent in parents:
-            table = table.setdefault(parent, {})
-        table[name] = value
-
     def fill(self) -> None:
         """Convert all arguments, and list those without a counterpart."""
         for name, (path, kind) in _PLAIN.items():
             value = self.number(name, kind)
             if value is not None and self._is_ours(name):
-                self.put(path, value)
+                self.out.put(path, value)
         for name, (path, value) in _FLAGS.items():
             if name in self.given and self._is_ours(name):
-                self.put(path, value)
-        self.put("layout.pp", self.stages)
+                self.out.put(path, value)
+        self.out.put("layout.pp", self.stages)
         self._place_model()
         self._place_schedule()
         self._place_precision()
@@ -268,77 +244,79 @@ class _Places:
         width = self.number("--kv-hidden-size", int)
         heads, hidden = (self.number(n, int) for n in ("--num-attention-heads", "--hidden-size"))
         if width is not None and (self.is_t5 or width * (heads or 0) != hidden):
-            self.put("model.head_dim", width)
+            self.out.put("model.head_dim", width)
         if self.is_t5:
             if self.number("--attention-dropout", float) != self.number("--hidden-dropout", float):
                 self.say("--attention-dropout", "T5 has a single dropout, model.dropout")
             if "--hidden-bias" in self.given:
                 self.say("--hidden-bias", "a T5 has no biases")
         else:
-            self.put("model.attn_dropout", self.number("--attention-dropout", float))
-            self.put("model.bias", "--hidden-bias" in self.given)
+            self.out.put("model.attn_dropout", self.number("--attention-dropout", float))
+            self.out.put("model.bias", "--hidden-bias" in self.given)
             if "--openai-gelu" in self.given:
-                self.put("model.activation", "gelu_new")
+                self.out.put("model.activation", "gelu_new")
         for name in ("--num-unique-layers", "--apply-residual-connection-post-layernorm"):
             if name in self.given:
                 self.say(name, _TABLE[name].note)
         if self.number("--zero-stage", int) is not None:
-            self.put("layout.zero", {1: 2}.get(stage := self.number("--zero-stage", int), stage))
+            self.out.put(
+                "layout.zero", {1: 2}.get(stage := self.number("--zero-stage", int), stage)
+            )
         is_divided = any(
             n in self.given
             for n in ("--partition-activations", "--distribute-checkpointed-activations")
         )
         if is_divided and self.number("--model-parallel-size", int) > 1:
-            self.put("layout.sequence_parallel", True)
+            self.out.put("layout.sequence_parallel", True)
 
     def _place_schedule(self) -> None:
         steps = self.number("--train-iters", int)
         total = self.number("--lr-decay-iters", int) or steps
         kind, lr = self.number("--lr-decay-style", str), self.number("--lr", float)
         ratio = self.number("--min-lr", float) / lr if lr else 0.0
-        self.put("train.schedule.kind", kind)
+        self.out.put("train.schedule.kind", kind)
         if total:
-            self.put("train.schedule.warmup_steps", int(self.number("--warmup", float) * total))
+            self.out.put("train.schedule.warmup_steps", int(self.number("--warmup", float) * total))
         if kind == "constant":
             return
         if kind == "exponential" and not ratio:
             self.say("--lr-decay-style", "bmforge decays to min_lr_ratio, which must be above 0")
-        self.put("train.schedule.min_lr_ratio", round(ratio, 7))
+        self.out.put("train.schedule.min_lr_ratio", round(ratio, 7))
         if total and total != steps:
-            self.put("train.schedule.total_steps", total)
+            self.out.put("train.schedule.total_steps", total)
 
     def _place_precision(self) -> None:
         clip = self.number("--clip-grad", float)
         if clip == 0:
             self.say("--clip-grad", "leave train.grad_clip out of the command and set it to None")
         elif clip is not None:
-            self.put("train.grad_clip", clip)
-        self.put("train.optim.betas", [self.number(f"--adam-beta{n}", float) for n in (1, 2)])
+            self.out.put("train.grad_clip", clip)
+        self.out.put("train.optim.betas", [self.number(f"--adam-beta{n}", float) for n in (1, 2)])
         seed = self.number("--seed", int)
         for path in ("seed", "data.seed", "train.seed"):
-            self.put(path, seed)
+            self.out.put(path, seed)
         if "--fp16" not in self.given:
             self.out.values.pop("loss_scale", None)
             return
-        self.put("train.precision", "fp16")
+        self.out.put("train.precision", "fp16")
         if self.out.values.get("loss_scale", {}).get("fixed"):
             self.out.values["loss_scale"] = {"fixed": self.number("--loss-scale", float)}
         else:
             self.out.values.get("loss_scale", {}).pop("fixed", None)
             window = int(self.number("--loss-scale-window", float))
-            self.put("loss_scale.growth_interval_steps", window)
-            self.put("loss_scale.init_scale", 2.0**32)  # and halved at once, as there
+            self.out.put("loss_scale.growth_interval_steps", window)
+            self.out.put("loss_scale.init_scale", 2.0**32)  # and halved at once, as there
 
     def _place_data(self) -> None:
         if path := self.given.get("--data-path"):
-            self.put("data.paths", [path])
-        self.put("data.split", [float(n) for n in self.number("--split", str).split(",")])
+            self.out.put("data.paths", [path])
+        self.out.put("data.split", [float(n) for n in self.number("--split", str).split(",")])
         if "--num-workers" in self.given:
             self.out.dropped.append(("--num-workers", "one thread reads ahead"))
         vocabulary = self.given.get("--vocab-file")
         if vocabulary:
             path = Path(vocabulary)
-            self.put("data.tokenizer", str(path.parent if path.suffix else path))
+            self.out.put("data.tokenizer", str(path.parent if path.suffix else path))
         count = _count_tokens(vocabulary)
         if count is None:
             self.say(
@@ -347,7 +325,7 @@ class _Places:
             return
         step = self.number("--make-vocab-size-divisible-by", int)
         step *= self.number("--model-parallel-size", int)
-        self.put("model.vocab_size", -(-count // step) * step)
+        self.out.put("model.vocab_size", -(-count // step) * step)
 
     def _place_saving(self) -> None:
         load = self.given.get("--load")

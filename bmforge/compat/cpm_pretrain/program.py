@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from bmforge.compat.cpm_pretrain.arguments import ARGUMENTS, DEFAULTS, SWITCHES
-from bmforge.compat.cpm_pretrain.migrate import Migrated, place_arguments
+from bmforge.compat.cpm_pretrain.migrate import place_arguments
+from bmforge.compat.cpm_pretrain.migrated import Migrated
 from bmforge.compat.cpm_pretrain.mpu.initialize import groups, join_layout
 from bmforge.compat.cpm_pretrain.mpu.random import model_parallel_cuda_manual_seed
 from bmforge.compat.cpm_pretrain.pipe import PipeModelDataParallelTopology

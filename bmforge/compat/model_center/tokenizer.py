@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,6 @@ class _OldMethods:
         return self.token_to_id(token) is not None
 
 
-class _CPM1Pieces(_OldMethods, _CPM1Tokenizer):
-    """CPM-1's sentencepiece tokenizer with ModelCenter's methods."""
-
-
 class _CPM1Words(_OldMethods, CPM1WordTokenizer):
     """Tokenizer of ModelCenter's CPM-1 with its methods."""
 
@@ -100,15 +97,15 @@ class _CPM1Words(_OldMethods, CPM1WordTokenizer):
         return self._vocabulary[self.roles["newline"]]
 
 
-class CPM1Tokenizer:
-    """Opens the tokenizer of a CPM-1, of either release."""
+class CPM1Tokenizer(_OldMethods, _CPM1Tokenizer):
+    """CPM-1's tokenizer with ModelCenter's methods."""
 
     @classmethod
-    def from_pretrained(cls, name: str | Path) -> Any:
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> Any:
         """Open ``chinese_vocab.model`` of a directory or hub id, else its ``vocab.txt``."""
-        folder = find_model(name)
+        folder = find_model(str(directory))
         has_pieces = (folder / MODEL_FILE).exists()
-        return (_CPM1Pieces if has_pieces else _CPM1Words).from_pretrained(folder)
+        return super().from_pretrained(folder) if has_pieces else _CPM1Words.from_pretrained(folder)
 
 
 class CPM2Tokenizer(_OldMethods, _CPM2Tokenizer):

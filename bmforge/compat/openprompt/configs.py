@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bmforge.compat.cpm_pretrain.migrate import Migrated
+from bmforge.compat.cpm_pretrain.migrated import Migrated
 from bmforge.config import config_from_dict
 from bmforge.data.tasks import TASKS, read_task
 from bmforge.errors import BmforgeError, ConfigError, MissingDependencyError, suggest

@@ -1,0 +1,164 @@
+"""Converts start scripts of CPM-1-Finetune and CPM-2-Pretrain to the config of a run.
+
+The table is `finetune.toml`; arguments without a counterpart are listed, never dropped silently.
+Source: ``arguments.py`` of TsinghuaAI/CPM-1-Finetune and CPM-2-Pretrain for defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bmforge.compat.cpm_pretrain.ds_config import read_ds_config
+from bmforge.compat.cpm_pretrain.migrated import Migrated
+from bmforge.errors import ConfigError, suggest
+
+__all__ = ["PROGRAMS", "UNSUPPORTED", "place_finetune"]
+
+_FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+PROGRAMS: dict[str, str] = _FILE["programs"]
+UNSUPPORTED: dict[str, str] = _FILE["unsupported"]
+_TYPES = {"int": int, "float": float, "str": str}
+_KNOWN = {name for table in ("fields", "switches", "dropped", "unplaced") for name in _FILE[table]}
+# Default values of the programs that differ from those of the recipes.
+_DEFAULTS = {"--weight-decay": "0.01", "--clip-grad": "1.0", "--warmup": "0.01", "--seed": "1234"}
+_HANDLED = {"--model-config", "--data_dir", "--lr-decay-style", "--deepspeed_config", "--split"}
+
+
+def place_finetune(program: str, words: Sequence[str]) -> Migrated:
+    """Convert the arguments of a program.
+
+    Args:
+        program: name of the program's file, a key of `PROGRAMS`.
+        words: words of the command line after the program.
+
+    Raises:
+        ConfigError: a value has the wrong type.
+    """
+    out = Migrated(PROGRAMS[program])
+    given = {**_DEFAULTS, **_read_words(words, out)}
+    if config := given.get("--model-config"):
+        _place_model(out, Path(config))
+    for name, value in given.items():
+        _place(out, name, value)
+    _place_sizes(out)
+    _place_schedule(out, given)
+    if out.values.get("train", {}).get("precision") != "fp16":
+        out.values.setdefault("train", {})["precision"] = "fp32"
+    if "--split" in given:
+        out.put("data.split", [float(part) for part in given["--split"].split(",")])
+    if file := given.get("--deepspeed_config"):
+        _place_ds_config(out, file)
+    if folder := given.get("--data_dir"):
+        _place_folder(out, program, Path(folder))
+    return out
+
+
+def _read_words(words: Sequence[str], out: Migrated) -> dict[str, str]:
+    """Parse words into arguments by name; list unknown ones."""
+    given: dict[str, str] = {}
+    known = {*_KNOWN, *_HANDLED, *_DEFAULTS}
+    takes_none = {*_FILE["switches"], "--do_train", "--do_eval", "--deepspeed", "--no-load-optim"}
+    takes_none |= {"--no-load-rng", "--finetune"}
+    at = 0
+    while at < len(words):
+        name, has_value, value = words[at].partition("=")
+        at += 1
+        if name not in known:
+            if name.startswith("-"):
+                out.unplaced.append((name, f"unknown{suggest(name, known)}"))
+            continue
+        if name not in takes_none and not has_value:
+            value = words[at] if at < len(words) else ""
+            at += 1
+        given[name] = value
+    return given
+
+
+def _place(out: Migrated, name: str, value: str) -> None:
+    """Convert one argument by the table."""
+    if name in _FILE["fields"]:
+        path, kind = _FILE["fields"][name]
+        try:
+            out.put(path, [value] if kind == "list" else _TYPES[kind](value))
+        except ValueError as error:
+            raise ConfigError(f"{name} {value} must be of type {kind}.") from error
+    elif name in _FILE["switches"]:
+        out.put(*_FILE["switches"][name])
+    elif name in _FILE["dropped"]:
+        out.dropped.append((name, _FILE["dropped"][name]))
+    elif name in _FILE["unplaced"]:
+        out.unplaced.append((f"{name} {value}", _FILE["unplaced"][name]))
+    elif name == "--seed":
+        for path in ("seed", "data.seed", "train.seed"):
+            out.put(path, int(value))
+
+
+def _place_sizes(out: Migrated) -> None:
+    """Set the sizes that the programs derive from the hidden size."""
+    model = out.values.get("model", {})
+    if "hidden_size" in model and "intermediate_size" not in model:
+        model["intermediate_size"] = 4 * model["hidden_size"]
+    if "hidden_size" in model and "num_heads" in model and "head_dim" not in model:
+        model["head_dim"] = model["hidden_size"] // model["num_heads"]
+
+
+def _place_schedule(out: Migrated, given: dict[str, str]) -> None:
+    """Set the schedule; the warm-up is a share of the steps."""
+    style = given.get("--lr-decay-style", "linear")
+    kinds = {"linear": "linear", "cosine": "cosine", "constant": "constant"}
+    if style in kinds:
+        out.put("train.schedule.kind", kinds[style])
+    else:
+        out.unplaced.append((f"--lr-decay-style {style}", "set train.schedule.kind"))
+    steps = out.values.get("train", {}).get("steps")
+    if steps is None:
+        share = given["--warmup"]
+        out.unplaced.append(
+            (f"--warmup {share}", "set train.schedule.warmup_steps to this share of train.steps")
+        )
+        return
+    out.put("train.schedule.warmup_steps", int(float(given["--warmup"]) * steps))
+
+
+def _place_ds_config(out: Migrated, file: str) -> None:
+    """Read accumulation steps and ZeRO stage from DeepSpeed's config, if it is available."""
+    try:
+        settings = read_ds_config(file)
+    except ConfigError:
+        why = "the file cannot be read: set data.grad_accum_steps and layout.zero"
+        out.unplaced.append((f"--deepspeed_config {file}", why))
+        return
+    out.put("data.grad_accum_steps", int(settings.get("gradient_accumulation_steps", 1)))
+    stage = settings.get("zero_optimization", {}).get("stage", 0)
+    out.put("layout.zero", 2 if stage == 1 else stage)  # stage 2 is the nearest to 1
+
+
+def _place_folder(out: Migrated, program: str, folder: Path) -> None:
+    """Name the files of a data folder, or the ones to use instead."""
+    sources = {
+        "finetune_lm.py": "the tab-separated posts and answers",
+        "finetune_chid.py": "the original ChID files, from which preprocess_chid_finetune.py reads",
+    }
+    out.unplaced.append(
+        (
+            f"--data_dir {folder}",
+            f"its preprocessed files are not read: set data.paths and data.validation to "
+            f"{sources.get(program, 'the text files')}",
+        )
+    )
+
+
+def _place_model(out: Migrated, path: Path) -> None:
+    """Read the sizes from CPM-2's model config, if the file is available."""
+    try:
+        sizes: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        out.unplaced.append((f"--model-config {path}", "the file cannot be read: set model.*"))
+        return
+    for name, field in _FILE["model"].items():
+        if name in sizes:
+            out.put(field, sizes[name])

@@ -1,0 +1,44 @@
+"""Result of converting an old start script or config: a run's config, with notes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import tomli_w
+
+__all__ = ["Migrated"]
+
+
+@dataclass
+class Migrated:
+    """Converted config, with notes about the conversion.
+
+    Args:
+        task: name of the recipe.
+        values: config fields, nested as in TOML.
+        unplaced: arguments without a counterpart, with the reason.
+        dropped: arguments that need no counterpart, with the reason.
+        command: command that starts the run, with `{config}` for the file.
+        files: contents of further files that the config refers to, by name.
+    """
+
+    task: str
+    values: dict[str, Any] = field(default_factory=dict)
+    unplaced: list[tuple[str, str]] = field(default_factory=list)
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+    command: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+
+    def toml(self) -> str:
+        """Return the config as TOML, with comments about arguments that have no counterpart."""
+        notes = [f"# not placed: {name}: {why}\n" for name, why in self.unplaced]
+        return "".join(notes) + tomli_w.dumps(self.values)
+
+    def put(self, path: str, value: Any) -> None:
+        """Set a field of the config, such as "train.steps"."""
+        table = self.values
+        *parents, name = path.split(".")
+        for parent in parents:
+            table = table.setdefault(parent, {})
+        table[name] = value
