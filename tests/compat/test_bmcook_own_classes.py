@@ -103,7 +103,7 @@ def plain_logits(model: OwnModel, ids: Tensor, scales: bool, before: bool) -> Te
     return x @ weights["input_embedding.weight"].T
 
 
-@pytest.mark.parametrize(("before", "has_names"), itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize(("before", "has_names"), list(itertools.product([False, True], repeat=2)))
 def test_int8_products_keep_what_the_class_does_besides(
     tmp_path: Path, before: bool, has_names: bool
 ) -> None:

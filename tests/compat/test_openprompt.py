@@ -170,5 +170,5 @@ def test_what_is_missing_is_said(folders):
         ManualVerbalizer(None, num_classes=2)(torch.zeros(1, 3))
     with pytest.raises(ConfigError, match="Did you mean 'bert'"):
         load_plm("brt", folders["bert"])
-    with pytest.raises(ImportError, match="the classes, called"):
+    with pytest.raises(ImportError, match="the classes directly"):
         from bmforge.compat.openprompt.prompts import load_template  # noqa: F401

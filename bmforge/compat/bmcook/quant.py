@@ -9,6 +9,8 @@ from torch import nn
 from bmforge.compat.bmcook.addresses import modules_with
 from bmforge.compress.quantize import FakeQuantize, QuantizeConfig
 from bmforge.errors import ConfigError
+from bmforge.nn.low_rank import linear_sizes
+from bmforge.surgery import find_repeated_blocks
 
 __all__ = ["BMQuant"]
 
@@ -26,7 +28,7 @@ class BMQuant:
             model: any model.
             config: a `ConfigParser`.
             target_linear: class of the layers to convert; None converts every kind of linear
-                layer in the repeated blocks.
+                layer, in the repeated blocks if the model's lists of blocks are torch's.
 
         Returns:
             None if the config disables quantization.
@@ -41,6 +43,8 @@ class BMQuant:
         if section["quantized_module"]:
             names = section["quantized_module"]
             where = tuple(modules_with(model, names, "quantization.quantized_module"))
+        elif target_linear is None and not find_repeated_blocks(model):
+            where = tuple(n for n, m in model.named_modules() if linear_sizes(m) is not None)
         if target_linear is not None:
             layers = [n for n, m in model.named_modules() if isinstance(m, target_linear)]
             where = tuple(name for name in layers if not where or name in where)
