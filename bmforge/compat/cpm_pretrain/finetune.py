@@ -39,43 +39,43 @@ def place_finetune(program: str, words: Sequence[str]) -> Migrated:
         ConfigError: a value has the wrong type.
     """
     out = Migrated(PROGRAMS[program])
-    given = {**_DEFAULTS, **_read_words(words, out)}
-    if config := given.get("--model-config"):
+    arguments = {**_DEFAULTS, **_read_words(words, out)}
+    if config := arguments.get("--model-config"):
         _place_model(out, Path(config))
-    for name, value in given.items():
+    for name, value in arguments.items():
         _place(out, name, value)
     _place_sizes(out)
-    _place_schedule(out, given)
+    _place_schedule(out, arguments)
     if out.values.get("train", {}).get("precision") != "fp16":
         out.values.setdefault("train", {})["precision"] = "fp32"
-    if "--split" in given:
-        out.put("data.split", [float(part) for part in given["--split"].split(",")])
-    if file := given.get("--deepspeed_config"):
+    if "--split" in arguments:
+        out.put("data.split", [float(part) for part in arguments["--split"].split(",")])
+    if file := arguments.get("--deepspeed_config"):
         _place_ds_config(out, file)
-    if folder := given.get("--data_dir"):
+    if folder := arguments.get("--data_dir"):
         _place_folder(out, program, Path(folder))
     return out
 
 
 def _read_words(words: Sequence[str], out: Migrated) -> dict[str, str]:
     """Parse words into arguments by name; list unknown ones."""
-    given: dict[str, str] = {}
-    known = {*_KNOWN, *_HANDLED, *_DEFAULTS}
+    arguments: dict[str, str] = {}
+    names = {*_KNOWN, *_HANDLED, *_DEFAULTS}
     takes_none = {*_FILE["switches"], "--do_train", "--do_eval", "--deepspeed", "--no-load-optim"}
     takes_none |= {"--no-load-rng", "--finetune"}
     at = 0
     while at < len(words):
         name, has_value, value = words[at].partition("=")
         at += 1
-        if name not in known:
+        if name not in names:
             if name.startswith("-"):
-                out.unplaced.append((name, f"unknown{suggest(name, known)}"))
+                out.unplaced.append((name, f"unknown{suggest(name, names)}"))
             continue
         if name not in takes_none and not has_value:
             value = words[at] if at < len(words) else ""
             at += 1
-        given[name] = value
-    return given
+        arguments[name] = value
+    return arguments
 
 
 def _place(out: Migrated, name: str, value: str) -> None:
@@ -106,9 +106,9 @@ def _place_sizes(out: Migrated) -> None:
         model["head_dim"] = model["hidden_size"] // model["num_heads"]
 
 
-def _place_schedule(out: Migrated, given: dict[str, str]) -> None:
+def _place_schedule(out: Migrated, arguments: dict[str, str]) -> None:
     """Set the schedule; the warm-up is a share of the steps."""
-    style = given.get("--lr-decay-style", "linear")
+    style = arguments.get("--lr-decay-style", "linear")
     kinds = {"linear": "linear", "cosine": "cosine", "constant": "constant"}
     if style in kinds:
         out.put("train.schedule.kind", kinds[style])
@@ -116,12 +116,12 @@ def _place_schedule(out: Migrated, given: dict[str, str]) -> None:
         out.unplaced.append((f"--lr-decay-style {style}", "set train.schedule.kind"))
     steps = out.values.get("train", {}).get("steps")
     if steps is None:
-        share = given["--warmup"]
+        share = arguments["--warmup"]
         out.unplaced.append(
             (f"--warmup {share}", "set train.schedule.warmup_steps to this share of train.steps")
         )
         return
-    out.put("train.schedule.warmup_steps", int(float(given["--warmup"]) * steps))
+    out.put("train.schedule.warmup_steps", int(float(arguments["--warmup"]) * steps))
 
 
 def _place_ds_config(out: Migrated, file: str) -> None:

@@ -144,9 +144,9 @@ class SegmentPositionEmbedding(DistributedModule):
         if position is None:
             assert segment is not None
             position = segment.shape[-1]
-        place = _positions(position, self.relative_attention_bias.device)
-        place = place[None] if place.dim() == 1 else place
-        return place, torch.zeros_like(place) if segment is None else segment
+        index = _positions(position, self.relative_attention_bias.device)
+        index = index[None] if index.dim() == 1 else index
+        return index, torch.zeros_like(index) if segment is None else segment
 
 
 class _Rotary(nn.Module):
