@@ -210,7 +210,7 @@ def test_configs(tmp_path: Path) -> None:
         ({"distillation": {"mse_hidn_scale": 1}}, "needs mse_hidn_module"),
         (
             {"pruning": {"sprune": {"mask_mode": "fixed", "is_training": True}}},
-            "contradict each other",
+            "cannot be used together",
         ),
     ):
         with pytest.raises(ConfigError, match=said.replace(".", r"\.")):

@@ -53,7 +53,7 @@ def test_a_class_is_the_same_by_both_paths(path: str, name: str, home: str) -> N
 def test_a_removed_name_is_an_import_error_with_advice() -> None:
     with pytest.raises(ImportError, match=r"loss\._function was removed\. Use torch\.isfinite"):
         importlib.import_module("bmforge.compat.bmtrain.loss._function")
-    with pytest.raises(ImportError, match=r"has no counterpart in bmforge\. See docs/"):
+    with pytest.raises(ImportError, match=r"does not exist in bmforge\. See docs/"):
         exec("from bmforge.compat.bmtrain.nn.linear import never_there")
 
 

@@ -187,7 +187,7 @@ def test_shells_are_read_and_never_run(tmp_path: Path) -> None:
     assert not mark.exists()
     with pytest.raises(ConfigError, match=r"pretrain_gpt2\.py"):
         migrate_text("python train.py --lr 3")
-    with pytest.raises(ConfigError, match="--num-layers many: a int"):
+    with pytest.raises(ConfigError, match="--num-layers many must be of type int"):
         migrate_text("pretrain_gpt2.py --num-layers many")
 
 
