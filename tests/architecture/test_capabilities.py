@@ -76,3 +76,24 @@ def test_no_empty_cell(writer: ModuleType) -> None:
         if (missing := set(CAPABILITIES) - set(cells))
     }
     assert not empty
+
+
+def test_the_memory_page_has_the_rows_of_its_writer() -> None:
+    """Run dev/memory_table.py after changing its models, methods or words."""
+    writer = load("memory_table")
+    page = writer.PAGE.read_text("utf-8")
+    assert page.startswith(writer.INTRO + writer.render_head())
+    assert page.endswith(writer.OUTRO)
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")][1:]
+    expected = [f" {size} (`{preset}`) " for size, preset in writer.MODELS.items()]
+    assert [row[0] for row in rows] == expected
+    columns = list(zip(*(map(float, row[1:]) for row in rows), strict=True))
+    assert len(columns) == len(writer.METHODS)
+    assert all(list(column) == sorted(column) for column in columns)  # larger models need more
+
+
+@pytest.mark.long
+def test_the_memory_page_has_the_planner_s_figures() -> None:
+    """Compare the smallest model's row."""
+    writer = load("memory_table")
+    assert writer.render_row("0.6B", "qwen3-0.6b") in writer.PAGE.read_text("utf-8")

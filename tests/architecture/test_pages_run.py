@@ -56,7 +56,8 @@ def run_page(page: str, pages: Path) -> Path:
         for folder in OF_THE_ROOT:
             (place / folder).symlink_to(ROOT / folder)
         for block in RUN[page]:
-            bring(place, block.needs, pages)
+            earlier = tuple(name for name in block.needs if name != page)  # its own blocks ran here
+            bring(place, earlier, pages)
             (run_python if block.language == "python" else run_commands)(block, place)
     return place
 
