@@ -111,7 +111,7 @@ def _measure_host(processes: int) -> Device:
         has_bf16=False,
         efficiency=0.8,
         source="measured now: a product of two 1,024 x 1,024 matrices, a copy of 64 MiB",
-        measured="docs/results/2026-11-21-training-step.md: steps run at 80 % of their products",
+        measured="docs/results/training_step.md: steps run at 80 % of their products",
         is_host=True,
         full_efficiency=0.8,
     )

@@ -1,6 +1,6 @@
 """Failures that users of other libraries reported, as tests of what happens here.
 
-docs/results/2026-11-26-post-training.md lists all of them with the test that holds each.
+docs/results/post_training.md lists all of them with the test that holds each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Estimates the memory of the process without tensors, which is part of the budget.
 
-The constants were measured with `benchmarks/engine_memory.py` (docs/results/2026-11-23-runtime.md).
+The constants were measured with `benchmarks/engine_memory.py` (docs/results/runtime.md).
 Pages of library files are not counted: the system reclaims them whenever memory is short.
 """
 
