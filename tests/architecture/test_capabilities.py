@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from bmforge.models.hub import FAMILIES
+from bmforge.recipes.registry import TASKS
 from bmforge.testing.capability import CAPABILITIES, ROOMS, capability
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,3 +98,41 @@ def test_the_memory_page_has_the_planner_s_figures() -> None:
     """Compare the smallest model's row."""
     writer = load("memory_table")
     assert writer.render_row("0.6B", "qwen3-0.6b") in writer.PAGE.read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", ["README.md", "README-ZH.md"])
+def test_the_readme_repeats_the_memory_page(name: str) -> None:
+    rows = [line for line in (ROOT / name).read_text("utf-8").splitlines() if "B (`" in line]
+    assert len(rows) >= 4
+    assert not set(rows) - set(load("memory_table").PAGE.read_text("utf-8").splitlines())
+
+
+# Columns of the README's table of models -> tasks of `bmforge train`.
+README_TASKS = ("pretrain", "conversations", "classify", "preferences", "prompt-classify")
+# First words of its rows after the decoders -> families.
+README_ROWS = {
+    "T5": ("T5", "CPM2", "EVA"),
+    "BERT": ("Bert", "Roberta", "XLMRoberta", "Longformer"),
+    "CPM-Ant": ("CPMAnt", "CPMBee", "GLM"),
+    "ViT": (),  # its task, images, is named in the row
+}
+
+
+@pytest.mark.parametrize("name", ["README.md", "README-ZH.md"])
+def test_the_readme_has_the_tasks_of_the_families(name: str) -> None:
+    """A tick means that every family of the row supports the task, and a dash that none does."""
+    lines = (ROOT / name).read_text("utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if "| DPO" in line)
+    first, *others = lines[start + 2 : start + 2 + 1 + len(README_ROWS)]
+    decoders = families_of("preferences")
+    assert first.startswith(f"| {len(decoders)} ")
+    for line, families in [(first, decoders), *zip(others, README_ROWS.values(), strict=True)]:
+        ticks = [cell.strip() for cell in line.split("|")[2:-1]]
+        for tick, task in zip(ticks, README_TASKS, strict=False):
+            able = set(families) & families_of(task)
+            assert able == (set(families) if tick == "✓" else set()), (line, task)
+
+
+def families_of(task: str) -> set[str]:
+    """Return the names of the families that `bmforge train` supports for a task."""
+    return {n for n, family in FAMILIES.items() if TASKS[task].form(family.family_traits)}
