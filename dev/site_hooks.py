@@ -21,8 +21,15 @@ ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.m
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?\)")
 # Links to tests, which are not pages: their text stays, with the name of the test as its tooltip.
 TEST_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+tests/[^)\s]+ \"(\w+)\"\)")
-# Folders whose pages are found last by the search: results, API and long tables.
-LESS_RELEVANT = ("results/", "migrating/", "changelog", "reference/api/", "reference/capa")
+# Weights of pages in the search. Results, API and long tables come last. The two languages share
+# one index, and a name such as Slurm should find the English page first; Chinese words match
+# Chinese pages only.
+SEARCH_WEIGHTS = {
+    **dict.fromkeys(
+        ("results/", "migrating/", "changelog", "reference/api/", "reference/capa"), 0.2
+    ),
+    "zh/": 0.7,
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -46,8 +53,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Redirect links out of docs/ to the pages that `on_files` added."""
     source = PurePosixPath(page.file.src_uri)
-    if source.as_posix().startswith(LESS_RELEVANT):
-        page.meta["search"] = {"boost": 0.2}
+    for start, weight in SEARCH_WEIGHTS.items():
+        if source.as_posix().startswith(start):
+            page.meta["search"] = {"boost": weight}
     up = "../" * len(source.parts)
 
     def redirect(match: re.Match[str]) -> str:
