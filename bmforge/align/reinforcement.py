@@ -98,8 +98,9 @@ class PolicyObjective:
         self._score_rows = score_rows
         self._policy, self._temperature, self._max_tokens = policy, temperature, max_tokens
         names, self._rollout_metrics = rollout_metrics
-        self.metrics: dict[str, MetricKind] = dict.fromkeys((*names, *_NAMES.values()), "mean")
-        self.metrics |= _EXTREMES | dict.fromkeys(VALUE_METRICS, "mean")
+        means = (*names, *_NAMES.values(), *VALUE_METRICS)
+        self.metrics: dict[str, MetricKind] = dict.fromkeys(means, "mean")
+        self.metrics |= _EXTREMES
 
     def count(self, batch: Batch) -> int:
         """Return the number of scored answers or tokens, as the policy's normalization requires."""

@@ -129,12 +129,12 @@ class DistillConfig:
             )
         if not (self.task_weight >= 0 and math.isfinite(self.task_weight)):
             raise ConfigError(
-                "distill.losses contains logits more than once. Give one logits loss, with one "
-                "temperature."
+                f"distill.task_weight={self.task_weight} must be finite and at least 0."
             )
         if sum(loss.kind == "logits" for loss in self.losses) > 1:
             raise ConfigError(
-                "distill has both a teacher and stored predictions. Give only one of them."
+                "distill.losses contains logits more than once. Give one logits loss, with one "
+                "temperature."
             )
         if self.teacher is not None and self.answers is not None:
             raise ConfigError(

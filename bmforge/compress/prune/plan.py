@@ -225,7 +225,9 @@ def _dim_problems(block: Block, part: Kept) -> list[str]:
     for what in ("query_dims", "value_dims"):
         lists = getattr(part, what)
         if len(lists) != groups:
-            problems.append(f"all heads of a layer must have one width, not {sorted(widths)}")
+            problems.append(
+                f"{what} has {len(lists)} lists (needed: one for each of {groups} key-value heads)"
+            )
         for dims in lists:
             widths.add(len(dims))
             problems += _numbers(dims, spec.head_dim, what)
