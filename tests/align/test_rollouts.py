@@ -188,7 +188,7 @@ def test_a_resumed_loader_goes_on_with_the_same_rows(stop: int) -> None:
 def test_a_state_of_other_prompts_or_sizes_is_refused() -> None:
     loader = open_loader(make_model())
     state = loader.state_dict()
-    with pytest.raises(ConfigError, match="seed=5, this run has seed=6"):
+    with pytest.raises(ConfigError, match="seed=5, but this run has seed=6"):
         open_loader(make_model(), sizes=Sizes(seed=6)).load_state_dict(state)
     with pytest.raises(ConfigError, match="sizes="):
         open_loader(make_model(), num_generations=2).load_state_dict(state)

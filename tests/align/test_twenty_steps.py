@@ -32,7 +32,7 @@ STEPS, ITEMS, WIDTH, VOCAB = 20, 8, 8, 29
 COMMON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 20, "num_layers": 2, "num_heads": 2}
 PAIRS = [name for name, method in PREFERENCES.items() if method.loss is not None]
 NAMES = [*PAIRS, "kto", "reward", *POLICIES, "value"]
-QUICK = ["dpo", "kto", "ppo", "value"]
+QUICK = ["kto", "ppo", "value"]
 
 
 def make_model(family: str, name: str) -> Any:

@@ -116,7 +116,7 @@ def count_twice(corpus: str, folder: str) -> tuple[int, int]:
     first, second = Counting(), Counting()
     run(corpus, folder, until_step=2, callbacks=(first,))
     run(corpus, folder, until_step=4, callbacks=(second,))
-    with pytest.raises(ConfigError, match=r"had the callbacks \['counting'\], this one has none"):
+    with pytest.raises(ConfigError, match=r"had the callbacks \['counting'\], but this run"):
         run(corpus, folder)
     return first.count, second.count
 
