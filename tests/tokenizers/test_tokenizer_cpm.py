@@ -204,7 +204,7 @@ def test_blank_lines_of_ants_vocabulary_do_not_count(ant_folder):
     spaced = CPMAntTokenizer(content)
     assert spaced.get_vocab() == plain.get_vocab()
     assert spaced._files() == {"vocab.txt": content}
-    with pytest.raises(DataError, match="line 10 and line 15 are both '</d>'"):
+    with pytest.raises(DataError, match="'</d>' both in line 10 and in line 15"):
         CPMAntTokenizer("\n".join([*lines[:12], "", "", "</d>"]).encode())
 
 
