@@ -127,7 +127,7 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
 
 
 def _place_target(command: Command, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with ``--out DIR`` moved to the place of the positional target.
+    """Return the arguments with ``--out DIR`` converted to the positional target.
 
     `bmforge merge` writes to ``--out``; commands with source and target accept the same spelling.
     """

@@ -77,7 +77,7 @@ def _has_decoder(model: nn.Module) -> bool:
 
 
 def _split_by_length(batch: dict[str, Any], has_decoder: bool, number: int) -> list[dict[str, Any]]:
-    """Split a batch into batches of equally long sequences without padding."""
+    """Split a batch into batches whose sequences have equal lengths and no padding."""
     keys = [key for key, value in batch.items() if isinstance(value, Tensor) and value.dim() > 1]
     target_keys = {key for key in keys if key.startswith("decoder_")}
     target_keys |= {"labels"} & set(keys) if has_decoder else set()

@@ -240,7 +240,7 @@ class _Inputs:
         self._seen.append((weakref.ref(x), name))
 
     def clear(self) -> None:
-        """Forget all tensors, at the end of a batch."""
+        """Discard all tensors, at the end of a batch."""
         self._seen.clear()
 
 

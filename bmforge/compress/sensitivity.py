@@ -52,7 +52,7 @@ def measure_sensitivity(
     where: Sequence[str] = (),
     loss: Loss | None = None,
 ) -> list[Sensitivity]:
-    """Measure the loss increase when each module alone is quantized.
+    """Measure the loss increase when a single module is quantized, for each module.
 
     Args:
         model: complete model in memory; unchanged afterwards.

@@ -99,7 +99,7 @@ class Hessian:
 
     @property
     def is_dead(self) -> bool:
-        """Whether all inputs were zero, so that all weights are equally unimportant."""
+        """Whether all inputs were zero, so that no weight has an effect."""
         return self.products is not None and not bool(self.products.diagonal().any())
 
     @staticmethod

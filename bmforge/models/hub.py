@@ -1,4 +1,4 @@
-"""Finds model families: opens any checkpoint, and looks up presets."""
+"""Finds model families: loads any checkpoint, and looks up presets."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def _tie_as_wanted(model: Any, files: WeightFiles, wanted: bool) -> ModelConfig:
 
 
 def _find_tied(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Return the embedding's name as source of the head, if a tied checkpoint is opened untied."""
+    """Return the embedding's name as source of the head, if a tied checkpoint is loaded untied."""
     config = model.config
     if rule.ours != model.tied_head[0] or config.tie_word_embeddings:
         return None

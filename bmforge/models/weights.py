@@ -90,7 +90,7 @@ class WeightRule:
         return not self.transpose and self.part is None and self.index is None
 
     def to_source(self, tensor: Tensor) -> Tensor:
-        """Return the published tensor, before transposition, from the whole parameter."""
+        """Convert the parameter to the published tensor, before transposition."""
         return tensor if self.index is None else tensor[self.index]
 
 

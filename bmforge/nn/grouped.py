@@ -124,7 +124,7 @@ class _TakeRows(torch.autograd.Function):
 
 
 def take_rows(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
-    """Return ``x[index]``, where `index` contains every row of x equally often.
+    """Return ``x[index]``, where `index` contains every row of x the same number of times.
 
     With the positions of the copies (`places`), the backward is a gather and a sum in fixed order,
     several times faster than the scatter-add of plain indexing.

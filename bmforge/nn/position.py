@@ -191,7 +191,7 @@ def _longrope(spec: RopeSpec, plain: Tensor, positions: Tensor) -> tuple[Tensor,
 
 
 def outdates_keys(spec: RopeSpec | None, before: int, after: int) -> bool:
-    """Return True if keys that were rotated in a shorter sequence must be rotated anew.
+    """Return True if keys that were rotated in a shorter sequence must be rotated again.
 
     The frequencies of dynamic and longrope scaling depend on the length of the sequence.
 

@@ -51,7 +51,7 @@ def find_uncalled(model: Any, names: Sequence[str], *, unused: bool = False) -> 
 
 
 def keep_called(model: nn.Module, names: Sequence[str], *, drops: bool) -> list[str]:
-    """Remove from `names` the modules that the model never calls, as adapters there never train.
+    """Remove the modules that the model never calls from `names`; their adapters would not train.
 
     Args:
         model: any module.

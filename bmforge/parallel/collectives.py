@@ -35,7 +35,7 @@ _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Concatenate the equally shaped `x` of all processes along `dim`; not differentiable."""
+    """Concatenate `x`, of equal shape on all processes, along `dim`; not differentiable."""
     front = x.movedim(dim, 0).contiguous()
     out = front.new_empty(group.size() * front.shape[0], *front.shape[1:])
     gather_into(out, front, group=group)

@@ -88,7 +88,7 @@ class PromptDataConfig(TaskDataConfig):
 
 @dataclass(kw_only=True)
 class PromptGenerateConfig(RunConfig):
-    """Config to learn generation at a template's mask; other fields are `RunConfig`'s.
+    """Config to train generation at a template's mask; other fields are `RunConfig`'s.
 
     Args:
         data: the task.
@@ -117,7 +117,7 @@ class PromptGenerateConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class PromptTuneConfig(PromptGenerateConfig):
-    """Config to learn classification by a prompt; other fields are `PromptGenerateConfig`'s.
+    """Config to train classification with a prompt; other fields are `PromptGenerateConfig`'s.
 
     Args:
         verbalizer: file with the classes' words; None selects the task's own.

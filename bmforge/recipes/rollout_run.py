@@ -47,7 +47,7 @@ def default_training() -> TrainConfig:
 
 
 def check_rollouts(config: Any) -> None:
-    """Raise `ConfigError` for options that exclude each other, before anything is opened."""
+    """Raise `ConfigError` for options that cannot be combined, before anything is loaded."""
     config.data.check()
     config.rollout.check()
     check_length(config)

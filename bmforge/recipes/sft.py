@@ -200,7 +200,7 @@ def _read_all(paths: Sequence[str]) -> list[ChatExample]:
 
 
 def _is_empty_answer(message: Mapping[str, Any]) -> bool:
-    """Return True for an assistant message to learn without text, reasoning or tool calls."""
+    """Return True for a trained assistant message without text, reasoning or tool calls."""
     if message["role"] != "assistant" or message.get("weight") == 0:
         return False
     fields = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")

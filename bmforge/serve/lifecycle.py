@@ -54,7 +54,7 @@ class GracefulServer(uvicorn.Server):
         self.serving, self.stops_at_failure = serving, True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let running requests finish; cancel those that exceed the grace period."""
+        """Wait for running requests; cancel those that exceed the grace period."""
         serving = self.serving
         serving.admission.is_closing = True
         if serving.live:

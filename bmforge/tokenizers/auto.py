@@ -1,4 +1,4 @@
-"""`AutoTokenizer`, which opens the tokenizer of any model directory."""
+"""`AutoTokenizer`, which loads the tokenizer of any model directory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _BY_NAME: dict[str, Callable[[Path], Any]] = {
 
 
 class AutoTokenizer:
-    """Opens a directory's tokenizer, of Hugging Face or of OpenBMB's own types."""
+    """Loads a directory's tokenizer: a Hugging Face tokenizer or one of OpenBMB's types."""
 
     @staticmethod
     def from_pretrained(directory: str | os.PathLike[str]) -> Any:

@@ -110,7 +110,7 @@ class FastTokenizer(Tokenizer):
         return self._roles
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write the files from which this tokenizer was opened.
+        """Write the files from which this tokenizer was loaded.
 
         Raises:
             ConfigError: a file exists with other contents; nothing is written then.

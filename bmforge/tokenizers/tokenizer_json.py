@@ -1,4 +1,4 @@
-"""Opens the tokenizer.json of a Hugging Face directory, or builds one from older files.
+"""Loads the tokenizer.json of a Hugging Face directory, or builds one from older files.
 
 Older repositories have only ``vocab.json`` with ``merges.txt`` (GPT-2, OPT, RoBERTa), ``vocab.txt``
 (BERT) or ``spiece.model`` (T5). The algorithms are those of the tokenizers library; the settings

@@ -86,7 +86,7 @@ def _as_whole(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 def _on_parts(
     places: list[tuple[nn.Module, str]], inner: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Forward wrapper: call a model with local tensors in place of its sharded parameters."""
+    """Forward wrapper: call a model with its sharded parameters replaced by local tensors."""
     originals = [module._parameters[key] for module, key in places]
     views = {id(param): view_here(param) for param in originals if param is not None}
     try:

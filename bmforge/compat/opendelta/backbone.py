@@ -31,7 +31,7 @@ def take_parts_(backbone: nn.Module) -> None:
 
 
 def zoo_in(backbone: nn.Module) -> nn.Module:
-    """Return the bmforge model inside a backbone if there is exactly one, else the backbone."""
+    """Return the only bmforge model inside a backbone; the backbone if there is none or several."""
     models = [module for module in backbone.modules() if isinstance(module, Model)]
     return models[0] if len(models) == 1 else backbone
 

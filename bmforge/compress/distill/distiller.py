@@ -124,7 +124,7 @@ class Distiller:
             self._theirs.watch_head_(other, partial(take_prediction, self._theirs))
 
     def init_(self, seed: int = 0) -> None:
-        """Initialize the projections to the teacher's width, equally on every layout."""
+        """Initialize the projections to the teacher's width, with equal values on every layout."""
         for name, part in self._turning():
             for key, note in tensor_notes(part).items():
                 tensor = getattr(part, key)

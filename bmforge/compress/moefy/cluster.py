@@ -74,7 +74,7 @@ def _check(count: int, groups: int) -> None:
 
 
 def _first_centers(unit: Tensor, groups: int, seed: int) -> Tensor:
-    """Sample initial centers that are far apart, one after the other (k-means++)."""
+    """Sample distant initial centers one after the other (k-means++)."""
     generator = torch.Generator().manual_seed(seed)
     chosen = [int(torch.randint(unit.shape[0], (1,), generator=generator))]
     far = (1 - unit @ unit[chosen[0]]).clamp(min=0)

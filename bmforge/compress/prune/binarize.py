@@ -83,7 +83,7 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
 
 
 def _share_of_dims(model: Any, name: str, spec: AttentionSpec, width: int) -> float:
-    """Return the fraction of the head dims to keep open."""
+    """Return the fraction of the head dims whose gates stay open."""
     if not 0 < width <= spec.head_dim or (width % 2 and query_order(spec, _rope(model))):
         raise ConfigError(
             f"{name}: head_dim={width} is out of range (at most {spec.head_dim}, and even if "
@@ -139,14 +139,14 @@ def _likely_open(value: Tensor) -> int:
 
 
 def _groups(model: Any, key: tuple[str, str]) -> int:
-    """Return the number of groups that keep equally many units: heads for dims, otherwise 1."""
+    """Return the number of groups that keep equal numbers of units: the heads for dims, else 1."""
     if key[1] != "dims":
         return 1
     return int(blocks_of(model)[key[0]].spec.attn.num_kv_heads)  # type: ignore[union-attr]
 
 
 def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
-    """Return the units most likely to be open, equally many from each group."""
+    """Return the units whose gates are most likely open, the same number from each group."""
     parts, size = value.view(groups, -1), value.numel() // groups
     return tuple(
         number * size + unit
@@ -246,7 +246,7 @@ def _best(value: Tensor, count: int) -> tuple[int, ...]:
 def _order_shared(
     model: Any, likely: dict[tuple[str, str], Tensor]
 ) -> dict[tuple[str, str], Tensor]:
-    """Rank heads equally in all layers that share a position bias with one column per head.
+    """Give all layers that share a position bias with one column per head the same head ranking.
 
     Each layer keeps its own number of heads, in the order of the common ranking.
     """

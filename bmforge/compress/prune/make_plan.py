@@ -77,7 +77,7 @@ def nearest_fit(target: int, unit: int, most: int) -> int:
 
 
 def pick_heads(spec: AttentionSpec, scores: Tensor, num_heads: int, num_kv_heads: int) -> list[int]:
-    """Return the query heads to keep, equally many in each of the best key-value heads.
+    """Return the query heads to keep: the same number for each of the best key-value heads.
 
     Raises:
         ConfigError: `num_heads` and `num_kv_heads` do not fit each other.

@@ -29,7 +29,7 @@ def derive_key(*parts: int | str) -> bytes:
 
 
 def draw_below(n: int, key: bytes) -> int:
-    """Return a pseudorandom number in [0, n) that depends on `key` alone."""
+    """Return a pseudorandom number in [0, n) that depends only on `key`."""
     return int.from_bytes(blake2b(key, digest_size=16, person=b"draw").digest(), "little") % n
 
 

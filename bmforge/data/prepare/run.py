@@ -76,7 +76,7 @@ def prepare(
     overwrite: bool = False,
     steps: Sequence[DocumentStage] = (),
 ) -> PrepareReport:
-    """Prepare a corpus in `out_dir`, or return the report if the same corpus is already there.
+    """Prepare a corpus in `out_dir`; if it already contains this corpus, return the report.
 
     Writes ``tokenizer/``, ``train/tokens.*``, ``validation/tokens.*``, ``prepared.toml``, and
     ``dropped.jsonl`` with samples of dropped documents. An interrupted preparation is resumed.

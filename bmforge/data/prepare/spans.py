@@ -162,7 +162,7 @@ def _merge(spans: Spans) -> Spans:
 
 
 def _sum_read(documents: Path, counts: Sequence[int], gone: Sequence[int]) -> int:
-    """Return the total raw size, in bytes, of the documents at the positions `gone`."""
+    """Return the total raw size, in bytes, of the removed documents (positions `gone`)."""
     total, first, places = 0, 0, np.array(gone, dtype=np.int64)
     for number, count in enumerate(counts):
         in_shard = places[(places >= first) & (places < first + count)] - first

@@ -346,7 +346,7 @@ def _is_korean(sample: bytes) -> bool:
 
 
 def _ask_library(sample: bytes) -> str:
-    """Detect the encoding with resiliparse, which also knows Windows code pages."""
+    """Detect the encoding with resiliparse, which also supports Windows code pages."""
     try:
         from resiliparse.parse.encoding import detect_encoding as ask
     except ImportError:

@@ -261,7 +261,7 @@ def parse_payload(
 
 
 def _looks_like_page(body: bytes) -> bool:
-    """Return True if a body is HTML although its content type is missing or says otherwise."""
+    """Return True if a body is HTML although its content type is missing or different."""
     return (
         body[:200].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html"))
     )

@@ -146,7 +146,7 @@ class _HtmlWalker(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Handle a start tag; a void element also ends here."""
+        """Handle a start tag, which for a void element is also the end tag."""
         self._begin(tag, attrs)
         if tag in _VOID:
             self._end(tag)

@@ -114,7 +114,7 @@ def _behind_prompt(model: Any, rows: dict[str, Tensor]) -> tuple[dict[str, Tenso
 def _read_together(
     model: Any, inputs: Inputs, max_rows: int, read: Callable[[dict[str, Tensor]], Tensor]
 ) -> Tensor:
-    """Apply `read` to batches of equally shaped rows, and return the results in row order."""
+    """Apply `read` to batches of rows of equal shape, and return the results in row order."""
     rows = read_rows(model, inputs)
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, row in enumerate(rows):

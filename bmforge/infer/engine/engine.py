@@ -168,7 +168,7 @@ class Engine:
         dtype: torch.dtype | None,
         options: Mapping[str, Any],
     ) -> tuple[Any, Callable[..., Any]]:
-        """Prepare a module in memory; return it and the function that places it by a plan."""
+        """Prepare a module in memory; return it, and the function that places its weights."""
         check_module(model, self.config, options)
         model = model.eval() if dtype is None else model.eval().to(dtype)
         if quantize is not None:

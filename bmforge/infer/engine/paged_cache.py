@@ -136,7 +136,7 @@ class PagedCache:
     def _attend_by_row(
         self, layer: int, window: int | None, mix: Callable[..., Tensor], query: Tensor
     ) -> Tensor:
-        """Compute the attention of each row alone: (1, N, T, H) -> the same."""
+        """Compute the attention of each row separately: (1, N, T, H) -> the same shape."""
         device, out, first = query.device, [], 0
         row_pages = self._tables_at(device).row_pages
         for row, pages in zip(self.rows, row_pages, strict=True):

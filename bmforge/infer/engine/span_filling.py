@@ -86,7 +86,7 @@ def _sentinel(model: Any, tokenizer: Any, number: int) -> int | None:
 
 
 def _read(model: Any, tokenizer: Any, pieces: list[str], marks: list[int]) -> Tensor:
-    """Return the encoder's input ids, (1, S), with sentinels in place of the blanks."""
+    """Return the encoder's input ids, (1, S), with the blanks replaced by sentinel tokens."""
     ids = tokenizer.encode(pieces[0])
     for mark, piece in zip(marks, pieces[1:], strict=False):
         ids = [*ids, mark, *(tokenizer.encode(piece) if piece else ())]

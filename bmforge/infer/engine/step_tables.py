@@ -99,7 +99,7 @@ class StepTables:
         self._on_device: dict[torch.device, TablesOnDevice] = {}
 
     def at(self, device: torch.device) -> TablesOnDevice:
-        """Return the integer tensors on a device; the first call of a step copies them there."""
+        """Return the integer tensors on a device, copied by the first call of a step."""
         if device not in self._on_device:
             self._on_device[device] = self._send(device)
         return self._on_device[device]

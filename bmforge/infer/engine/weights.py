@@ -135,7 +135,7 @@ def _stream_(
 
 
 def _spread_(model: nn.Module, plan: MemoryPlan, cleanup: ExitStack) -> None:
-    """If there are several devices, make blocks move their inputs to their own device."""
+    """With several devices, make each block move its inputs to its device."""
     if elsewhere := plan.elsewhere:
         blocks = (unit.name for unit in units_of(model) if unit.is_block)
         places = {name: elsewhere.get(name, plan.device) for name in blocks}

@@ -99,7 +99,7 @@ def config_from_json(raw: dict[str, Any]) -> Any:
 
 
 def find_auto_class(raw: dict[str, Any]) -> str:
-    """Return the head (a key of `AUTO_CLASSES`) with which a config.json is opened.
+    """Return the head (a key of `AUTO_CLASSES`) with which a model of this config.json is loaded.
 
     Args:
         raw: contents of config.json; `architectures` decides, then `model_type`.

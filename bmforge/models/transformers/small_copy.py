@@ -157,7 +157,7 @@ def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _first_of_each(values: list[Any], keeps_kinds: bool) -> list[Any]:
-    """Return as many values as the twin has layers, including every kind that occurs."""
+    """Return one value per layer of the small copy, including every kind that occurs."""
     short = values[:LAYERS]
     missing = [value for value in dict.fromkeys(values) if value not in short]
     if keeps_kinds:

@@ -321,7 +321,7 @@ class Estimator:
         return times, max(trained)
 
     def least_static(self, choice: TrainingSetup) -> float:
-        """Return the bytes of the parameters and optimizer states alone, without tracing."""
+        """Return the bytes of only the parameters and optimizer states, without tracing."""
         if self._counts is None:
             self._counts = _count(self.request.workload)
         layout = choice.layout

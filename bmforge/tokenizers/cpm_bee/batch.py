@@ -114,7 +114,7 @@ def build_instance(
     order_key: bytes | None = None,
     task: str = "",
 ) -> Instance:
-    """Encode a document with as many in-context examples, in order, as fit into the window.
+    """Encode a document with the in-context examples, in order, that fit into the window.
 
     Args:
         document: training document with its answers.
@@ -140,7 +140,7 @@ def build_instance(
 
 
 class BestFit:
-    """Best-fit packing: an item goes to the open sequence with the least sufficient space.
+    """Best-fit packing: an item is added to the sequence with the least space that suffices.
 
     Args:
         max_length: length of a sequence.

@@ -95,7 +95,7 @@ def _shared(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_changed(final: Path, snapshot: Snapshot, recorded: Known) -> frozenset[str]:
-    """Return the tensors that this process knows to differ from the stored frozen tensors.
+    """Return the tensors of this process that differ from the stored frozen tensors.
 
     These are tensors that are not frozen on this process, or have a chunk that differs from the
     stored one.

@@ -225,7 +225,7 @@ def take_snapshot(
     away = frozenset(() if base is None else base["names"])
 
     def is_first_stage(name: str) -> bool:
-        """Return True on the first pipeline stage with the tensor, which writes the tensor."""
+        """Return True on the first pipeline stage with the tensor: only this stage writes it."""
         plain = name.removeprefix("model/")
         return pipeline is None or pipeline.rank_of(plain) == pipeline.rank
 

@@ -160,7 +160,7 @@ def publish(
 
 @dataclass(frozen=True)
 class _ShareWeight:
-    """Number of bytes that a process will write, and the free disk space that it sees."""
+    """Number of bytes that a process will write, and the free disk space on its machine."""
 
     changed: frozenset[str]
     needed_bytes: int

@@ -77,7 +77,7 @@ class AdapterLike(Protocol):
         ...
 
     def weigh_(self, weight: float) -> Self:
-        """Set the factor on the adapter's output."""
+        """Set the factor by which the adapter's output is multiplied."""
         ...
 
 

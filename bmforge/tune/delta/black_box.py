@@ -1,4 +1,4 @@
-"""Black-box tuning: trains a soft prompt from scores alone, without gradients.
+"""Black-box tuning: trains a soft prompt from scores only, without gradients.
 
 The prompt's rows vary in a small random subspace. CMA-ES requests the scores of a few candidates at
 a time and adapts its search distribution to them.

@@ -20,7 +20,7 @@ def draw_few(
     with_dev: bool = False,
     allow_fewer: bool = False,
 ) -> tuple[list[int], list[int]]:
-    """Sample few-shot training examples, and as many validation examples; return their indices.
+    """Sample few-shot training examples and the same number of validation examples; return indices.
 
     Args:
         labels: labels of all examples.

@@ -28,7 +28,7 @@ _ABSENT, _TINY = -10_000.0, 1e-15
 
 
 class ManualVerbalizer(nn.Module):
-    """Verbalizer with label words chosen by hand, one or several per class.
+    """Verbalizer with given label words, one or several per class.
 
     Args:
         words: words of every class, in order; or a map from class names to words. A space is

@@ -72,7 +72,7 @@ def step_shares(optimizer: Optimizer) -> None:
 
 
 def _here(param: Tensor) -> Tensor:
-    """Return the local shard of a parameter, with its local gradient."""
+    """Return the local shard of a parameter, with the local shard of its gradient."""
     stand_in = local_tensor(param.detach())
     stand_in.grad = None if param.grad is None else local_tensor(param.grad)
     return stand_in

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers for programs that parallelize their models by hand.
+"""Tensor-parallel layers for programs that parallelize their models in their own code.
 
 `weight` and `bias` are this process's part. The full weight is initialized everywhere and split, so
 its values do not depend on the number of processes. `pretrain` parallelizes such a model.

@@ -160,7 +160,7 @@ def _pair_mask(attention_mask: Tensor | None, text: TextInputs) -> Tensor | None
 
 
 def _add_head(bare: Model, words: Any) -> Model:
-    """Move the masked-LM head from one model to another, and tie it there again."""
+    """Move the masked-LM head from one model to another, and tie it to the new embedding."""
     head = words.mlm_head
     if words.config.tie_word_embeddings:
         head.decoder.weight = bare.embed.weight
