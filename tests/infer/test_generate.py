@@ -274,7 +274,7 @@ def test_full_context(model: GPT2) -> None:
         ({"do_sample": True, "top_k": -1}, "top_k=-1"),
         ({"num_beams": 0}, "num_beams=0"),
         ({"early_stopping": "sometimes", "num_beams": 2}, "early_stopping='sometimes'"),
-        ({"num_beams": 2, "do_sample": True}, "exclude each other"),
+        ({"num_beams": 2, "do_sample": True}, "cannot be used together"),
         ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences=3"),
         ({"num_return_sequences": 2}, "num_return_sequences=2"),
         ({"min_new_tokens": 5, "max_new_tokens": 4}, "above max_new_tokens=4"),
