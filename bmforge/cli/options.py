@@ -324,7 +324,7 @@ class PlanCommand:
     Args:
         model: name of a preset, or a model directory.
         task: task whose training step is planned. With preferences and reward, a row is a pair
-        of answers; rl and distill also generate rollouts.
+            of answers; rl and distill also generate rollouts.
         reference: reference model of preferences, or of rl with rl.beta above 0: adapter (the
             base model without the adapter), copy or precomputed; none uses the task's default.
         value_model: count the value model of --task rl with --method ppo (default: off).
