@@ -305,7 +305,7 @@ def _write_indexed(folder: Path) -> None:
     folder.mkdir()
     draw = random.Random(1)
     for name in ("text", "text_context", "text_target"):
-        builder = make_builder(str(folder / f"{name}.bin"), impl="mmap", vocab_size=100)
+        builder = make_builder(str(folder / f"{name}.bin"), impl="mmap")
         for _ in range(16):
             builder.add_item(torch.tensor(draw.choices(range(5, 90), k=20)))
             builder.end_document()

@@ -100,8 +100,9 @@ def copy_repository(
         if _SKIPPED & set(path.parts) or any(path.is_relative_to(e) for e in excluded):
             continue
         copy = target / path.relative_to(folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
-            copy.mkdir(parents=True, exist_ok=True)
+            copy.mkdir(exist_ok=True)
         elif path.suffix == ".py":
             source = rewrite_imports(read_source(path), packages)
             copy.write_text(apply_edits(source, edits), encoding="utf-8")

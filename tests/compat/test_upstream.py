@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import math
+import pickle
 import re
 import sys
 
 import pytest
+import torch
 
 from bmforge.compat.names import PAGES
 from bmforge.compat.upstream import UpstreamFinder, install, module_paths
@@ -51,10 +54,31 @@ def test_a_class_is_the_same_by_both_paths(path: str, name: str, home: str) -> N
 
 
 def test_a_removed_name_is_an_import_error_with_advice() -> None:
-    with pytest.raises(ImportError, match=r"loss\._function was removed\. Use torch\.isfinite"):
-        importlib.import_module("bmforge.compat.bmtrain.loss._function")
+    with pytest.raises(ImportError, match=r"optim\._function was removed\. Use bmt\.optim"):
+        importlib.import_module("bmforge.compat.bmtrain.optim._function")
     with pytest.raises(ImportError, match=r"does not exist in bmforge\. See docs/"):
         exec("from bmforge.compat.bmtrain.nn.linear import never_there")
+
+
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_function_of_a_module_without_a_file(value: float, dtype: torch.dtype) -> None:
+    import bmforge.compat.bmtrain.loss._function as functions
+
+    tensor, out = torch.ones(1000, dtype=dtype), torch.ones((), dtype=torch.uint8)
+    tensor[417] = value
+    functions.has_inf_nan(tensor, out)
+    assert out.item() == (not math.isfinite(value))
+
+
+def test_attributes_and_imports_of_unknown_names() -> None:
+    import bmforge.compat.bmtrain as bmt
+
+    assert not hasattr(bmt, "never_there")
+    assert bmt.block_layer.TransformerBlockList is bmt.TransformerBlockList
+    with pytest.raises(ImportError, match="does not exist in bmforge"):
+        exec("from bmforge.compat.bmtrain.runtime import never_there")
+    assert pickle.loads(pickle.dumps(bmt.lr_scheduler.Noam)) is bmt.lr_scheduler.Noam
 
 
 def test_other_module_paths_stay_unknown() -> None:

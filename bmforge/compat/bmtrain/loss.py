@@ -13,7 +13,7 @@ from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.parallel.collectives import sum_forward
 
-__all__ = ["FusedCrossEntropy"]
+__all__ = ["FusedCrossEntropy", "has_inf_nan"]
 
 
 class FusedCrossEntropy(nn.Module):
@@ -102,3 +102,13 @@ class FusedCrossEntropy(nn.Module):
             spread = (mass.log() * all_weights - smooth) / classes
             loss = loss + self.label_smoothing * spread
         return loss * counted
+
+
+def has_inf_nan(g_half: Tensor, out: Tensor) -> None:
+    """Set `out` to 1 if a tensor has an infinite or NaN element, else to 0.
+
+    Args:
+        g_half: tensor of any floating-point dtype.
+        out: scalar of dtype uint8.
+    """
+    out.fill_(int(not torch.isfinite(g_half).all()))
