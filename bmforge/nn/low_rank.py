@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.grouped import grouped_linear
+from bmforge.nn.low_rank_sum import AddLowRank, takes_low_rank_sum
 from bmforge.nn.part import BesidePart, TensorNote, find_like
 from bmforge.shards import local_tensor
 from bmforge.surgery import match_glob
@@ -200,8 +201,8 @@ class LowRank(BesidePart):
             notes["magnitude"] = TensorNote("ones", outs)
         return notes
 
-    def forward(self, x: Tensor, want: str = "added") -> Any:
-        """Return the update of the layer's output, or its factors.
+    def forward(self, x: Tensor, want: str = "added", out: Tensor | None = None) -> Any:
+        """Return the update of the layer's output, its factors, or the updated output.
 
         Computing the factors is a module call, too, so that parallel layouts can expose the local
         shards.
@@ -210,14 +211,23 @@ class LowRank(BesidePart):
             x: input of the layer.
             want: selected result: "added" returns the update, "factors" returns (low, up),
                 "all" returns (low, up, down, magnitude).
+            out: output of the layer; the result is this output plus the update.
         """
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
+        if out is not None:
+            if self.bias is None and takes_low_rank_sum(out, x, self.down, self.up):
+                return AddLowRank.apply(out, x, self.down, self.up, self.scale)
+            return out + self._update(x).to(out.dtype)
         low = F.linear(x.to(self.down.dtype), self.down) * self.scale
         if want == "all":
             return low, self.up, self.down, self.magnitude
         if want == "factors":
             return low, self.up
+        return self._update(x)
+
+    def _update(self, x: Tensor) -> Tensor:
+        low = F.linear(x.to(self.down.dtype), self.down) * self.scale
         return F.linear(low, self.up, None if self.bias is None else self.bias * self.scale)
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,7 +236,7 @@ class LowRank(BesidePart):
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
         """Add the update to the layer's output."""
-        return out + self(inputs[0]).to(out.dtype)
+        return self(inputs[0], out=out)
 
     def _joined(
         self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor, weight: float
@@ -319,9 +329,10 @@ class EmbeddingLowRank(LowRank):
         """Return the initialization: `down`, the lookup table, is zero. Both are replicated."""
         return {"down": TensorNote("zeros"), "up": TensorNote(1.0)}
 
-    def forward(self, x: Tensor, want: str = "added") -> Any:
-        """Return the update of the embeddings of the given ids."""
-        return F.linear(F.embedding(x, self.down.t()) * self.scale, self.up)
+    def forward(self, x: Tensor, want: str = "added", out: Tensor | None = None) -> Any:
+        """Return the update of the embeddings of the given ids, added to `out` if that is given."""
+        update = F.linear(F.embedding(x, self.down.t()) * self.scale, self.up)
+        return update if out is None else out + update.to(out.dtype)
 
 
 class ExpertsLowRank(BesidePart):
