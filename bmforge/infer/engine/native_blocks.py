@@ -17,18 +17,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmforge.infer.engine.native_adapters import find_low_ranks
+from bmforge.infer.engine.native_structures import (
+    AttentionPart,
+    FeedPart,
+    Layer,
+    Matrix,
+    Norm,
+    Vector,
+)
+from bmforge.infer.engine.native_structures import (
+    Experts as ExpertStacks,
+)
 from bmforge.nn import MLP, Attention, Block
 from bmforge.nn.attention import mix_values
 from bmforge.nn.linear import Linear
+from bmforge.nn.low_rank import LowRank
 from bmforge.nn.mlp import ACTIVATIONS, WideLinear
 from bmforge.nn.moe import Experts, MoE, dispatch_locally
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.packing import QuantSpec
+from bmforge.nn.part import join_parts
+from bmforge.nn.prefix import KeyValuePrefix
 from bmforge.nn.product_kernels import PLAIN_KINDS
 from bmforge.nn.quantized import QuantizedExperts, QuantizedLinear
 from bmforge.nn.shard_hooks import pass_on
 
-__all__ = ["Layer", "Watch", "describe_block", "expert_sizes"]
+__all__ = ["Watch", "describe_block", "expert_sizes"]
 
 _PACKED = 3  # as `Kind` of rows.cpp
 _NORMS: dict[type, int] = {RMSNorm: 1, nn.LayerNorm: 2}
@@ -47,74 +62,12 @@ _EXPERTS = (Experts, QuantizedExperts)
 # Forward functions at import: a class whose forward was patched is not supported.
 _FORWARDS = {
     kind: kind.forward
-    for kind in (Block, Attention, MLP, MoE, *_EXPERTS, RMSNorm, nn.LayerNorm, *_LINEARS)
+    for kind in (Block, Attention, MLP, MoE, *_EXPERTS, RMSNorm, nn.LayerNorm, *_LINEARS, LowRank)
 }
 
 
 class _UnknownError(Exception):
     """Raised if the native step does not support a module."""
-
-
-def _structure(name: str, fields: dict[str, Any]) -> type[ctypes.Structure]:
-    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
-
-
-_POINTER, _SIZE, _NUMBER, _FLOAT = (
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_int32,
-    ctypes.c_float,
-)
-# The structures of step_parts.cpp and step.cpp, by their names.
-_Vector = _structure("_Vector", {"data": _POINTER, "kind": _SIZE})
-_Norm = _structure("_Norm", {"weight": _Vector, "bias": _Vector, "eps": _FLOAT, "kind": _NUMBER})
-_Matrix = _structure(
-    "_Matrix",
-    {
-        **dict.fromkeys(("weight", "scales", "minima"), _POINTER),
-        "bias": _Vector,
-        **dict.fromkeys(("rows", "columns", "group"), _SIZE),
-        **dict.fromkeys(("kind", "bits", "has_wide_scales", "keeps_floats"), _NUMBER),
-    },
-)
-_AttentionPart = _structure(
-    "_AttentionPart",
-    {
-        **dict.fromkeys(("norm", "query_norm", "key_norm"), _Norm),
-        **dict.fromkeys(("query", "key", "value", "out"), _Matrix),
-        **dict.fromkeys(("heads", "shared_heads", "width"), _SIZE),
-        **dict.fromkeys(("scale", "in_scale", "add_scale"), _FLOAT),
-        **dict.fromkeys(("exists", "causal", "interleaved", "mask"), _NUMBER),
-    },
-)
-_FeedPart = _structure(
-    "_FeedPart",
-    {
-        "norm": _Norm,
-        **dict.fromkeys(("gate", "up", "down"), _Matrix),
-        **dict.fromkeys(("in_scale", "add_scale"), _FLOAT),
-        **dict.fromkeys(("exists", "gated", "activation"), _NUMBER),
-    },
-)
-_Experts = _structure(
-    "_Experts",
-    {
-        **dict.fromkeys(("router", "shared_gate"), _Matrix),
-        **dict.fromkeys(("gates", "ups", "downs"), _POINTER),
-        "per_token": _SIZE,
-        **dict.fromkeys(("normalizes", "weighs"), _NUMBER),
-    },
-)
-Layer: Any = _structure(
-    "Layer",
-    {
-        **dict.fromkeys(("attn", "cross"), _AttentionPart),
-        "feed": _FeedPart,
-        "experts": _POINTER,
-        "sum_scale": _FLOAT,
-        **dict.fromkeys(("norm_place", "bias"), _NUMBER),
-    },
-)
 
 
 class Watch:
@@ -134,6 +87,8 @@ class Watch:
         self._inside: list[Any] = []
         self._tensors: list[Tensor] = []
         self._places: list[Any] = []
+        self.adapted: list[tuple[LowRank, ...]] = []  # `Matrix.adapters` numbers them from 1
+        self.prefixes: list[KeyValuePrefix] = []  # `AttentionPart.prefix` numbers them from 1
         self.kept: list[Any] = []  # keeps the memory behind raw pointers alive
 
     def add(self, module: nn.Module) -> None:
@@ -203,15 +158,20 @@ def _know(module: Any, watch: Watch, kinds: Iterable[type], children: Iterable[s
     is_known = kind in kinds and not _forwards_changed()
     # No instance attribute shadows the class: no patched method, no compiled forward.
     is_known = is_known and not module.training and not attributes.keys() & _defined_by(kind)
-    is_known = is_known and not any(attributes.get(key) for key in _HOOKS)
+    is_known = is_known and not any(map(_has_other_hooks, map(attributes.get, _HOOKS)))
     if not is_known or any(module._modules[name] for name in module._modules.keys() - {*children}):
         raise _UnknownError
     watch.add(module)
 
 
+def _has_other_hooks(hooks: dict[int, Any] | None) -> bool:
+    """Return True if there are other hooks than the one that runs attached adapters."""
+    return any(hook is not join_parts for hook in (hooks or {}).values())
+
+
 @cache
 def _defined_by(kind: type) -> frozenset[str]:
-    return frozenset(dir(kind))
+    return frozenset(dir(kind)) - {"is_delta", "adapter_weight"}
 
 
 def _require(*conditions: bool) -> None:
@@ -229,77 +189,90 @@ def _address(tensor: Tensor | None) -> int | None:
 
 def _describe_vector(tensor: Tensor | None) -> Any:
     if tensor is None:
-        return _Vector(None, 0)
+        return Vector(None, 0)
     _require(tensor.dtype in PLAIN_KINDS)
-    return _Vector(_address(tensor), PLAIN_KINDS[tensor.dtype])
+    return Vector(_address(tensor), PLAIN_KINDS[tensor.dtype])
 
 
 def _describe_norm(module: Any, watch: Watch) -> Any:
     if module is None:
-        return _Norm()
+        return Norm()
     _know(module, watch, _NORMS)
     _require(not getattr(module, "offset", 0.0))
     weight, bias = (_describe_vector(getattr(module, key, None)) for key in ("weight", "bias"))
-    return _Norm(weight, bias, module.eps, _NORMS[type(module)])
+    return Norm(weight, bias, module.eps, _NORMS[type(module)])
 
 
 def _describe_matrix(module: Any, watch: Watch) -> Any:
     if module is None:
-        return _Matrix()
-    _know(module, watch, _LINEARS)
+        return Matrix()
+    parts = find_low_ranks(module)
+    _know(module, watch, _LINEARS, parts)
+    for part in parts.values():
+        _know(part, watch, (LowRank,))
+        _describe_vector(part.down), _describe_vector(part.up)
+    if parts:
+        watch.adapted.append((*parts.values(),))
+    adapters = len(watch.adapted) if parts else 0
     bias = _describe_vector(module.bias)
     if not isinstance(module, QuantizedLinear):
         weight = module.weight
         _require(weight.dtype in PLAIN_KINDS)
         kind = PLAIN_KINDS[weight.dtype]
-        return _Matrix(_address(weight), None, None, bias, *weight.shape, kind=kind)
+        numbers = {"kind": kind, "adapters": adapters}
+        return Matrix(_address(weight), None, None, bias, *weight.shape, **numbers)
     _require(module.outlier_columns is None)
     spec: QuantSpec = module.spec
     packed, scales, minima = module.packed, module.scales, module.minima
     sizes = module.rows, module.columns, spec.group_of(module.columns)
     addresses = [_address(tensor) for tensor in (packed, scales, minima)]
-    numbers = spec.bits, spec.scale_type == torch.float32, spec.activations == "float"
-    return _Matrix(*addresses, bias, *sizes, _PACKED, *numbers)
+    flags = spec.bits, spec.scale_type == torch.float32, spec.activations == "float"
+    return Matrix(*addresses, bias, *sizes, _PACKED, *flags, adapters)
 
 
 def _describe_attention(block: Any, name: str, watch: Watch) -> Any:
     attn = getattr(block, name, None)
     if attn is None:
-        return _AttentionPart()
+        return AttentionPart()
     projections = [f"{part}_proj" for part in "qkvo"]
-    _know(attn, watch, (Attention,), (*projections, "q_norm", "k_norm"))
+    _know(attn, watch, (Attention,), (*projections, "q_norm", "k_norm", "prefix"))
+    if attn.prefix is not None:
+        _know(attn.prefix, watch, (KeyValuePrefix,))
+        watch.prefixes.append(attn.prefix)
+    prefix = len(watch.prefixes) if attn.prefix is not None else 0
     _require(attn.enter is pass_on, attn.enter_memory is pass_on, attn.mix is mix_values)
-    _require(attn.prefix is None, attn.head_share == (0, 1), attn.thin is pass_on)
+    _require(attn.head_share == (0, 1), attn.thin is pass_on)
     _require(attn.thin_dims is pass_on, attn.thin_query is pass_on, attn.rotary == "model")
     matrices = [_describe_matrix(getattr(attn, part), watch) for part in projections]
     _require(matrices[0].rows == attn.num_heads * attn.head_dim == matrices[3].columns)
     into, out = block.attn_scales if name == "attn" else (1.0, 1.0)
-    return _AttentionPart(
+    return AttentionPart(
         _describe_norm(getattr(block, f"{name}_norm"), watch),
         _describe_norm(attn.q_norm, watch),
         _describe_norm(attn.k_norm, watch),
         *matrices,
         *(attn.num_heads, matrices[1].rows // attn.head_dim, attn.head_dim),
         *(attn.head_dim**-0.5 if attn.scale is None else attn.scale, into, block.scale * out),
-        *(True, attn.causal, attn.rope_interleaved, 0),
+        *(True, attn.causal, attn.rope_interleaved, 0, prefix),
     )
 
 
 def _describe_feed(block: Any, watch: Watch) -> Any:
     mlp = block.mlp
     if mlp is None:
-        return _FeedPart()
+        return FeedPart()
     norm, (into, out) = _describe_norm(getattr(block, "mlp_norm", None), watch), block.mlp_scales
     scales = into, block.scale * out
     if type(mlp) is MoE:
         shared = mlp.shared_expert
-        matrices = [_Matrix()] * 3 if shared is None else _describe_mlp(shared, watch)
+        matrices = [Matrix()] * 3 if shared is None else _describe_mlp(shared, watch)
+        _require(not any(matrix.adapters for matrix in matrices))
         _require(mlp.experts.activation in _ACTIVATIONS)
         numbers = True, mlp.experts.has_gate(), _ACTIVATIONS[mlp.experts.activation]
-        return _FeedPart(norm, *matrices, *scales, *numbers)
+        return FeedPart(norm, *matrices, *scales, *numbers)
     matrices = _describe_mlp(mlp, watch)
     numbers = True, mlp.gate_proj is not None, _ACTIVATIONS[mlp.activation]
-    return _FeedPart(norm, *matrices, *scales, *numbers)
+    return FeedPart(norm, *matrices, *scales, *numbers)
 
 
 def _describe_mlp(mlp: Any, watch: Watch) -> list[Any]:
@@ -326,9 +299,10 @@ def _describe_experts(mlp: Any, watch: Watch) -> Any:
     if shared is not None:  # one description has both
         alike = shared.activation is experts.activation
         _require(alike, (shared.gate_proj is not None) == experts.has_gate())
+    _require(not find_low_ranks(mlp.router), not find_low_ranks(mlp.shared_gate))
     stacks = {key: _describe_stack(experts, key) for key in ("gate_proj", "up_proj", "down_proj")}
     watch.kept += stacks.values()
-    description = _Experts(
+    description = ExpertStacks(
         _describe_matrix(mlp.router, watch),
         _describe_matrix(mlp.shared_gate, watch),
         *(None if stack is None else ctypes.addressof(stack) for stack in stacks.values()),
@@ -351,11 +325,11 @@ def _describe_stack(experts: Any, key: str) -> Any:
             _address(stack)
         group = spec.group_of(columns)
         numbers = spec.bits, spec.scale_type == torch.float32, spec.activations == "float"
-        return (_Matrix * count)(
+        return (Matrix * count)(
             *(
-                _Matrix(
+                Matrix(
                     *(None if stack is None else stack[number].data_ptr() for stack in stacks),
-                    _Vector(None, 0),
+                    Vector(None, 0),
                     *(rows, columns, group, _PACKED),
                     *numbers,
                 )
@@ -366,9 +340,9 @@ def _describe_stack(experts: Any, key: str) -> Any:
     _require(weight.dtype in PLAIN_KINDS)
     begin, size = _address(weight), weight[0].nbytes
     kind = PLAIN_KINDS[weight.dtype]
-    return (_Matrix * count)(
+    return (Matrix * count)(
         *(
-            _Matrix(begin + n * size, None, None, _Vector(None, 0), rows, columns, kind=kind)
+            Matrix(begin + n * size, None, None, Vector(None, 0), rows, columns, kind=kind)
             for n in range(count)
         )
     )
@@ -378,8 +352,8 @@ def expert_sizes(layer: Any) -> dict[str, int] | None:
     """Return the buffer sizes of a described layer's experts; None if the layer has no experts."""
     if not layer.experts:
         return None
-    experts = _Experts.from_address(layer.experts)
-    up = _Matrix.from_address(experts.ups)
+    experts = ExpertStacks.from_address(layer.experts)
+    up = Matrix.from_address(experts.ups)
     return {
         "experts": experts.router.rows,
         "per_token": experts.per_token,

@@ -63,14 +63,14 @@ class _Run(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("layers", "own", "memory", "masks", "biases")),
-        *((name, ctypes.c_void_p) for name in ("places", "windows")),
+        *((name, ctypes.c_void_p) for name in ("places", "windows", "adapters", "prefixes")),
         ("memory_mask", _Mask),
         ("rope", _Rope),
         *((name, ctypes.c_void_p) for name in ("x", "room")),
         *((name, ctypes.c_int64) for name in ("count", "rows", "tokens", "hidden", "stored")),
         *((name, ctypes.c_int64) for name in ("page_tokens", "memory_length", "length")),
         *((name, ctypes.c_int64) for name in ("widest", "heads_width", "keys_width", "inner")),
-        *((name, ctypes.c_int64) for name in ("experts", "per_token")),
+        *((name, ctypes.c_int64) for name in ("experts", "per_token", "low_width")),
         ("threads", ctypes.c_int32),
     ]
 
@@ -112,6 +112,7 @@ class _AnyCall:
 
     def __init__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> None:
         self._rows, self._tokens, self._hidden = x.shape
+        self.dtype = x.dtype
         self._kept: list[Any] = []  # keeps the memory behind raw pointers alive
         self._rope = self._positions(rope)
 
@@ -246,6 +247,8 @@ class CacheCall(_AnyCall):
                     return None
                 layer.attn.mask = self._windows[block.attn.window]
                 layer.bias = self._heads.get(layer.attn.heads, 0)
+                if layer.bias and layer.attn.prefix:  # the bias may have columns for prefixes
+                    return None
                 own[number], room = _past(pair), min(room, pair[0].shape[2], pair[1].shape[2])
             if layer.cross.exists:
                 pair = self._cache.remembered(block.cross_attn.layer_index)

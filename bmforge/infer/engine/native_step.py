@@ -8,7 +8,7 @@ and the cache's own buffers; sums are in fp32. Torch runs unsupported blocks, in
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.infer.cache import KVCache
-from bmforge.infer.engine.native_blocks import Layer, Watch, describe_block, expert_sizes
+from bmforge.infer.engine.native_adapters import AdapterTables, read_prefixes
+from bmforge.infer.engine.native_blocks import Watch, describe_block, expert_sizes
 from bmforge.infer.engine.native_run import CacheCall, PackedCall, Pasts
+from bmforge.infer.engine.native_structures import Layer
 from bmforge.infer.engine.paged_cache import PagedCache, StepRow
 from bmforge.models.stack import run_block
 from bmforge.nn.product_kernels import PLAIN_KINDS, compile_sources
@@ -84,6 +86,7 @@ class NativeStep:
         self._layers: nn.Module | None = None
         self._watch = Watch()
         self._segments: list[_Segment] = []
+        self._adapters = AdapterTables([])
         self._room = torch.empty(0, dtype=torch.uint8)
         self.native_blocks = self.torch_blocks = 0
         self._rests, self._has_looked = rests, False
@@ -183,6 +186,13 @@ class NativeStep:
         self._read(layers)
         return all(segment.layers for segment in self._segments)
 
+    def adapts(self, layers: nn.ModuleDict, parts: Collection[nn.Module]) -> bool:
+        """Return True if all blocks run natively and these adapter modules are LoRAs in them.
+
+        `run_packed` then supports a `Selection` with token indices as samples.
+        """
+        return self.knows(layers) and self._adapters.parts.issuperset(parts)
+
     def _read(self, layers: nn.ModuleDict) -> None:
         """Update the descriptions of the blocks if blocks have changed."""
         is_known = layers is self._layers
@@ -209,11 +219,15 @@ class NativeStep:
             self._segments.append(_Segment(number, [block], []))
         if descriptions:
             self._segments.append(_Segment(len(layers) - len(descriptions), blocks, descriptions))
+        self._adapters = AdapterTables(self._watch.adapted)
 
     def _run(
         self, library: ctypes.CDLL, call: CacheCall | PackedCall, segment: _Segment, x: Tensor
     ) -> None:
         run = call.describe(segment, x)
+        run.adapters, run.low_width = self._adapters.find(run.rows, run.tokens)
+        prefixes, longest, _tensors = read_prefixes(self._watch.prefixes, call.dtype)
+        run.prefixes, run.length = ctypes.addressof(prefixes), run.length + longest
         size = library.step_room_bytes(ctypes.byref(run))
         if self._room.numel() < size:
             self._room = torch.empty(size + size // 2, dtype=torch.uint8)

@@ -8,7 +8,8 @@ so if torch runs the blocks, each sequence is computed alone, in chunks of fixed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from bmforge.infer.engine.scheduler import ChunkRules
 from bmforge.infer.engine.step_tables import StepRow, StepTables
 from bmforge.models.stack import rope_tables, run_layers
 from bmforge.nn import LMHead, RopeSpec
+from bmforge.nn.adapter_selection import run_with_selection
 from bmforge.nn.part import beside_parts
 from bmforge.nn.position import outdates_keys
 from bmforge.nn.product_kernels import PLAIN_KINDS
@@ -30,7 +32,12 @@ from bmforge.nn.products import load_kernels
 from bmforge.nn.quantized import QuantizedHead
 from bmforge.nn.softcap import cap_softly
 from bmforge.records import laid_out
-from bmforge.tune.delta.selection import DeltaNames, choosing_deltas
+from bmforge.tune.delta.selection import (
+    DeltaNames,
+    choosing_deltas,
+    enabled_parts,
+    per_token_selection,
+)
 
 __all__ = ["PackedStep", "can_pack", "shares_passes"]
 
@@ -128,24 +135,51 @@ class PackedStep:
         row_inputs = list(zip(rows, tokens, num_scored, strict=True))
         names = [None] * len(row_inputs) if deltas is None else list(deltas)
         scores: dict[int, Tensor] = {}
-        for numbers in self._divide(names):
+        groups = self._divide(names)
+        while groups:
+            numbers = groups.pop()
+            own = [names[number] for number in numbers]
             some = zip(*(row_inputs[number] for number in numbers), strict=True)
-            with choosing_deltas(self.model, names[numbers[0]]):
-                scores.update(zip(numbers, self._run_together(*some), strict=True))
+            with self._choosing(own, [len(tokens[number]) for number in numbers]):
+                outputs = self._run_together(*some, native_only=len(set(own)) > 1)
+            if outputs is None:
+                groups += _group(numbers, own)
+            else:
+                scores.update(zip(numbers, outputs, strict=True))
         return [scores[number] for number in range(len(row_inputs))]
 
     def _divide(self, names: Sequence[DeltaNames]) -> list[list[int]]:
-        """Group rows into forward passes: rows with equal adapters together, or single rows."""
+        """Group rows into forward passes.
+
+        Rows without adapters and with LoRAs that the native step supports share a pass. Other
+        adapters are in a pass of their own, with the rows that have the same.
+        """
         if not self._is_together:
             return [[number] for number in range(len(names))]
-        groups: dict[DeltaNames, list[int]] = {}
-        for number, name in enumerate(names):
-            groups.setdefault(name, []).append(number)
-        return list(groups.values())
+        layers = self.model.layers
+        shares = {
+            name: self._native.adapts(layers, enabled_parts(self.model, name))
+            for name in dict.fromkeys(names)
+        }
+        keys = [None if shares[name] else (name,) for name in names]
+        return _group(range(len(names)), keys)
+
+    def _choosing(
+        self, names: Sequence[DeltaNames], counts: Sequence[int]
+    ) -> AbstractContextManager[None]:
+        """Context manager: enable the adapters of the rows of one forward pass."""
+        if len(set(names)) == 1:
+            return choosing_deltas(self.model, names[0])
+        return run_with_selection(per_token_selection(self.model, names, counts))
 
     def _run_together(
-        self, rows: Sequence[StepRow], tokens: Sequence[Sequence[int]], num_scored: Sequence[int]
-    ) -> list[Tensor]:
+        self,
+        rows: Sequence[StepRow],
+        tokens: Sequence[Sequence[int]],
+        num_scored: Sequence[int],
+        native_only: bool = False,
+    ) -> list[Tensor] | None:
+        """Run one forward pass; None if torch would have to run it and `native_only` is set."""
         model, device = self.model, self.cache.device
         tables = StepTables(rows, tokens, num_scored)
         on_device = tables.at(device)
@@ -156,6 +190,8 @@ class PackedStep:
         out = None
         if "local_rope" not in rope:
             out = self._native.run_packed(model.layers, x, self.cache, rows, rope["rope"])
+        if out is None and native_only:
+            return None
         if out is None:
             self.cache.rows, self.cache.tables = rows, tables
             masks: dict[int | None, Tensor | None] = dict.fromkeys(self._windows())
@@ -182,6 +218,14 @@ class PackedStep:
             return self.model.lm_head(self.model.leave(x[None])[0]).float()
         left = torch.cat([self.model.leave(state[None, None]) for state in x], 1)[0]
         return _score_rows(self.model.lm_head, left).float()
+
+
+def _group(numbers: Sequence[int], keys: Sequence[Hashable]) -> list[list[int]]:
+    """Group numbers by their keys."""
+    groups: dict[Hashable, list[int]] = {}
+    for number, key in zip(numbers, keys, strict=True):
+        groups.setdefault(key, []).append(number)
+    return list(groups.values())
 
 
 def _score_rows(head: LMHead, x: Tensor) -> Tensor:

@@ -11,14 +11,26 @@ struct Matrix {
   Vector bias;
   int64_t rows, columns, group;
   int32_t kind, bits, has_wide_scales, keeps_floats;
+  int32_t adapters;  // number of its LoRA updates in the run's table; 0 for none
 };
+
+// out += scale * x @ down.T @ up.T, for the tokens that are marked, or for all.
+struct LowRankUpdate {
+  const void *down, *up;
+  const uint8_t* tokens;
+  int64_t rank, kind;
+  float scale;
+};
+
+struct LowRankUpdates { const LowRankUpdate* data; int64_t count; };
 
 struct AttentionPart {
   Norm norm, query_norm, key_norm;
   Matrix query, key, value, out;
   int64_t heads, shared_heads, width;
   float scale, in_scale, add_scale;
-  int32_t exists, causal, interleaved, mask;  // mask: number of one of the run's masks
+  // mask, prefix: number of one of the run's; 0 is no prefix
+  int32_t exists, causal, interleaved, mask, prefix;
 };
 
 struct FeedPart {
@@ -53,6 +65,8 @@ struct Run {
   const Bias* biases;
   const Place* places;     // one per token of all rows
   const int64_t* windows;  // number of visible keys per token, by mask number; may be null
+  const LowRankUpdates* adapters;
+  const Prefix* prefixes;
   Mask memory_mask;
   Rope rope;
   float* x;       // (rows * tokens, hidden), input and output
@@ -60,13 +74,14 @@ struct Run {
   // `stored` keys are already in the caches; `length` is the maximum number of keys.
   int64_t count, rows, tokens, hidden, stored, page_tokens, memory_length, length;
   int64_t widest, heads_width, keys_width, inner, experts, per_token;  // maxima over the layers
+  int64_t low_width;  // sum of the ranks of a matrix
   int32_t threads;
 };
 
 // Floats shared by all threads, (tokens, width) each, and those of one thread.
 struct Room {
   float *query, *key, *value, *up, *gate, *sums, *parts, *routed, *gating, *weights;
-  float *normed, *entered, *scores, *vectors;
+  float *normed, *entered, *scores, *vectors, *low[2];
   int32_t *chosen, *order, *places, *starts;
   uint8_t* quantized;
 };
@@ -90,7 +105,8 @@ static int64_t shared_floats(const Run& r) {
 
 static int64_t own_floats(const Run& r) {
   const int64_t sorted = 2 * r.rows * r.tokens * r.per_token + r.experts + 1;
-  return 2 * r.rows * r.tokens * r.widest + r.length + 2 * r.widest + sorted + 7 * 16;
+  const int64_t each = 2 * (r.widest + r.low_width);
+  return r.rows * r.tokens * each + r.length + 2 * r.widest + sorted + 9 * 16;
 }
 
 static int64_t own_bytes(const Run& r) {
@@ -128,6 +144,7 @@ static Room divide_room(const Run& r, int thread) {
   room.entered = take(floats, count * r.widest);
   room.scores = take(floats, r.length);
   room.vectors = take(floats, 2 * r.widest);
+  for (float*& low : room.low) low = take(floats, count * r.low_width);
   room.order = (int32_t*)take(floats, count * r.per_token);
   room.places = (int32_t*)take(floats, count * r.per_token);
   room.starts = (int32_t*)take(floats, r.experts + 1);
@@ -135,8 +152,40 @@ static Room divide_room(const Run& r, int thread) {
   return room;
 }
 
-// Convert the input of a product to the format of the matrix.
-static void enter(Thread& t, const Matrix& m, const float* x) {
+// Inputs of the matrix's LoRA updates, x @ down.T: (tokens, rank) of each, one by one.
+static void enter_updates(Thread& t, const Matrix& m, const float* x, float* low) {
+  const LowRankUpdates& all = t.run.adapters[m.adapters];
+  for (int64_t a = 0; a < all.count; a++) {
+    const LowRankUpdate& u = all.data[a];
+    const Rows down = {u.down, u.rank, m.columns, u.kind};
+    if (!u.tokens) multiply_rows_of(down, 0, u.rank, x, t.count, low, u.rank);
+    for (int64_t i = 0; u.tokens && i < t.count; i++)
+      if (u.tokens[i])
+        multiply_rows_of(down, 0, u.rank, x + i * m.columns, 1, low + i * u.rank, u.rank);
+    low += t.count * u.rank;
+  }
+}
+
+// Add rows [first, last) of the LoRA updates to the results.
+static void add_updates(Thread& t, const Matrix& m, const float* low, int64_t first, int64_t last,
+                        float* out) {
+  const LowRankUpdates& all = t.run.adapters[m.adapters];
+  for (int64_t a = 0; a < all.count; a++) {
+    const LowRankUpdate& u = all.data[a];
+    for (int64_t row = first; row < last; row++) {
+      const float* up = as_floats({u.up, u.kind}, row * u.rank, u.rank, t.room.vectors);
+      for (int64_t i = 0; i < t.count; i++)
+        if (!u.tokens || u.tokens[i])
+          out[i * m.rows + row] += u.scale * dot(low + i * u.rank, up, u.rank, FP32);
+    }
+    low += t.count * u.rank;
+  }
+}
+
+// Convert the input of a product to the format of the matrix. Two matrices with one input have
+// different slots for the inputs of their LoRA updates.
+static void enter(Thread& t, const Matrix& m, const float* x, int slot = 0) {
+  if (m.adapters) enter_updates(t, m, x, t.room.low[slot]);
   if (m.kind != PACKED || m.keeps_floats) return;
   if (t.quantized_from == x && t.quantized_group == m.group) return;
   t.a = place(t.room.quantized, t.count, m.columns, m.columns / m.group);
@@ -147,7 +196,7 @@ static void enter(Thread& t, const Matrix& m, const float* x) {
 
 // Panels of a product for all tokens, with biases; results of a token are m.rows floats.
 static void multiply_some(Thread& t, const Matrix& m, const float* x, int64_t first, int64_t end,
-                          float* out) {
+                          float* out, int slot = 0) {
   const int64_t low = first * PANEL, high = std::min(end * PANEL, m.rows);
   if (m.kind != PACKED) {
     multiply_rows_of({m.weight, m.rows, m.columns, m.kind}, low, high, x, t.count, out, m.rows);
@@ -158,6 +207,7 @@ static void multiply_some(Thread& t, const Matrix& m, const float* x, int64_t fi
     if (m.bits == 8) multiply_panels<8>(w, a, first, end, 0, t.count);
     else multiply_panels<4>(w, a, first, end, 0, t.count);
   }
+  if (m.adapters) add_updates(t, m, t.room.low[slot], low, high, out);
   if (!m.bias.data) return;
   float room[PANEL];
   for (int64_t row = low; row < high; row += PANEL) {
@@ -283,6 +333,9 @@ static void attend_token(Thread& t, const Layer& layer, const AttentionPart& p, 
   const int64_t row = token / r.tokens, i = token % r.tokens;
   const bool hides = is_own && p.causal && !mask.data && !bias.data;
   const Stretch keys = find_keys(r, p, past, token, head, hides, is_own);
+  const Prefix& all = r.prefixes[p.prefix];
+  const int64_t skipped = head * all.count * p.width;
+  const Prefix front = {all.keys + skipped, all.values + skipped, all.count};
   const uint8_t* seen = mask.data ? mask.data + row * mask.row + i * mask.query : nullptr;
   for (int64_t n = head * group; n < (head + 1) * group; n++) {
     float* query = t.room.query + (token * p.heads + n) * p.width;
@@ -290,8 +343,8 @@ static void attend_token(Thread& t, const Layer& layer, const AttentionPart& p, 
     if (is_own) turn(r.rope, row, i, p.interleaved, query);
     const float* added =
         bias.data ? bias.data + row * bias.row + n * bias.head + i * bias.query : nullptr;
-    attend(query, (const E*)past.keys + at, (const E*)past.values + at, keys, past.kind, p.width,
-           p.scale, seen, added, t.room.scores);
+    attend(query, front, (const E*)past.keys + at, (const E*)past.values + at, keys, past.kind,
+           p.width, p.scale, seen, added, t.room.scores);
   }
 }
 
@@ -330,8 +383,9 @@ static void run_feed(Thread& t, const FeedPart& p, const float* x, float sum_sca
   float *up = t.room.up, *gate = p.gated ? t.room.gate : nullptr, *inner = gate ? gate : up;
   const int64_t width = p.up.rows;
   enter(t, p.up, x);
+  if (gate) enter(t, p.gate, x, 1);
   for_panels(t, p.up, [&](int64_t first, int64_t end) {
-    if (gate) multiply_some(t, p.gate, x, first, end, gate);
+    if (gate) multiply_some(t, p.gate, x, first, end, gate, 1);
     multiply_some(t, p.up, x, first, end, up);
     const int64_t count = std::min(end * PANEL, width) - first * PANEL;
     for (int64_t i = 0; i < t.count; i++) {

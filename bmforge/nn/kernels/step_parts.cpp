@@ -247,28 +247,45 @@ static inline float dot(const float* x, const E* y, int64_t count, int64_t kind)
   return out;
 }
 
-// C times 16 columns of the weighted values.
+// Keys and values (heads, count, width) of a prefix, which all queries see; may be empty.
+struct Prefix {
+  const float *keys, *values;
+  int64_t count;
+};
+
+// C times 16 columns of the weighted values, from column h on: the prefix, then the sequence.
 template <int C, typename E>
-static inline void mix_columns(const float* weights, const E* values, const Stretch& s,
-                               float* out) {
+static inline void mix_columns(const float* weights, const Prefix& front, const E* values,
+                               const Stretch& s, int64_t width, int64_t h, float* out) {
   Floats total[C];
   for (int c = 0; c < C; c++) total[c] = floats(0.0f);
+  for (int64_t j = 0; j < front.count; j++)
+    for (int c = 0; c < C; c++) {
+      const Floats value = load(front.values + j * width + h + 16 * c);
+      total[c] = add(total[c], mul(floats(weights[j]), value));
+    }
+  weights += front.count;
+  values += h;
   for_pages(s, values, [&](const E* value, int64_t j, int64_t end) {
     for (; j < end; j++, value += s.stride) {
       const Floats weight = floats(weights[j - s.first]);
       for (int c = 0; c < C; c++) total[c] = add(total[c], mul(weight, load(value + 16 * c)));
     }
   });
-  for (int c = 0; c < C; c++) store(out + 16 * c, total[c]);
+  for (int c = 0; c < C; c++) store(out + h + 16 * c, total[c]);
 }
 
 // softmax(scores) times values, written over the query. Hidden keys have no scores.
 template <typename E>
-static void attend(float* query, const E* keys, const E* values, const Stretch& s, int64_t kind,
-                   int64_t width, float scale, const uint8_t* seen, const float* bias,
-                   float* scores) {
-  const int64_t count = s.last - s.first;
-  float largest = -INFINITY;
+static void attend(float* query, const Prefix& front, const E* keys, const E* values,
+                   const Stretch& s, int64_t kind, int64_t width, float scale,
+                   const uint8_t* seen, const float* bias, float* weights) {
+  const int64_t count = front.count + s.last - s.first;
+  float largest = -INFINITY, *scores = weights + front.count;
+  for (int64_t j = 0; j < front.count; j++) {
+    weights[j] = dot(query, front.keys + j * width, width, FP32) * scale;
+    largest = std::max(largest, weights[j]);
+  }
   for_pages(s, keys, [&](const E* key, int64_t j, int64_t end) {
     for (; j < end; j++, key += s.stride) {
       float* score = scores + j - s.first;
@@ -281,15 +298,17 @@ static void attend(float* query, const E* keys, const E* values, const Stretch& 
     }
   });
   if (largest == -INFINITY) largest = 0.0f;
-  for (int64_t j = 0; j < count; j++) scores[j] = exponential(scores[j] - largest);
-  const float total = sum_of(count, [=](int64_t j) { return scores[j]; });
+  for (int64_t j = 0; j < count; j++) weights[j] = exponential(weights[j] - largest);
+  const float total = sum_of(count, [=](int64_t j) { return weights[j]; });
   if (s.value_scales)
-    for (int64_t j = 0; j < count; j++) scores[j] *= scale_of(s, s.value_scales, s.first + j);
+    for (int64_t j = s.first; j < s.last; j++)
+      scores[j - s.first] *= scale_of(s, s.value_scales, j);
   int64_t h = 0;
-  for (; h + 64 <= width; h += 64) mix_columns<4>(scores, values + h, s, query + h);
-  for (; h + 16 <= width; h += 16) mix_columns<1>(scores, values + h, s, query + h);
+  for (; h + 64 <= width; h += 64) mix_columns<4>(weights, front, values, s, width, h, query);
+  for (; h + 16 <= width; h += 16) mix_columns<1>(weights, front, values, s, width, h, query);
   for (; h < width; h++) {
     float mixed = 0.0f;
+    for (int64_t j = 0; j < front.count; j++) mixed += weights[j] * front.values[j * width + h];
     for_pages(s, values, [&](const E* value, int64_t j, int64_t end) {
       for (; j < end; j++, value += s.stride)
         mixed += scores[j - s.first] * widen_one(value, kind, h);

@@ -307,6 +307,34 @@ def choosing_deltas(model: nn.Module, names: DeltaNames) -> Iterator[None]:
         yield
 
 
+def enabled_parts(model: nn.Module, names: DeltaNames) -> list[nn.Module]:
+    """Return the adapter modules that `choosing_deltas` enables for these names."""
+    adapters = deltas_of(model).values()
+    return [part.part for delta in adapters if _weight(delta, names) for part in delta.held]
+
+
+def per_token_selection(
+    model: nn.Module, names: Sequence[DeltaNames], counts: Sequence[int]
+) -> Selection:
+    """Build the selection for concatenated sequences with different adapters.
+
+    Its samples are tokens, so that only the native step supports it.
+
+    Args:
+        model: model with adapters.
+        names: adapters of each sequence; see `choosing_deltas`.
+        counts: number of tokens of each sequence.
+    """
+    sizes = torch.tensor(counts)
+    choices: dict[nn.Module, AdapterChoice] = {}
+    for delta in deltas_of(model).values():
+        enabled = torch.tensor([_weight(delta, own) != 0 for own in names])
+        tokens = enabled.repeat_interleave(sizes).nonzero()[:, 0]
+        weight = (float(delta.weight) or 1.0) if len(tokens) else 0.0
+        choices |= dict.fromkeys((part.part for part in delta.held), AdapterChoice(weight, tokens))
+    return Selection(choices, sum(counts))
+
+
 def _weight(delta: AdapterLike, names: DeltaNames) -> float:
     weight = float(delta.weight)
     return weight if names is None else (weight or 1.0) if delta.name in names else 0.0
