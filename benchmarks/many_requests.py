@@ -2,11 +2,16 @@
 
     python benchmarks/decode.py prepare FOLDER
     python benchmarks/many_requests.py FOLDER [--peer PYTHON] [--threads 2] [--only q8_0]
+        [--budget-s 100]
 
 PYTHON is an interpreter with llama-cpp-python. Every round times each of these in turn; ratios are
 medians over rounds. A step's times, p50 and p99 of the first and of every next token, are of all
 requests of all rounds. Guesses on text that copies are measured on a model that copies: its blocks
 do all their work and add nothing, and its head knows what follows each of twelve tokens.
+
+Each file takes about the budget: the first short round estimates how long a round takes, a part
+runs as many rounds as its share of the budget allows, at least one, and every row is printed with
+the number of its rounds as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -18,13 +23,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from decode import CASES, Ours
-from harness import header, paired_ratio, table
+from harness import header, paired_ratio
 
 from bmforge.infer import Engine, EngineConfig, GenerationConfig, Request, RequestsConfig
 
@@ -59,20 +64,20 @@ def make_copy_(model: Any, circle: Sequence[int]) -> None:
 class Served:
     """An engine that is asked many things at once.
 
+    Args:
+        model: model to serve.
+        count: most requests at once.
+        longest: most tokens of a request.
+
     Attributes:
         first, next: seconds to the first token, and from one to the next, of all requests.
     """
 
-    def __init__(
-        self, path: Path, count: int, longest: int, circle: Sequence[int] = (), **options: Any
-    ) -> None:
+    def __init__(self, model: Any, count: int, longest: int, **options: Any) -> None:
         requests = RequestsConfig(
             max_num_seqs=max(count, 1), total_tokens=(count + 1) * longest, **options
         )
         config = EngineConfig(max_tokens=longest, requests=requests)
-        model = Ours(path).model
-        if circle:
-            make_copy_(model, circle)
         self.engine = Engine(model, config=config)
         self.first: list[float] = []
         self.next: list[float] = []
@@ -145,73 +150,95 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def measure(path: Path, arguments: argparse.Namespace) -> list[list[str]]:
-    """Return the rows of the table of one file."""
+def run_rounds(
+    run: Callable[[], Sequence[float]], most: int, budget_s: float
+) -> list[Sequence[float]]:
+    """Return the results of up to `most` calls; no further call starts that exceeds the budget."""
+    results: list[Sequence[float]] = []
+    begin = time.perf_counter()
+    while len(results) < most:
+        results.append(run())
+        spent = time.perf_counter() - begin
+        if spent * (len(results) + 1) / len(results) > budget_s:
+            break
+    return results
+
+
+def measure(path: Path, model: Any, arguments: argparse.Namespace, budget_s: float) -> None:
+    """Print the rows of many requests at once."""
     count, prompt, new = arguments.count, arguments.prompt, arguments.new
-    served = Served(path, count, prompt + new)
-    single = Served(path, 1, prompt + new)
+    served = Served(model, count, prompt + new)
     peer = Peer(arguments.peer, path, arguments.threads, count) if arguments.peer else None
-    ours: list[float] = []
-    theirs: list[float] = []
-    alone: list[float] = []
-    for round_ in range(arguments.rounds + 1):
-        seconds = served.ask(count, prompt, new), single.ask(1, prompt, new)
-        other = peer.ask(count, prompt, new) if peer else None
-        if round_ == 0:  # compiles, and brings the weights near
-            served.first.clear()
-            served.next.clear()
-            continue
-        ours.append(seconds[0] / count)
-        alone.append(seconds[1])
-        if other is not None:
-            theirs.append(other / count)
+
+    def run(prompt: int = prompt, new: int = new) -> list[float]:
+        times = [served.ask(count, prompt, new) / count, served.ask(1, prompt, new)]
+        return times if peer is None else [*times, peer.ask(count, prompt, new) / count]
+
+    run(8, 2)  # compiles, and brings the weights near
+    served.first.clear()
+    served.next.clear()
+    rounds = run_rounds(run, arguments.rounds, budget_s)
+    ours, alone, *theirs = (list(part) for part in zip(*rounds, strict=True))
+    number = len(rounds)
     rate = (new - 1) / statistics.median(ours)
-    rows = [[f"{path.name}: {count} at once", f"{rate:.1f} tokens/s", ""]]
-    rows.append(
-        ["of one request's", f"{statistics.median(alone) / statistics.median(ours):.2f}", ""]
-    )
+    show(f"{path.name}: {count} at once", f"{rate:.1f} tokens/s", number)
+    show("of one request's", f"{statistics.median(alone) / statistics.median(ours):.2f}", number)
     if theirs:
-        ratio = "{:.2f} ({:.2f} to {:.2f})".format(*paired_ratio(ours, theirs))
-        rows.append(["of llama.cpp's speed", ratio, ""])
-        assert peer is not None
-        peer.close()
+        ratio = "{:.2f} ({:.2f} to {:.2f})".format(*paired_ratio(ours, theirs[0]))
+        show("of llama.cpp's speed", ratio, number)
     for name, values in (("first token", served.first), ("next token", served.next)):
         both = [f"{1000 * percentile(values, share):.1f} ms" for share in (0.5, 0.99)]
-        rows.append([f"{name}, p50 and p99", *both])
+        show(f"{name}, p50 and p99", " and ".join(both), number)
     served.engine.close()
-    single.engine.close()
-    return rows
+    if peer is not None:
+        peer.close()
 
 
-def measure_prefix(path: Path, rounds: int) -> list[str]:
-    """Return how long a prompt's first token takes, its prefix seen before, of cold."""
-    served = Served(path, 1, PREFIX + 64)
-    ratios = []
-    for number in range(rounds):
-        ids = draw_prompt(1000 + number, PREFIX)
+def measure_prefix(model: Any, most: int, budget_s: float) -> None:
+    """Print how long a prompt's first token takes, its prefix seen before, of cold."""
+    served, numbers = Served(model, 1, PREFIX + 64), itertools.count(1000)
+
+    def run() -> list[float]:
+        ids = draw_prompt(next(numbers), PREFIX)
         cold = served.first_token([*ids, 5])
-        ratios.append(served.first_token([*ids, 6]) / cold)
+        return [served.first_token([*ids, 6]) / cold]
+
+    ratios = [ratio for (ratio,) in run_rounds(run, most, budget_s)]
     served.engine.close()
-    return ["prefix of 1,024 tokens: first token, of cold", f"{statistics.median(ratios):.3f}", ""]
+    text = f"{statistics.median(ratios):.3f}"
+    show(f"prefix of {PREFIX:,} tokens: first token, of cold", text, len(ratios))
 
 
-def measure_guesses(path: Path, rounds: int) -> list[list[str]]:
-    """Return how much faster guesses make text that copies, and text that does not."""
+def measure_guesses(model: Any, most: int, budget_s: float) -> None:
+    """Print how much faster guesses make text that does not copy, and text that copies.
+
+    The model is changed for the second: it must not be used afterwards.
+    """
     circle = draw_prompt(1, 12)
-    rows = []
-    for name, ids, taught in (
-        ("copies", circle * 12, circle),
-        ("does not copy", draw_prompt(2, 144), []),
-    ):
-        plain, guessing = (
-            Served(path, 1, 512, taught, speculates=guesses) for guesses in (False, True)
+    for name, ids in (("does not copy", draw_prompt(2, 36)), ("copies", circle * 3)):
+        if name == "copies":
+            make_copy_(model, circle)
+        plain, guessing = (Served(model, 1, 512, speculates=guesses) for guesses in (False, True))
+
+        def run(
+            new: int = 96, ids: list[int] = ids, pair: tuple[Served, Served] = (plain, guessing)
+        ) -> list[float]:
+            return [served.write(ids, new) for served in pair]
+
+        run(2)
+        pairs = run_rounds(run, most, budget_s / 2)
+        show(
+            f"guesses, text that {name}",
+            f"{statistics.median(a / b for a, b in pairs):.2f}",
+            len(pairs),
         )
-        pairs = [(plain.write(ids, 96), guessing.write(ids, 96)) for _ in range(rounds + 1)][1:]
-        ratio = statistics.median(a / b for a, b in pairs)
-        rows.append([f"guesses, text that {name}", f"{ratio:.2f}", ""])
         plain.engine.close()
         guessing.engine.close()
-    return rows
+
+
+def show(what: str, value: str, rounds: int) -> None:
+    """Print a row of the table."""
+    print(f"| {what} | {value} | {rounds} |", flush=True)
 
 
 def main() -> None:
@@ -220,21 +247,23 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--peer")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="most rounds of a part")
+    parser.add_argument("--budget-s", type=float, default=100, help="seconds of a file")
     parser.add_argument("--count", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--only", nargs="*", default=("q4_0", "q8_0", "f16"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print(header(" ".join(["python", *sys.argv]), arguments.threads, ("torch",)))
-    rows = []
+    print("\n| what | value | rounds |\n| --- | --- | --- |")
     for name in arguments.only:
-        path = arguments.folder / CASES[name]
-        rows += measure(path, arguments)
-        rows.append(measure_prefix(path, arguments.rounds))
-        rows += measure_guesses(path, arguments.rounds)
-    print(table(["what", "", ""], rows))
+        begin, path = time.perf_counter(), arguments.folder / CASES[name]
+        model = Ours(path).model
+        budget = max(0.0, arguments.budget_s - (time.perf_counter() - begin))
+        measure(path, model, arguments, 0.5 * budget)
+        measure_prefix(model, arguments.rounds, 0.15 * budget)
+        measure_guesses(model, arguments.rounds, 0.2 * budget)
 
 
 if __name__ == "__main__":

@@ -303,13 +303,16 @@ def pack_values(values: Tensor, spec: QuantSpec) -> Tensor:
         values: (rows, columns) int8; returns (panels, blocks, 64) uint8
     """
     columns = values.shape[1]
+    # Four integers are moved as one int32, which is four times as fast as byte by byte.
     if spec.bits == 8:
-        parts = _pad_rows(values).view(-1, PANEL_ROWS, columns // 4, 4).transpose(1, 2)
+        fours = _pad_rows(values).contiguous().view(torch.int32)
+        parts = fours.view(-1, PANEL_ROWS, columns // 4).transpose(1, 2)
         return parts.contiguous().view(torch.uint8).view(-1, columns // 4, _BLOCK_BYTES)
     unsigned = (values + (8 if spec.symmetric else 0)).view(torch.uint8)
-    parts = _pad_rows(unsigned).view(-1, PANEL_ROWS, columns // 8, 2, 4).transpose(1, 2)
-    halves = parts[:, :, :, 0] | (parts[:, :, :, 1] << 4)
-    return halves.contiguous().view(-1, columns // 8, _BLOCK_BYTES)
+    fours = _pad_rows(unsigned).contiguous().view(torch.int32)
+    parts = fours.view(-1, PANEL_ROWS, columns // 8, 2).transpose(1, 2)
+    halves = parts[..., 0] | (parts[..., 1] << 4)  # every byte is below 16
+    return halves.contiguous().view(torch.uint8).view(-1, columns // 8, _BLOCK_BYTES)
 
 
 def unpack_values(packed: Tensor, spec: QuantSpec) -> Tensor:

@@ -162,32 +162,42 @@ class GgufFile(CheckedFile):
         order = rows.sort()
         # Rows with at most one other between them are read in one go.
         breaks = (order.values.diff() > 2).nonzero().flatten() + 1
-        out = torch.empty(len(rows), size, dtype=torch.uint8)
+        stored = torch.empty(len(rows), size, dtype=torch.uint8)
         try:
             checked = self if entry.path is None else self._parts[entry.path]
             with checked.path.open("rb", buffering=0) as file:
                 checked.check_same(file.fileno())
-                for part in torch.tensor_split(torch.arange(len(rows)), breaks):
-                    numbers = order.values[part]
-                    first = int(numbers[0])
-                    count = int(numbers[-1]) - first + 1
-                    read = self._read_span(file, entry, first * size, count * size)
-                    out[order.indices[part]] = read.view(count, size)[numbers - first]
+                parts = zip(
+                    *(torch.tensor_split(t, breaks) for t in (order.values, stored)), strict=True
+                )
+                for numbers, target in parts:
+                    self._read_span(file, entry, numbers, target)
         except OSError as error:
             raise self.damaged(os.strerror(error.errno or 0)) from error
-        return out
+        # `index_select` copies whole rows; indexing copies byte by byte.
+        in_order = bool((order.values == rows).all())
+        return stored if in_order else stored.index_select(0, order.indices.argsort())
 
-    def _read_span(self, file: BinaryIO, entry: GgufTensor, first: int, count: int) -> Tensor:
-        data = torch.empty(count, dtype=torch.uint8)
-        view = memoryview(data.numpy())
-        file.seek(entry.start + first)
+    def _read_span(
+        self, file: BinaryIO, entry: GgufTensor, numbers: Tensor, target: Tensor
+    ) -> None:
+        """Read rows that lie close together in one go, into `target`, (R, bytes)."""
+        if not len(numbers):
+            return
+        size, first = target.shape[1], int(numbers[0])
+        count = int(numbers[-1]) - first + 1
+        is_whole = count == len(numbers)
+        data = target if is_whole else torch.empty(count, size, dtype=torch.uint8)
+        view = memoryview(data.numpy().reshape(-1))
+        file.seek(entry.start + first * size)
         done = 0
-        while done < count:
+        while done < len(view):
             got = file.readinto(view[done:])  # type: ignore[attr-defined]
             if not got:
                 raise self.damaged("the file ends too early")
             done += got
-        return data
+        if not is_whole:
+            torch.index_select(data, 0, numbers - first, out=target)
 
 
 def _identify(path: Path) -> tuple[int, int, int]:
