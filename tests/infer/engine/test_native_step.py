@@ -316,13 +316,16 @@ def test_buffers_that_move_are_found_again() -> None:
 
 
 @torch.no_grad()
-def test_parts_beside_and_prefixes_go_through_torch() -> None:
-    """What stands beside a layer, or before its keys, is not known."""
+def test_unknown_children_and_prefixes_go_through_torch() -> None:
+    """An unknown child of a layer, and a subclass of the prefix, are not supported."""
     from bmforge.nn.prefix import KeyValuePrefix
+
+    class OwnPrefix(KeyValuePrefix):
+        pass
 
     model = small()
     model.layers["0"].attn.q_proj.add_module("beside", nn.Linear(1, 1).eval())
-    model.layers["2"].attn.prefix = KeyValuePrefix(2, 3, 16).eval()
+    model.layers["2"].attn.prefix = OwnPrefix(2, 3, 16).eval()
     assert begin(model).run()[1] == (1, 2)
     model.layers["1"].train()
     assert begin(model).run()[1] == (0, 0)
