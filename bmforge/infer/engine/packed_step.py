@@ -177,6 +177,7 @@ class PackedStep:
         rows: Sequence[StepRow],
         tokens: Sequence[Sequence[int]],
         num_scored: Sequence[int],
+        *,
         native_only: bool = False,
     ) -> list[Tensor] | None:
         """Run one forward pass; None if torch would have to run it and `native_only` is set."""
