@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bmforge.infer.engine.constraint import Constraint
 from bmforge.serve.errors import RequestError
@@ -83,3 +85,33 @@ def test_verdicts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asyncio.run(ask())
     assert len(compiled) == 2
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+@settings(max_examples=10, deadline=None)
+def test_slow_rules_of_one_client_leave_a_process_to_others(slow: int, quick: int) -> None:
+    """All rules of another client are compiled while every rule of the first one still runs."""
+    never = asyncio.Event()
+
+    class Stalled(RuleChecker):
+        async def _run(self, rule: Constraint) -> str | None:
+            if rule.source.startswith("slow"):
+                await never.wait()
+            return None
+
+    async def ask() -> int:
+        checker = Stalled(ServeConfig(schema_s=60.0))
+        attack = [
+            asyncio.create_task(checker.check(Constraint.regex(f"slow{number}"), "attacker"))
+            for number in range(slow)
+        ]
+        await asyncio.sleep(0)  # let the attacker's rules take their turns first
+        for number in range(quick):
+            await asyncio.wait_for(checker.check(Constraint.regex(f"a{number}"), "victim"), 30)
+        running = sum(not task.done() for task in attack)
+        for task in attack:
+            task.cancel()
+        await asyncio.gather(*attack, return_exceptions=True)
+        return running
+
+    assert asyncio.run(ask()) == slow
