@@ -69,7 +69,7 @@ class Prompter:
         if traits.writes and traits.objective not in ("dialogues", "documents"):
             source = None if directory is None else find_template(directory)
             limits = TemplateLimits(config.template_s, 2 * config.max_body_bytes)
-            self.template = ChatTemplate(source, engine.tokenizer, limits)
+            self.template = ChatTemplate(source, engine.tokenizer, limits, config.parse_special)
 
         source = "" if self.template is None else self.template.source
         self.tool_format = find_format(source)

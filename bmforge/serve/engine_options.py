@@ -84,15 +84,13 @@ def check_size(texts: Iterable[str], engine: AnyEngine, config: ServeConfig, fie
         RequestError: a prompt has more bytes than the longest prompt of the longest tokens.
     """
     tokens = longest_prompt(engine, config)
-    most = tokens * longest_token_bytes(engine.tokenizer)
+    longest = longest_token_bytes(engine.tokenizer)
     sizes = [len(text.encode("utf-8", "replace")) for text in texts]
     size = sum(sizes) if field == "messages" else max(sizes, default=0)
-    if size > most:
+    if size > tokens * longest:
         raise RequestError(
-            (
-                f"{field} has {size} bytes, but a prompt may have at most {tokens} tokens of at "
-                f"most {most} bytes each"
-            ),
+            f"{field} has {size} bytes, but a prompt may have at most {tokens} tokens of at "
+            f"most {longest} bytes each",
             field,
             code="context_length_exceeded",
         )

@@ -44,6 +44,8 @@ class ServeConfig:
             deepseek_v3, glm45, hermes, llama3_json, minicpm, mistral or qwen3_coder.
         split_reasoning: return the reasoning of thinking models in reasoning_content instead of
             in the text.
+        parse_special: encode names of special tokens in messages, such as <|im_end|>, as these
+            tokens instead of as text; only for trusted clients, which can then forge turns.
         grace_s: time in seconds for running requests when the server is stopped.
         receive_s: time limit in seconds for receiving a request.
         idle_s: time in seconds after which an idle connection is closed.
@@ -95,6 +97,7 @@ class ServeConfig:
     allowed_origins: tuple[str, ...] = ()
     tool_call_parser: ToolCallParser | None = None
     split_reasoning: bool = True
+    parse_special: bool = False
     grace_s: float = 20.0
     receive_s: float = 20.0
     idle_s: float = 15.0

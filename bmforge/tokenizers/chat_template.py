@@ -37,6 +37,8 @@ class ChatTemplate:
         tokenizer: tokenizer with the template's `bos_token`, `eos_token` and further special
             tokens.
         limits: time and length limits of one rendering (default: none).
+        parse_special: encode names of special tokens inside messages as these tokens (default:
+            as text). The authors of the messages can then forge turns of other roles.
 
     Attributes:
         source: Jinja source, also of the plain template.
@@ -48,9 +50,13 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str | None, tokenizer: Tokenizer, limits: TemplateLimits | None = None
+        self,
+        source: str | None,
+        tokenizer: Tokenizer,
+        limits: TemplateLimits | None = None,
+        parse_special: bool = False,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._parse_special = tokenizer, parse_special
         tokens = tokenizer.special_ids
         self._marks = {
             f"{role}_token": tokenizer.decode([tokens[role]]) if role in tokens else ""
@@ -106,8 +112,8 @@ class ChatTemplate:
     ) -> tuple[str, list[int]]:
         """Render a conversation up to the assistant's answer; return its text and token ids.
 
-        The name of a special token inside a message is encoded as characters, so that a message
-        cannot forge its own end.
+        Unless `parse_special` is set, the name of a special token inside a message is encoded as
+        characters, so that a message cannot forge its own end.
 
         Args:
             messages, tools, variables: as in `render`.
@@ -116,9 +122,10 @@ class ChatTemplate:
         Raises:
             DataError: as `render` does.
         """
-        escaped = [_escape(self._tokenizer, message) for message in messages]
-        text = self.render(escaped, add_generation_prompt=True, tools=tools, **variables)
-        text += self._tokenizer.escape_specials(begin)
+        if not self._parse_special:
+            messages = [_escape(self._tokenizer, message) for message in messages]
+            begin = self._tokenizer.escape_specials(begin)
+        text = self.render(messages, add_generation_prompt=True, tools=tools, **variables) + begin
         return text, self._tokenizer.encode_chat(text)
 
     def end_mark(self) -> str:
