@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from bmforge.serve.lifecycle import GracefulServer, bind_address, make_server
 from bmforge.serve.serving import Serving
 from bmforge.serve.settings import ServeConfig
 
+CHROMIUM = Path(os.environ.get("BMFORGE_CHROMIUM", "/usr/bin/chromium-headless-shell"))
 MARKS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 # ChatML with Qwen's form of calls.
 TEMPLATE = (
@@ -52,6 +54,18 @@ def write_model(folder: Path, **sizes: Any) -> Path:
     config = LlamaConfig(vocab_size=len(vocabulary), max_seq_len=2048, **shape)
     Llama.from_config(config, seed=1).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium; where CI runs it must be there."""
+    if not CHROMIUM.exists() and os.environ.get("CI") != "true":
+        pytest.skip("needs Debian's chromium-headless-shell")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as found:
+        browser = found.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="session")

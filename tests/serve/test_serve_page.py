@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from page_visit import Visit, say
 from scripted_engine import ScriptedEngine
 from test_serve_sockets import is_idle, until
 
@@ -19,52 +19,7 @@ from bmforge.models import CPMBee, CPMBeeConfig
 from bmforge.tokenizers import CPMBeeTokenizer
 
 pytestmark = pytest.mark.long
-CHROMIUM = Path(os.environ.get("BMFORGE_CHROMIUM", "/usr/bin/chromium-headless-shell"))
-SHOTS = os.environ.get("BMFORGE_PAGE_SHOTS")  # a folder, for whoever wants to look
 HOSTILE = "今天天气很好 <img src=x onerror=alert(1)> <b>不</b>\n```python\nprint('好')\n```\n完"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Chromium; where CI runs it must be there."""
-    if not CHROMIUM.exists() and os.environ.get("CI") != "true":
-        pytest.skip("needs Debian's chromium-headless-shell")
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as found:
-        browser = found.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-class Visit:
-    """A page of a server, with all that it asked for and all that went wrong."""
-
-    def __init__(self, browser: Any, server: Any, locale: str = "en-GB", **more: Any) -> None:
-        self.page = browser.new_page(locale=locale, **more)
-        self.asked: list[str] = []
-        self.wrong: list[str] = []
-        self.bodies: list[dict[str, Any]] = []  # what the page asked
-        self.body: dict[str, Any] = {}  # what is added to what the page asks
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("console", self._listen)
-        self.page.on("dialog", lambda dialog: self.wrong.append("a dialog") or dialog.dismiss())
-        self.page.route("**/v1/**", self._add)
-        self.page.goto(server.url)
-        self.page.locator("#model:not(:empty)").wait_for()
-
-    def _listen(self, said: Any) -> None:
-        if said.type in ("error", "warning"):
-            self.wrong.append(said.text)
-
-    def _add(self, route: Any) -> None:
-        body = json.loads(route.request.post_data)
-        self.bodies.append(body)
-        route.continue_(post_data=json.dumps({**body, **self.body}))
-
-    def shoot(self, name: str) -> None:
-        if SHOTS:
-            self.page.screenshot(path=str(Path(SHOTS) / f"{name}.png"))
 
 
 def test_a_chat(browser: Any, start: Any, engine: Engine) -> None:
@@ -135,12 +90,6 @@ def test_both_languages_and_what_is_refused(browser: Any, start: Any) -> None:
         assert not [wrong for wrong in visit.wrong if "400" not in wrong]
 
 
-def say(page: Any, text: str) -> None:
-    page.fill("#chat-text", text)
-    page.press("#chat-text", "Enter")
-    page.locator("#chat-stop").wait_for(state="hidden")
-
-
 def test_conversations_are_kept_and_changed(
     browser: Any, start: Any, engine: Engine, model_directory: Path, tmp_path: Path
 ) -> None:
@@ -160,6 +109,11 @@ def test_conversations_are_kept_and_changed(
         scripted.text = "second"
         say(page, "two")
         page.reload()
+        page.locator("#model:not(:empty)").wait_for()
+        assert page.locator("li").count() == 4
+        assert page.input_value("#set-temperature") == "0.5"
+        page.click("#chat-clear")
+        assert page.locator("li").count() == 0
         page.locator(".saved .title").click()
         assert page.locator("li").count() == 4
         assert page.input_value("#set-temperature") == "0.5"

@@ -11,7 +11,9 @@ export class Chat {
   constructor(app) {
     this.app = app;
     this.all = store.load(localStorage);
-    this.current = store.newConversation();
+    // A reload shows the conversation of this tab again.
+    const last = sessionStorage.getItem("conversation");
+    this.current = this.all.find((one) => one.id === last) ?? store.newConversation();
     this.listen();
   }
 
@@ -28,6 +30,7 @@ export class Chat {
     at("import-file").addEventListener("change", () => this.importFile());
     at("attach").addEventListener("click", () => at("attach-file").click());
     at("attach-file").addEventListener("change", () => this.attach());
+    addEventListener("storage", () => this.takeSaved());
     at("settings").addEventListener("change", () => {
       this.current.settings = this.app.takeSettings();
       this.keep();
@@ -38,7 +41,7 @@ export class Chat {
     const { say } = this.app;
     for (const id of ["export", "import", "attach"]) at(id).textContent = say(id);
     at("saved-title").textContent = say("saved");
-    at("search").placeholder = say("search");
+    at("search").placeholder = at("search").ariaLabel = say("search");
     this.show();
   }
 
@@ -54,14 +57,24 @@ export class Chat {
     this.show();
   }
 
-  // Keep all conversations; a full browser says so.
-  keep() {
+  // Save all conversations, also those of other tabs; show an error if the browser's storage is full.
+  keep(removed = null) {
     if (this.current.messages.length && !this.all.includes(this.current)) this.all.push(this.current);
+    const isOther = ({ id }) => id !== this.current.id && id !== removed;
+    this.all = store.merge(this.all, store.load(localStorage).filter(isOther));
     try {
       store.save(localStorage, this.all);
     } catch (error) {
       this.app.tell(this.app.say("full") + error.message);
     }
+    this.showSaved();
+  }
+
+  // Take the conversations that another tab has saved.
+  takeSaved() {
+    const own = this.current.messages.length ? [this.current] : [];
+    const others = store.load(localStorage).filter(({ id }) => id !== this.current.id);
+    this.all = [...own, ...others];
     this.showSaved();
   }
 
@@ -139,7 +152,8 @@ export class Chat {
 
   show() {
     const { say } = this.app;
-    const { messages, dropped } = this.current;
+    const { id, messages, dropped } = this.current;
+    sessionStorage.setItem("conversation", id);
     at("said").replaceChildren();
     if (!messages.length) {
       at("said").append(make("p", { className: "empty", textContent: say("nothing") }));
@@ -232,7 +246,7 @@ export class Chat {
     if (!confirm(this.app.say("removeAsk", store.titleOf(conversation)))) return;
     this.all = this.all.filter((one) => one !== conversation);
     if (conversation === this.current) this.begin();
-    this.keep();
+    this.keep(conversation.id);
   }
 
   exportAll() {

@@ -197,6 +197,7 @@ function speak() {
   at("chat-send").textContent = say("send");
   at("text-send").textContent = say("go");
   at("documents-send").textContent = say("fill");
+  for (const room of ["chat", "text", "documents"]) at(`${room}-text`).ariaLabel = say(room);
   at("chat-text").placeholder = say("askHere");
   at("text-text").placeholder = say("textHere");
   at("documents-about").textContent = say("documentsAbout");
@@ -216,7 +217,10 @@ async function refresh() {
   try {
     server = await (await ask("/page/state")).json();
     at("model").textContent = server.model;
-    if (at("set-model").options.length !== server.models.length) showSettings();
+    if (at("set-model").options.length !== server.models.length) {
+      showSettings();
+      putSettings(chat.current.settings);
+    }
     at("license").textContent = say("license", server.license);
     if (!at("tabs").children.length) showTabs();
     showMemory();
