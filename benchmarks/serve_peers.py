@@ -1,13 +1,14 @@
 """Compare `bmforge serve` with llama.cpp's server, or adapters with their base model.
 
-    python benchmarks/serve_peers.py FOLDER --peer LLAMA_SERVER [--clients 1 4 16 64] [--rounds 3]
+    python benchmarks/serve_peers.py FOLDER --peer PROGRAM [--clients 1 4 16 64] [--rounds 3]
     python benchmarks/serve_peers.py FOLDER --adapters 8 [--clients 16] [--rounds 5]
 
-FOLDER gets a Llama of 85M parameters with random weights over bytes, and its GGUF file, which both
-servers read (q8_0). Both servers run all the time and are asked in turns, so that a change of the
-machine's speed affects both. Prompts and answers have lengths of a log-normal distribution, and
-half of the prompts begin with the same 128 tokens. Ratios are medians over rounds with a 95 %
-bootstrap interval.
+PROGRAM is llama.cpp's llama-server, or a Python interpreter that has llama-cpp-python with its
+server. FOLDER gets a Llama of 85M parameters with random weights over bytes, and its GGUF file,
+which both servers read (q8_0). Both servers run all the time and are asked in turns, so that a
+change of the machine's speed affects both. Prompts and answers have lengths of a log-normal
+distribution, and half of the prompts begin with the same 128 tokens. Ratios are medians over
+rounds with a 95 % bootstrap interval.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def draw_requests(seed: int, count: int) -> list[dict[str, Any]]:
 
 async def ask(port: int, body: Mapping[str, Any], load: Load) -> None:
     """Stream one answer and add its times to a load."""
-    options = {"stream": True, "temperature": 0, "ignore_eos": True}
-    data = json.dumps({**body, **options, "stream_options": {"include_usage": True}}).encode()
+    options = {"stream": True, "temperature": 0, "logit_bias": {"2": -100, "4": -100}}
+    data = json.dumps({**body, **options}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -81,16 +82,16 @@ async def ask(port: int, body: Mapping[str, Any], load: Load) -> None:
     begin = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head.encode() + data)
-    times, usage = [], {"completion_tokens": 0}
+    times, lines = [], []
     while line := await reader.readline():
-        if not line.startswith(b"data: {"):
-            continue
-        times.append(time.perf_counter())
-        if b'"usage":{' in line.replace(b" ", b""):
-            usage = json.loads(line[6:])["usage"]
+        if line.startswith(b"data: {"):
+            times.append(time.perf_counter())
+            lines.append(line[6:])
     writer.close()
-    if usage["completion_tokens"] != body["max_tokens"]:
-        raise RuntimeError(f"port={port} answered {usage}, not {body['max_tokens']} tokens.")
+    choices = [choice for line in lines[-2:] for choice in json.loads(line)["choices"]]
+    ends = {choice["finish_reason"] for choice in choices}
+    if "length" not in ends:  # the answer has fewer tokens, or the request was refused
+        raise RuntimeError(f"port={port} ended an answer with {ends}: {lines[-1:]}.")
     load.tokens += body["max_tokens"]
     load.first_s.append(times[0] - begin)
     load.gaps_s += [after - before for before, after in pairwise(times)]
@@ -116,7 +117,8 @@ def served(command: list[str], log: Path) -> Iterator[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environment.pop("OMP_NUM_THREADS", None)
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -124,8 +126,10 @@ def served(command: list[str], log: Path) -> Iterator[int]:
         )
         try:
             for _ in range(600):
+                if process.poll() is not None:
+                    raise RuntimeError(f"{command[0]} ended: {log} has its messages.")
                 try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5).close()
                     break
                 except OSError:
                     time.sleep(0.2)
@@ -143,7 +147,14 @@ def prepare(folder: Path) -> Path:
 
     path = folder / "q8_0.gguf"
     if not path.exists():
-        export_gguf(write_model(folder / "model", **SHAPE), path, "q8_0")
+        model = write_model(folder / "model", **SHAPE)
+        # llama.cpp reads no vocabulary without merges. Byte 255 is in no UTF-8 text.
+        tokenizer = json.loads((model / "tokenizer.json").read_text())
+        vocabulary = tokenizer["model"]["vocab"]
+        vocabulary["~~"] = vocabulary.pop("\u00ff")
+        tokenizer["model"]["merges"] = [["~", "~"]]
+        (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+        export_gguf(model, path, "q8_0")
     return path
 
 
@@ -176,7 +187,11 @@ def serve_ours(model: Path, most: int, *options: str) -> list[str]:
 
 
 def serve_peer(program: str, model: Path, most: int, threads: int) -> list[str]:
-    """Return the command that serves the model with llama.cpp, with a KV cache that all share."""
+    """Return the command that serves the model with llama.cpp."""
+    if Path(program).name.startswith("python"):
+        command = [program, "-m", "llama_cpp.server", "--model", str(model)]
+        command += ["--n_ctx", str(CONTEXT), "--interrupt_requests", "false"]
+        return [*command, "--n_threads", str(threads), "--n_threads_batch", str(threads)]
     command = [program, "-m", str(model), "-np", str(most), "-c", str(most * CONTEXT // 2)]
     return [*command, "--kv-unified", "-t", str(threads), "-tb", str(threads), "--no-webui"]
 
@@ -221,7 +236,7 @@ def main() -> None:
     """Print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--peer", help="llama.cpp's server, a program")
+    parser.add_argument("--peer", help="llama-server, or Python with llama-cpp-python")
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--clients", type=int, nargs="+", choices=REQUESTS, default=[1, 4, 16, 64])
     parser.add_argument("--rounds", type=int, default=3)

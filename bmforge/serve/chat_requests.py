@@ -23,6 +23,7 @@ from bmforge.serve.engine_options import (
     check_limits,
     check_size,
     find_constraint,
+    hidden_ids,
     longest_answer,
     to_options,
 )
@@ -118,7 +119,10 @@ async def open_chat(body: ChatRequest, request: Request) -> RunningChat:
         )
         salt = salt_of(request, body.cache_salt)
         budget = find_budget(body, prompt, engine.tokenizer)
-        limits = salt, config.request_s, served.delta, budget
+        form = tools.form
+        marks = (*(prompt.thought_marks or ()), *((*form.open, form.close) if form else ()))
+        hidden = hidden_ids(body, engine.tokenizer, marks)
+        limits = salt, config.request_s, served.delta, budget, hidden
         engine_request = EngineRequest(prompt.ids, options, rule, *limits)
         live = await start(serving, [engine_request], len(prompt.ids), begin)
         live.key = key_of(request)

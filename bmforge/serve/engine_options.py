@@ -25,6 +25,7 @@ from bmforge.serve.sleeping import AnyEngine
 __all__ = [
     "check_limits",
     "find_constraint",
+    "hidden_ids",
     "longest_answer",
     "longest_prompt",
     "row_tokens",
@@ -216,6 +217,21 @@ def _end_tokens(
         return ends
     own = find_end_tokens(engine.model.config, engine.tokenizer) if ends is None else ends
     return tuple(dict.fromkeys((*own, *more)))
+
+
+def hidden_ids(body: Writing, tokenizer: Any, marks: Iterable[str] = ()) -> tuple[int, ...]:
+    """Return the tokens whose text `skip_special_tokens` omits from the answers.
+
+    Args:
+        body: request body.
+        tokenizer: the model's tokenizer.
+        marks: texts around reasoning and tool calls, which the parsers of the answer remove.
+    """
+    if not body.skip_special_tokens:
+        return ()
+    kept = "".join(marks)
+    ids = sorted(tokenizer.special_token_ids)
+    return tuple(id for id in ids if tokenizer.decode([id]) not in kept)
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:

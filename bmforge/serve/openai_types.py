@@ -104,6 +104,7 @@ class Writing(Strict):
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     stop_token_ids: Ids | None = None
     cache_salt: str | None = Field(None, max_length=256)
     # Accepted with their neutral values only.

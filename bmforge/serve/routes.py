@@ -26,6 +26,7 @@ from bmforge.serve.engine_options import (
     check_limits,
     check_size,
     find_constraint,
+    hidden_ids,
     longest_answer,
     to_options,
 )
@@ -109,6 +110,7 @@ async def _ask(
     engine, config = serving.engine, serving.config
     length = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     salt = salt_of(request, body.cache_salt)
+    hidden = hidden_ids(body, engine.tokenizer)
     engine_requests = []
     for prompt, ids in zip(body.prompts, rows, strict=True):
         most = longest_answer(max(length, 1), len(ids), engine, config)
@@ -118,7 +120,9 @@ async def _ask(
         options = options.replace(prompt_logprobs=scored_tokens(body))
         text_or_ids = ids if body.add_special_tokens is False else prompt
         engine_requests.append(
-            EngineRequest(text_or_ids, options, rule, salt, config.request_s, delta)
+            EngineRequest(
+                text_or_ids, options, rule, salt, config.request_s, delta, hidden_ids=hidden
+            )
         )
     return engine_requests
 

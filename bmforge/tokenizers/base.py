@@ -205,6 +205,11 @@ class Tokenizer(ABC):
         ids = {role: self.role_id(role) for role in self._role_tokens()}
         return {role: id for role, id in ids.items() if id is not None}
 
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids of all special tokens, also of those without a role."""
+        return frozenset(self.special_ids.values())
+
     def __len__(self) -> int:
         return self.vocab_size
 

@@ -190,6 +190,12 @@ class FastTokenizer(Tokenizer):
         return [ids.get(id, id) for id in encoded.ids]
 
     @cached_property
+    def special_token_ids(self) -> frozenset[int]:  # type: ignore[override]
+        """Ids of all special tokens, also of those without a role."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return frozenset(id for id, token in added if token.special)
+
+    @cached_property
     def _special_names(self) -> re.Pattern[str] | None:
         """Regular expression that matches the names of special tokens, the longest first."""
         added = self._tokenizer.get_added_tokens_decoder().values()

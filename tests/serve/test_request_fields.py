@@ -263,3 +263,34 @@ def test_names_of_special_tokens_in_messages(
             else:
                 assert len([id for id in ids if id in special]) == 3  # those of the template
                 assert text in library.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_special_tokens_are_skipped_in_answers(start: Any, path: str, streams: bool) -> None:
+    """The names of special tokens are missing from the text, and nothing else is."""
+    names = {0: "<pad>", 1: "<s>", 3: "<|im_start|>"}
+    likely = {str(id): 100 for id in (*names, 70, 71, 72)}
+    said = {"prompt": "a"} if path == "completions" else {"messages": USER}
+    with start() as server:
+        body = {**said, "model": server.serving.name, "max_tokens": 40, "seed": 3,
+                "logit_bias": likely, "stream": streams}  # fmt: skip
+        texts = []
+        for skips in (False, True):
+            answer = httpx.post(
+                f"{server.url}/v1/{path}", json={**body, "skip_special_tokens": skips}, timeout=60
+            )
+            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+            choices = [json.loads(line)["choices"][0] for line in lines or [answer.text]]
+            texts.append("".join(text_of(choice) for choice in choices))
+    shown, skipped = texts
+    for name in names.values():
+        assert name in shown
+        shown = shown.replace(name, "")
+    assert skipped == shown
+    assert len(skipped) >= 5
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    message = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
+    return message.get("content") or ""

@@ -147,7 +147,7 @@ class PromptReader:
         fills = is_document(self._model, request)
         has_beams = config.num_beams > 1
         needs_text = request.constraint is not None or config.returns_logprobs
-        needs_text = needs_text or request.thoughts is not None
+        needs_text = needs_text or request.thoughts is not None or bool(request.hidden_ids)
         if request.thoughts is not None and request.constraint is not None:
             raise ConfigError(
                 "a constraint and a limit of the reasoning tokens cannot be used together, "
@@ -156,8 +156,8 @@ class PromptReader:
         if (has_beams or fills) and (needs_text or config.stop_strings):
             what = "the documents of CPM-Bee" if fills else "beam search"
             raise ConfigError(
-                "a constraint, stop strings and logprobs need token-by-token generation and "
-                f"cannot be used with {what}. Leave them out, or set num_beams=1."
+                "a constraint, stop strings, hidden_ids and logprobs need token-by-token "
+                f"generation and cannot be used with {what}. Leave them out, or set num_beams=1."
             )
         if request.constraint is not None and config.min_new_tokens:
             raise ConfigError(
@@ -221,7 +221,7 @@ class PromptReader:
                 config,
                 penalized_ids,
                 self._vocabulary,
-                hidden,
+                (*hidden, *request.hidden_ids),
                 before,
                 None if matcher is None else matcher.copy(),
                 request.thoughts,

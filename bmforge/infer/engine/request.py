@@ -46,6 +46,7 @@ class Request:
         deadline_s: deadline in seconds from now, after which unfinished answers end.
         delta: adapter name or names; () for the base model; None for the model's active adapters.
         thoughts: limit of the reasoning at the start of every answer; None for no limit.
+        hidden_ids: tokens whose text is omitted from the answers, besides the end tokens.
     """
 
     prompt: str | Sequence[int]
@@ -55,6 +56,7 @@ class Request:
     deadline_s: float | None = None
     delta: DeltaChoice = None
     thoughts: ThoughtBudget | None = None
+    hidden_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` if the deadline is not positive."""
