@@ -33,10 +33,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT), str(ROOT / "tests" / "serve")]
-from harness import header, paired_ratio, table  # noqa: E402
+from harness import header, paired_ratio  # noqa: E402
 
 SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_heads": 12, "num_layers": 12}
 SHARED, CONTEXT, LETTERS = 128, 1024, "abcdefghijklmnopqrstuvwxyz     "
+TIMES = ("first p50", "first p99", "between p50", "between p99")
 REQUESTS = {1: 4, 4: 8, 16: 32, 64: 64}  # by the number of clients
 
 
@@ -232,6 +233,11 @@ def compare(sides: Mapping[str, tuple[int, list[str]]], clients: int, rounds: in
     return row
 
 
+def print_row(cells: Sequence[Any]) -> None:
+    """Print a row of a Markdown table at once, so that a run that is cut off has its first rows."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
 def main() -> None:
     """Print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -258,11 +264,13 @@ def main() -> None:
             port = stack.enter_context(served(command, given.folder / "ours.log"))
             names = [f"a{number}" for number in range(given.adapters)]
             sides = {"adapters": (port, names), "base": (port, ["m"])}
-        times = ["first p50", "first p99", "between p50", "between p99"]
         both = " / ".join(sides)
-        rows = [compare(sides, clients, given.rounds) for clients in given.clients]
-        columns = ["clients", f"throughput, {both}", *(f"{name}, tokens/s" for name in sides)]
-        print(table([*columns, *(f"{name}, ms, {both}" for name in times)], rows))
+        times = [f"{name}, ms, {both}" for name in TIMES]
+        rates = [f"{name}, tokens/s" for name in sides]
+        print_row(["clients", f"throughput, {both}", *rates, *times])
+        print_row(["---"] * (4 + len(times)))
+        for clients in given.clients:
+            print_row(compare(sides, clients, given.rounds))
 
 
 if __name__ == "__main__":
