@@ -38,7 +38,7 @@ from harness import header, paired_ratio  # noqa: E402
 SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_heads": 12, "num_layers": 12}
 SHARED, CONTEXT, LETTERS = 128, 1024, "abcdefghijklmnopqrstuvwxyz     "
 TIMES = ("first p50", "first p99", "between p50", "between p99")
-REQUESTS = {1: 4, 4: 8, 16: 32, 64: 64}  # by the number of clients
+REQUESTS = {1: 3, 4: 8, 16: 16, 64: 64}  # by the number of clients
 
 
 @dataclass

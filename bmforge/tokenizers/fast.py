@@ -189,8 +189,8 @@ class FastTokenizer(Tokenizer):
         encoded = tokenizer.encode(text, add_special_tokens=False)
         return [ids.get(id, id) for id in encoded.ids]
 
-    @cached_property
-    def special_token_ids(self) -> frozenset[int]:  # type: ignore[override]
+    @property
+    def special_token_ids(self) -> frozenset[int]:
         """Ids of all special tokens, also of those without a role."""
         added = self._tokenizer.get_added_tokens_decoder().items()
         return frozenset(id for id, token in added if token.special)
