@@ -284,8 +284,8 @@ def test_special_tokens_are_skipped_in_answers(start: Any, path: str, streams: b
             choices = [json.loads(line)["choices"][0] for line in lines or [answer.text]]
             texts.append("".join(text_of(choice) for choice in choices))
     shown, skipped = texts
+    assert "<|im_start|>" in shown
     for name in names.values():
-        assert name in shown
         shown = shown.replace(name, "")
     assert skipped == shown
     assert len(skipped) >= 5
