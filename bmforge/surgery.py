@@ -85,7 +85,7 @@ def match_names(names: Iterable[str], globs: Iterable[str], what: str = "module"
     Args:
         names: all names.
         globs: globs, each of which must match at least one name.
-        what: what the names are names of, for the error message.
+        what: kind of the names, such as module, for the error message.
 
     Raises:
         ConfigError: a glob matches no name.

@@ -53,7 +53,7 @@ def prepare_batches(model: nn.Module, batches: Sequence[Any] | None) -> list[dic
 
     Args:
         model: model that consumes the batches.
-        batches: keyword arguments of the model's forward, or token ids alone. `attention_mask`
+        batches: keyword arguments of the model's forward, or only token ids. `attention_mask`
             marks the padding of the inputs; for an encoder-decoder's targets,
             `decoder_attention_mask` or trailing labels of -100 mark it.
 

@@ -95,7 +95,7 @@ def calibrate_blocks(
 
     Args:
         model: complete model in memory; in evaluation mode during calibration.
-        batches: keyword arguments of the model's forward, or token ids alone.
+        batches: keyword arguments of the model's forward, or only token ids.
         visit: callback that changes a block; its statistics are freed afterwards.
         gather: factory of the statistic for the inputs of a matrix.
         where: name globs of modules; empty selects the blocks' linear layers and experts.

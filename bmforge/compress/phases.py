@@ -24,7 +24,7 @@ class PhaseSteps:
     Args:
         structure: training steps of structured pruning (default: 0).
         experts: training steps after MLPs are split into experts (default: 0).
-        weights: training steps with sparsity and fake quantization, or with distillation alone
+        weights: training steps with sparsity and fake quantization, or with distillation only
             (default: 0).
     """
 

@@ -56,7 +56,7 @@ def measure_sensitivity(
 
     Args:
         model: complete model in memory; unchanged afterwards.
-        batches: keyword arguments of the model's forward, or token ids alone. With `labels`,
+        batches: keyword arguments of the model's forward, or only token ids. With `labels`,
             the task's loss is measured; otherwise the change of the outputs (KL divergence of
             logits, or squared change of hidden states).
         schemes: names in `nn.packing.PRESETS`; schemes that do not fit a width are skipped.

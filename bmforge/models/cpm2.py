@@ -36,8 +36,8 @@ class CPM2Config(Seq2SeqConfig):
 
     Args:
         num_experts: number E of experts in every block of both stacks; 0 for an MLP.
-        balance_experts: in training assign equally many tokens to all experts, over all ranks;
-            otherwise (and in inference) route by argmax.
+        balance_experts: in training, assign the same number of tokens to all experts, over all
+            ranks; otherwise (and in inference) route by argmax.
         activation: activation of the MLP's gate (default: the tanh form of GELU, as published).
     """
 

@@ -157,7 +157,7 @@ def gather_tokens(x: Tensor, group: Group, dim: int = 1, *, summed: bool) -> Ten
     """All-gather tokens that are sharded over the processes.
 
     Args:
-        x: tokens of this process, equally many on each.
+        x: tokens of this process, the same number on each.
         group: process group.
         dim: token dim of `x`.
         summed: True if each process computes a partial result from all tokens, so that gradients

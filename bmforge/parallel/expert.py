@@ -169,7 +169,7 @@ def _dispatch_far(
 
     Args:
         inner: dispatch function for experts that are all local.
-        group: process group, with equally many experts per process.
+        group: process group, with the same number of experts on each process.
         x: tokens, as for `inner`.
         index: experts chosen for each token, as for `inner`.
         num_experts: number of experts of all processes.

@@ -55,7 +55,7 @@ class ConversationData(ExampleConfig):
     Args:
         seq_len: maximum tokens of a row (default: 2048). Rows are shorter where the data would fill
             fewer than ten steps per epoch, but hold the longest conversation.
-        answers: train on all answers of a conversation, or on the last one alone.
+        answers: train on all answers of a conversation, or on the last one only.
         ignore: fields of the records to ignore; any other field that the chat template does not
             read is an error.
         validation_fraction: share of the conversations held out for evaluation, selected by `seed`

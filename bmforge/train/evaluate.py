@@ -75,7 +75,7 @@ def evaluate(
 
     Args:
         model: model on any layout; all processes call this together.
-        batches: this process's micro-batches, equally many on every process.
+        batches: this process's micro-batches, the same number on every process.
         objective: loss function, as in training.
         mesh: mesh of the model; None takes the one of `parallelize`.
         device: compute device of the model.

@@ -30,7 +30,7 @@ def collect_inputs(
     Args:
         model: any model.
         names: names of modules whose first argument is hidden states.
-        batches: keyword arguments of the model's forward, or token ids alone; `attention_mask`
+        batches: keyword arguments of the model's forward, or only token ids; `attention_mask`
             marks padding.
         max_tokens: maximum number of tokens to collect for each module.
 

@@ -49,7 +49,7 @@ def prune(
         config: pruning settings; None prunes the smaller half of the weights of each matrix in
             the blocks.
         batches: calibration batches for "wanda" and "sparsegpt": keyword arguments of the
-            model's forward, or token ids alone.
+            model's forward, or only token ids.
 
     Raises:
         ConfigError: a glob matches nothing, widths are not multiples of four (2:4), weights are

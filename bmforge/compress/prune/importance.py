@@ -43,7 +43,7 @@ def measure_importance(model: Any, batches: Iterable[Any] = (), by: By = "size")
     Args:
         model: bmforge model of any family, in the mode for the measurement; its weights are
             unchanged.
-        batches: keyword arguments of the model's forward, or token ids alone; with labels for
+        batches: keyword arguments of the model's forward, or only token ids; with labels for
             "taylor".
         by: importance measure; see the table in the module's docstring (default: "size").
 

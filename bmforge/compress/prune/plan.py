@@ -24,7 +24,7 @@ class Kept:
     """Kept indices of one layer, in their new order; None keeps all.
 
     Args:
-        heads: query heads of the self-attention, equally many per kept key-value head.
+        heads: query heads of the self-attention, the same number for each kept key-value head.
         cross_heads: query heads of the cross-attention, as many as `heads`.
         query_dims: dims of q and k, one list per kept key-value head, all of equal length;
             rotary dims must be the first pairs, because a narrower head has only their frequencies.

@@ -41,7 +41,7 @@ def quantize(
         spec: scheme name, `QuantSpec`, or complete config (default: "int8").
         method: "absmax", "smooth", "awq" or "gptq"; None uses that of the config, or "absmax".
         batches: calibration batches for all methods but "absmax", and for "auto": keyword
-            arguments of the model's forward, or token ids alone.
+            arguments of the model's forward, or only token ids.
         where: name globs of modules; empty uses those of the config.
         specs: scheme of each module by name, instead of one scheme for all.
 

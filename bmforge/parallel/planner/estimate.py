@@ -101,8 +101,8 @@ class PlanRow:
         tokens_per_s: tokens per second of all devices together.
         micro_batches: micro-batches per step.
         host_short_bytes: missing host memory of a node in bytes.
-        traced: False if parameters and optimizer states alone do not fit, in which case nothing
-            is traced.
+        traced: False if the parameters and optimizer states already do not fit, in which case
+            nothing is traced.
     """
 
     choice: TrainingSetup

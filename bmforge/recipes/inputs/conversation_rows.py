@@ -59,7 +59,7 @@ def render_conversation(
     Args:
         conversation: messages, tools and further fields, which must be variables of the template.
         template: the model's chat template.
-        answers: "all" for every answer, or "last" for the last one alone.
+        answers: "all" for every answer, or "last" for only the last one.
         ignore: names of fields to ignore.
 
     Raises:

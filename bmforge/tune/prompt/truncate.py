@@ -26,7 +26,7 @@ def cut_parts(
         name: name of the example, used in messages.
 
     Raises:
-        ConfigError: an unknown `cut`, or the other parts alone are longer than `room`.
+        ConfigError: an unknown `cut`, or the other parts are already longer than `room`.
     """
     if cut not in CUTS:
         raise ConfigError(f"unknown method: cut={cut!r} (known: {', '.join(CUTS)}).")

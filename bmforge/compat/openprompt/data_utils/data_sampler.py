@@ -17,7 +17,7 @@ class FewShotSampler:
     Args:
         num_examples_total: total number of examples; excludes `num_examples_per_label`.
         num_examples_per_label: number of examples per label.
-        also_sample_dev: select as many other examples for validation.
+        also_sample_dev: also select the same number of examples for validation.
         num_examples_total_dev, num_examples_per_label_dev: numbers for validation; must equal
             those for training.
 

@@ -61,7 +61,7 @@ class TemplateGenerator:
     Args:
         model: encoder-decoder trained on span corruption.
         tokenizer: the model's tokenizer.
-        tokenizer_wrapper: without effect; the template knows how the model is prompted.
+        tokenizer_wrapper: accepted and ignored, because the template determines the prompt format.
         verbalizer: verbalizer with the label words.
         max_length: longest template in tokens.
         target_number: number of generated parts: 2, the only one.
