@@ -5,8 +5,8 @@
     python dev/transformers_table.py write rows.jsonl
 
 `measure` checks small random models of the named causal language models (all types of the installed
-transformers without names) against plain transformers, and appends a line per type; types that the
-file has are passed over, so the work can be divided. `write` makes the page from the lines.
+transformers without names) against plain transformers, and appends a line per type. Checks that the
+file has a result of are skipped, so the work can be divided. `write` makes the page from the lines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import logging
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from bmforge.models import AutoModel
 from bmforge.models.pack import quantize_
 from bmforge.models.transformers.small_copy import build_twin
 from bmforge.nn.packed_store import PackedStore
+from bmforge.parallel import Layout
+from bmforge.testing.foreign_layouts import compare_layout, compare_stages
 from bmforge.tune.delta import Lora
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,6 +161,22 @@ def check_int8(sample: Sample) -> str:
     return "yes" if share >= _LEAST_PACKED else f"part: {share:.0%} of the block weights"
 
 
+def check_layout(layout: Layout) -> Callable[[Sample], str]:
+    """Return the check that a layout of two processes has the gradients of one."""
+
+    def check(sample: Sample) -> str:
+        refusal = compare_layout(sample.directory / "plain", layout)
+        return f"refused: {' '.join(refusal.split())[:200]}" if refusal else "yes"
+
+    return check
+
+
+def check_stages(sample: Sample) -> str:
+    """Two halves of the blocks, run one after the other, have the gradients of the model."""
+    refusal = compare_stages(sample.directory / "plain")
+    return f"refused: {refusal}" if refusal else "yes"
+
+
 CHECKS: dict[str, Callable[[Sample], str]] = {
     "weights": check_weights,
     "loss": check_loss,
@@ -167,20 +185,23 @@ CHECKS: dict[str, Callable[[Sample], str]] = {
     "LoRA q, v": check_lora(["attn.q", "attn.v"]),
     "LoRA all-linear": check_lora(["all-linear"]),
     "int8": check_int8,
+    "TP 2": check_layout(Layout(tp=2)),
+    "PP 2": check_stages,
+    "EP 2": check_layout(Layout(zero=3, ep=2)),
 }
 
 
-def measure_type(kind: str) -> dict[str, str]:
-    """Return the result of every check of one type."""
+def measure_type(kind: str, checks: Iterable[str] = tuple(CHECKS)) -> dict[str, str]:
+    """Return the results of the named checks of one type."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             sample = Sample(kind, Path(folder))
         except Exception as error:  # any code of transformers may fail at small sizes
             return {"built": f"no: {_one_line(error)}"}
         row = {"built": "yes"}
-        for name, check in CHECKS.items():
+        for name in checks:
             try:
-                row[name] = check(sample)
+                row[name] = CHECKS[name](sample)
             except ConfigError as error:
                 row[name] = f"refused: {_one_line(error)}"
             except Exception as error:
@@ -197,26 +218,31 @@ def _one_line(error: Exception) -> str:
 
 
 def measure(file: Path, kinds: list[str]) -> None:
-    """Append the rows of types that the file does not have."""
+    """Append the results that the file does not have."""
     transformers.logging.set_verbosity_error()
     logging.getLogger("bmforge").setLevel(logging.ERROR)
     signal.signal(signal.SIGALRM, _stop)
-    done = set(read_rows(file))
+    rows = read_rows(file)
     for kind in kinds or TYPES:
-        if kind in done:
+        done = rows.get(kind, {})
+        missing = [name for name in CHECKS if name not in done]
+        if not missing or done.get("built", "yes") != "yes":
             continue
         signal.alarm(_SECONDS)
-        row = measure_type(kind)
+        row = measure_type(kind, missing)
         signal.alarm(0)
         with file.open("a", encoding="utf-8") as out:
             out.write(json.dumps({"type": kind, **row}) + "\n")
 
 
 def read_rows(file: Path) -> dict[str, dict[str, str]]:
-    """Return type -> its row."""
+    """Return type -> its results; a later line of a type adds to an earlier one."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    rows = [json.loads(line) for line in lines if line.strip()]
-    return {row.pop("type"): row for row in rows}
+    rows: dict[str, dict[str, str]] = {}
+    for row in (json.loads(line) for line in lines if line.strip()):
+        kind = row.pop("type")
+        rows[kind] = {**rows.get(kind, {}), **row}
+    return rows
 
 
 def write(file: Path) -> None:
@@ -229,7 +255,9 @@ def write(file: Path) -> None:
         "This page lists the capabilities of the architectures that bmforge runs with transformers "
         f"{transformers.__version__}. `dev/transformers_table.py` tests them on small "
         "random models. `yes`: the results equal those of plain transformers. `refused`: an "
-        "error gives the reason.",
+        "error gives the reason. TP and EP are tensor and expert parallelism: loss and gradients "
+        "of two processes are compared with those of one. PP is pipeline parallelism: the "
+        "gradients of two stages, run one after the other, are compared with the whole model's.",
         "",
         f"{len(rows)} of {len(TYPES)} causal language models were tested; {len(built)} of them can "
         "be built at small sizes.",
@@ -239,7 +267,9 @@ def write(file: Path) -> None:
         "| supported | " + " | ".join(str(_count(built, name)) for name in CHECKS) + " |",
     ]
     lines += [
-        f"| `{kind}` | " + " | ".join(row[n].partition(":")[0] for n in CHECKS) + " |"
+        f"| `{kind}` | "
+        + " | ".join(row.get(n, "not tested").partition(":")[0] for n in CHECKS)
+        + " |"
         for kind, row in built.items()
     ]
     lines += ["", "## Reasons", ""]
@@ -256,7 +286,7 @@ def write(file: Path) -> None:
 
 
 def _count(rows: dict[str, dict[str, str]], name: str) -> int:
-    return sum(row[name] == "yes" for row in rows.values())
+    return sum(row.get(name) == "yes" for row in rows.values())
 
 
 def main() -> None:

@@ -39,6 +39,7 @@ class ForeignDecoder(Decoder):
         behavior = model.behavior
         self._padding = behavior.padding
         self._caches = behavior.caches and (mask is None or self._padding in ("mask", "prompt"))
+        self._caches = self._caches and model._pipeline is None
         # Cached keys keep the rotation of the shorter sequence that they were computed in.
         self._caches = self._caches and not _rotates_anew(model, max_length)
         self._mask: Tensor | None = None

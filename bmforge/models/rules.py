@@ -47,6 +47,7 @@ class LayoutRules:
         quantize_targets: modules to quantize by default; norms, biases, routers and position
             tables remain floats. Globs without a match are skipped.
         tensor_refusal: reason why there is no tensor-parallel plan; "" if there is one.
+        pipeline_refusal: reason why the blocks cannot be cut into stages; "" if they can.
     """
 
     zero_units: tuple[str, ...] = ("layers.*",)
@@ -72,6 +73,7 @@ class LayoutRules:
         "project_out",
     )
     tensor_refusal: str = ""
+    pipeline_refusal: str = ""
 
 
 # Last part of a module's name -> style, and kind of its units.

@@ -1,4 +1,4 @@
-"""Experts of transformers models: detection and packed integer storage.
+"""Experts of transformers models: detection, grouped computation and packed integer storage.
 
 transformers 5 keeps the experts of a layer as 3-D parameters of one module whose forward takes
 tokens, expert numbers and weights. Its decorator sets flags on the module (`is_transposed`,
@@ -7,8 +7,7 @@ tokens, expert numbers and weights. Its decorator sets flags on the module (`is_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +21,13 @@ from bmforge.nn.packing import QuantSpec
 from bmforge.nn.part import TensorNote
 from bmforge.nn.products import numbers_of
 
-__all__ = ["PackedForeignExperts", "foreign_stacks", "is_foreign_experts"]
+__all__ = [
+    "PackedForeignExperts",
+    "foreign_stacks",
+    "is_foreign_experts",
+    "run_foreign",
+    "run_foreign_grouped",
+]
 
 _SWITCHES = ("has_gate", "has_bias", "is_transposed")
 
@@ -39,6 +44,56 @@ def foreign_stacks(module: nn.Module) -> dict[str, Tensor]:
         for key in ("gate_up_proj", "up_proj", "down_proj")
         if isinstance(parameter := module._parameters.get(key), Tensor) and parameter.dim() == 3
     }
+
+
+def run_foreign_grouped(module: Any, x: Tensor, ends: Tensor) -> Tensor:
+    """Run plain experts on rows sorted by expert, with one grouped product per matrix.
+
+    Args:
+        module: module for which `is_foreign_experts` is true; its stacks may be a part of all
+            experts.
+        x: rows sorted by expert.
+        ends: end of each expert's rows.
+
+    Shape:
+        x: (S, D); ends: (E,); returns (S, D)
+    """
+
+    def multiply(key: str, rows: Tensor) -> Tensor:
+        stack = module._parameters[key]
+        stack = stack.transpose(1, 2) if module.is_transposed else stack
+        return _add_bias(module, key, grouped_linear(rows, stack, ends), ends)
+
+    return run_foreign(module, multiply, x)
+
+
+def run_foreign(module: Any, multiply: Callable[[str, Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run experts on sorted rows.
+
+    Args:
+        module: experts with transformers' flags.
+        multiply: function from a stack's name and rows to their product, biases included.
+        x: rows sorted by expert.
+
+    Shape:
+        x: (S, D); returns (S, D)
+    """
+    if module.has_gate:
+        gate = getattr(module, "plain_class", type(module))._apply_gate
+        inner = gate(module, multiply("gate_up_proj", x))
+    else:
+        inner = module.act_fn(multiply("up_proj", x))
+    out = multiply("down_proj", inner)
+    return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
+
+
+def _add_bias(module: Any, key: str, out: Tensor, ends: Tensor) -> Tensor:
+    """Add each expert's bias to its rows, if the experts have biases."""
+    bias = getattr(module, f"{key}_bias", None) if module.has_bias else None
+    if bias is None:
+        return out
+    rows = torch.arange(len(out), device=out.device, dtype=ends.dtype)
+    return out + bias.index_select(0, torch.searchsorted(ends, rows, right=True))
 
 
 class PackedForeignExperts(PackedStore):
@@ -90,17 +145,11 @@ class PackedForeignExperts(PackedStore):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Apply the chosen experts to every token and add their weighted results."""
         count = next(iter(self._stacks.values()))[0]
-        run = partial(self._run)
-        parts = dispatch_locally(hidden_states, top_k_index, count, run)
+        parts = dispatch_locally(hidden_states, top_k_index, count, self._run)
         return (parts * top_k_weights[..., None].to(parts.dtype)).sum(1).to(hidden_states.dtype)
 
     def _run(self, x: Tensor, ends: Tensor) -> Tensor:
-        if self.has_gate:
-            inner = self.plain_class._apply_gate(self, self._product("gate_up_proj", x, ends))
-        else:
-            inner = self.act_fn(self._product("up_proj", x, ends))
-        out = self._product("down_proj", inner, ends)
-        return self.post_expert_norm(out) if getattr(self, "has_post_expert_norm", False) else out
+        return run_foreign(self, lambda key, rows: self._product(key, rows, ends), x)
 
     def _product(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
         wants = torch.is_grad_enabled() and x.requires_grad
@@ -110,11 +159,7 @@ class PackedForeignExperts(PackedStore):
             run = GroupedProduct.apply if wants else torch.ops.bmforge.multiply_stacked
             tensors, rows = self._tensors(f"{key}_"), self._stacks[key][1]
             out = run(x.float(), *tensors, rows, numbers_of(self.spec), ends).to(x.dtype)
-        bias = getattr(self, f"{key}_bias", None) if self.has_bias else None
-        if bias is None:
-            return out
-        rows = torch.arange(len(out), device=out.device, dtype=ends.dtype)
-        return out + bias.index_select(0, torch.searchsorted(ends, rows, right=True))
+        return _add_bias(self, key, out, ends)
 
     def plain(self, key: str) -> Tensor:
         """Return a dequantized stack in fp32, (E, out, in)."""

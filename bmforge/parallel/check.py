@@ -152,6 +152,12 @@ def plan_pipeline(
     """Return the assignment of modules to stages, and the pipeline rank of each stage."""
     if layout.pp == 1:
         return None, ()
+    refusal = getattr(rules, "pipeline_refusal", "")
+    if refusal:
+        problems.append(
+            f"pp={layout.pp}: {type(model).__name__} cannot be cut into stages: {refusal}"
+        )
+        return None, ()
     if rules is None or not rules.stacks:
         problems.append(
             f"pp={layout.pp}: {type(model).__name__} has no layout rules that define "

@@ -24,11 +24,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from bmforge.nn.foreign_experts import foreign_stacks, is_foreign_experts, run_foreign_grouped
+from bmforge.nn.moe import dispatch_locally
+from bmforge.nn.part import beside_parts
 from bmforge.parallel.collectives import all_gather, all_reduce, exchange_rows
 from bmforge.parallel.groups import build_device_mesh
 from bmforge.parallel.layout import axis_group, axis_size
 from bmforge.records import fill_slot_
-from bmforge.surgery import view_parameters_
+from bmforge.surgery import view_parameters_, wrap_forward_
 
 __all__ = [
     "apply_expert_parallel_",
@@ -67,11 +70,26 @@ def expert_problems(model: nn.Module, size: int) -> list[str]:
     """Return the reasons why a model's experts cannot be sharded over `size` processes."""
     if size == 1:
         return []
-    mixtures = find_mixtures(model)
-    if not mixtures:
+    mixtures, foreign = find_mixtures(model), _find_foreign(model)
+    if not mixtures and not foreign:
         return [f"ep={size}: {type(model).__name__} has no experts; set ep=1"]
-    counts = sorted({mixture.num_experts for mixture in mixtures.values()})
-    return [f"ep={size} does not divide the {count} experts" for count in counts if count % size]
+    counts = {mixture.num_experts for mixture in mixtures.values()}
+    counts |= {_count_experts(module) for module in foreign.values()}
+    problems = [f"ep={size} does not divide the {n} experts" for n in sorted(counts) if n % size]
+    for name, module in foreign.items():
+        stacked = all(p.shape[:1] == (_count_experts(module),) for p in module.parameters())
+        if not stacked or any(True for _ in beside_parts(module)):
+            problems.append(f"ep={size}: the experts {name} have parameters that are not stacked")
+    return problems
+
+
+def _find_foreign(model: nn.Module) -> dict[str, nn.Module]:
+    """Return transformers' modules of stacked experts by name."""
+    return {name: module for name, module in model.named_modules() if is_foreign_experts(module)}
+
+
+def _count_experts(module: nn.Module) -> int:
+    return next(iter(foreign_stacks(module).values())).shape[0]
 
 
 def build_expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
@@ -109,7 +127,41 @@ def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module
             keys = [key for key, _ in module.named_parameters(recurse=False)]
             view_parameters_(module, dict.fromkeys(keys, view), "experts")
         mixture.dispatch = partial(_dispatch_far, mixture.dispatch, group)
-    return [mixture.experts for mixture in mixtures]
+    foreign = list(_find_foreign(model).values())
+    for experts in foreign:
+        count = _count_experts(experts)
+        _divide_parameters_(experts, mesh)
+        keys = [key for key, _ in experts.named_parameters(recurse=False)]
+        wrap_forward_(experts, partial(_run_foreign_far, experts, group, count), "part")
+        view_parameters_(experts, dict.fromkeys(keys, partial(_view_shared, share)), "experts")
+    return [*(mixture.experts for mixture in mixtures), *foreign]
+
+
+def _run_foreign_far(
+    experts: nn.Module,
+    group: dist.ProcessGroup,
+    count: int,
+    inner: Callable[..., Tensor],
+    /,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """Replacement of the forward of transformers' experts; sends tokens to all processes.
+
+    Args:
+        experts: module with this process's experts.
+        group: process group, with equally many experts per process.
+        count: number of experts of all processes.
+        inner: replaced forward, which is not called.
+        hidden_states, top_k_index, top_k_weights: arguments of transformers' experts.
+
+    Shape:
+        hidden_states: (M, D); top_k_index, top_k_weights: (M, k); returns (M, D)
+    """
+    run = partial(run_foreign_grouped, experts)
+    parts = _dispatch_far(dispatch_locally, group, hidden_states, top_k_index, count, run)
+    return (parts * top_k_weights[..., None].to(parts.dtype)).sum(1).to(hidden_states.dtype)
 
 
 def _divide_parameters_(experts: nn.Module, mesh: DeviceMesh) -> None:

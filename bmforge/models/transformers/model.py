@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,7 @@ from bmforge.models.transformers.names import (
     rename_stored,
 )
 from bmforge.models.transformers.probe import Behavior, general_names, probe_architecture
+from bmforge.models.transformers.stages import run_stage, stage_ends, stage_modules
 from bmforge.models.transformers.structure import (
     Structure,
     accepted_arguments,
@@ -122,8 +123,11 @@ class TransformersModel(Model):
 
     @property
     def embed(self) -> Any:
-        """Token embedding; None for models without token inputs."""
-        return self.get_submodule(self.structure.embed) if self.structure.embed else None
+        """Token embedding; None for models without token inputs and for later pipeline stages."""
+        if not self.structure.embed:
+            return None
+        owner, _, leaf = self.structure.embed.rpartition(".")
+        return self.get_submodule(owner)._modules[leaf]
 
     @property
     def shifts_labels(self) -> bool:  # type: ignore[override]
@@ -216,19 +220,22 @@ class TransformersModel(Model):
     def layout_rules(self) -> LayoutRules:
         """Return the layout rules, whose units for ZeRO and recomputation are the blocks.
 
-        Tensor-parallel cuts follow transformers' plan. There are no `stacks`, so pipelines raise an
-        error.
+        Tensor-parallel cuts follow transformers' plan. A pipeline cuts the text decoder's blocks;
+        its first stage has the embedding, and its last one the modules after the blocks.
         """
         blocks = tuple(f"{stack}.*" for stack in self.structure.stacks)
         cuts, refusal = find_tensor_plan(self)
+        joints = self.behavior.joints
+        first, last = stage_ends(self.structure, joints.after)
         return LayoutRules(
             zero_units=blocks,
             recompute_units=blocks,
             tensor_parallel=() if refusal else cuts,
             tensor_refusal=refusal,
-            stacks=(),
-            pipeline_first=(),
-            pipeline_last=(),
+            stacks=() if joints.refusal else self.structure.stacks[:1],
+            pipeline_first=first,
+            pipeline_last=last,
+            pipeline_refusal=joints.refusal,
             quantize_targets=tuple(self.called_linear()),
         )
 
@@ -292,11 +299,33 @@ class TransformersModel(Model):
             "output_hidden_states": output_hidden_states or None,
             **inputs,
         }
-        if labels is not None or "start_positions" in inputs:
-            return self._compute_loss(arguments, labels, num_items_in_batch)
-        if logits_to_keep and "logits_to_keep" in self._arguments:
+        if logits_to_keep and labels is None and "logits_to_keep" in self._arguments:
             arguments["logits_to_keep"] = logits_to_keep
-        return self._predict(arguments, cache)
+
+        def run() -> ModelOutput:
+            if labels is not None or "start_positions" in inputs:
+                return self._compute_loss(arguments, labels, num_items_in_batch)
+            return self._predict(arguments, cache)
+
+        return run() if self._pipeline is None else self._run_stage(run, cache)
+
+    def _run_stage(self, run: Callable[[], ModelOutput], cache: ForeignCache | None) -> ModelOutput:
+        """Run the blocks of one pipeline stage; see `stages.py`."""
+        if cache is not None:
+            raise ConfigError(
+                "the transformers backend decodes without a KV cache on pipeline stages. Leave "
+                "cache out."
+            )
+        modules = stage_modules(
+            self.foreign,
+            self.whole(),
+            self.structure,
+            self.behavior.joints,
+            self.get_submodule(self.structure.stacks[0]).span,  # type: ignore[arg-type]
+            self.arrived,
+        )
+        out = run_stage(modules, run)
+        return ModelOutput(carry=(out,)) if isinstance(out, Tensor) else out
 
     @cached_property
     def _arguments(self) -> frozenset[str]:

@@ -1,17 +1,19 @@
 """Tests an architecture on a small copy (its twin), to avoid silently wrong behavior.
 
 A config does not show how logits are computed from hidden states, how packed documents can be
-separated, whether decoding with the cache is exact (also with padding), and which layers are never
-called.
+separated, whether decoding with the cache is exact (also with padding), which layers are never
+called, and whether one tensor passes between blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.logging import get_logger
@@ -24,6 +26,7 @@ from bmforge.models.transformers.calls import (
     with_hidden,
 )
 from bmforge.models.transformers.small_copy import VOCABULARY, build_twin
+from bmforge.models.transformers.stages import Joints, find_joints
 from bmforge.models.transformers.structure import Structure, find_structure
 from bmforge.models.transformers.weight_use import find_untrained, noting_reads
 
@@ -48,8 +51,10 @@ class Behavior:
             mask of the "prompt" only (recurrent layers), recomputing the "whole" row; "" if nothing
             does.
         idle: general names of the modules that are never called.
-        read: general names of the linear layers whose weight other modules read.
+        read: general names of the linear layers whose weight other modules read, or whose own
+            forward is not one product of input and weight.
         untrained: general names of the linear layers that get no gradient.
+        joints: whether and how the blocks can be cut into pipeline stages.
         reason: error that prevented building the twin; "" if it was built.
     """
 
@@ -61,6 +66,7 @@ class Behavior:
     idle: frozenset[str] = field(default_factory=frozenset)
     read: frozenset[str] = field(default_factory=frozenset)
     untrained: frozenset[str] = field(default_factory=frozenset)
+    joints: Joints = field(default_factory=Joints)
     reason: str = ""
 
 
@@ -125,9 +131,35 @@ def _probe(twin: Any, structure: Structure) -> Behavior:
         caches=caches,
         padding=_find_padding(twin, ids, caches),
         idle=frozenset(idle),
-        read=frozenset(general[name] for name in read),
+        read=frozenset(general[name] for name in read) | _find_unusual(twin, ids),
         untrained=_find_untrained(twin, ids),
+        joints=find_joints(twin, structure, lambda: _run(twin, ids)),
     )
+
+
+def _find_unusual(twin: Any, ids: Tensor) -> frozenset[str]:
+    """Return the general names of subclasses of Linear that compute something else."""
+    general, unusual = general_names(twin), set()
+
+    def compare(name: str, layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        try:
+            expected = F.linear(args[0], layer.weight, layer.bias)  # type: ignore[arg-type]
+            same = torch.allclose(out, expected, atol=_ATOL)
+        except (RuntimeError, TypeError):  # other shapes, or several outputs
+            same = False
+        if not same:
+            unusual.add(general[name])
+
+    hooks = [
+        layer.register_forward_hook(partial(compare, name))
+        for name, layer in twin.named_modules()
+        if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
+    ]
+    if hooks:
+        _run(twin, ids)
+    for hook in hooks:
+        hook.remove()
+    return frozenset(unusual)
 
 
 def _find_untrained(twin: Any, ids: Tensor) -> frozenset[str]:

@@ -179,7 +179,7 @@ def _homes(
 ) -> Iterator[tuple[str, frozenset[int]]]:
     """Yield each module or parameter that is kept or dropped as a whole, and its stages."""
     everywhere = range(len(spans))
-    parents = {name.rpartition(".")[0] for name in rules.stacks} | {""}
+    parents = {parent for name in rules.stacks for parent in _parents(name)}
     for stack in rules.stacks:
         for number, key in enumerate(dict(model.get_submodule(stack).named_children())):
             stages = (
@@ -200,6 +200,12 @@ def _homes(
                 yield name, frozenset(runs[-1:])
             else:
                 yield name, frozenset(runs)
+
+
+def _parents(name: str) -> list[str]:
+    """Return the names of all modules that contain a module, down from the root ("")."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts))]
 
 
 def _runs(spans: dict[str, Span], parent: str) -> bool:

@@ -1,0 +1,232 @@
+"""Runs a range of a transformers model's blocks, as one stage of a pipeline.
+
+transformers' own forward runs on every stage, so masks, rotary tables and head are its own. During
+the call, blocks of other stages are replaced by stand-ins: the one before the first own block
+returns the activations of the previous stage, and the one after the last own block ends the call.
+The embedding of the first stage is replaced by zeros, which no later layer may read. Whether an
+architecture can be cut in this way is tested on its small copy (see `probe.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.models.transformers.structure import Structure
+from bmforge.records import Span
+
+__all__ = ["Joints", "StageEnd", "find_joints", "run_stage", "stage_ends", "stage_modules"]
+
+T = TypeVar("T")
+_ATOL = 1e-5
+
+
+class StageEnd(Exception):  # noqa: N818 - it ends a forward that succeeded
+    """Ends the forward of a stage; `carry` is the input of the next stage."""
+
+    def __init__(self, carry: Tensor) -> None:
+        super().__init__("the last block of the stage")
+        self.carry = carry
+
+
+@dataclass(frozen=True)
+class Joints:
+    """Result of `find_joints`: how the blocks of an architecture are joined.
+
+    Args:
+        refusal: reason why the model cannot be cut between its blocks; "" if it can.
+        forms: number of outputs of each class of blocks; 0 for a tensor instead of a tuple.
+        after: names of the modules, in the parent of the stack, that run after the last block only.
+    """
+
+    refusal: str = "its small copy was not tested"
+    forms: Mapping[str, int] = field(default_factory=dict)
+    after: frozenset[str] = frozenset()
+
+
+class _StandIn(nn.Module):
+    """Replaces a module of another stage; other attributes are those of the replaced module."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["source"] = source
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the replaced module."""
+        return getattr(self.__dict__["source"], name)
+
+
+class _OtherBlock(_StandIn):
+    """Block of another stage.
+
+    Args:
+        source: the block.
+        outputs: number of outputs of the block; 0 for a tensor instead of a tuple.
+        value: activations that the block returns; None returns its input.
+        ends: whether the call ends at this block.
+    """
+
+    def __init__(self, source: nn.Module, outputs: int, value: Tensor | None, ends: bool) -> None:
+        super().__init__(source)
+        self.__dict__.update(outputs=outputs, value=value, ends=ends)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the input, or the activations of the previous stage."""
+        x = args[0] if args else kwargs["hidden_states"]
+        if self.ends:
+            raise StageEnd(x)
+        x = x if self.value is None else self.value
+        return (x, *[None] * (self.outputs - 1)) if self.outputs else x
+
+
+class _NoEmbedding(_StandIn):
+    """Token embedding of another stage: returns zeros.
+
+    Args:
+        source: the embedding.
+        like: tensor with the device and dtype of the zeros.
+    """
+
+    def __init__(self, source: nn.Module, like: Tensor) -> None:
+        super().__init__(source)
+        self.__dict__["like"] = like
+
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return zeros of the shape of the token embeddings."""
+        return self.like.new_zeros(*ids.shape, self.__dict__["source"].embedding_dim)
+
+
+@contextmanager
+def stage_modules(
+    foreign: Any,
+    whole: nn.Module,
+    structure: Structure,
+    joints: Joints,
+    span: Span,
+    arrived: tuple[Tensor, ...],
+) -> Iterator[None]:
+    """Context manager: replace the modules of other stages by stand-ins.
+
+    Args:
+        foreign: transformers model, which may lack the modules of other stages.
+        whole: model with all modules, possibly on meta; the stand-ins have their attributes.
+        structure: names of the main modules.
+        joints: how the blocks are joined.
+        span: blocks of this stage.
+        arrived: activations of the previous stage; empty on the first stage.
+    """
+    name = structure.stacks[0]
+    stack, blocks = foreign.get_submodule(name), dict(whole.get_submodule(name).named_children())
+    owner_name, _, leaf = structure.embed.rpartition(".")
+    owner = foreign.get_submodule(owner_name)
+    kept, embed = dict(stack._modules), owner._modules[leaf]
+    for number, (key, block) in enumerate(blocks.items()):
+        if span.first <= number < span.last:
+            continue
+        value = arrived[0] if number == span.first - 1 else None
+        outputs = joints.forms.get(type(block).__name__, 0)
+        stack._modules[key] = _OtherBlock(block, outputs, value, ends=number == span.last)
+    if span.first:
+        source = whole.get_submodule(structure.embed)
+        owner._modules[leaf] = _NoEmbedding(source, arrived[0])
+    try:
+        yield
+    finally:
+        stack._modules.update(kept)
+        owner._modules[leaf] = embed
+
+
+def run_stage(modules: Any, run: Callable[[], T]) -> T | Tensor:
+    """Run a forward with stand-ins; return its result, or the input of the next stage.
+
+    Args:
+        modules: context manager from `stage_modules`.
+        run: function that calls the transformers model.
+    """
+    with modules:
+        try:
+            return run()
+        except StageEnd as end:
+            return end.carry
+
+
+def _observe(foreign: Any, structure: Structure, run: Callable[[], Any]) -> Joints:
+    """Return the outputs of blocks and the modules after them, as one call shows them."""
+    if not structure.stacks or not structure.embed:
+        return Joints("it has no stack of blocks after a token embedding")
+    owner_name, _, leaf = structure.stacks[0].rpartition(".")
+    owner = foreign.get_submodule(owner_name)
+    blocks, order = list(owner.get_submodule(leaf).children()), []
+    forms: dict[str, int] = {}
+    early: set[str] = set()
+    after: set[str] = set()
+
+    def note_block(block: nn.Module, args: Any, out: Any) -> None:
+        order.append(id(block))
+        forms[type(block).__name__] = len(out) if isinstance(out, (tuple, list)) else 0
+
+    def note_other(name: str, module: nn.Module, args: Any, out: Any) -> None:
+        (early if len(order) < len(blocks) else after).add(name)
+
+    hooks = [block.register_forward_hook(note_block) for block in blocks]
+    for name, module in owner.named_children():
+        hooks.append(module.register_forward_hook(partial(note_other, name)))
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if order != [id(block) for block in blocks]:
+        return Joints("its blocks do not run once each in the order of the stack")
+    return Joints("", forms, frozenset(after - early))
+
+
+def find_joints(twin: Any, structure: Structure, run: Callable[[], Tensor]) -> Joints:
+    """Test whether a small copy can be cut into stages between any two blocks.
+
+    Args:
+        twin: small copy of the model.
+        structure: names of its main modules.
+        run: function that returns its logits.
+    """
+    expected, joints = run(), _observe(twin, structure, run)
+    if joints.refusal:
+        return joints
+    total = len(list(twin.get_submodule(structure.stacks[0]).children()))
+    for cut in range(1, total):
+        arrived: tuple[Tensor, ...] = ()
+        for span in (Span(0, cut, total), Span(cut, total, total)):
+            modules = stage_modules(twin, twin, structure, joints, span, arrived)
+            try:
+                out = run_stage(modules, run)
+            except Exception as error:  # any code of transformers may need what a stand-in lacks
+                reason = f"it reads other blocks in its forward ({type(error).__name__})"
+                return replace(joints, refusal=reason)
+            arrived = (out,)
+        if out.shape != expected.shape or not torch.allclose(out, expected, atol=_ATOL):
+            return replace(joints, refusal="more than one tensor passes between its blocks")
+    return joints
+
+
+def stage_ends(
+    structure: Structure, after: Collection[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names, in their parents, of the modules of the first and of the last stage.
+
+    The first stage alone has only the token embedding, as later blocks may need any other module.
+    """
+    stack = structure.stacks[0] if structure.stacks else ""
+
+    def contains_stack(name: str) -> bool:
+        owner = name.rpartition(".")[0]
+        return bool(name) and (not owner or stack.startswith(f"{owner}."))
+
+    first = [n.rpartition(".")[2] for n in (structure.embed,) if contains_stack(n)]
+    last = [n.rpartition(".")[2] for n in (structure.head,) if contains_stack(n)]
+    return tuple(first), tuple(sorted({*last, *after} - {*first}))

@@ -1,0 +1,152 @@
+"""Compares parallel layouts of small transformers models with one process.
+
+The test suite and `dev/transformers_table.py` use it for every model type of transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+from bmforge.models import AutoModel, load_weights_
+from bmforge.models.transformers.small_copy import build_twin
+from bmforge.models.transformers.stages import run_stage, stage_modules
+from bmforge.parallel import (
+    Layout,
+    data_parallel_rank,
+    data_parallel_size,
+    mesh_of,
+    parallelize,
+    run_step,
+)
+from bmforge.records import Span
+from bmforge.testing.pool import run_distributed
+
+__all__ = ["compare_layout", "compare_stages", "random_rows", "save_small_model"]
+
+
+def random_rows() -> dict[str, Tensor]:
+    """Return four rows of token ids and labels, with different numbers of labels."""
+    ids = torch.randint(5, 150, (4, 12), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[0, :7] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def save_small_model(kind: str, directory: Path) -> None:
+    """Save a small random language model of a `model_type`.
+
+    Raises:
+        Exception: any error of an architecture that cannot be built with small sizes.
+    """
+    config = transformers.AutoConfig.for_model(kind)
+    build_twin(config, "language_model").save_pretrained(directory)
+
+
+def compare_layout(directory: Path, layout: Layout) -> str:
+    """Compare the loss and all gradients of a step on two processes with those of one.
+
+    Args:
+        directory: saved model.
+        layout: layout of two processes.
+
+    Returns:
+        "" if they are equal, otherwise the message with which the layout is refused
+
+    Raises:
+        AssertionError: the loss or a gradient differs.
+    """
+    plain = AutoModel.from_pretrained(directory, backend="transformers")
+    loss = plain(**random_rows()).loss
+    loss.backward()
+    wanted = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    ranks = run_distributed(_compute, 2, directory, layout)
+    for result in ranks:
+        if isinstance(result, str):
+            return result
+    present = set().union(*(gradients for _, gradients in ranks))
+    missing = [n for n, gradient in wanted.items() if n not in present and bool(gradient.any())]
+    assert not missing, f"no gradient of {missing}"
+    for got_loss, gradients in ranks:
+        torch.testing.assert_close(got_loss, loss.detach(), rtol=1e-4, atol=1e-6)
+        for name, gradient in gradients.items():
+            expected = wanted.get(name, torch.zeros_like(gradient))
+            torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6, msg=name)
+    return ""
+
+
+def compare_stages(directory: Path) -> str:
+    """Compare the gradients of a model that is cut in two, in one process, with the whole model's.
+
+    This is cheaper than `compare_layout` with pp=2, which also tests the messages between stages.
+
+    Args:
+        directory: saved model.
+
+    Returns:
+        "" if they are equal, otherwise the reason why the model cannot be cut
+
+    Raises:
+        AssertionError: a gradient differs.
+    """
+    model = AutoModel.from_pretrained(directory, backend="transformers")
+    joints = model.behavior.joints
+    if joints.refusal:
+        return joints.refusal
+    foreign, structure, ids = model.foreign, model.structure, random_rows()["input_ids"]
+    weights = torch.randn(512, generator=torch.Generator().manual_seed(0))
+
+    def run() -> Tensor:
+        logits: Tensor = model(ids).logits
+        return (logits * weights[: logits.shape[-1]]).sum()
+
+    run().backward()
+    wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    total = len(list(foreign.get_submodule(structure.stacks[0]).children()))
+    arrived: tuple[Tensor, ...] = ()
+    outputs = []
+    for span in (Span(0, total // 2, total), Span(total // 2, total, total)):
+        modules = stage_modules(foreign, foreign, structure, joints, span, arrived)
+        outputs.append(run_stage(modules, run))
+        if not span.first:
+            arrived = (outputs[0].detach().requires_grad_(),)
+    outputs[1].backward()
+    outputs[0].backward(arrived[0].grad)
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for name, expected in wanted.items():
+        gradient = gradients.get(name, torch.zeros_like(expected))
+        bound = 1e-5 * max(1.0, float(expected.abs().max()))
+        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=bound, msg=name)
+    return ""
+
+
+def _compute(directory: Path, layout: Layout) -> tuple[Tensor, dict[str, Tensor]] | str:
+    """Return the loss and the gradients of two micro-batches, or the message of a refusal."""
+    model, files = AutoModel.describe_pretrained(directory, backend="transformers")
+    try:
+        parallelize(model, layout)
+    except ConfigError as error:
+        return str(error)
+    load_weights_(model, files)
+    mesh, batch = mesh_of(model), random_rows()
+    size = data_parallel_size(mesh)
+    items = model.count_items(batch) / size
+    own = {n: t.chunk(size)[data_parallel_rank(mesh)] for n, t in batch.items()}
+    halves = [{n: t.chunk(2)[half] for n, t in own.items()} for half in (0, 1)]
+    losses = run_step(model, lambda part: model(**part, num_items_in_batch=items).loss, halves)
+    loss = torch.stack([*losses, torch.zeros(())]).sum()
+    if size > 1 or layout.pp > 1:  # the mean over data, or the loss of the last stage
+        dist.all_reduce(loss)
+        loss = loss / size
+    return loss, {n: _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()  # type: ignore[no-any-return]
