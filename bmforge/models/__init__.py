@@ -21,6 +21,7 @@ from bmforge.models.rules import LayoutRules
 
 if TYPE_CHECKING:  # the exports that `__getattr__` imports
     from bmforge.models.bert import Bert, BertConfig
+    from bmforge.models.bloom import Bloom, BloomConfig
     from bmforge.models.cohere import Cohere, CohereConfig
     from bmforge.models.cohere2 import Cohere2, Cohere2Config
     from bmforge.models.cpm1 import CPM1, CPM1Config
@@ -28,10 +29,12 @@ if TYPE_CHECKING:  # the exports that `__getattr__` imports
     from bmforge.models.cpm_ant import CPMAnt, CPMAntConfig
     from bmforge.models.cpm_bee import CPMBee, CPMBeeConfig
     from bmforge.models.eva import EVA, EVAConfig
+    from bmforge.models.falcon import Falcon, FalconConfig
     from bmforge.models.gemma import Gemma, Gemma2, Gemma2Config, Gemma3, Gemma3Config, GemmaConfig
     from bmforge.models.glm import GLM, GLMConfig
     from bmforge.models.glm4 import GLM4, GLM4Config
     from bmforge.models.gpt2 import GPT2, GPT2Config
+    from bmforge.models.gpt_neox import GPTNeoX, GPTNeoXConfig
     from bmforge.models.gptj import GPTJ, GPTJConfig
     from bmforge.models.granite import Granite, GraniteConfig
     from bmforge.models.internlm3 import InternLM3, InternLM3Config
@@ -40,6 +43,7 @@ if TYPE_CHECKING:  # the exports that `__getattr__` imports
     from bmforge.models.minicpm import MiniCPM, MiniCPMConfig
     from bmforge.models.mistral import Mistral, MistralConfig
     from bmforge.models.mixtral import Mixtral, MixtralConfig
+    from bmforge.models.modernbert import ModernBert, ModernBertConfig
     from bmforge.models.olmo2 import OLMo2, OLMo2Config, OLMo3, OLMo3Config
     from bmforge.models.opt import OPT, OPTConfig
     from bmforge.models.phi import Phi, PhiConfig

@@ -61,6 +61,7 @@ class DecoderSpec(StackSpec):
         extra_tokens: number of rows of embedding and head beyond vocab_size.
         embed_size: width of the embedding, which is projected to D and back; 0 means D.
         padding_id: token whose embedding gets no gradient.
+        embed_norm: norm after the embedding (Bloom).
         embed_dropout: dropout probability after the embedding.
         embed_scale: factor on the embedding.
         rounds_embed_scale: round `embed_scale` to the dtype of the embedding first (Gemma).
@@ -80,6 +81,7 @@ class DecoderSpec(StackSpec):
     extra_tokens: int = 0
     embed_size: int = 0
     padding_id: int | None = None
+    embed_norm: bool = False
     embed_dropout: float = 0.0
     embed_scale: float = 1.0
     rounds_embed_scale: bool = False
@@ -117,6 +119,7 @@ class CausalLM(Model):
         if size != config.hidden_size:
             self.project_in = nn.Linear(size, config.hidden_size, bias=False)
             self.project_out = nn.Linear(config.hidden_size, size, bias=False)
+        self.embed_norm = build_norm(spec.block.norm, size) if spec.embed_norm else None
         self.layers = build_layers(spec.block, config.num_layers, spec.blocks)
         self.norm = build_norm(spec.block.norm, config.hidden_size) if spec.final_norm else None
         self._build_head(size)
@@ -341,17 +344,14 @@ class CausalLM(Model):
         elif self.spec.embed_scale != 1.0:
             x = x * self.spec.embed_scale
         x = self.project_in(x) if self.spec.embed_size else x
-        if self.spec.rope is None:
+        if self.spec.rope is None and self.spec.learned_positions:
             x = x + self.embed_positions(position_ids + self.spec.position_offset)
+        x = x if self.embed_norm is None else self.embed_norm(x)
         dropout = self.spec.embed_dropout
         return F.dropout(x, dropout, self.training) if dropout else x
 
     def enter(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Compute the first block's input from token ids.
-
-        Shape:
-            input_ids, position_ids: (B, T); returns (B, T, D)
-        """
+        """Compute the first block's input, (B, T, D), from token ids and positions, (B, T)."""
         return self._begin(self.embed_inputs(input_ids, None), position_ids)
 
     def leave(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Text encoder with post-norm blocks, the base class of Bert, Roberta and Longformer.
+"""Text encoder, the base class of Bert, Roberta, Longformer and ModernBert.
 
 A family file is its config, its map of weight names and an `EncoderSpec`; see `bert.py`.
 """
@@ -17,10 +17,23 @@ from bmforge.device import reads_are_free
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.base import Model
 from bmforge.models.encoder_config import EncoderConfig
-from bmforge.models.encoder_heads import DeepClassifier, MaskedHead
+from bmforge.models.encoder_heads import (
+    DeepClassifier,
+    MaskedHead,
+    PredictionClassifier,
+    mean_of_tokens,
+)
+from bmforge.models.encoder_names import encoder_rules
 from bmforge.models.heads import check_places, finish_classes, finish_spans, pick_states
 from bmforge.models.output import ModelOutput
-from bmforge.models.stack import StackSpec, build_layers, given_inputs, run_layers, span_of
+from bmforge.models.stack import (
+    StackSpec,
+    build_layers,
+    given_inputs,
+    rope_tables,
+    run_layers,
+    span_of,
+)
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import (
@@ -28,6 +41,7 @@ from bmforge.nn import (
     BlockSpec,
     MLPSpec,
     NormSpec,
+    RopeSpec,
     build_mask,
     build_norm,
 )
@@ -47,14 +61,24 @@ class EncoderSpec(StackSpec):
         embed_dropout: dropout probability after the embedding.
         classifier_dropout: dropout probability before a classifier.
         head_activation: activation of the masked-LM head.
+        head_bias: whether the first layer of the masked-LM head or of a prediction head has a bias.
         deep_classifier: classify sequences by two layers instead of a pooler and one layer.
+        prediction_head: every classifier is a `PredictionClassifier`, without a pooler.
+        rope: rotary positions, without tables of positions and segments; None for the tables.
+        local_rope: rotary positions of the layers with `AttentionSpec.rotary` "local".
+        final_norm: norm after the last block.
     """
 
     position_offset: int = 0
     embed_dropout: float = 0.0
     classifier_dropout: float = 0.0
     head_activation: str = "gelu"
+    head_bias: bool = True
     deep_classifier: bool = False
+    prediction_head: bool = False
+    rope: RopeSpec | None = None
+    local_rope: RopeSpec | None = None
+    final_norm: bool = False
 
 
 def encoder_block(config: EncoderConfig, **attention: Any) -> BlockSpec:
@@ -78,7 +102,7 @@ def encoder_block(config: EncoderConfig, **attention: Any) -> BlockSpec:
 
 
 class EncoderModel(Model):
-    """Text encoder: embeddings, post-norm blocks and a head.
+    """Text encoder: embeddings, blocks and a head.
 
     Args:
         config: config of the family.
@@ -95,20 +119,26 @@ class EncoderModel(Model):
         # Padding rows get no gradient, as in transformers.
         before = spec.position_offset - 1 if spec.position_offset else None
         self.embed = nn.Embedding(config.vocab_size, size, padding_idx=config.pad_token_id)
-        self.embed_positions = nn.Embedding(rows, size, padding_idx=before)
-        self.embed_segments = nn.Embedding(config.num_segments, size)
+        self.embed_positions = self.embed_segments = None
+        if spec.rope is None:
+            self.embed_positions = nn.Embedding(rows, size, padding_idx=before)
+            self.embed_segments = nn.Embedding(config.num_segments, size)
         self.embed_norm = build_norm(spec.block.norm, size)
         self.layers = build_layers(spec.block, config.num_layers, spec.blocks)
+        self.norm = build_norm(spec.block.norm, size) if spec.final_norm else None
         self._build_head()
 
     def _build_head(self) -> None:
         config, spec = self.config, self.spec
         size, pooled = config.hidden_size, config.head == "sequence_classification"
         self.pooler = None
-        if config.head == "none" or (pooled and not spec.deep_classifier):
+        has_pooler = config.head == "none" or (pooled and not spec.deep_classifier)
+        if has_pooler and not spec.prediction_head:
             self.pooler = nn.Linear(size, size)
         if config.head == "masked_lm":
-            self.mlm_head = MaskedHead(config, spec.head_activation)
+            self.mlm_head = MaskedHead(
+                config, spec.head_activation, spec.block.norm, spec.head_bias
+            )
             if config.tie_word_embeddings:
                 self.mlm_head.decoder.weight = self.embed.weight
         elif pooled and spec.deep_classifier:
@@ -117,7 +147,20 @@ class EncoderModel(Model):
             )
         elif config.head != "none":
             width = 2 if config.head == "question_answering" else config.num_labels
-            self.classifier = nn.Linear(size, width)
+            self.classifier = self._build_classifier(width)
+
+    def _build_classifier(self, width: int) -> nn.Module:
+        spec, size = self.spec, self.config.hidden_size
+        if not spec.prediction_head:
+            return nn.Linear(size, width)
+        return PredictionClassifier(
+            size,
+            width,
+            spec.head_activation,
+            spec.block.norm,
+            spec.head_bias,
+            spec.classifier_dropout,
+        )
 
     def forward(
         self,
@@ -142,7 +185,7 @@ class EncoderModel(Model):
             input_ids: token ids.
             attention_mask: 1 for tokens, 0 for padding; or a 4-D mask over pairs of tokens.
             token_type_ids: segment type of every token (default: 0).
-            position_ids: rows of the position table (default: counted).
+            position_ids: rows of the position table, or rotary positions (default: counted).
             document_ids: document of each token in packed sequences; tokens attend within a
                 document.
             labels: for the masked-LM head, ids of the masked tokens (-100 is ignored); returns
@@ -171,18 +214,21 @@ class EncoderModel(Model):
         check_places(self.config.head, labels, logits_at)
         masks = self.build_masks(inputs, attention_mask, document_ids, **extra)
         span = span_of(self.layers)
+        if position_ids is None and cache is not None:
+            position_ids = self._count_positions(inputs) + cache.length
         if span.first:
             (x,) = self.arrived
         else:
             x = self.embed_inputs(input_ids, inputs_embeds)
-            if position_ids is None and cache is not None:
-                position_ids = self._count_positions(inputs) + cache.length
             x = self._begin(x, inputs, token_type_ids, position_ids)
-        x, states = run_layers(self.layers, x, masks, output_hidden_states, cache=cache)
+        tables = self._rope_tables(inputs, position_ids, x.dtype)
+        x, states = run_layers(self.layers, x, masks, output_hidden_states, cache=cache, **tables)
         if span.last < span.total:
             return ModelOutput(carry=(x,))
+        x = x if self.norm is None else self.norm(x)
         out = ModelOutput(
-            last_hidden_state=x, hidden_states=tuple(states) if output_hidden_states else None
+            last_hidden_state=x,
+            hidden_states=(*states[:-1], x) if output_hidden_states else None,
         )
         head = self.config.head
         if head == "masked_lm":
@@ -193,8 +239,8 @@ class EncoderModel(Model):
             logits = self.classifier(x)
             return finish_spans(out, logits, start_positions, end_positions, num_items_in_batch)
         if head == "sequence_classification":
-            x = self._pool(x)
-        dropout = self.spec.classifier_dropout
+            x = self._pool(x, attention_mask)
+        dropout = 0.0 if self.spec.prediction_head else self.spec.classifier_dropout
         logits = self.classifier(F.dropout(x, dropout, self.training) if dropout else x)
         return finish_classes(out, logits, labels, self.config.problem_type, num_items_in_batch)
 
@@ -235,39 +281,47 @@ class EncoderModel(Model):
             segments = F.pad(segments, (added, 0), value=0)
         masks = self.build_masks(ids, mask, None, **inputs)
         x = self._begin(self.embed_inputs(ids), ids, segments, positions)
-        x, _ = run_layers(self.layers, x, masks, False)
+        x, _ = run_layers(
+            self.layers, x, masks, False, **self._rope_tables(ids, positions, x.dtype)
+        )
+        x = x if self.norm is None else self.norm(x)
         x = x[:, added:]
-        if pooling == "cls":
-            x = x[:, 0]
-        elif attention_mask is None:
-            x = x.mean(1)
-        else:
-            seen = attention_mask[..., None].to(x.dtype)
-            x = (x * seen).sum(1) / seen.sum(1).clamp(min=1e-9)
+        x = x[:, 0] if pooling == "cls" else mean_of_tokens(x, attention_mask)
         return F.normalize(x, dim=-1) if normalize else x
 
     def build_masks(
         self, inputs: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None
     ) -> dict[int | None, Any]:
-        """Build the mask for each window size, once for all layers.
-
-        `inputs` are ids or embeddings.
-        """
+        """Build the mask for each window size; `inputs` are ids or embeddings."""
+        attentions: Any = (layer.attn for layer in self.layers.values())
+        windows = {None, *(attn.window for attn in attentions if attn is not None)}
         if attention_mask is not None and attention_mask.dim() == 4:
-            return {None: attention_mask.bool()}
-        mask = build_mask(
-            (inputs.shape[0], inputs.shape[1]),
-            inputs.device,
-            attention_mask=attention_mask,
-            document_ids=document_ids,
-            causal=False,
-        )
-        return {None: mask}
+            return dict.fromkeys(windows, attention_mask.bool())
+        return {
+            window: build_mask(
+                (inputs.shape[0], inputs.shape[1]),
+                inputs.device,
+                attention_mask=attention_mask,
+                document_ids=document_ids,
+                causal=False,
+                window=window,
+            )
+            for window in windows
+        }
+
+    def _rope_tables(
+        self, inputs: Tensor, positions: Tensor | None, dtype: torch.dtype
+    ) -> dict[str, Any]:
+        """Return the rotary tables of the layers, if the family has rotary positions."""
+        if self.spec.rope is None:
+            return {}
+        positions = self._count_positions(inputs) if positions is None else positions
+        return rope_tables(self.spec, positions, dtype)
 
     def _begin(
         self, x: Tensor, inputs: Tensor, segments: Tensor | None, positions: Tensor | None
     ) -> Tensor:
-        """Add position and segment embeddings to the token embeddings, and normalize the sum.
+        """Add position and segment embeddings, if any, to token embeddings; normalize the sum.
 
         Args:
             x: token embeddings.
@@ -275,12 +329,14 @@ class EncoderModel(Model):
             segments: segment type of every token.
             positions: rows of the position table.
         """
-        self._check_length(x.shape[1])
-        if positions is None:
-            positions = self._count_positions(inputs)
-        if segments is None:
-            segments = torch.zeros(1, dtype=torch.long, device=x.device)
-        x = self.embed_norm(x + (self.embed_positions(positions) + self.embed_segments(segments)))
+        if self.embed_positions is not None and self.embed_segments is not None:
+            self._check_length(x.shape[1])
+            if positions is None:
+                positions = self._count_positions(inputs)
+            if segments is None:
+                segments = torch.zeros(1, dtype=torch.long, device=x.device)
+            x = x + (self.embed_positions(positions) + self.embed_segments(segments))
+        x = self.embed_norm(x)
         dropout = self.spec.embed_dropout
         return F.dropout(x, dropout, self.training) if dropout else x
 
@@ -299,8 +355,10 @@ class EncoderModel(Model):
                 f"{self.config.max_seq_len} positions. Truncate it, or train with more positions."
             )
 
-    def _pool(self, x: Tensor) -> Tensor:
-        """Return the first token's state, after the pooler if there is one: (B, D)."""
+    def _pool(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the first token's state, after the pooler if there is one, or the mean: (B, D)."""
+        if getattr(self.config, "classifier_pooling", "cls") == "mean":
+            return mean_of_tokens(x, attention_mask)
         first = x[:, 0]
         return first if self.pooler is None else torch.tanh(self.pooler(first))
 
@@ -338,26 +396,3 @@ class EncoderModel(Model):
         if self.config.head == "none":
             rules += linear_rules({"pooler": f"{self.hf_prefix}pooler.dense"})
         return rules
-
-
-def encoder_rules(prefix: str) -> list[WeightRule]:
-    """Return the name map of an encoder's body, shared by all BERT-like families."""
-    block, published = "layers.{i}.", f"{prefix}encoder.layer.{{i}}."
-    embeddings = f"{prefix}embeddings."
-    modules = {
-        "embed_norm": f"{embeddings}LayerNorm",
-        f"{block}attn.q_proj": f"{published}attention.self.query",
-        f"{block}attn.k_proj": f"{published}attention.self.key",
-        f"{block}attn.v_proj": f"{published}attention.self.value",
-        f"{block}attn.o_proj": f"{published}attention.output.dense",
-        f"{block}attn_norm": f"{published}attention.output.LayerNorm",
-        f"{block}mlp.up_proj": f"{published}intermediate.dense",
-        f"{block}mlp.down_proj": f"{published}output.dense",
-        f"{block}mlp_norm": f"{published}output.LayerNorm",
-    }
-    tables = {
-        "embed": f"{embeddings}word_embeddings",
-        "embed_positions": f"{embeddings}position_embeddings",
-        "embed_segments": f"{embeddings}token_type_embeddings",
-    }
-    return linear_rules(tables, ("weight",)) + linear_rules(modules)

@@ -1,4 +1,4 @@
-"""Heads of text encoders with more than one layer."""
+"""Heads of text encoders with more than one layer, and mean pooling."""
 
 from __future__ import annotations
 
@@ -10,21 +10,29 @@ from bmforge.models.encoder_config import EncoderConfig
 from bmforge.nn import LMHead, NormSpec, build_norm
 from bmforge.nn.mlp import get_activation
 
-__all__ = ["DeepClassifier", "MaskedHead"]
+__all__ = ["DeepClassifier", "MaskedHead", "PredictionClassifier", "mean_of_tokens"]
 
 
 class MaskedHead(nn.Module):
     """Masked-LM head: linear layer, activation, norm, and a decoder tied to the embedding.
 
+    Args:
+        config: config with the sizes.
+        activation: name of the activation.
+        norm: hyperparameters of the norm.
+        bias: whether the linear layer has a bias.
+
     Shape:
         x: (..., D) -> (..., D); `decoder` maps it to (..., V)
     """
 
-    def __init__(self, config: EncoderConfig, activation: str) -> None:
+    def __init__(
+        self, config: EncoderConfig, activation: str, norm: NormSpec, bias: bool = True
+    ) -> None:
         super().__init__()
         self.activation = get_activation(activation)
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.norm = build_norm(NormSpec("layer", config.norm_eps), config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=bias)
+        self.norm = build_norm(norm, config.hidden_size)
         self.decoder = LMHead(config.hidden_size, config.vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,3 +57,51 @@ class DeepClassifier(nn.Module):
         """Return the logits."""
         x = torch.tanh(self.dense(x))
         return self.out(F.dropout(x, self.dropout, self.training) if self.dropout else x)
+
+
+class PredictionClassifier(nn.Module):
+    """Classifier after a linear layer, an activation and a norm (ModernBERT).
+
+    Args:
+        hidden_size: width D of the input.
+        num_labels: number L of classes.
+        activation: name of the activation.
+        norm: hyperparameters of the norm.
+        bias: whether the first linear layer has a bias.
+        dropout: dropout probability before the classes.
+
+    Shape:
+        x: (..., D) -> (..., L)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_labels: int,
+        activation: str,
+        norm: NormSpec,
+        bias: bool,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.activation, self.dropout = get_activation(activation), dropout
+        self.dense = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.norm = build_norm(norm, hidden_size)
+        self.out = nn.Linear(hidden_size, num_labels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        x = self.norm(self.activation(self.dense(x)))
+        return self.out(F.dropout(x, self.dropout, self.training) if self.dropout else x)
+
+
+def mean_of_tokens(x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return the mean state of each sequence's tokens, without padding.
+
+    Shape:
+        x: (B, T, D); attention_mask: (B, T); returns (B, D)
+    """
+    if attention_mask is None or attention_mask.dim() != 2:
+        return x.mean(1)
+    seen = attention_mask[..., None].to(x.dtype)
+    return (x * seen).sum(1) / seen.sum(1).clamp(min=1e-9)

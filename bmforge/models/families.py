@@ -17,6 +17,7 @@ __all__ = ["FAMILIES", "MODULES", "FamilyTable"]
 # Module of this package -> the model classes in it. The config of Name is NameConfig.
 MODULES: dict[str, tuple[str, ...]] = {
     "bert": ("Bert",),
+    "bloom": ("Bloom",),
     "cohere": ("Cohere",),
     "cohere2": ("Cohere2",),
     "cpm1": ("CPM1",),
@@ -24,10 +25,12 @@ MODULES: dict[str, tuple[str, ...]] = {
     "cpm_ant": ("CPMAnt",),
     "cpm_bee": ("CPMBee",),
     "eva": ("EVA",),
+    "falcon": ("Falcon",),
     "gemma": ("Gemma", "Gemma2", "Gemma3"),
     "glm": ("GLM",),
     "glm4": ("GLM4",),
     "gpt2": ("GPT2",),
+    "gpt_neox": ("GPTNeoX",),
     "gptj": ("GPTJ",),
     "granite": ("Granite",),
     "internlm3": ("InternLM3",),
@@ -36,6 +39,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "minicpm": ("MiniCPM",),
     "mistral": ("Mistral",),
     "mixtral": ("Mixtral",),
+    "modernbert": ("ModernBert",),
     "olmo2": ("OLMo2", "OLMo3"),
     "opt": ("OPT",),
     "phi": ("Phi",),

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.llama import llama_rules
 from bmforge.models.rotary import RotaryConfig
@@ -21,6 +22,8 @@ __all__ = [
     "LlamaLike",
     "LlamaLikeConfig",
     "PartialRotaryConfig",
+    "check_implied_head_dim",
+    "fused_qkv_rules",
     "renamed",
     "rules_with_norms",
 ]
@@ -57,6 +60,41 @@ def rules_with_norms(names: dict[str, str]) -> list[WeightRule]:
     rules = [r for r in llama_rules() if not re.search(r"\}\.(attn|mlp)_norm\.", r.ours)]
     norms = {f"layers.{{i}}.{a}": f"model.layers.{{i}}.{b}" for a, b in names.items()}
     return [*rules, *linear_rules(norms, ("weight",))]
+
+
+def fused_qkv_rules(published: str, config: Any, groups: int = 1) -> list[WeightRule]:
+    """Return the rules of q, k and v that are rows of one published layer.
+
+    Args:
+        published: transformers' name of the layer.
+        config: config with the numbers of heads and their width.
+        groups: number of groups of heads; the layer has the rows of q, k and v of one group after
+            those of another. 1 means all of q, then all of k, then all of v.
+    """
+    heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    rows = {part: count * config.head_dim for part, count in heads.items()}
+    rules, first, total = [], 0, sum(rows.values())
+    for part, count in rows.items():
+        rules += [
+            WeightRule(
+                f"layers.{{i}}.attn.{part}_proj.{kind}",
+                f"{published}.{kind}",
+                part=(first, total),
+                groups=groups,
+            )
+            for kind in ("weight", "bias")
+        ]
+        first += count
+    return rules
+
+
+def check_implied_head_dim(config: Any) -> None:
+    """Raise `ConfigError` if a family without a field for the width of a head has another one."""
+    if config.num_heads * config.head_dim != config.hidden_size and not config.says("head_dim"):
+        raise ConfigError(
+            f"{type(config).__name__}: hidden_size={config.hidden_size} must be "
+            f"num_heads={config.num_heads} x head_dim={config.head_dim}."
+        )
 
 
 @dataclass(kw_only=True)

@@ -115,7 +115,7 @@ class WeightReader:
     def stored_spec(self, tensor_name: str) -> QuantSpec | None:
         """Return the integer format of a stored tensor; None for floats or other formats."""
         rules = self._rules.get(tensor_name, ())
-        if any(rule.transpose for rule, _ in rules):
+        if any(rule.transpose or rule.rows is not None for rule, _ in rules):
             return None
         specs = {self._files.stored_spec(name) for _, name in rules}
         return next(iter(specs)) if len(specs) == 1 else None

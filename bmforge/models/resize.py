@@ -194,6 +194,12 @@ def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> No
                 f"{name} cannot be resized: num_heads={attn.num_heads} exceeds the "
                 f"{table.weight.shape[1]} heads of the position bias that all layers share."
             )
+        former = old[name].spec.attn
+        if attn.alibi and former is not None and attn.num_heads != former.num_heads:
+            raise ConfigError(
+                f"{name} cannot be resized: num_heads={attn.num_heads} changes the ALiBi slopes of "
+                f"its {former.num_heads} heads. Resize the MLP instead."
+            )
         if attn.head_dim < rotary_dim and attn.head_dim % 2:
             raise ConfigError(
                 f"{name} cannot be resized: head_dim={attn.head_dim} is odd, but rotary positions "

@@ -13,7 +13,7 @@ from typing import Any, Literal
 __all__ = ["Objective", "Positions", "Reading", "Traits"]
 
 Reading = Literal["left", "both", "apart", "blanks"]
-Positions = Literal["learned", "rotary", "relative"]
+Positions = Literal["learned", "rotary", "alibi", "relative"]
 Objective = Literal[
     "next token", "masked tokens", "spans", "blanks", "hidden tokens", "documents", "dialogues",
     "images",
@@ -31,8 +31,8 @@ class Traits:
             encoder-decoder; "blanks": bidirectional text whose blanks are filled causally. It
             describes plain text; a CPM-Bee document defines its own pattern.
         objective: pretraining objective.
-        positions: "learned": a table with a maximum; "rotary": no maximum, trained up to
-            max_seq_len; "relative": bucketed distances.
+        positions: "learned": a table with a maximum; "rotary" and "alibi" (a bias by distance): no
+            maximum, trained up to max_seq_len; "relative": bucketed distances.
         has_images: whether the input is pixels instead of tokens.
         sentinel: format of the tokens that mark masked spans, with {} for the span's index.
         ends_inside: whether the end token is part of the text in which spans are masked;

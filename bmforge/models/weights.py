@@ -1,12 +1,13 @@
 """Rules that map parameters to tensors in published checkpoints.
 
 A rule gives the published name of a parameter, whether it is transposed, its rows in a fused
-tensor, or its entry in a stacked parameter. The same rule loads any slice of the parameter, and
-saves it.
+tensor (concatenated or interleaved), or its entry in a stacked parameter. The same rule loads any
+slice of the parameter, and saves it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -25,6 +26,7 @@ __all__ = [
     "PACKED_KEYS",
     "expand_rules",
     "group_by_source",
+    "interleaved_order",
     "linear_rules",
 ]
 
@@ -43,6 +45,10 @@ class WeightRule:
             for the whole tensor. For resized layers the rows are recomputed, in the same order.
         index: entry of the stacked tensor `ours`; set by `expand_rules`.
         part_dim: dim that `part` slices, in bmforge's orientation: 0 for rows, 1 for columns.
+        groups: number of groups of rows in which the fused tensor interleaves its parts, such as
+            q, k and v of each head; every part has as many rows in one group as in another.
+        rows: (first row, number of rows) of `ours` that the rule maps; None for all. Set by
+            `expand_rules`, which makes one rule for each group.
     """
 
     ours: str
@@ -51,6 +57,8 @@ class WeightRule:
     part: tuple[int, int] | None = None
     index: int | None = None
     part_dim: int = 0
+    groups: int = 1
+    rows: tuple[int, int] | None = None
 
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the published tensor, given the shape of the whole parameter."""
@@ -67,6 +75,11 @@ class WeightRule:
             stack = slices.pop(0)
             if not stack.start <= self.index < stack.stop:
                 return None
+        if self.rows is not None:
+            shared, first = self._shared_rows(box), self.rows[0]
+            if shared.start >= shared.stop:
+                return None
+            slices[0] = slice(shared.start - first, shared.stop - first)
         if self.part is not None:
             first, own = self.part[0], slices[self.part_dim]
             slices[self.part_dim] = slice(own.start + first, own.stop + first)
@@ -74,7 +87,16 @@ class WeightRule:
 
     def target(self, local: Tensor, box: Box) -> Tensor:
         """Return the elements of the local box of a parameter that `theirs` fills."""
+        if self.rows is not None:
+            shared, first = self._shared_rows(box), box.offsets[0]
+            return local[shared.start - first : shared.stop - first]
         return local if self.index is None else local[self.index - box.offsets[0]]
+
+    def _shared_rows(self, box: Box) -> slice:
+        """Return the rows of `ours` that are both in the box and in `rows`."""
+        assert self.rows is not None
+        first, end = box.offsets[0], box.offsets[0] + box.lengths[0]
+        return slice(max(first, self.rows[0]), min(end, sum(self.rows)))
 
     def source_view(self, target: Tensor) -> Tensor:
         """Return a view of a slice of the parameter with the dims in published order."""
@@ -82,6 +104,8 @@ class WeightRule:
 
     def stored_numel(self, shape: tuple[int, ...]) -> int:
         """Return the number of elements of `theirs` that come from a parameter of this shape."""
+        if self.rows is not None:
+            return math.prod((self.rows[1], *shape[1:]))
         return math.prod(shape if self.index is None else shape[1:])
 
     @property
@@ -90,7 +114,9 @@ class WeightRule:
         return not self.transpose and self.part is None and self.index is None
 
     def to_source(self, tensor: Tensor) -> Tensor:
-        """Convert the parameter to the published tensor, before transposition."""
+        """Convert the whole parameter to the published tensor, before transposition."""
+        if self.rows is not None:
+            return tensor.narrow(0, *self.rows)
         return tensor if self.index is None else tensor[self.index]
 
 
@@ -182,17 +208,40 @@ def _expand_family(
             broken.add(published)
         elif "{i}" in template:
             _fit_parts_(out, indices, shapes)
-    return [rule for rule in out if rule.theirs not in broken]
+    complete = [rule for rule in out if rule.theirs not in broken]
+    return [piece for rule in complete for piece in _split_groups(rule, shapes[rule.ours])]
 
 
 def _fit_parts_(
     rules: list[WeightRule], indices: list[int], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Set the row ranges of a fused tensor's parts from the shapes of the parameters."""
-    total, first = sum(shapes[rules[index].ours][0] for index in indices), 0
+    """Set the row ranges of a fused tensor's parts from the shapes of the parameters.
+
+    The parts of a resized layer that do not have the same rows in every group are concatenated.
+    """
+    rows = [shapes[rules[index].ours][0] for index in indices]
+    groups = rules[indices[0]].groups
+    groups = 1 if any(count % groups for count in rows) else groups
+    total, first = sum(rows), 0
     for index in sorted(indices, key=lambda index: (rules[index].part or (0, 0))[0]):
-        rules[index] = replace(rules[index], part=(first, total))
+        rules[index] = replace(rules[index], part=(first, total), groups=groups)
         first += shapes[rules[index].ours][0]
+
+
+def _split_groups(rule: WeightRule, shape: tuple[int, ...]) -> list[WeightRule]:
+    """Return one rule for each group of rows of an interleaved tensor; else the rule itself.
+
+    `part` of the rule is its place in the concatenation of all parts.
+    """
+    if rule.groups == 1:
+        return [rule]
+    assert rule.part is not None
+    (first, total), size = rule.part, shape[0] // rule.groups
+    stride, inner = total // rule.groups, first // rule.groups
+    return [
+        replace(rule, groups=1, part=(group * stride + inner, total), rows=(group * size, size))
+        for group in range(rule.groups)
+    ]
 
 
 def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
@@ -203,8 +252,29 @@ def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
     return {n: sorted(g, key=lambda r: r.part[0] if r.part else 0) for n, g in groups.items()}
 
 
+def interleaved_order(rules: Iterable[WeightRule]) -> Tensor | None:
+    """Return the rows of the concatenated parameters in the order of the published tensor.
+
+    Args:
+        rules: expanded rules of one published tensor, in any order.
+
+    Returns:
+        row indices, (number of rows,); None if the published tensor is the concatenation
+    """
+    ordered = sorted(rules, key=lambda rule: rule.part[0] if rule.part else 0)
+    sizes: dict[str, int] = {}
+    for rule in ordered:
+        if rule.rows is None:
+            return None
+        sizes[rule.ours] = max(sizes.get(rule.ours, 0), sum(rule.rows))
+    starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    ranges = ((starts[rule.ours] + rule.rows[0], rule.rows[1]) for rule in ordered if rule.rows)
+    return torch.cat([torch.arange(first, first + count) for first, count in ranges])
+
+
 def assemble_source(rules: list[WeightRule], find_tensor: Callable[[str], Tensor]) -> Tensor:
     """Assemble a published tensor from parameters, which `find_tensor` returns by name."""
-    parts = [rule.to_source(find_tensor(rule.ours)) for rule in rules]
+    whole = {name: find_tensor(name) for name in dict.fromkeys(rule.ours for rule in rules)}
+    parts = [rule.to_source(whole[rule.ours]) for rule in rules]
     joined = parts[0] if len(parts) == 1 else torch.cat(parts, rules[0].part_dim)
     return joined.t().contiguous() if rules[0].transpose else joined.contiguous()

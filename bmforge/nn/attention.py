@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmforge.errors import ShapeError
 from bmforge.nn.adapter_selection import weight_of
+from bmforge.nn.alibi import alibi_bias, alibi_slopes
 from bmforge.nn.attention_bias import biased_attention
+from bmforge.nn.attention_mask import build_mask
 from bmforge.nn.host_attention import host_attention, takes_host_attention
 from bmforge.nn.linear import Linear
 from bmforge.nn.norm import NormSpec, build_norm
@@ -27,7 +28,14 @@ from bmforge.nn.position import apply_rope, narrow_rope
 from bmforge.nn.prefix import Pair, mix_behind, put_before, takes_one
 from bmforge.nn.shard_hooks import Pass, pass_on
 
-__all__ = ["Attention", "AttentionSpec", "KeyValueCache", "RunBlocks", "build_mask", "mix_values"]
+__all__ = [
+    "Attention",
+    "AttentionSpec",
+    "KeyValueCache",
+    "RunBlocks",
+    "build_mask",
+    "mix_values",
+]
 
 # Signature of `mix_values`.
 Mix = Callable[..., Tensor]
@@ -46,7 +54,8 @@ class AttentionSpec:
         scale: factor on the scores; None is 1/sqrt(H).
         dropout: dropout probability of the attention weights in training.
         causal: a token attends only to earlier tokens and itself, unless a mask overrides this.
-        window: number of tokens that a token attends to, itself included; None is no limit.
+        window: number of tokens that a token attends to, itself included; None is no limit. A
+            layer that is not causal attends to as many on each side.
         global_tokens: use Longformer attention: a bidirectional window, half on each side, and
             global tokens that attend to all tokens through their own projections; see `window.py`.
         rope_interleaved: pair adjacent dims in rotary embeddings, not the two halves of a head.
@@ -54,6 +63,8 @@ class AttentionSpec:
         qk_norm_whole: the norm of q and k covers all heads at once (OLMo 2).
         rotary: rotary table: `rope` or `local_rope` of `DecoderSpec` ("model", "local"), or none.
         softcap: cap c of the scores s, which become ``c * tanh(s / c)``; None is no cap (Gemma 2).
+        alibi: add a bias to the scores that falls linearly with the distance (Press et al., "Train
+            Short, Test Long", 2022); needs `causal`.
         in_scale: factor on the input of q, k and v, applied by the block.
         out_scale: factor on the input of o, applied by the block; 1/sqrt(width) in muP (Yang et
             al., "Tensor Programs V", 2022).
@@ -74,6 +85,7 @@ class AttentionSpec:
     qk_norm_whole: bool = False
     rotary: Literal["model", "local", "none"] = "model"
     softcap: float | None = None
+    alibi: bool = False
     in_scale: float = 1.0
     out_scale: float = 1.0
 
@@ -131,6 +143,7 @@ def mix_values(
     dropout: float,
     prefix: Pair | None = None,
     softcap: float | None = None,
+    slopes: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Compute attention: ``softmax(scale * q k^T + bias) v``.
 
@@ -146,18 +159,25 @@ def mix_values(
         dropout: dropout probability of the attention weights.
         prefix: keys and values of a prefix that every query of every sequence attends to.
         softcap: cap of the scaled scores; see `AttentionSpec`.
+        slopes: function from the queries to the slopes of their heads, (N,); adds ALiBi's bias.
 
     Shape:
         query: (B, N, T, H); key, value: (B, K, S, H); mask: (B or 1, 1, T or 1, S);
         bias: (B or 1, N, T, S); prefix: (K, P, H) each; returns (B, N, T, H)
     """
-    if prefix is not None and bias is None and softcap is None and takes_one(query, dropout):
+    is_plain = bias is None and softcap is None and slopes is None
+    if prefix is not None and is_plain and takes_one(query, dropout):
         return mix_behind(prefix, query, key, value, mask, scale)
     if prefix is not None:
         key, value, mask, bias = put_before(prefix, query, key, value, mask, bias, causal)
         causal = False
     if bias is not None and bias.shape[-1] > key.shape[2]:  # columns of other layers' prefixes
         bias = bias[..., -key.shape[2] :]
+    if slopes is not None:
+        if causal and mask is None and query.shape[2] > 1:
+            shape = query.shape[2], key.shape[2]
+            mask = key.new_ones(shape, dtype=torch.bool).tril(shape[1] - shape[0])[None, None]
+        bias = alibi_bias(slopes(query), query.shape[2], key.shape[2]).to(query.dtype)
     if bias is not None or softcap is not None:
         times = query.shape[1] // key.shape[1]
         if times > 1:
@@ -179,80 +199,6 @@ def mix_values(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-
-
-def build_mask(
-    batch: tuple[int, int],
-    device: torch.device,
-    *,
-    past: int = 0,
-    attention_mask: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    prefix_lengths: Tensor | None = None,
-) -> Tensor | None:
-    """Build the attention mask for T new tokens after `past` cached tokens; None if not needed.
-
-    None means causal attention or, with `causal` off, attention to all tokens.
-
-    Args:
-        batch: (B, T).
-        device: device of the mask.
-        past: number of cached tokens.
-        attention_mask: 1 for real tokens, 0 for padding.
-        document_ids: document of each token in packed sequences; tokens attend within a document.
-        causal: a token attends only to earlier tokens and itself.
-        window: number of tokens that a token attends to, itself included; needs `causal`.
-        prefix_lengths: length of the prefix that every token attends to; needs `causal`.
-
-    Shape:
-        attention_mask: (B, past + T)
-        document_ids: (B, T), only without a past
-        prefix_lengths: (B,)
-        returns: (B or 1, 1, T or 1, past + T), True where a query attends
-    """
-    _, length = batch
-    narrow = window is not None and past + length > window
-    is_plain = attention_mask is None and document_ids is None and prefix_lengths is None
-    if is_plain and not narrow and (not causal or past == 0 or length == 1):
-        return None
-    _check_mask_shapes(batch, past, attention_mask, document_ids)
-    query = torch.arange(past, past + length, device=device)[:, None]
-    key = torch.arange(past + length, device=device)[None, :]
-    mask = key <= query if causal else torch.ones_like(key, dtype=torch.bool)
-    if narrow and window is not None:
-        mask = mask & (key > query - window)
-    mask = mask[None, None]
-    if prefix_lengths is not None:
-        mask = mask | (key < prefix_lengths[:, None, None, None])
-    if attention_mask is not None:
-        seen = attention_mask[:, None, None, :].bool()
-        # A padding query has no key; attending to itself keeps its softmax finite.
-        mask = mask & seen | (key == query)[None, None] if causal else seen
-    if document_ids is not None:
-        mask = mask & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
-    # A query without any key (a sequence of padding) attends to all keys, for the same reason.
-    return mask if causal else mask | ~mask.any(-1, keepdim=True)
-
-
-def _check_mask_shapes(
-    batch: tuple[int, int], past: int, attention_mask: Tensor | None, document_ids: Tensor | None
-) -> None:
-    """Raise `ShapeError` for masks whose shape would broadcast to an unintended mask."""
-    batch_size, length = batch
-    shapes = {"attention_mask": (batch_size, past + length), "document_ids": (batch_size, length)}
-    for name, tensor in (("attention_mask", attention_mask), ("document_ids", document_ids)):
-        if tensor is not None and tuple(tensor.shape) != shapes[name]:
-            raise ShapeError(
-                f"{name} has shape {tuple(tensor.shape)}, but {length} new and {past} cached "
-                f"tokens need {shapes[name]}."
-            )
-    if document_ids is not None and past:
-        raise ShapeError(
-            "document_ids separate the documents of a training row and cannot be used with a "
-            "KV cache. Leave document_ids or the cache out."
-        )
 
 
 class Attention(nn.Module):
@@ -286,8 +232,11 @@ class Attention(nn.Module):
         self.enter: Pass = pass_on
         self.enter_memory: Pass = pass_on
         self.mix: Mix = mix_values
+        self.alibi = spec.alibi
         if spec.softcap is not None:
             self.mix = partial(mix_values, softcap=spec.softcap)
+        elif spec.alibi:
+            self.mix = partial(mix_values, slopes=self._slopes)
         self.thin: Pass = pass_on
         self.thin_dims: Pass = pass_on
         self.thin_query: Pass = pass_on
@@ -368,6 +317,12 @@ class Attention(nn.Module):
             if bias.shape[1] == local_heads
             else bias.narrow(1, rank * local_heads, local_heads)
         )
+
+    def _slopes(self, query: Tensor) -> Tensor:
+        """Return the slopes of the queries' heads, which are this rank's."""
+        rank, size = self.head_share
+        slopes, local = alibi_slopes(self.num_heads), self.num_heads // size
+        return query.new_tensor(slopes[rank * local : (rank + 1) * local], dtype=torch.float32)
 
     def _mix(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None

@@ -21,7 +21,7 @@ from bmforge.nn.window import WindowAttention
 
 __all__ = ["Block", "BlockSpec", "NormPlace", "Weigh"]
 
-NormPlace = Literal["pre", "post", "parallel", "output", "sandwich"]
+NormPlace = Literal["pre", "post", "parallel", "parallel_norms", "output", "sandwich"]
 
 # (x before a part of a block, x after it) -> what goes on
 Weigh = Callable[[Tensor, Tensor], Tensor]
@@ -39,8 +39,11 @@ class BlockSpec:
         norm: kind, epsilon and bias of the norms.
         norm_place: "pre": ``x + f(norm(x))``; "post": ``norm(x + f(x))``; "parallel": attention
             and MLP both read the output of `attn_norm`, and their outputs are added (GPT-J);
+            "parallel_norms": the same, but the MLP reads the output of `mlp_norm` (GPT-NeoX);
             "output": ``x + norm(f(x))`` (OLMo 2); "sandwich": ``x + out_norm(f(norm(x)))``
             (Gemma 2), with the norms `attn_out_norm` and `mlp_out_norm`.
+        norms_attn: whether attention has a norm; False if it reads `x` itself (the first block of
+            ModernBERT).
         residual_dropout: dropout probability of a sublayer's output.
         residual_scale: factor on a sublayer's output.
         sum_scale: factor on the residual stream after each residual addition.
@@ -54,6 +57,7 @@ class BlockSpec:
     cross_attn: AttentionSpec | None = None
     norm: NormSpec = field(default_factory=NormSpec)
     norm_place: NormPlace = "pre"
+    norms_attn: bool = True
     residual_dropout: float = 0.0
     residual_scale: float = 1.0
     sum_scale: float = 1.0
@@ -95,7 +99,8 @@ class Block(nn.Module):
         self.attn_scales, self.mlp_scales = _scales(spec.attn), _scales(spec.mlp)
         self.attn: Attention | WindowAttention | None = None
         if spec.attn is not None or (spec.norm_place == "parallel" and spec.mlp is not None):
-            self.attn_norm = build_norm(spec.norm, spec.hidden_size)
+            norm = build_norm(spec.norm, spec.hidden_size) if spec.norms_attn else nn.Identity()
+            self.attn_norm = norm
         self.attn_out_norm: nn.Module | None = None
         self.mlp_out_norm: nn.Module | None = None
         if spec.norm_place == "sandwich":
@@ -160,6 +165,8 @@ class Block(nn.Module):
         before = x = self._guard(x)
         if self.norm_place == "parallel":
             x = x if self.attn is None and self.mlp is None else self._run_parallel(x, attend, feed)
+        elif self.norm_place == "parallel_norms":
+            x = self._run_parallel_norms(x, attend, feed)
         else:
             x = self._run_parts(x, attend, feed, cache, memory, memory_mask)
         x = self._keep_or_drop(before, _weigh(self.block_share, before, x))
@@ -254,6 +261,19 @@ class Block(nn.Module):
         again = hold_weights(self.attn_norm)
         added = call_and_drop(both, self.attn_norm(x), lambda: again(x))
         return _times(x + added, self.sum_scale)
+
+    def _run_parallel_norms(
+        self, x: Tensor, attend: Callable[[Tensor], Tensor], feed: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Add the outputs of attention and MLP, each of which reads its own norm of `x`."""
+        added = x
+        if self.attn is not None:
+            attended = self._read(x, self.attn_norm, attend, self.attn_scales)
+            added = added + _weigh_alone(self.attn_share, attended)
+        if self.mlp is not None:
+            fed = self._read(x, self.mlp_norm, feed, self.mlp_scales)
+            added = added + _weigh_alone(self.mlp_share, fed)
+        return _times(added, self.sum_scale)
 
     def _read(
         self,

@@ -140,7 +140,7 @@ def _goes_on(traits: Traits) -> bool:
 
 def _is_batched(traits: Traits) -> bool:
     """Return True if the engine batches the family's answers: decoders that read left to right."""
-    return _continues(traits) and traits.positions in ("learned", "rotary")
+    return _continues(traits) and traits.positions in ("learned", "rotary", "alibi")
 
 
 def _reads_texts(traits: Traits) -> bool:

@@ -6,14 +6,17 @@ from typing import Any
 
 from bmforge.models import (
     BertConfig,
+    BloomConfig,
     Cohere2Config,
     CohereConfig,
+    FalconConfig,
     Gemma2Config,
     Gemma3Config,
     GemmaConfig,
     GLM4Config,
     GPT2Config,
     GPTJConfig,
+    GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
     MiniCPMConfig,
@@ -86,6 +89,18 @@ GGUF_MODELS: dict[str, Any] = {
     "smollm3": SmolLM3Config(**{**_GROUPED, "num_layers": 4}),
     "glm4": GLM4Config(**{**_GROUPED, "head_dim": 24}),
     "glm4, no biases": GLM4Config(**{**_GROUPED, "head_dim": 24}, qkv_bias=False),
+    "bloom": BloomConfig(**{**_WIDE, "intermediate_size": 256}, init_std=0.2),
+    "gptneox": GPTNeoXConfig(**_WIDE, init_std=0.2, rotary_part=0.5),
+    "gptneox, sequential": GPTNeoXConfig(
+        **_WIDE, init_std=0.2, parallel_residual=False, attn_bias=False
+    ),
+    "falcon": FalconConfig(**_WIDE, init_std=0.2, num_kv_heads=1),
+    "falcon, grouped": FalconConfig(
+        **_GROUPED, new_decoder_architecture=True, bias=True, tie_word_embeddings=False
+    ),
+    "falcon, two norms": FalconConfig(
+        **_GROUPED, new_decoder_architecture=True, parallel_norms=True
+    ),
     "gpt2": GPT2Config(**_WIDE, init_std=0.2),
     "gptj": GPTJConfig(**_WIDE, rotary_dim=4, init_std=0.2),
     "t5": T5Config(**_WIDE, head_dim=12, num_buckets=16, num_decoder_layers=1),

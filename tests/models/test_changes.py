@@ -307,7 +307,7 @@ def test_a_part_that_a_layout_cannot_cut_is_said_with_all_else() -> None:
     """On every process, before the first collective."""
     said = run_distributed(say_what_cannot_be_cut, 2)
     assert said[0] == said[1]
-    assert "layers.0.attn.q_proj.low_rank, a Stubborn, stands beside" in said[0]
+    assert "layers.0.attn.q_proj.low_rank, a Stubborn, is attached to" in said[0]
     assert "pp=3" in said[0]
 
 

@@ -104,10 +104,17 @@ TRIALS = {
 LIKE_LLAMA = (
     *("Cohere", "Granite", "InternLM3", "Mistral", "Phi", "Phi3", "SeedOss", "StableLM"),
     *("Starcoder2", "Cohere2", "Gemma", "Gemma2", "Gemma3", "OLMo2", "OLMo3", "SmolLM3", "GLM4"),
+    *("GPTNeoX", "Falcon"),
 )
 TRIALS |= {name: replace(TRIALS["Llama"]) for name in LIKE_LLAMA}
 TRIALS["XLMRoberta"] = TRIALS["Roberta"]
-LONG = {*LIKE_LLAMA, "XLMRoberta"} - {"Mistral"}
+TRIALS["ModernBert"] = Trial(
+    "pretrain",
+    "store",
+    f"{SHORT} --model.pad-token-id 0 --model.local-attention 8 --data.seq-len 40",
+)
+TRIALS["Bloom"] = TRIALS["OPT"]
+LONG = {*LIKE_LLAMA, "XLMRoberta", "ModernBert", "Bloom"} - {"Mistral"}
 
 
 def texts() -> Iterator[str]:

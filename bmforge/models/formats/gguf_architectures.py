@@ -156,6 +156,27 @@ _LIST = (
         {**_ROTARY, "attention.sliding_window": "sliding_window"},
     ),
     Architecture("glm4", "glm4", _raw("glm4", "Glm4"), _WIDE),
+    Architecture(
+        "gptneox",
+        "gptneox",
+        _raw("gpt_neox", "GPTNeoX"),
+        {
+            **_WIDTHS,
+            LAYER_NORM: "layer_norm_eps",
+            "use_parallel_residual": "use_parallel_residual",
+        },
+    ),
+    Architecture(
+        "falcon",
+        "falcon",
+        _raw("falcon", "Falcon", alibi=False),
+        {
+            **_WIDTHS,
+            "feed_forward_length": "ffn_hidden_size",
+            "attention.head_count_kv": "num_key_value_heads",
+            LAYER_NORM: "layer_norm_epsilon",
+        },
+    ),
     Architecture("gemma", "gemma", _raw("gemma", "Gemma"), _WIDE, norm_offset=1.0),
     Architecture(
         "gemma2",
@@ -171,6 +192,20 @@ _LIST = (
         _WINDOWS,
         norm_offset=1.0,
         local_base=True,
+    ),
+    Architecture(
+        "bloom",
+        "bloom",
+        _raw("bloom", "Bloom"),
+        {
+            "context_length": "seq_length",
+            "embedding_length": "hidden_size",
+            "block_count": "n_layer",
+            "feed_forward_length": "intermediate_size",
+            "attention.head_count": "n_head",
+            LAYER_NORM: "layer_norm_epsilon",
+        },
+        rotary=False,
     ),
     Architecture(
         "gpt2",

@@ -278,6 +278,20 @@ def _glm4(raw: dict[str, Any], own: _Metadata) -> None:
     raw["attention_bias"] = "blk.0.attn_q.bias" in own.header.tensors
 
 
+def _gpt_neox(raw: dict[str, Any], own: _Metadata) -> None:
+    raw["rotary_pct"] = own.number("rope.dimension_count") / _head_dim(raw)
+    raw["attention_bias"] = "blk.0.attn_qkv.bias" in own.header.tensors
+
+
+def _falcon(raw: dict[str, Any], own: _Metadata) -> None:
+    """Set the fields that distinguish Falcon-7B from the later models, which have grouped heads."""
+    raw["num_kv_heads"] = raw.pop("num_key_value_heads")
+    raw["bias"] = "blk.0.attn_qkv.bias" in own.header.tensors
+    if raw["num_kv_heads"] > 1:
+        norms = 2 if "blk.0.attn_norm_2.weight" in own.header.tensors else 1
+        raw |= {"new_decoder_architecture": True, "num_ln_in_parallel_attn": norms}
+
+
 def _tied(raw: dict[str, Any], own: _Metadata) -> None:
     """Set the fields that llama.cpp implies for models whose head is the embedding."""
     raw["tie_word_embeddings"] = True
@@ -312,4 +326,6 @@ _SPECIAL = {
     "gemma2": _gemma,
     "gemma3": _gemma,
     "olmo3": _olmo3,
+    "gptneox": _gpt_neox,
+    "falcon": _falcon,
 }

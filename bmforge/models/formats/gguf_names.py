@@ -60,11 +60,8 @@ _FUSED = [
     for part, index in (("q", (0, 3)), ("k", (1, 3)), ("v", (2, 3)))
 ]
 _SPLIT = re.compile(r"layers\.\{i\}\.attn\.[qkv]_proj\.")
-_GPT2 = [
-    WeightRule("embed_positions.weight", "position_embd.weight"),
-    *(rule for rule in _DECODER if not _SPLIT.match(rule.ours)),
-    *_FUSED,
-]
+_FUSED_DECODER = [*(rule for rule in _DECODER if not _SPLIT.match(rule.ours)), *_FUSED]
+_GPT2 = [WeightRule("embed_positions.weight", "position_embd.weight"), *_FUSED_DECODER]
 _BERT = [
     *linear_rules(
         {
@@ -108,7 +105,14 @@ _GLM4 = [
 _TABLES = {
     **{"gpt2": _GPT2, "bert": _BERT, "t5": _T5},
     **{"olmo2": _OLMO2, "olmo3": _OLMO2, "glm4": _GLM4},
+    **{"gptneox": _FUSED_DECODER, "falcon": _FUSED_DECODER},
+    "bloom": [*linear_rules({"embed_norm": "token_embd_norm"}), *_FUSED_DECODER],
 }
+# Falcon with two norms in a block: llama.cpp's attention reads the second one.
+_TWO_NORMS = [
+    *(rule for rule in _FUSED_DECODER if rule.ours not in _NORMS),
+    *_in_layers({"attn_norm": "attn_norm_2", "mlp_norm": "attn_norm"}),
+]
 
 
 def find_rules(architecture: str, model: Any) -> list[WeightRule]:
@@ -117,13 +121,15 @@ def find_rules(architecture: str, model: Any) -> list[WeightRule]:
     A head that the architecture does not have gets names that do not occur in any such file.
     """
     rules = _TABLES.get(architecture, _DECODER)
+    if architecture == "falcon" and model.config.parallel_norms:
+        rules = _TWO_NORMS
     own_names = {rule.ours for rule in rules}
     head = model.config.heads[model.config.head].names
     head_rules = [WeightRule(name, f"bmforge.{name}") for name in head if name not in own_names]
     return model.expand([*rules, *head_rules])
 
 
-_NORM = re.compile(r"(blk\.\d+\.)?\w+_norm\.weight")
+_NORM = re.compile(r"(blk\.\d+\.)?\w+_norm(_2)?\.weight")
 
 
 def is_norm(name: str) -> bool:

@@ -172,10 +172,7 @@ def _find(model: Model) -> Architecture:
 
 
 def _stem(architecture: Architecture) -> str:
-    """Return the prefix of the family's class name.
-
-    It distinguishes families with the same config names, such as EVA and CPM-1.
-    """
+    """Return the prefix of the family's class name; EVA and CPM-1 share names in configs."""
     kind = str(architecture.raw["model_type"]).removesuffix("_text").replace("_", "")
     return kind if "moe" in kind else kind.rstrip("23") if kind.startswith("qwen") else kind
 
@@ -186,7 +183,9 @@ def _metadata(model: Model, architecture: Architecture) -> dict[str, Any]:
     fields_by_hf_name = {
         **config.to_hf(),
         **{hf_name: getattr(config, field) for field, hf_name in config.hf_names.items()},
-        "n_positions": config.max_seq_len,
+        **dict.fromkeys(("n_positions", "seq_length"), config.max_seq_len),
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.intermediate_size,
     }
     keys = {
         key: fields_by_hf_name[name]

@@ -122,6 +122,8 @@ def context_problems(
                 "processes"
             )
         ]
+    if any(getattr(attn, "alibi", False) for attn in attentions):
+        return [f"cp={size}: {name} adds ALiBi biases, which are not sharded by tokens"]
     if method == "ring" and any(getattr(attn, "softcap", None) for attn in attentions):
         return [f"cp_method='ring': {name} uses logit soft-capping; use 'gather' or 'ulysses'"]
     if method != "ulysses":

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.errors import CheckpointError, ConfigError
+from bmforge.models.weights import interleaved_order
 from bmforge.nn.low_rank import LowRank, linear_sizes
 from bmforge.shards import Box
 from bmforge.surgery import match_glob, persistent_tensors, shared_tensors
@@ -85,8 +86,12 @@ class Names:
                     "the token embedding (resize_token_embeddings), or load the base model of "
                     "the adapter."
                 )
-            slices = rule.source_slices(Box((0,) * len(shape), shape))
-            pieces[rule.ours] = rule.source_view(tensor[slices])
+            box = Box((0,) * len(shape), shape)
+            piece = rule.source_view(tensor[rule.source_slices(box)])
+            if rule.rows is None:
+                pieces[rule.ours] = piece
+            else:
+                rule.target(pieces.setdefault(rule.ours, tensor.new_empty(shape)), box).copy_(piece)
         return pieces
 
     def sources_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -101,6 +106,11 @@ class Names:
                 joined = torch.cat(parts, rows[0].part_dim) if len(parts) > 1 else parts[0]
                 sources[published_name] = joined.t().contiguous() if rows[0].transpose else joined
         return sources
+
+    def row_order(self, published_name: str) -> Tensor | None:
+        """Return the order of the rows of a fused layer's parts; see `interleaved_order`."""
+        rules = (self.rules or {}).get(f"{published_name}.weight", ())
+        return interleaved_order(rules) if len(rules) > 1 else None
 
     def of(self, name: str) -> str:
         """Return the published name of a bmforge module.
@@ -327,6 +337,7 @@ def read_tensors(
                 rows = [rows_of(delta.model, n) for n in owners] if len(owners) > 1 else []
                 parts = [attached.get(n) for n in owners]
                 leaf = leaf.removesuffix(".weight")
+                tensor = _concatenate(tensor, leaf, names.row_order(published_name))
                 renamed |= split_fused(parts, rows, leaf, tensor, blocks.get(published_name))
                 break
         else:
@@ -386,6 +397,19 @@ def _repeated_layers(rows: Tensor, layers: int) -> Tensor:
     each = rows.chunk(2 * layers, 1)
     chosen = [each[(4 * i + j) % (2 * layers)] for i in range(layers) for j in (0, 1)]
     return torch.cat(chosen, 1)
+
+
+def _concatenate(tensor: Tensor, leaf: str, order: Tensor | None) -> Tensor:
+    """Return a tensor of an interleaved fused layer with the rows of each part together.
+
+    Args:
+        tensor: tensor of the file.
+        leaf: PEFT's name of the tensor.
+        order: order of the rows in the file, see `interleaved_order`; None if they are together.
+    """
+    if order is None or leaf == "A" or tensor.shape[0] != order.shape[0]:
+        return tensor
+    return tensor[order.argsort()]
 
 
 def tie_factors_(delta: AttachedDelta, blocks: Mapping[str, Any]) -> None:

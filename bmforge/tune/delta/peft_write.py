@@ -171,15 +171,15 @@ def write_tensors(
             next((h.part for h in parts if h.owner == n), None) for n in names.ours[published_name]
         ]
         start = f"{PREFIX}{published_name}."
-        if delta.kind == "gain":
-            written |= _join_gain(
-                whole_model(delta.model), names.ours[published_name], fused_parts, start
-            )
-            continue
-        factors, split = _join_low_rank(
+        join = _join_gain if delta.kind == "gain" else _join_low_rank
+        order = names.row_order(published_name)
+        factors, split = join(
             whole_model(delta.model), names.ours[published_name], fused_parts, start
         )
+        factors = {n: _interleave(n, tensor, order) for n, tensor in factors.items()}
         written |= factors
+        if delta.kind == "gain":
+            continue
         if split:
             blocks[published_name] = split
         part = parts[0].part
@@ -257,15 +257,29 @@ def _prompt_rows(delta: AttachedDelta) -> Tensor:
 
 def _join_gain(
     model: nn.Module, owners: list[str], parts: list[Any], start: str
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], list[int]]:
     pieces = [
         torch.ones(rows_of(model, n)) if part is None else part.weight.detach()
         for n, part in zip(owners, parts, strict=True)
     ]
     enters = any(part is not None and part.enters for part in parts)
     if enters:
-        return {f"{start}ia3_l": next(p.weight.detach() for p in parts if p is not None)[None]}
-    return {f"{start}ia3_l": torch.cat([p.to(pieces[-1].dtype) for p in pieces])[:, None]}
+        first = next(p.weight.detach() for p in parts if p is not None)
+        return {f"{start}ia3_l": first[None]}, []
+    return {f"{start}ia3_l": torch.cat([p.to(pieces[-1].dtype) for p in pieces])[:, None]}, []
+
+
+def _interleave(name: str, tensor: Tensor, order: Tensor | None) -> Tensor:
+    """Return an output-sized tensor of a fused layer with its rows in the published order.
+
+    Args:
+        name: PEFT's name of the tensor.
+        tensor: tensor whose rows are those of the parts, one part after the other.
+        order: order of the rows in the file, see `interleaved_order`; None keeps them.
+    """
+    if order is None or "lora_A" in name or tensor.shape[0] != order.shape[0]:
+        return tensor
+    return tensor[order]
 
 
 def _join_low_rank(

@@ -1,0 +1,213 @@
+"""Falcon (Almazrouei et al., "The Falcon Series of Open Language Models", arXiv 2311.16867).
+
+Falcon-RW adds a bias to the scores (ALiBi) instead of rotating q and k; it runs by transformers'
+implementation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from bmforge.errors import ConfigError
+from bmforge.models.causal_lm import DecoderSpec
+from bmforge.models.heads import Head, classifier_heads
+from bmforge.models.llama_like import (
+    LlamaLike,
+    LlamaLikeConfig,
+    check_implied_head_dim,
+    fused_qkv_rules,
+    renamed,
+)
+from bmforge.models.weights import WeightRule, linear_rules
+from bmforge.nn import BlockSpec, NormSpec
+
+__all__ = ["Falcon", "FalconConfig"]
+
+
+@dataclass(kw_only=True)
+class FalconConfig(LlamaLikeConfig):
+    """Config of Falcon; other fields are those of the base class.
+
+    Args:
+        new_decoder_architecture: the fused projection has the rows of each key-value head and its
+            query heads together (Falcon-40B, 180B and 11B); False for Falcon-7B, whose keys and
+            values have one head, and for models with as many as query heads.
+        parallel_norms: attention and MLP have a norm each (Falcon-40B, 180B).
+        parallel_attn: attention and MLP both read the block's input.
+        bias: biases on all projections.
+        dropout: dropout probability of the outputs of attention and MLP.
+    """
+
+    family: ClassVar[str] = "falcon"
+    has_gate: ClassVar[bool] = False
+    heads: ClassVar[dict[str, Head]] = {
+        "language_model": Head("FalconForCausalLM", {"lm_head.weight": "lm_head.weight"}),
+        **classifier_heads("Falcon", "score", "classifier", "qa_outputs", sequence_bias=False),
+        "none": Head("FalconModel", prefix=""),
+    }
+    hf_names: ClassVar[dict[str, str]] = {
+        name: published
+        for name, published in renamed(
+            intermediate_size="ffn_hidden_size",
+            norm_eps="layer_norm_epsilon",
+            activation="activation",
+            new_decoder_architecture="new_decoder_architecture",
+            parallel_attn="parallel_attn",
+            bias="bias",
+            dropout="hidden_dropout",
+        ).items()
+        if name not in ("num_kv_heads", "pad_token_id")
+    }
+    hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **dict.fromkeys(("alibi", "apply_residual_connection_post_layernorm"), (False, None)),
+    }
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "falcon-7b": {},
+        "falcon-40b": {
+            "hidden_size": 8192,
+            "num_layers": 60,
+            "num_heads": 128,
+            "num_kv_heads": 8,
+            "new_decoder_architecture": True,
+            "parallel_norms": True,
+        },
+        "falcon-11b": {
+            "hidden_size": 4096,
+            "num_layers": 60,
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "max_seq_len": 8192,
+            "rope_theta": 500042.0,
+            "new_decoder_architecture": True,
+            "tie_word_embeddings": False,
+        },
+    }
+    hub_ids: ClassVar[dict[str, str]] = {
+        "falcon-7b": "tiiuae/falcon-7b",
+        "falcon-40b": "tiiuae/falcon-40b",
+        "falcon-11b": "tiiuae/falcon-11B",
+    }
+
+    vocab_size: int = 65024
+    hidden_size: int = 4544
+    intermediate_size: int = 0
+    num_layers: int = 32
+    num_heads: int = 71
+    num_kv_heads: int = 1
+    max_seq_len: int = 2048
+    norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    activation: str = "gelu"
+    new_decoder_architecture: bool = False
+    parallel_norms: bool = False
+    parallel_attn: bool = True
+    bias: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Derive F = 4 D and the base class's values."""
+        self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
+        super().__post_init__()
+
+    def check(self) -> None:
+        """Raise `ConfigError` for inconsistent fields."""
+        super().check()
+        check_implied_head_dim(self)
+        if not self.new_decoder_architecture and self.num_kv_heads not in (1, self.num_heads):
+            raise ConfigError(
+                f"FalconConfig: num_kv_heads={self.num_kv_heads} needs "
+                f"new_decoder_architecture=True (without it: 1 or num_heads={self.num_heads})."
+            )
+        if self.parallel_norms and not self.new_decoder_architecture:
+            raise ConfigError(
+                "FalconConfig: parallel_norms=True needs new_decoder_architecture=True."
+            )
+        if self.new_decoder_architecture and not self.parallel_attn:
+            raise ConfigError(
+                "FalconConfig: new_decoder_architecture=True needs parallel_attn=True."
+            )
+
+    @classmethod
+    def opens(cls, raw: dict[str, Any]) -> bool:
+        """Return True for a supported config.json; models with ALiBi use transformers."""
+        return super().opens(raw) and not raw.get("alibi")
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        kv_heads, is_multi_query = raw.pop("num_kv_heads", None), raw.pop("multi_query", True)
+        norms, is_new = (
+            raw.pop("num_ln_in_parallel_attn", None),
+            raw.get("new_decoder_architecture"),
+        )
+        heads = raw.get("num_attention_heads", cls.num_heads)
+        values, raw = super()._take_special(raw)
+        if is_new:
+            values["num_kv_heads"] = heads if kv_heads is None else kv_heads
+        else:
+            values["num_kv_heads"] = 1 if is_multi_query else heads
+        values["parallel_norms"] = bool(is_new) and norms in (None, 2)
+        return values, raw
+
+    def _give_special(self) -> dict[str, Any]:
+        is_multi_query = self.num_kv_heads == 1
+        if self.new_decoder_architecture:  # transformers does not read the field
+            is_multi_query = self.raw.get("multi_query", True)
+        norms = (2 if self.parallel_norms else 1) if self.new_decoder_architecture else None
+        kv_heads = self.num_kv_heads if self.new_decoder_architecture else self.num_heads
+        own = {"multi_query": is_multi_query, "num_ln_in_parallel_attn": norms}
+        return {**super()._give_special(), **own, "num_kv_heads": kv_heads, "alibi": False}
+
+
+class Falcon(LlamaLike):
+    """Falcon with a language-model head."""
+
+    config_class = FalconConfig
+    hf_prefix = "transformer."
+
+    @classmethod
+    def make_block(cls, config: FalconConfig) -> BlockSpec:
+        """Return the spec of a block with layer norms, with attention and MLP parallel or not."""
+        block = super().make_block(config)
+        assert block.attn is not None
+        assert block.mlp is not None
+        parallel = "parallel_norms" if config.parallel_norms else "parallel"
+        return replace(
+            block,
+            attn=replace(block.attn, qkv_bias=config.bias, out_bias=config.bias),
+            mlp=replace(block.mlp, bias=config.bias),
+            norm=NormSpec("layer", config.norm_eps),
+            norm_place=parallel if config.parallel_attn else "pre",
+            residual_dropout=config.dropout,
+        )
+
+    @classmethod
+    def make_spec(cls, config: FalconConfig) -> DecoderSpec:
+        """Return the hyperparameters of the model."""
+        return replace(super().make_spec(config), padding_id=None)
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Return the map to transformers' names."""
+        config, block, published = self.config, "layers.{i}.", "transformer.h.{i}."
+        norms = {f"{block}attn_norm": f"{published}input_layernorm"}
+        if config.parallel_norms:
+            norms = {f"{block}{a}_norm": f"{published}ln_{a}" for a in ("attn", "mlp")}
+        elif not config.parallel_attn:
+            norms[f"{block}mlp_norm"] = f"{published}post_attention_layernorm"
+        modules = {
+            "norm": "transformer.ln_f",
+            **norms,
+            f"{block}attn.o_proj": f"{published}self_attention.dense",
+            f"{block}mlp.up_proj": f"{published}mlp.dense_h_to_4h",
+            f"{block}mlp.down_proj": f"{published}mlp.dense_4h_to_h",
+        }
+        is_split = config.num_kv_heads == 1 and not config.new_decoder_architecture
+        return [
+            WeightRule("embed.weight", "transformer.word_embeddings.weight"),
+            *linear_rules(modules),
+            *fused_qkv_rules(
+                f"{published}self_attention.query_key_value",
+                config,
+                groups=1 if is_split else config.num_kv_heads,
+            ),
+        ]
