@@ -143,10 +143,8 @@ def _find(model: Model) -> Architecture:
     """
     kind = model.config.to_hf()["model_type"]
     kind = {"mt5": "t5"}.get(kind, kind)
-    architecture = next(
-        (candidate for candidate in ARCHITECTURES.values() if candidate.raw["model_type"] == kind),
-        None,
-    )
+    fitting = (entry for entry in ARCHITECTURES.values() if entry.raw["model_type"] == kind)
+    architecture = next(fitting, None)
     name = type(model).__name__
     if architecture is None or not name.lower().startswith(_stem(architecture)):
         model_types = sorted(candidate.raw["model_type"] for candidate in ARCHITECTURES.values())

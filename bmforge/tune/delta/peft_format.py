@@ -20,12 +20,12 @@ from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models.weights import interleaved_order
 from bmforge.nn.low_rank import LowRank, linear_sizes
 from bmforge.shards import Box
-from bmforge.surgery import match_glob, persistent_tensors, shared_tensors
+from bmforge.surgery import match_glob, persistent_tensors
 from bmforge.tune.delta.address import fits, published_names
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.peft_experts import expert_owner, read_experts
 from bmforge.tune.delta.peft_fields import check_fields
-from bmforge.tune.delta.peft_fused import split_fused
+from bmforge.tune.delta.peft_fused import concatenate_rows, split_fused
 from bmforge.tune.delta.peft_tokens import (
     is_token_key,
     layer_parts,
@@ -33,10 +33,9 @@ from bmforge.tune.delta.peft_tokens import (
     token_indices_of,
     token_owner,
 )
+from bmforge.tune.delta.peft_wholes import PREFIX, module_of, saved_whole, whole_key
 
 __all__ = ["PREFIX", "Names", "options_of", "read_tensors", "rows_of", "tie_factors_"]
-
-PREFIX = "base_model.model."
 
 
 class Names:
@@ -153,7 +152,7 @@ def options_of(
     """
     check_fields(config)
     kind, names = str(config["peft_type"]), Names(model)
-    trained_whole = _saved_whole(names, config, tensors)
+    trained_whole = saved_whole(names, config, tensors)
     options: dict[str, Any] = {"train_also": tuple(trained_whole)}
     if kind in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
         options["length"] = int(config["num_virtual_tokens"])
@@ -161,7 +160,7 @@ def options_of(
     if kind == "LN_TUNING":
         norms = {n for key in tensors for n in _norm_owners(names, key)}
         return {**options, "targets": sorted(norms)}
-    modules = {name for key in tensors if (name := _module_of(key)) is not None}
+    modules = {name for key in tensors if (name := module_of(key)) is not None}
     experts = {name: owner for name in modules if (owner := expert_owner(model, name))}
     modules -= experts.keys()
     if unknown := sorted(name for name in modules if name not in names.ours):
@@ -223,15 +222,6 @@ def _first_pattern(name: str, patterns: Iterable[str]) -> str | None:
     return next(matches, None)
 
 
-def _module_of(key: str) -> str | None:
-    """Return the published name of the module that an adapter tensor modifies, or None."""
-    bare = key.removeprefix(PREFIX)
-    for mark in (".lora_", ".ia3_l"):
-        if mark in bare:
-            return bare.rpartition(mark)[0]
-    return None
-
-
 def _norm_owners(names: Names, key: str) -> list[str]:
     owner, is_there, _ = key.removeprefix(PREFIX).rpartition(".ln_tuning_layers.")
     if is_there and owner not in names.ours:
@@ -246,67 +236,6 @@ def _named(name: str, patterns: Any) -> bool:
     if isinstance(patterns, str):
         return fits(name, f"[r]^{patterns}$")
     return any(fits(name, pattern) for pattern in patterns)
-
-
-def _whole_key(key: str) -> str | None:
-    """Return the published name of a parameter that is saved in full; None for adapter tensors."""
-    if key == "prompt_embeddings" or ".ln_tuning_layers." in key or is_token_key(key):
-        return None
-    if _module_of(key) is not None:
-        return None
-    bare = key.removeprefix(PREFIX) if key.startswith(PREFIX) else key.removeprefix("base_model.")
-    owner, _, leaf = bare.rpartition(".")
-    if owner.endswith(".base_layer"):
-        # The weight under an adapter is the base's, saved with a targeted embedding.
-        return f"{owner.removesuffix('.base_layer')}.{leaf}" if leaf == "bias" else None
-    return bare
-
-
-def _saved_whole(
-    names: Names, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> list[str]:
-    """Return the names of the bmforge parameters that a file contains in full.
-
-    Raises:
-        CheckpointError: parameters that this model does not have.
-        ConfigError: a copy of one of two tied weights.
-    """
-    saved: dict[str, None] = {}
-    for key, tensor in tensors.items():
-        published_name = _whole_key(key)
-        if published_name is None:
-            continue
-        own_tensors = names.read_whole(published_name, tensor)
-        if not own_tensors and not _is_copy(tensors, key):
-            raise CheckpointError(
-                f"{key} does not belong to a module of this {type(names.model).__name__}. Load "
-                "the base model of the adapter with the head with which it was trained (with "
-                "tie_word_embeddings=False if head and embedding were trained separately)."
-            )
-        saved.update(dict.fromkeys(own_tensors))
-    _refuse_untied(names, config, saved)
-    return list(saved)
-
-
-def _is_copy(tensors: Mapping[str, Tensor], key: str) -> bool:
-    """Return True if a file has a tensor twice, since it is tied in transformers."""
-    tensor = tensors[key]
-    others = (t for name, t in tensors.items() if name != key and t.shape == tensor.shape)
-    return any(torch.equal(tensor, other) for other in others)
-
-
-def _refuse_untied(names: Names, config: Mapping[str, Any], parameters: Iterable[str]) -> None:
-    """Raise `ConfigError` if PEFT trained only one of two tied weights."""
-    if config.get("ensure_weight_tying") or not config.get("modules_to_save"):
-        return
-    shared, named = shared_tensors(names.model), dict(names.model.named_parameters())
-    for name in parameters:
-        if name in named and id(named[name]) in shared:
-            raise ConfigError(
-                f"modules_to_save={config['modules_to_save']} without ensure_weight_tying "
-                f"unties {name} in PEFT, but this {type(names.model).__name__} shares it. Load "
-                "the model with tie_word_embeddings=False."
-            )
 
 
 def read_tensors(
@@ -337,7 +266,7 @@ def read_tensors(
                 rows = [rows_of(delta.model, n) for n in owners] if len(owners) > 1 else []
                 parts = [attached.get(n) for n in owners]
                 leaf = leaf.removesuffix(".weight")
-                tensor = _concatenate(tensor, leaf, names.row_order(published_name))
+                tensor = concatenate_rows(leaf, tensor, names.row_order(published_name))
                 renamed |= split_fused(parts, rows, leaf, tensor, blocks.get(published_name))
                 break
         else:
@@ -358,7 +287,7 @@ def _read_other(delta: AttachedDelta, names: Names, key: str, tensor: Tensor) ->
     if ".ln_tuning_layers." in key:
         (owner,) = _norm_owners(names, key)
         return {f"{owner}.{key.rpartition('.')[2]}": tensor}
-    published_name = _whole_key(key)
+    published_name = whole_key(key)
     return {} if published_name is None else names.read_whole(published_name, tensor)
 
 
@@ -397,19 +326,6 @@ def _repeated_layers(rows: Tensor, layers: int) -> Tensor:
     each = rows.chunk(2 * layers, 1)
     chosen = [each[(4 * i + j) % (2 * layers)] for i in range(layers) for j in (0, 1)]
     return torch.cat(chosen, 1)
-
-
-def _concatenate(tensor: Tensor, leaf: str, order: Tensor | None) -> Tensor:
-    """Return a tensor of an interleaved fused layer with the rows of each part together.
-
-    Args:
-        tensor: tensor of the file.
-        leaf: PEFT's name of the tensor.
-        order: order of the rows in the file, see `interleaved_order`; None if they are together.
-    """
-    if order is None or leaf == "A" or tensor.shape[0] != order.shape[0]:
-        return tensor
-    return tensor[order.argsort()]
 
 
 def tie_factors_(delta: AttachedDelta, blocks: Mapping[str, Any]) -> None:

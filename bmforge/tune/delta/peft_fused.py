@@ -7,7 +7,7 @@ from torch import Tensor
 from bmforge.errors import CheckpointError
 from bmforge.tune.delta.attached import Held
 
-__all__ = ["split_fused"]
+__all__ = ["concatenate_rows", "interleave_rows", "split_fused"]
 
 _LEAVES = {
     "A": "down",
@@ -49,3 +49,29 @@ def split_fused(
         for attached, piece in zip(parts, pieces, strict=True)
         if attached is not None
     }
+
+
+def concatenate_rows(leaf: str, tensor: Tensor, order: Tensor | None) -> Tensor:
+    """Return a tensor of an interleaved fused layer with the rows of each part together.
+
+    Args:
+        leaf: PEFT's name of the tensor.
+        tensor: tensor of the file.
+        order: order of the rows in the file, see `interleaved_order`; None if they are together.
+    """
+    if order is None or leaf == "A" or tensor.shape[0] != order.shape[0]:
+        return tensor
+    return tensor[order.argsort()]
+
+
+def interleave_rows(name: str, tensor: Tensor, order: Tensor | None) -> Tensor:
+    """Return a tensor of a fused layer with its rows in the order of the file.
+
+    Args:
+        name: PEFT's name of the tensor.
+        tensor: tensor with the rows of one part after those of another.
+        order: order of the rows in the file, see `interleaved_order`; None keeps them.
+    """
+    if order is None or "lora_A" in name or tensor.shape[0] != order.shape[0]:
+        return tensor
+    return tensor[order]

@@ -15,6 +15,7 @@ from bmforge.surgery import shared_tensors
 from bmforge.tune.delta.attached import Held, whole_model
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.peft_format import PREFIX, Names, rows_of
+from bmforge.tune.delta.peft_fused import interleave_rows
 from bmforge.tune.delta.peft_tokens import can_write_tokens, layer_parts, write_token_rows
 
 __all__ = ["can_write", "written_whole", "fold_weight_", "write_config", "write_tensors"]
@@ -172,12 +173,9 @@ def write_tensors(
         ]
         start = f"{PREFIX}{published_name}."
         join = _join_gain if delta.kind == "gain" else _join_low_rank
-        order = names.row_order(published_name)
-        factors, split = join(
-            whole_model(delta.model), names.ours[published_name], fused_parts, start
-        )
-        factors = {n: _interleave(n, tensor, order) for n, tensor in factors.items()}
-        written |= factors
+        owners, order = names.ours[published_name], names.row_order(published_name)
+        factors, split = join(whole_model(delta.model), owners, fused_parts, start)
+        written |= {n: interleave_rows(n, tensor, order) for n, tensor in factors.items()}
         if delta.kind == "gain":
             continue
         if split:
@@ -267,19 +265,6 @@ def _join_gain(
         first = next(p.weight.detach() for p in parts if p is not None)
         return {f"{start}ia3_l": first[None]}, []
     return {f"{start}ia3_l": torch.cat([p.to(pieces[-1].dtype) for p in pieces])[:, None]}, []
-
-
-def _interleave(name: str, tensor: Tensor, order: Tensor | None) -> Tensor:
-    """Return an output-sized tensor of a fused layer with its rows in the published order.
-
-    Args:
-        name: PEFT's name of the tensor.
-        tensor: tensor whose rows are those of the parts, one part after the other.
-        order: order of the rows in the file, see `interleaved_order`; None keeps them.
-    """
-    if order is None or "lora_A" in name or tensor.shape[0] != order.shape[0]:
-        return tensor
-    return tensor[order]
 
 
 def _join_low_rank(
