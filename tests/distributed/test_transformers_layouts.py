@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from bmforge.infer import generate
-from bmforge.models import AutoModel, load_weights_
+from bmforge.models import AutoModel, LayoutRules, load_weights_
 from bmforge.parallel import Layout, parallelize
+from bmforge.parallel.check import plan_pipeline
 from bmforge.testing import run_distributed
 from bmforge.testing.foreign_layouts import (
     compare_layout,
@@ -98,7 +99,6 @@ def test_calls_of_a_pipelined_model(tmp_path: Path) -> None:
     [
         ("falcon_h1", Layout(tp=2), "sharded"),
         ("bart", Layout(tp=2), "no tensor-parallel plan"),
-        ("xlnet", Layout(pp=2), "cannot be cut into stages"),
         ("gemma2", Layout(zero=3, ep=2), "no experts"),
     ],
 )
@@ -107,3 +107,13 @@ def test_other_layouts_are_refused(kind: str, layout: Layout, reason: str, tmp_p
     message = compare_layout(tmp_path, layout)
     assert "TransformersModel" in message
     assert reason in message
+
+
+def test_an_architecture_that_cannot_be_cut_is_refused() -> None:
+    """The message states what the test of the small copy found."""
+    problems: list[str] = []
+    rules = LayoutRules(pipeline_refusal="two tensors pass between its blocks")
+    assert plan_pipeline(torch.nn.Linear(1, 1), Layout(pp=2), rules, problems) == (None, ())
+    assert problems == [
+        "pp=2: Linear cannot be cut into stages: two tensors pass between its blocks"
+    ]
