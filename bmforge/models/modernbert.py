@@ -162,9 +162,10 @@ class ModernBertConfig(EncoderConfig):
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
         """Return True for a supported config.json; models with scaled rotary tables are not."""
+        if not super().opens(raw) or raw.get("rope_scaling"):
+            return False
         tables = (raw.get("rope_parameters") or {}).values()
-        kinds = {table.get("rope_type", "default") for table in tables if table}
-        return super().opens(raw) and kinds <= {"default"} and not raw.get("rope_scaling")
+        return all(table.get("rope_type", "default") == "default" for table in tables if table)
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
