@@ -72,4 +72,5 @@ class Traits:
 
     def row_limit(self, config: Any) -> int | None:
         """Return the maximum training length in tokens for a config; None for no limit."""
-        return None if self.positions == "relative" else config.max_seq_len
+        is_free = self.positions == "relative" or not config.max_seq_len  # recurrent models: 0
+        return None if is_free else config.max_seq_len

@@ -13,6 +13,7 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.logging import get_logger
 from bmforge.models import Model
 from bmforge.nn.low_rank import linear_sizes
+from bmforge.nn.uncalled_modules import keep_called
 from bmforge.recipes.compression_phases import has_phase
 from bmforge.surgery import find_repeated_blocks
 from bmforge.train import OptimGroup, TrainConfig
@@ -203,12 +204,16 @@ def _resolve_targets(
     if ALL_LINEAR not in targets:
         return targets
     blocks = tuple(f"{name}." for name in find_repeated_blocks(model))
-    linear = dict.fromkeys(
-        ".".join("*" if part.isdecimal() else part for part in name.split("."))
+    names = [
+        name
         for name, module in model.named_modules()
         if (name.startswith(blocks) or ".layers." in f".{name}")  # one block does not repeat
         and linear_sizes(module) is not None
         and name not in excluded
+    ]
+    linear = dict.fromkeys(
+        ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        for name in keep_called(model, names, drops=True)
     )
     return (*(target for target in targets if target != ALL_LINEAR), *linear)
 

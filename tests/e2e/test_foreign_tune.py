@@ -47,6 +47,7 @@ LEAST = {"int8": 0.99, "int4": 0.8}
 LOOP = """
     --seq-len 64 --batch-size 2 --micro-batch-size 1 --lr 0.02 --steps 12
     --adapter.rank 8 --adapter.target-modules all-linear --train.schedule.kind constant
+    --data.reset-at-documents False
 """
 
 
