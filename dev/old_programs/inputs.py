@@ -136,7 +136,14 @@ _BERT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-_T5 = {"d_model": _WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+_T5 = {
+    "d_model": _WIDTH,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
 _GPT = {"n_embd": _WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 1024}
 # Name of the model -> class of transformers, its sizes, its tokenizer.
 _MODELS: dict[str, tuple[str, dict[str, Any], Callable[[Path], int]]] = {

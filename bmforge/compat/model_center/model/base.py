@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from bmforge.compat.bmtrain.runtime import is_initialized
 from bmforge.compat.bmtrain.wrapper import BMTrainModelWrapper
 from bmforge.compat.model_center.model.config import Config
-from bmforge.compat.model_center.model.module_names import module_names
+from bmforge.compat.model_center.model.module_names import OldModules, module_names
 from bmforge.compat.model_center.model.outputs import BaseModelOutput, Later
 from bmforge.errors import ConfigError
 from bmforge.infer.cache import KVCache
@@ -77,6 +77,7 @@ class BaseModel(nn.Module):
 
     def __init__(self, config: Config, model: Model | None = None) -> None:
         super().__init__()
+        self.__dict__["_modules"] = OldModules(self._modules)
         self.config = config
         self.model = self._draw(config) if model is None else model
         self.cls_projection = self._take_classifier() if config.cls_head else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -211,6 +212,11 @@ class ViT(BaseModel):
     """ViT model with a classifier."""
 
     _CONFIG_TYPE = ViTConfig
+
+    @property
+    def patch_embed(self) -> SimpleNamespace:
+        """Patch embedding, with the convolution as `proj`."""
+        return SimpleNamespace(proj=self.model.embed_patches)
 
     def _take_head(self) -> nn.Module | None:
         return None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 
+from torch import nn
+
 from bmforge.models import Model
 from bmforge.models.formats.model_center import their_name
 from bmforge.models.formats.model_center_config import OLD_FAMILIES
 
-__all__ = ["module_names"]
+__all__ = ["OldModules", "module_names"]
 
 # A layer of an attention or MLP, and what it is in: with a norm, and alone.
 _INSIDE = re.compile(r"(.*\.(?:self_att|cross_att|ffn))\.(self_attention|ffn)\..*")
@@ -36,3 +38,15 @@ def module_names(model: Model, family: str, before: str = "") -> dict[str, list[
             names.setdefault(match[1], [part])
             names.setdefault(f"{match[1]}.{match[2]}", [part])
     return names
+
+
+class OldModules(dict[str, nn.Module]):
+    """Child modules of a ModelCenter model (`_modules`), also readable by the original's names."""
+
+    def __missing__(self, name: str) -> nn.Module:
+        model = self.get("model")
+        if isinstance(model, Model):
+            paths = module_names(model, type(model).__name__).get(name, [])
+            if len(paths) == 1:
+                return model.get_submodule(paths[0])
+        raise KeyError(name)

@@ -1,0 +1,45 @@
+"""Modules of a ModelCenter model by the original's names: reading and hooks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from bmforge.compat.model_center.model import GPT2, Bert, BertConfig, GPT2Config, ViT, VitConfig
+
+SIZES = {"vocab_size": 24, "dim_model": 16, "num_heads": 2, "dim_head": 8, "dim_ff": 32}
+
+
+@pytest.mark.parametrize(("kind", "config"), [(Bert, BertConfig), (GPT2, GPT2Config)])
+def test_the_embedding_by_its_old_name(kind, config) -> None:
+    model = kind(config(**SIZES, num_layers=1, dropout_p=0.0)).eval()
+    embedding = model._modules["input_embedding"]
+    assert embedding.weight is model.input_embedding.weight
+    gradients = []
+    embedding.register_full_backward_hook(lambda module, into, out: gradients.append(out[0]))
+    ids = torch.tensor([[3, 4, 3]])
+    model(input_ids=ids, length=torch.tensor([3]), output_logits=True).logits.sin().sum().backward()
+    # The gradient of a row is the sum over its places, if nothing else uses the table.
+    got = torch.zeros_like(embedding.weight).index_add(0, ids[0], gradients[0][0])
+    others = [row for row in range(24) if row not in (3, 4)]
+    assert gradients[0].shape == (1, 3, 16)
+    assert not got[others].any()
+    assert got[[3, 4]].any()
+
+
+def test_names_stay_those_of_the_model() -> None:
+    model = Bert(BertConfig(**SIZES, num_layers=1))
+    names = [name for name, _ in model.named_modules()]
+    _ = model._modules["input_embedding"]
+    assert [name for name, _ in model.named_modules()] == names
+    assert copy.deepcopy(model)._modules["input_embedding"] is not model.model.embed
+    with pytest.raises(KeyError, match="never_there"):
+        model._modules["never_there"]
+
+
+def test_the_patch_embedding_of_vit() -> None:
+    sizes = {"img_size": 16, "patch_size": 8, "num_classes": 3, "hidden_size": 16, "mlp_size": 32}
+    model = ViT(VitConfig(**sizes, num_layers=1, num_heads=2))
+    assert model.patch_embed.proj is model.model.embed_patches
