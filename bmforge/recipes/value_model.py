@@ -13,6 +13,7 @@ from bmforge.align.value_training import ValueTrainer
 from bmforge.device import device_name
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
+from bmforge.models.causal_lm import CausalLM
 from bmforge.models.hub import find_model
 from bmforge.models.tensor_matching import find_missing_head
 from bmforge.parallel import World, mesh_of
@@ -110,6 +111,11 @@ def _read_start(start: str, policy: Any) -> Any:
         raise ConfigError(
             f"value.init_from={start!r} has no weights. Give the directory or hub id of a reward "
             "model or language model, or leave it out to start from the policy."
+        )
+    if not issubclass(initial.family, CausalLM):
+        raise ConfigError(
+            f"value.init_from={start!r} is a {initial.family.__name__}, which has no value at each "
+            "token. Give a reward model or language model that is a decoder."
         )
     if config.vocab_size != policy.vocab_size:
         raise ConfigError(

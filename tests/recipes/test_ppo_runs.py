@@ -14,7 +14,7 @@ from bmforge.align.policy import PolicyConfig
 from bmforge.align.rollout_config import RolloutConfig
 from bmforge.align.value import ValueConfig
 from bmforge.errors import ConfigError
-from bmforge.models import AutoModel, Llama
+from bmforge.models import T5, AutoModel, Llama, T5Config
 from bmforge.parallel import Layout, OffloadConfig
 from bmforge.recipes.adapters import AdapterConfig
 from bmforge.recipes.value_model import check_value, describe_value_model
@@ -27,6 +27,7 @@ from bmforge.train.checkpoint.read import ChunkReader
 __all__ = ["place"]
 
 VALUE = ValueConfig(lr=3e-3)
+ENCODER: dict[str, Any] = {"vocab_size": 23, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
 
 
 def make_ppo(place: Path, name: str, steps: int, **changes: Any) -> Any:
@@ -141,7 +142,9 @@ def test_wrong_options_are_refused_by_name(place: Path, changes: Any, words: str
 
 
 def test_a_value_model_needs_weights_and_the_policys_vocabulary(place: Path) -> None:
-    for start, words in (("gpt2-small", "has no weights"), ("other", "vocab_size=24")):
+    T5.from_config(T5Config(**ENCODER)).save_pretrained(place / "t5")
+    starts = [("gpt2-small", "has no weights"), (str(place / "t5"), "is a T5")]
+    for start, words in (*starts, ("other", "vocab_size=24")):
         name = start if start != "other" else str(write_model(place / "other", more="i"))
         config = make_ppo(place, "never", 1, value=ValueConfig(init_from=name))
         with pytest.raises(ConfigError, match=words):
