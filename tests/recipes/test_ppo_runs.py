@@ -69,7 +69,9 @@ def test_ppo_learns_and_the_value_model_predicts_the_reward(place: Path) -> None
                 )
             },
         ),
-        ("lora", {"adapter": AdapterConfig(kind="lora", rank=2)}),
+        pytest.param(
+            "lora", {"adapter": AdapterConfig(kind="lora", rank=2)}, marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_stopped_run_goes_on_bit_for_bit(place: Path, name: str, changes: Any) -> None:
