@@ -21,6 +21,10 @@ ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.m
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?\)")
 # Links to tests, which are not pages: their text stays, with the name of the test as its tooltip.
 TEST_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+tests/[^)\s]+ \"(\w+)\"\)")
+# A line break between two Chinese characters, which a browser would show as a space.
+CHINESE_BREAK = re.compile(
+    r"(?<=[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef])\n(?=[\u4e00-\u9fff（“])"
+)
 # Weights of pages in the search. Results, API and long tables come last. The two languages share
 # one index, and a name such as Slurm should find the English page first; Chinese words match
 # Chinese pages only.
@@ -56,6 +60,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     for start, weight in SEARCH_WEIGHTS.items():
         if source.as_posix().startswith(start):
             page.meta["search"] = {"boost": weight}
+    if source.parts[0] == "zh":
+        markdown = CHINESE_BREAK.sub("", markdown)
     up = "../" * len(source.parts)
 
     def redirect(match: re.Match[str]) -> str:
