@@ -32,7 +32,7 @@ def takes_low_rank_sum(*tensors: Tensor) -> bool:
 
 
 class AddLowRank(torch.autograd.Function):
-    """``out + scale * x @ down.T @ up.T``; the update is never a tensor of its own.
+    """``out + scale * x @ down.T @ up.T``, without the update as a separate tensor.
 
     `addmm` adds it while it writes the sum, which saves two passes over a tensor of the output's
     size. The gradient of `up` is computed transposed, (R, T) times (T, out): libraries take a
