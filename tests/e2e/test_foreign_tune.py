@@ -26,8 +26,7 @@ from bmforge.testing import assert_close
 from bmforge.train import read_metrics
 
 VOCABULARY = 400
-# Architecture -> scheme; the first three are tried in every run of the tests: attention with fused
-# experts, a hybrid with a recurrent state, and a decoder that does not shift its labels.
+# Architecture -> scheme.
 TYPES = {
     "minimax_m2": "int8",
     "falcon_h1": "int4",
@@ -62,10 +61,8 @@ def write_base(kind: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[] if i < 3 else pytest.mark.long) for i, kind in enumerate(TYPES)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", TYPES)
 def test_tune_quantize_and_generate(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
