@@ -98,3 +98,33 @@ def test_a_deep_copy_of_a_parameter_is_distributed_alike(world: int) -> None:
         assert torch.equal(values, expected)
         assert not original.any()
         torch.testing.assert_close(gradient / world, one_process[1])
+
+
+@torch.jit.script
+def _rms_used_everywhere(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    variance = hidden.to(torch.float32).pow(2).mean(dim=-1, keepdim=True)
+    return (hidden * torch.rsqrt(variance + eps)) * weight
+
+
+class _Normed(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + _rms_used_everywhere(x, self.weight, 1e-6)
+
+
+def test_a_scripted_function_inside_and_outside_of_blocks() -> None:
+    bmt.init_distributed(seed=0)
+    blocks = bmt.TransformerBlockList([bmt.CheckpointBlock(_Normed()) for _ in range(3)])
+    last = _Normed()
+    for _ in range(3):
+        x = torch.randn(2, 4, 8, requires_grad=True)
+        last(blocks(x)).square().sum().backward()
+        got, y = x.grad, x.detach().clone().requires_grad_()
+        h = y
+        for weight in [*(block.weight for block in blocks), last.weight]:
+            h = h + h * (h.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.detach()
+        h.square().sum().backward()
+        torch.testing.assert_close(got, y.grad, rtol=1e-4, atol=1e-5)

@@ -286,6 +286,9 @@ def init_distributed(
     config.join(world, {**_describe(topology), **switches}, layout)
     config.host.close()
     config.host.enter_context(tuned_host(world.device))
+    # TorchScript's profiling executor saves other tensors in a function's first calls than later,
+    # inside of blocks and outside, which recomputation in a block refuses.
+    config.host.enter_context(torch.jit.optimized_execution(False))
     seed_all(seed)
 
 
