@@ -16,6 +16,7 @@ from bmforge.cli.options import PlanCommand
 from bmforge.cli.plan_json import plan_to_dict
 from bmforge.cli.plan_plot import draw_memory
 from bmforge.cli.plan_tasks import (
+    DATA_VARIABLES,
     TASK_STEPS,
     check_task,
     head_of_task,
@@ -296,7 +297,7 @@ def launch_line(
         start += f' --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "{first}:29500"'
     if task == "pretrain" and any(option.startswith("--adapter") for option in model):
         task = "conversations"
-    data = _DATA[task]
+    data = DATA_VARIABLES[task]
     return " ".join(
         [
             start,
@@ -307,17 +308,6 @@ def launch_line(
             *_options(request, choice, task),
         ]
     )
-
-
-# Shell variables of the data that a plan does not know, by task.
-_DATA = {
-    "pretrain": "${CORPUS:?what bmforge prepare wrote}",
-    "conversations": "${CHATS:?file with conversations}",
-    "preferences": "${PAIRS:?file with preferences}",
-    "reward": "${PAIRS:?file with preferences}",
-    "rl": "${PROMPTS:?file with prompts}",
-    "distill": "${PROMPTS:?file with prompts}",
-}
 
 
 def _model_options(command: PlanCommand) -> list[str]:

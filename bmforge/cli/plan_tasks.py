@@ -28,6 +28,7 @@ from bmforge.recipes.resident_models import (
 )
 
 __all__ = [
+    "DATA_VARIABLES",
     "TASK_STEPS",
     "TaskStep",
     "check_task",
@@ -96,6 +97,17 @@ TASK_STEPS: Mapping[str, TaskStep] = {
     "reward": TaskStep(_reward, sequences=2, has_mask=True),
     "rl": TaskStep(_logprobs, has_mask=True),
     "distill": TaskStep(_divergence, has_mask=True),
+}
+
+
+# Shell variables of the data that a plan does not know, by task.
+DATA_VARIABLES: Mapping[str, str] = {
+    "pretrain": "${CORPUS:?what bmforge prepare wrote}",
+    "conversations": "${CHATS:?file with conversations}",
+    "preferences": "${PAIRS:?file with preferences}",
+    "reward": "${PAIRS:?file with preferences}",
+    "rl": "${PROMPTS:?file with prompts}",
+    "distill": "${PROMPTS:?file with prompts}",
 }
 
 

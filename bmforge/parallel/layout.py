@@ -110,6 +110,12 @@ class Layout:
         """Whether tensor parallelism is used (tp > 1)."""
         return self.tp > 1
 
+    @property
+    def splits_stages_or_tokens(self) -> str:
+        """Option that splits a model into stages, or rows into parts; "" without one."""
+        axes = {"layout.pp": self.pp, "layout.cp": self.cp}
+        return next((f"{name}={size}" for name, size in axes.items() if size > 1), "")
+
     def row_groups(self, world_size: int) -> int:
         """Return the number of process groups that work on different rows of a batch."""
         return world_size // (self.tp * self.pp * self.cp)

@@ -13,14 +13,13 @@ from bmforge.align.value_training import ValueTrainer
 from bmforge.device import device_name
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
-from bmforge.models.causal_lm import CausalLM
 from bmforge.models.hub import find_model
 from bmforge.models.tensor_matching import find_missing_head
 from bmforge.parallel import World, mesh_of
 from bmforge.recipes.adapters import attach_adapter
 from bmforge.recipes.base_weights import packs_base, quantize_base_, store_frozen_
 from bmforge.recipes.build import build_model
-from bmforge.recipes.start import family_of, find_start
+from bmforge.recipes.start import family_of, find_start, traits_of
 
 __all__ = ["check_value", "describe_value_model", "open_value"]
 
@@ -37,9 +36,9 @@ def check_value(config: Any, policy: Policy) -> None:
     config.value.check(policy.advantage == "gae")
     if policy.advantage != "gae":
         return
+    split = config.layout.splits_stages_or_tokens
     refused = {
-        f"layout.pp={config.layout.pp}": config.layout.pp > 1,
-        f"layout.cp={config.layout.cp}": config.layout.cp > 1,
+        split: bool(split),
         "train.precision=fp16": config.train.precision == "fp16",
         "offload": config.offload.is_on or config.offload.weights,
     }
@@ -112,7 +111,7 @@ def _read_start(start: str, policy: Any) -> Any:
             f"value.init_from={start!r} has no weights. Give the directory or hub id of a reward "
             "model or language model, or leave it out to start from the policy."
         )
-    if not issubclass(initial.family, CausalLM):
+    if traits_of(config).reads == "apart":
         raise ConfigError(
             f"value.init_from={start!r} is a {initial.family.__name__}, which has no value at each "
             "token. Give a reward model or language model that is a decoder."
