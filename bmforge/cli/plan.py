@@ -61,9 +61,7 @@ def make_request(command: PlanCommand) -> PlanRequest:
         ConfigError: the model or GPU is unknown, or a number is invalid.
     """
     if command.price is not None and command.tokens is None:
-        raise ConfigError(
-            "--price has no effect without --tokens. Give --tokens, the length of the run."
-        )
+        raise ConfigError("--price has no effect without --tokens. Give --tokens as well.")
     for name in ("tokens", "price"):
         value = getattr(command, name)
         if value is not None and value <= 0:
@@ -182,11 +180,9 @@ def describe_plan(result: Plan, command: PlanCommand, console: Console) -> None:
         more = f" and {len(layouts) - 1} more" if len(layouts) > 1 else ""
         console.print(f"not possible: {layouts[0]}{more}: {reason}", highlight=False)
     console.print(
-        (
-            f"matrix products at {device.reached(request.precision):.0%} of the peak "
-            f"({FULL_SOURCE if request.precision == 'fp32' else device.measured}); GPU data: "
-            f"{device.source}"
-        ),
+        f"matrix products at {device.reached(request.precision):.0%} of the peak "
+        f"({FULL_SOURCE if request.precision == 'fp32' else device.measured}); GPU data: "
+        f"{device.source}",
         highlight=False,
     )
     if not result.rows or not result.rows[0].fits:
@@ -233,13 +229,7 @@ def _cells(row: PlanRow, request: PlanRequest) -> list[str]:
         f"{(row.memory.total - state - activations) / _GIB:.1f}",
     ]
     if not row.traced:
-        return [
-            *cells,
-            "",
-            "",
-            "",
-            f"weights alone exceed the memory by {row.short_bytes / _GIB:.1f} GiB",
-        ]
+        return [*cells, "", "", "", f"weights exceed memory by {row.short_bytes / _GIB:.1f} GiB"]
     peak = request.cluster.count * request.cluster.device.peak_flops(request.precision)
     used = row.tokens_per_s * request.workload.flops_per_token / peak
     cells += [f"{row.times.total:.2f}", f"{row.tokens_per_s:,.0f}", f"{used:.0%}"]

@@ -134,9 +134,7 @@ class Seq2Seq(Model):
         head, source = self.config.head, encoder_outputs
         check_places(head, labels, logits_at)
         if source is None and input_ids is None and inputs_embeds is None:
-            raise ShapeError(
-                "there is no encoder input. Pass input_ids, inputs_embeds or encoder_outputs."
-            )
+            raise ShapeError("no encoder input: pass input_ids, inputs_embeds or encoder_outputs.")
         target, target_embeds = decoder_input_ids, decoder_inputs_embeds
         if self.decoder is None:
             target = target_embeds = None
@@ -284,10 +282,7 @@ class Seq2Seq(Model):
         assert x is not None
         if self.config.head == "sequence_classification":
             if ends_of is None:
-                raise ShapeError(
-                    "the sequence classification head needs the end tokens in input_ids. Pass "
-                    "input_ids."
-                )
+                raise ShapeError("the sequence classification head needs input_ids. Pass them.")
             last = find_last_end(ends_of, self.config.eos_token_id)
             x = x[torch.arange(x.shape[0], device=x.device), last]
         dropout = self.spec.classifier_dropout

@@ -105,9 +105,7 @@ class MoESpec:
                 "outputs. Set weighs=False and leave capacity_factor out."
             )
         if self.split and self.weighs:
-            raise ConfigError(
-                "split=True adds the parts of one MLP without router weights. Set weighs=False."
-            )
+            raise ConfigError("split=True uses no router weights. Set weighs=False.")
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"experts_per_token={self.experts_per_token} is out of range (1 to "

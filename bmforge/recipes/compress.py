@@ -301,9 +301,7 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
         changes = {"answers": config.out, "answer_count": count}
         settings.compress = dataclasses.replace(settings.compress, **changes)
         recipe.run(settings)
-    get_logger().info(
-        "stored the teacher's predictions in %s; use them with [distill] answers", config.out
-    )
+    get_logger().info("stored the teacher's predictions in %s for [distill] answers", config.out)
     return config.out
 
 

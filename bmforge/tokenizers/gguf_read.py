@@ -173,9 +173,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
         if id is not None:
             token = tokenizer.id_to_token(id) if type(id) is int and 0 <= id < 1 << 31 else None
             if token is None:
-                raise vocabulary.damaged(
-                    f"its {role} token has the id {id!r}, which does not exist"
-                )
+                raise vocabulary.damaged(f"its {role} token has the unknown id {id!r}")
             roles[role] = token
     settings: dict[str, Any] = {
         name: header.metadata.get(f"tokenizer.ggml.{name}", default)
@@ -220,9 +218,7 @@ def _read_vocabulary(header: GgufHeader) -> _Vocabulary:
     scores = _numbers(metadata.get("tokenizer.ggml.scores"), [0.0] * count)
     vocabulary = _Vocabulary(header.path, metadata, tokens or [], types, scores)
     if not count or not (len(types) == len(scores) == count):
-        raise vocabulary.damaged(
-            f"it has {count} tokens, but {len(types)} types and {len(scores)} scores"
-        )
+        raise vocabulary.damaged(f"{count} tokens, but {len(types)} types, {len(scores)} scores")
     if len(set(vocabulary.tokens)) != count:
         raise vocabulary.damaged("a token occurs twice")
     if not all(math.isfinite(score) for score in scores):

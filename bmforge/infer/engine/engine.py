@@ -184,9 +184,7 @@ class Engine:
         """
         if self._tokenizer is None:
             if self._directory is None:
-                raise ConfigError(
-                    "texts need a tokenizer. Create the engine with Engine(model, tokenizer=...)."
-                )
+                raise ConfigError("texts need a tokenizer. Use Engine(model, tokenizer=...).")
             self._tokenizer = AutoTokenizer.from_pretrained(self._directory)
         check_tokenizer(self.model, self._tokenizer)
         return self._tokenizer

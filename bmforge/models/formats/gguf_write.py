@@ -99,11 +99,7 @@ def write_gguf(
     plan.extra = values.pop("tensors")
     _check_said(model, architecture, values, plan)
     if left_out:
-        get_logger().warning(
-            "GGUF %s: these parts of the model are left out: %s",
-            architecture.kind,
-            ", ".join(left_out),
-        )
+        get_logger().warning("GGUF %s leaves out: %s", architecture.kind, ", ".join(left_out))
     values |= to_metadata(model.provenance)
     partial = out.with_name(partial_name(out.name))
     try:

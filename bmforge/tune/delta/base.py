@@ -317,9 +317,7 @@ class AttachedDelta:
             if getattr(self.model.get_submodule(entry.owner), entry.slot, None) is not None
         ]
         if taken:
-            raise ConfigError(
-                f"{taken[0]} no longer contains {self.name!r}, because the module was replaced."
-            )
+            raise ConfigError(f"{taken[0]} was replaced, so it no longer has {self.name!r}.")
         for owner, slot, part in self.held:
             module = self.model.get_submodule(owner)
             if isinstance(part, BesidePart):

@@ -81,9 +81,8 @@ class Names:
             if tuple(tensor.shape) != rule.source_shape(shape):
                 raise CheckpointError(
                     f"{published_name} has the shape {tuple(tensor.shape)} in the file, but "
-                    f"{rule.source_shape(shape)} in this {type(self.model).__name__}. Resize "
-                    "the token embedding (resize_token_embeddings), or load the base model of "
-                    "the adapter."
+                    f"{rule.source_shape(shape)} in this {type(self.model).__name__}. Resize the "
+                    "token embedding (resize_token_embeddings) or load the adapter's base model."
                 )
             box = Box((0,) * len(shape), shape)
             piece = rule.source_view(tensor[rule.source_slices(box)])
@@ -185,9 +184,8 @@ def _prefix_options(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     is_apart = config.get("num_transformer_submodules") == 2
     if is_apart != (getattr(getattr(model, "traits", None), "reads", "") == "apart"):
         raise ConfigError(
-            f"num_transformer_submodules={config.get('num_transformer_submodules')} does not "
-            f"match a {type(model).__name__} (2 for an encoder-decoder, else 1). Load the base "
-            "model of the adapter."
+            f"num_transformer_submodules={config.get('num_transformer_submodules')} does not match "
+            f"a {type(model).__name__} (2 for an encoder-decoder, else 1). Load the base model."
         )
     if not is_apart:
         return {"shift_positions": True}
@@ -225,10 +223,7 @@ def _first_pattern(name: str, patterns: Iterable[str]) -> str | None:
 def _norm_owners(names: Names, key: str) -> list[str]:
     owner, is_there, _ = key.removeprefix(PREFIX).rpartition(".ln_tuning_layers.")
     if is_there and owner not in names.ours:
-        raise CheckpointError(
-            f"{key} does not belong to a module of this {type(names.model).__name__}. Load the "
-            "base model of the adapter."
-        )
+        raise CheckpointError(f"{key} is not in this {type(names.model).__name__}.")
     return names.ours[owner] if is_there else []
 
 
@@ -301,8 +296,7 @@ def _read_prompt(delta: AttachedDelta, rows: Tensor) -> dict[str, Tensor]:
     if tuple(rows.shape) != (length, 2 * len(delta.held) * heads * width):
         raise CheckpointError(
             f"prompt_embeddings has the shape {tuple(rows.shape)} (needed: "
-            f"{(length, 2 * len(delta.held) * heads * width)}). Load the base model of the "
-            "adapter."
+            f"{(length, 2 * len(delta.held) * heads * width)}). Load the adapter's base model."
         )
     prefixes = {}
     each = rows.chunk(2 * len(delta.held), 1)  # layer by layer: keys, values
