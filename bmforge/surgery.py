@@ -328,7 +328,7 @@ def view_parameters_(module: nn.Module, views: Mapping[str, View], order_key: st
     Args:
         module: module; its parameters themselves do not change.
         views: dictionary from parameter name to the function that computes the value.
-        order_key: one of `PLACES`; determines the order of several wrappers.
+        order_key: one of `PLACES`; determines the order if the module has other wrappers.
 
     Raises:
         ConfigError: the place already has a wrapper.

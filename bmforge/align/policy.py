@@ -64,7 +64,8 @@ class PolicyConfig:
         correction_cap: limit of the correction's weight (default: 2).
         entropy_bonus: coefficient of the entropy that is added to the objective (default: 0).
         gamma: discount factor of later rewards in gae (default: 1).
-        lam: weight of later estimates in gae (default: 0.95).
+        lam: lambda of generalized advantage estimation: 0 uses one-step estimates, 1 whole returns
+            (default: 0.95).
     """
 
     advantage: AdvantageName | None = None

@@ -40,7 +40,7 @@ class ToolFunction(Protocol):
 
 
 class ToolTurns:
-    """Runs the calls of answers, and continues the answers after the results.
+    """Runs the tool calls in generated answers and continues the answers after the results.
 
     A call that raises, hangs or has wrong arguments gives the model the error as its result.
 

@@ -99,7 +99,7 @@ def estimate_advantages(
         values: value of the state before each token.
         mask: tokens that the policy has generated.
         gamma: discount factor.
-        lam: weight of later estimates.
+        lam: lambda of generalized advantage estimation, from 0 (one step) to 1 (whole returns).
 
     Shape:
         all (N, T); returns (N, T), 0 outside of the mask

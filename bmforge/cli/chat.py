@@ -171,7 +171,8 @@ class _Session:
         chat = self._chat
         if not isinstance(chat, Conversation):
             raise ConfigError(
-                f"{name} has no effect on this model, which does not use a chat template."
+                f"{name} has no effect on this model, which does not use a chat template. "
+                "Leave it out."
             )
         if name == "/system":
             chat.set_system(value or None)

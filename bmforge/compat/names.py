@@ -39,10 +39,10 @@ PAGES = {
 
 
 class Row(NamedTuple):
-    """Names with the same state of support.
+    """Names of an old package that have the same support status.
 
     Args:
-        names: dotted, below the old package (`Block`, `store.save`, `Block.reference`).
+        names: dotted names relative to the old package (`Block`, `store.save`, `Block.reference`).
         state: "same"; "changed", and the note says how; "gone", and the note says what to use.
         note: change that a program must consider; for a name that is gone, the text after the word
             "Use", or "nothing: REASON" if the program does not need the name any more.

@@ -29,7 +29,7 @@ class KVCache:
 
     Attributes:
         extra_length: number of prompt tokens that the model itself prepends (CPM-Ant); not
-            counted in `length` and `max_length`. The model sets it before it appends them.
+            counted in `length` and `max_length`. Set by the model before it appends their keys.
         step: optional faster implementation of the blocks for few tokens; None if there is none.
         moves: number of buffer allocations and replacements so far; tensors returned by `held`
             and `remembered` are valid until it increases.

@@ -44,7 +44,7 @@ def generate(
     stop: Callable[[Tensor], Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
-    """Continue prompts by greedy decoding, sampling or beam search, with transformers' results.
+    """Continue prompts by greedy decoding, sampling or beam search; results equal transformers'.
 
     Dropout is disabled during the call; afterwards every module returns to its previous mode.
     During the call, weights and hooks of the model's blocks may only be changed inside `on_token`.

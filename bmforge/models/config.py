@@ -343,7 +343,7 @@ class ModelConfig:
     def stack_sizes(self) -> dict[str, list[LayerSizes]]:
         """Return the sizes of every layer by stack name; the last stack is the decoder.
 
-        These are the sizes of `own_sizes` after the changes.
+        These are the sizes of `own_sizes` after the changes of the config are applied.
         """
         stacks = self.own_sizes()
         for change in self.changes:

@@ -22,7 +22,7 @@ __all__ = ["GLM4", "GLM4Config"]
 
 
 def _heads() -> dict[str, Head]:
-    """Return the heads; the classes of the older models differ only in their names."""
+    """Return the heads; transformers has a second class of each for older models (GlmFor...)."""
     heads = llama_heads("Glm4")
     del heads["question_answering"]
     return {

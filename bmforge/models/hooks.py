@@ -41,7 +41,7 @@ class ModelHooks:
         return None
 
     def is_of_head(self, name: str) -> bool:
-        """Return True for a tensor of the head, including tensors that changes added to it."""
+        """Return True for a tensor of the head, including those that an adapter added to it."""
         names = self.config.heads[self.config.head].names
         owners = {own_name.rpartition(".")[0] for own_name in names}
         return name in names or any(name.startswith(f"{owner}.") for owner in owners if owner)

@@ -42,7 +42,8 @@ class BottleneckOptions:
             rank).
         division: number n of summed Kronecker products, whose left factors are (n, n).
         shared_rule: use the same left factors in both matrices.
-        activation: a name in `nn.mlp.ACTIVATIONS`.
+        activation: activation function: relu, gelu, gelu_tanh, silu, tanh, or transformers' name
+            of one.
         reads: input of the adapter: "out", the module's output, or "in", the module's input.
         scale: factor on the added term.
         reads_at: maps the name of an adapted module to the module whose input the adapter reads.

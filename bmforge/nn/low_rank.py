@@ -326,7 +326,7 @@ class EmbeddingLowRank(LowRank):
         return cls(table.num_embeddings, table.embedding_dim, options, find_like(table))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the initialization: `down`, the lookup table, is zero. Both are replicated."""
+        """Return the initialization: zero for `down`, the lookup table. No tensor is sharded."""
         return {"down": TensorNote("zeros"), "up": TensorNote(1.0)}
 
     def forward(self, x: Tensor, want: str = "added", out: Tensor | None = None) -> Any:

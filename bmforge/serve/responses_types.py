@@ -163,7 +163,7 @@ def responses_chat(body: ResponsesRequest) -> ChatRequest:
     """Convert a responses request to a chat request.
 
     Raises:
-        RequestError: the input is empty, or a field does not fit.
+        RequestError: the input is empty, or a field is invalid or not supported.
     """
     messages: list[dict[str, Any]] = []
     if body.instructions:

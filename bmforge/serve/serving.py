@@ -37,7 +37,7 @@ _BODIES = 4  # request bodies of the maximum size that are received at the same 
 
 @dataclass(frozen=True)
 class Served:
-    """A model under its name in requests.
+    """Model or adapter that requests select by name.
 
     Args:
         name: name in requests.

@@ -195,7 +195,7 @@ class DeltaSuite:
     @pytest.mark.long
     @capability("deltas: zero-3")
     def test_deltas_zero_3(self, tiny: Model) -> None:
-        """All adapters under ZeRO-3 with recompute equal one process."""
+        """Training each adapter under ZeRO-3 with recompute equals training on one process."""
         self.check_deltas(tiny, "zero-3")
 
     @pytest.mark.long

@@ -72,7 +72,7 @@ class EngineSuite:
     @capability("devices")
     @torch.no_grad()
     def test_devices_have_the_bits(self, deep: Model, tmp_path: Path) -> None:
-        """Split over two devices, outputs and generated ids are bit-identical."""
+        """A model split over two devices gives the outputs and generated ids of one device."""
         inputs = self.make_inputs(deep)
         want, text = list_outputs(deep(**inputs)), self.write_text(deep)
         deep.save_pretrained(tmp_path)

@@ -45,7 +45,9 @@ class VerbalizerSuite:
 
     def make(self, tokenizer: Tokenizer, model: Any) -> Any:
         """Return a verbalizer with at least two classes, for a model."""
-        raise TypeError(f"{type(self).__name__} defines no make")
+        raise TypeError(
+            f"{type(self).__name__} must define `make`, which returns the verbalizer to test."
+        )
 
     def opened(self) -> PromptClassifier:
         """Return a new classifier with the verbalizer."""

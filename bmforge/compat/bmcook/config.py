@@ -101,7 +101,9 @@ class ConfigParser:
     def get(self, key: str) -> Any:
         """Return one section: distillation, pruning, quantization or MoEfication."""
         if key not in self.config:
-            raise ConfigError(f"no section {key!r}.{suggest(key, self.config)}")
+            raise ConfigError(
+                f"the configuration has no section {key!r}.{suggest(key, self.config)}"
+            )
         return self.config[key]
 
     def save(self) -> None:

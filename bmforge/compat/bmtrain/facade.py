@@ -16,8 +16,8 @@ __all__ = ["Facade", "claim_blocks_"]
 class Facade(nn.Module):
     """Proxy for a module, with that module's parameters and names.
 
-    `isinstance` finds both classes: Hugging Face models look up by class the layers whose
-    outputs they return as hidden states.
+    `isinstance` is true for `Facade` and for the module's class, because Hugging Face models select
+    by class the layers whose outputs they return as hidden states.
     """
 
     @property  # type: ignore[misc]

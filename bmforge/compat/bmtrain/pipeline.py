@@ -34,8 +34,8 @@ class PipelineTransformerBlockList(TransformerBlockList):
     one stage it is a `TransformerBlockList`.
 
     Args:
-        modules: modules, or blocks with mode="PIPE".
-        num_hidden: number of leading arguments that each block maps to the next.
+        modules: layers of the list, each a plain module or a block with mode="PIPE".
+        num_hidden: number of leading arguments that a block computes for the next block.
     """
 
     mode = "PIPE"

@@ -147,7 +147,7 @@ class _Counts:
         return _sum(total).round().to(torch.int64).cumsum(0)
 
     def ties(self, border: int) -> list[int]:
-        """Return, for every parameter, the number of weights with the key `border`."""
+        """Return, for every parameter, the number of weights whose score equals the threshold."""
         tied = self._new(len(self._names))
         for number, name in enumerate(self._names):
             if name in self._here:

@@ -59,7 +59,7 @@ def remember_(model: Any, specs: Mapping[str, QuantSpec]) -> None:
 
 
 def as_globs(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return few globs that match exactly these modules."""
+    """Return a short list of globs that match exactly these modules."""
     all_names, chosen = [name for name, _ in model.named_modules() if name], set(names)
     globs: dict[str, None] = {}
     for name in names:

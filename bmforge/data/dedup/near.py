@@ -238,7 +238,7 @@ class _Candidates:
 
     @classmethod
     def find(cls, groups: Groups, bands: int, parts: Iterable[Sketches], old: int) -> _Candidates:
-        """Collect the candidates of all groups, and rank them by the data of their sketches."""
+        """Collect the candidates of all groups, and rank them by source, size and text."""
         places = np.zeros(0, np.int64)
         for band in range(bands):
             places = np.union1d(places, groups.members(band))

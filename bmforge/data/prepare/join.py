@@ -33,11 +33,12 @@ def join_stores(
         plan: the inputs and shards.
         results: results of encoding each shard.
         encoded: folder of the shards' stores.
-        finished: folder of the corpus until it is complete.
+        finished: temporary folder in which the corpus is assembled.
         into_one: True to copy the stores into one; False keeps them separate, with a list.
 
     Returns:
-        the counts of each side, and the end offset of each shard in the files.
+        the counts of the training and the validation store, and the end offset of each shard in
+        the files.
     """
     counts: dict[str, EncodeCount] = {}
     cuts: Cuts = {}

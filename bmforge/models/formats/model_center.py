@@ -142,7 +142,7 @@ def fill_model_center(
 ) -> Model:
     """Load a ModelCenter checkpoint into a model on the meta device, by tensor names.
 
-    This is for the compatibility classes; `load_model_center` opens bmforge's families.
+    Used by the compatibility classes; `load_model_center` builds a model of bmforge's families.
 
     Args:
         model: model on the meta device.

@@ -53,7 +53,7 @@ class BoxRule(WeightRule):
         return tuple(full_shape)
 
     def source_slices(self, box: Box) -> tuple[slice, ...] | None:
-        """Return the slices of the stored tensor that fill a box of the parameter, or None."""
+        """Return the slices of the stored tensor for a region of the parameter, None if outside."""
         spans = []
         for dim in range(len(self.box)):
             first, last = self._overlap(dim, box)

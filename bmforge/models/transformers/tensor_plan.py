@@ -38,7 +38,7 @@ _BEFORE = ("_a_proj", "_a_layernorm", "_a_norm", "gate", "router", "kv_a_proj_wi
 
 
 def find_tensor_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
-    """Return the cuts of a model; if it cannot be sharded, no cuts and the reason.
+    """Return how tensor parallelism shards each layer; if it cannot, () and the reason.
 
     Args:
         model: `TransformersModel` to shard.

@@ -169,8 +169,8 @@ class MaskWithShare(NamedTuple):
     """Attention mask together with the assignment of tokens to processes.
 
     Args:
-        mask: mask of this process's queries and all keys. With `by_heads`, or if it is not a
-            mask over queries and keys, the whole mask.
+        mask: mask of this process's queries and all keys; the whole mask if attention is sharded
+            by heads or the mask has no dimension of queries.
         share: token assignment of the sequence.
     """
 

@@ -203,7 +203,7 @@ def _select(names: Iterable[str], globs: Iterable[str] | str, what: str) -> list
 
 
 def _join(own: Shapes, group: Any) -> Shapes:
-    """Return the union of the shapes of all processes; the first process takes precedence."""
+    """Merge the tensor shapes of all processes; for a repeated name the lowest rank counts."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     return {name: shape for part in reversed(everyone) for name, shape in part.items()}

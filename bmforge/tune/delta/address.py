@@ -184,7 +184,7 @@ def known_names(model: nn.Module) -> list[str]:
 
 
 def excludes_of(module_names: Sequence[str], exclude: Iterable[str]) -> list[str]:
-    """Return the `exclude` patterns that match at least one module, and all common words."""
+    """Return the `exclude` patterns that are in `WORDS` or match at least one module."""
     return [
         pattern
         for pattern in exclude

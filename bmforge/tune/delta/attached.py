@@ -165,6 +165,6 @@ def is_in_mixture(model: nn.Module, name: str) -> bool:
 
 
 def whole_model(model: nn.Module) -> nn.Module:
-    """Return the description of the whole model if this is a pipeline stage, else the model."""
+    """Return the whole model on the meta device if this is a pipeline stage, else the model."""
     find_whole = getattr(model, "whole", None)
     return find_whole() if callable(find_whole) else model

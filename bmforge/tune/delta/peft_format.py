@@ -117,7 +117,10 @@ class Names:
             ConfigError: published checkpoints have no such module.
         """
         if name not in self.theirs:
-            raise ConfigError(f"{name} is not a module of published checkpoints.")
+            raise ConfigError(
+                f"PEFT's format cannot store the adapter of {name}: the Hugging Face model has no "
+                "such module. Leave it out of the targets."
+            )
         return self.theirs[name]
 
 

@@ -171,12 +171,12 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
 
 @torch.no_grad()
 def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
-    """Initialize a model's soft rows from the embeddings of their words, or at random.
+    """Initialize the soft-prompt embeddings from those of their words, or at random.
 
     Args:
         model: model on any layout; every process gets the same rows.
-        rows: soft rows of the model's template.
-        seed: random seed of rows without initialization words; their standard deviation is that
+        rows: soft-prompt embeddings of the model's template.
+        seed: random seed of embeddings without initialization words; their standard deviation is that
             of the embedding.
 
     Comm: on a sharded embedding, two all-reduces.

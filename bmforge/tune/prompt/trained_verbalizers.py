@@ -117,8 +117,8 @@ class PrototypeVerbalizer(nn.Module):
         num_classes: C.
         width: D, hidden size of the model.
         size: dimensions of the prototype space.
-        words: verbalizer whose scores are averaged with these, each standardized to mean 0 and
-            standard deviation 1; None uses the prototypes alone.
+        words: verbalizer whose scores are averaged with the prototypes' scores, both standardized
+            to mean 0 and standard deviation 1; None uses the prototypes alone.
         seed: random seed of the initialization.
 
     Shape:

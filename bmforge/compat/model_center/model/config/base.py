@@ -118,7 +118,9 @@ class Config:
         try:
             values = json.loads(Path(json_file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {str(json_file)!r} as JSON ({error}).") from error
+            raise ConfigError(
+                f"cannot read {str(json_file)!r} as JSON ({error}). Correct the file."
+            ) from error
         return dict(values)
 
     def native(self) -> ModelConfig:
