@@ -21,6 +21,7 @@ from bmforge.models.llama_like import (
 )
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import BlockSpec, NormSpec
+from bmforge.nn.block import NormPlace
 
 __all__ = ["Falcon", "FalconConfig"]
 
@@ -171,13 +172,15 @@ class Falcon(LlamaLike):
         block = super().make_block(config)
         assert block.attn is not None
         assert block.mlp is not None
-        parallel = "parallel_norms" if config.parallel_norms else "parallel"
+        place: NormPlace = "pre"
+        if config.parallel_attn:
+            place = "parallel_norms" if config.parallel_norms else "parallel"
         return replace(
             block,
             attn=replace(block.attn, qkv_bias=config.bias, out_bias=config.bias),
             mlp=replace(block.mlp, bias=config.bias),
             norm=NormSpec("layer", config.norm_eps),
-            norm_place=parallel if config.parallel_attn else "pre",
+            norm_place=place,
             residual_dropout=config.dropout,
         )
 

@@ -207,8 +207,8 @@ class ModernBert(EncoderModel):
 
     def __init__(self, config: ModernBertConfig) -> None:
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        biases = {"qkv_bias": config.attn_bias, "out_bias": config.attn_bias}
-        attn = AttentionSpec(*heads, causal=False, **biases)
+        bias = config.attn_bias
+        attn = AttentionSpec(*heads, causal=False, qkv_bias=bias, out_bias=bias)
         near = replace(attn, window=config.local_attention // 2 + 1, rotary="local")
         mlp = MLPSpec(config.intermediate_size, config.activation, gated=True, bias=config.mlp_bias)
         norm = NormSpec("layer", config.norm_eps, bias=config.norm_bias)

@@ -93,7 +93,7 @@ def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]
     return names_missing
 
 
-def settle_tie(model: Any, files: WeightFiles, wanted: bool | None = None) -> ModelConfig:
+def settle_tie(model: Any, files: WeightFiles, value: bool | None = None) -> ModelConfig:
     """Return the model's config with `tie_word_embeddings` set according to the weights.
 
     Old configs lack the field or have a wrong value. A stored head that differs from the embedding
@@ -102,14 +102,14 @@ def settle_tie(model: Any, files: WeightFiles, wanted: bool | None = None) -> Mo
     Args:
         model: model of the config, on the meta device.
         files: the checkpoint.
-        wanted: value that the caller asks for; None follows the weights.
+        value: value that the caller asks for; None follows the weights.
 
     Raises:
-        ConfigError: `wanted` ties two weights that differ, or the model has no head.
+        ConfigError: `value` ties two weights that differ, or the model has no head.
     """
     config = model.config
-    if wanted is not None:
-        return _tie_as_wanted(model, files, wanted)
+    if value is not None:
+        return _tie_as_requested(model, files, value)
     head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
     is_changed = any(OWN_PREFIX + own_name in files.shapes for own_name in model.tied_head)
     stems = [name.removesuffix("weight") for name in (head, embed) if name is not None]
@@ -130,24 +130,24 @@ def settle_tie(model: Any, files: WeightFiles, wanted: bool | None = None) -> Mo
     return config
 
 
-def _tie_as_wanted(model: Any, files: WeightFiles, wanted: bool) -> ModelConfig:
-    """Return the config with `tie_word_embeddings` set to `wanted`; see `settle_tie`."""
+def _tie_as_requested(model: Any, files: WeightFiles, value: bool) -> ModelConfig:
+    """Return the config with `tie_word_embeddings` set to `value`; see `settle_tie`."""
     head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
     if head is None or embed is None:
         raise ConfigError(
-            f"tie_word_embeddings={wanted} has no effect on a {type(model).__name__} with "
+            f"tie_word_embeddings={value} has no effect on a {type(model).__name__} with "
             f"head={model.config.head!r}, which has no output layer over the vocabulary. Leave "
             "it out."
         )
     bare = embed.removeprefix(model.hf_prefix)
     source = next((n for n in (embed, bare) if n in files.shapes), None)
     is_stored = source is not None and head in files.shapes
-    if wanted and is_stored and not _are_equal(files, head, source):  # type: ignore[arg-type]
+    if value and is_stored and not _are_equal(files, head, source):  # type: ignore[arg-type]
         raise ConfigError(
             f"tie_word_embeddings=True would discard {head}, which differs from {embed}. Leave "
             "it out."
         )
-    config: ModelConfig = model.config.replace(tie_word_embeddings=wanted)
+    config: ModelConfig = model.config.replace(tie_word_embeddings=value)
     return config
 
 

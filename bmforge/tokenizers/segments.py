@@ -36,9 +36,7 @@ def encode_segments(
         others = [len(p) for n, p in enumerate(parts) if n != longer]
         cut = min(over, max(1, len(parts[longer]) - max(others, default=0)))
         if len(parts[longer]) < cut:
-            raise ConfigError(
-                f"data.seq_len={longest} leaves no room for text after the special tokens. Increase it."
-            )
+            raise ConfigError(f"data.seq_len={longest} leaves no room for a text. Increase it.")
         parts[longer] = parts[longer][: len(parts[longer]) - cut]
         over -= cut
     ids, segments = [begin], [0]

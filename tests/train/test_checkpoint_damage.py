@@ -212,9 +212,7 @@ def test_dtype_is_part_of_the_model(tmp_path: Path) -> None:
 def test_optimizer_must_be_the_same_kind(two: Path, tmp_path: Path) -> None:
     model, _ = make(3)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(
-        CheckpointError, match=r"0\.weight was trained by AdamW, but is now .* SGD"
-    ):
+    with pytest.raises(CheckpointError, match=r"0\.weight was trained by AdamW, but is now .* SGD"):
         load_checkpoint(two, model, sgd)
     part = AdamW([model[0].weight], lr=0.1)
     with pytest.raises(

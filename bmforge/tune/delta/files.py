@@ -331,7 +331,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
         raise CheckpointError(f"the delta in {str(directory)!r} is damaged: {error}.") from error
     if not isinstance(config, dict) or not isinstance(mark, dict):
         raise CheckpointError(
-            f"{CONFIG_NAME} in {str(directory)!r} is not a JSON object. Save or download the adapter again."
+            f"{CONFIG_NAME} in {str(directory)!r} is not a JSON object. Save the adapter again."
         )
     return config, tensors, mark
 

@@ -176,8 +176,8 @@ def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
     Args:
         model: model on any layout; every process gets the same rows.
         rows: soft-prompt embeddings of the model's template.
-        seed: random seed of embeddings without initialization words; their standard deviation is that
-            of the embedding.
+        seed: random seed of embeddings without initialization words; their standard deviation is
+            that of the token embedding.
 
     Comm: on a sharded embedding, two all-reduces.
     """

@@ -125,12 +125,12 @@ class SegmentPositionEmbedding(DistributedModule):
         Raises:
             ShapeError: neither positions nor segments are given for a side.
         """
-        key_pos, key_segment = self._side("key", key_pos, key_segment)
-        query_pos, query_segment = self._side("query", query_pos, query_segment)
+        keys_at, key_segment = self._side("key", key_pos, key_segment)
+        queries_at, query_segment = self._side("query", query_pos, query_segment)
         ask, key_segments = query_segment[:, :, None], key_segment[:, None, :]
         rows = self.num_buckets + ask * self.num_segments + key_segments
         if self.absolute_inner_segment:
-            distance = key_pos[:, None, :] - query_pos[:, :, None]
+            distance = keys_at[:, None, :] - queries_at[:, :, None]
             near = find_buckets(distance, self.bidirectional, self.num_buckets, self.max_distance)
             rows = torch.where(ask == key_segments, near, rows)
         return F.embedding(rows, self.relative_attention_bias).movedim(-1, -3).contiguous()

@@ -12,7 +12,7 @@ from bmforge.compat.model_center.model.base import (
     refuse_unused,
     spread_mask,
 )
-from bmforge.compat.model_center.model.config import (
+from bmforge.compat.model_center.model.config.families import (
     GPT2Config,
     GPTjConfig,
     LlamaConfig,

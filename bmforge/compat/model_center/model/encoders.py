@@ -17,9 +17,9 @@ from bmforge.compat.model_center.model.base import (
     refuse_unused,
     spread_mask,
 )
-from bmforge.compat.model_center.model.config import (
+from bmforge.compat.model_center.model.config.base import Config
+from bmforge.compat.model_center.model.config.families import (
     BertConfig,
-    Config,
     LongformerConfig,
     RobertaConfig,
     ViTConfig,

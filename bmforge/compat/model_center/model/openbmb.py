@@ -19,7 +19,8 @@ from bmforge.compat.model_center.model.base import (
     refuse_unused,
     spread_mask,
 )
-from bmforge.compat.model_center.model.config import Config, CPM1Config, CPM3Config, GLMConfig
+from bmforge.compat.model_center.model.config.base import Config
+from bmforge.compat.model_center.model.config.families import CPM1Config, CPM3Config, GLMConfig
 from bmforge.compat.model_center.model.decoders import DecoderModel
 from bmforge.compat.model_center.model.relative_cpm1 import RelativeCPM1
 from bmforge.errors import ConfigError

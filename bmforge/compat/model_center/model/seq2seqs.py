@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from bmforge.compat.model_center.model.base import BaseModel, lengths_to_mask, one_of, refuse_unused
-from bmforge.compat.model_center.model.config import Config, CPM2Config, EVAConfig, T5Config
+from bmforge.compat.model_center.model.config.base import Config
+from bmforge.compat.model_center.model.config.families import CPM2Config, EVAConfig, T5Config
 from bmforge.compat.model_center.model.outputs import Seq2SeqModelOutput
 from bmforge.infer.cache import KVCache
 from bmforge.models import ModelOutput
