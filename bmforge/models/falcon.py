@@ -172,15 +172,15 @@ class Falcon(LlamaLike):
         block = super().make_block(config)
         assert block.attn is not None
         assert block.mlp is not None
-        place: NormPlace = "pre"
+        norm_place: NormPlace = "pre"
         if config.parallel_attn:
-            place = "parallel_norms" if config.parallel_norms else "parallel"
+            norm_place = "parallel_norms" if config.parallel_norms else "parallel"
         return replace(
             block,
             attn=replace(block.attn, qkv_bias=config.bias, out_bias=config.bias),
             mlp=replace(block.mlp, bias=config.bias),
             norm=NormSpec("layer", config.norm_eps),
-            norm_place=place,
+            norm_place=norm_place,
             residual_dropout=config.dropout,
         )
 

@@ -26,7 +26,6 @@ __all__ = [
     "PACKED_KEYS",
     "expand_rules",
     "group_by_source",
-    "interleaved_order",
     "linear_rules",
 ]
 
@@ -59,6 +58,26 @@ class WeightRule:
     part_dim: int = 0
     groups: int = 1
     rows: tuple[int, int] | None = None
+
+    @staticmethod
+    def interleaved_order(rules: Iterable[WeightRule]) -> Tensor | None:
+        """Return the rows of the concatenated parameters in the order of the published tensor.
+
+        Args:
+            rules: expanded rules of one published tensor, in any order.
+
+        Returns:
+            row indices, (number of rows,); None if the published tensor is the concatenation
+        """
+        ordered = sorted(rules, key=lambda rule: rule.part[0] if rule.part else 0)
+        sizes: dict[str, int] = {}
+        for rule in ordered:
+            if rule.rows is None:
+                return None
+            sizes[rule.ours] = max(sizes.get(rule.ours, 0), sum(rule.rows))
+        starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+        ranges = ((starts[rule.ours] + rule.rows[0], rule.rows[1]) for rule in ordered if rule.rows)
+        return torch.cat([torch.arange(first, first + count) for first, count in ranges])
 
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the published tensor, given the shape of the whole parameter."""
@@ -250,26 +269,6 @@ def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
     for rule in rules:
         groups.setdefault(rule.theirs, []).append(rule)
     return {n: sorted(g, key=lambda r: r.part[0] if r.part else 0) for n, g in groups.items()}
-
-
-def interleaved_order(rules: Iterable[WeightRule]) -> Tensor | None:
-    """Return the rows of the concatenated parameters in the order of the published tensor.
-
-    Args:
-        rules: expanded rules of one published tensor, in any order.
-
-    Returns:
-        row indices, (number of rows,); None if the published tensor is the concatenation
-    """
-    ordered = sorted(rules, key=lambda rule: rule.part[0] if rule.part else 0)
-    sizes: dict[str, int] = {}
-    for rule in ordered:
-        if rule.rows is None:
-            return None
-        sizes[rule.ours] = max(sizes.get(rule.ours, 0), sum(rule.rows))
-    starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
-    ranges = ((starts[rule.ours] + rule.rows[0], rule.rows[1]) for rule in ordered if rule.rows)
-    return torch.cat([torch.arange(first, first + count) for first, count in ranges])
 
 
 def assemble_source(rules: list[WeightRule], find_tensor: Callable[[str], Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "tokenizers": set(),
     "models": {"nn", "tokenizers"},
     "data": {"tokenizers"},
-    "parallel": {"memory"},
+    "parallel": {"memory", "nn"},
     "train": {"parallel", "memory", "data"},
     "tune": {"nn", "data", "tokenizers"},
     "compress": {"nn", "models"},

@@ -21,7 +21,6 @@ from bmforge.models.weights import (
     assemble_source,
     expand_rules,
     group_by_source,
-    interleaved_order,
 )
 from bmforge.nn.alibi import alibi_slopes
 from bmforge.nn.attention import mix_values
@@ -223,7 +222,7 @@ def test_interleaved_rows(
     expanded = expand_rules(rules, shapes)
     groups_of = group_by_source(expanded)
     assert torch.equal(assemble_source(groups_of["h.0.qkv"], whole.__getitem__), fused)
-    order = interleaved_order(expanded)
+    order = WeightRule.interleaved_order(expanded)
     joined = torch.cat(list(whole.values()))
     assert torch.equal(joined if order is None else joined[order], fused)
     for name, shape in shapes.items():
@@ -247,7 +246,7 @@ def test_rows_of_a_resized_layer_are_kept() -> None:
     ]
     whole = {f"layers.0.{n}": torch.arange(3) + 3 * number for number, n in enumerate("qkv")}
     expanded = expand_rules(rules, dict.fromkeys(whole, (3,)))
-    assert interleaved_order(expanded) is None
+    assert WeightRule.interleaved_order(expanded) is None
     assert torch.equal(assemble_source(expanded, whole.__getitem__), torch.arange(9))
 
 

@@ -4,3 +4,9 @@ Start at `wrap` (`wrapper` limits the memory of any module), then `blocks` and `
 uses, `models` (CPM-1, CPM-2 and EVA of BMInf 1.0) and `torch` (their differentiable forms).
 docs/migrating/bminf.md lists every difference and its reason.
 """
+
+import importlib
+
+# The module of this name first: importing it later would replace the function.
+importlib.import_module("bmforge.compat.bminf.wrapper")
+from bmforge.compat.bminf.wrap import wrapper as wrapper  # noqa: E402

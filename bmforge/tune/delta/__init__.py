@@ -5,14 +5,15 @@ operations common to all adapter types; each type is a small file. The modules t
 computation are in `bmforge.nn`.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from bmforge.tune.delta.adapter import Adapter, LowRankAdapter, ParallelAdapter
 from bmforge.tune.delta.attached import find_delta
 from bmforge.tune.delta.bitfit import BitFit
-from bmforge.tune.delta.black_box import BlackBoxConfig, tune_black_box
 from bmforge.tune.delta.combine import combine_deltas
 from bmforge.tune.delta.compacter import Compacter
 from bmforge.tune.delta.delta import Delta
-from bmforge.tune.delta.files import load_delta
 from bmforge.tune.delta.fingerprint import fingerprint_of
 from bmforge.tune.delta.ia3 import IA3
 from bmforge.tune.delta.layer_norm_tuning import LayerNormTuning
@@ -22,6 +23,10 @@ from bmforge.tune.delta.prefix import Prefix
 from bmforge.tune.delta.selection import list_deltas, select_adapters, use_deltas
 from bmforge.tune.delta.soft_prompt import SoftPrompt
 from bmforge.tune.delta.types import init_deltas_
+
+if TYPE_CHECKING:  # the exports that `__getattr__` imports
+    from bmforge.tune.delta.black_box import BlackBoxConfig, tune_black_box
+    from bmforge.tune.delta.files import load_delta
 
 __all__ = [
     "IA3",
@@ -49,3 +54,17 @@ __all__ = [
     "unmerge_deltas",
     "use_deltas",
 ]
+
+# Module of the exports that generation does not need; the file formats are a third of the package.
+_MODULES = {
+    "BlackBoxConfig": "black_box",
+    "load_delta": "files",
+    "tune_black_box": "black_box",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import an export when it is first used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

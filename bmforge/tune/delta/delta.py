@@ -10,7 +10,6 @@ from torch import nn
 from bmforge.errors import ConfigError
 from bmforge.tune.delta.attached import base_weights_of
 from bmforge.tune.delta.base import AttachedDelta
-from bmforge.tune.delta.files import load_delta, save_delta
 from bmforge.tune.delta.merge import check_attached, merge_, unmerge_
 
 __all__ = ["Delta"]
@@ -76,6 +75,9 @@ class Delta(AttachedDelta):
             directory: target directory; created if it does not exist.
             card: further fields of the card: base, data, license, scores, command.
         """
+        # The file formats are imported here, because generation with adapters does not need them.
+        from bmforge.tune.delta.files import save_delta
+
         save_delta(self, Path(directory), card)
 
     @classmethod
@@ -85,6 +87,8 @@ class Delta(AttachedDelta):
         Raises:
             ConfigError: the directory has an adapter of another type.
         """
+        from bmforge.tune.delta.files import load_delta
+
         delta = load_delta(model, directory, **options, kind=cls)
         assert isinstance(delta, cls)
         return delta

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.errors import CheckpointError, ConfigError
-from bmforge.models.weights import interleaved_order
 from bmforge.nn.low_rank import LowRank, linear_sizes
 from bmforge.shards import Box
 from bmforge.surgery import match_glob, persistent_tensors
@@ -106,9 +105,9 @@ class Names:
         return sources
 
     def row_order(self, published_name: str) -> Tensor | None:
-        """Return the order of the rows of a fused layer's parts; see `interleaved_order`."""
+        """Return the order of the rows of a fused layer's parts, or None."""
         rules = (self.rules or {}).get(f"{published_name}.weight", ())
-        return interleaved_order(rules) if len(rules) > 1 else None
+        return rules[0].interleaved_order(rules) if len(rules) > 1 else None
 
     def of(self, name: str) -> str:
         """Return the published name of a bmforge module.
