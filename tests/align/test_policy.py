@@ -283,5 +283,5 @@ def test_numbers_out_of_range_are_refused(fields: dict[str, Any], words: str) ->
 def test_given_parts_replace_those_of_the_method() -> None:
     policy = PolicyConfig(clip_high=0.2, beta=0.1).resolve("dapo")
     assert policy == Policy(normalize="token", clip_high=0.2, beta=0.1)
-    with pytest.raises(ConfigError, match="method='ppo'"):
-        PolicyConfig().resolve("ppo")
+    with pytest.raises(ConfigError, match="method='trpo'"):
+        PolicyConfig().resolve("trpo")

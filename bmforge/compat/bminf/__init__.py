@@ -7,6 +7,12 @@ docs/migrating/bminf.md lists every difference and its reason.
 
 import importlib
 
+from bmforge.compat.bminf import models
+from bmforge.compat.bminf.blocks import TransformerBlockList
+from bmforge.compat.bminf.linear import QuantizedLinear
+
 # The module of this name first: importing it later would replace the function.
 importlib.import_module("bmforge.compat.bminf.wrapper")
-from bmforge.compat.bminf.wrap import wrapper as wrapper  # noqa: E402
+from bmforge.compat.bminf.wrap import wrapper  # noqa: E402
+
+__all__ = ["QuantizedLinear", "TransformerBlockList", "models", "wrapper"]
