@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from bmforge.align.losses import MethodOptions
 from bmforge.align.policy import Policy
 from bmforge.align.preferences import PairObjective
-from bmforge.align.reference import adapter_off, frozen_copy
+from bmforge.align.reference import frozen_copy, score_rows
 from bmforge.align.reinforcement import PolicyObjective
 from bmforge.align.reward import RewardObjective
 from bmforge.align.value import ValueConfig
@@ -37,6 +37,7 @@ from bmforge.recipes.run import RunConfig
 from bmforge.surgery import persistent_tensors
 from bmforge.train import TrainConfig
 from bmforge.train.objective import prepare_batches
+from bmforge.tune.delta.selection import choosing_deltas
 
 SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "num_heads": 4, "num_layers": 4}
 CONFIG = GPT2Config(**SIZES, max_seq_len=64)
@@ -112,6 +113,12 @@ def make_reference() -> Any:
     return model
 
 
+def score_base(model: Any, batch: Any) -> Any:
+    """`adapter_off` of a model whose adapter comes from its config, without a `Delta`."""
+    with choosing_deltas(model, ()):
+        return score_rows(model, batch)
+
+
 def lora_config() -> Any:
     return with_adapter(Llama, LLAMA, RunConfig(adapter=AdapterConfig(kind="lora", rank=8)))
 
@@ -130,7 +137,7 @@ def test_preferences_with_an_adapter_need_the_memory_of_fine_tuning() -> None:
     planned = plan_memory(config, "preferences", ())
     options = MethodOptions(beta=0.1)
     pairs = {k: v for k, v in make_batch(2 * ROWS).items() if k != "attention_mask"}
-    measured = run_real_step(config, PairObjective("dpo", options, adapter_off), pairs, (), None)
+    measured = run_real_step(config, PairObjective("dpo", options, score_base), pairs, (), None)
     assert planned == pytest.approx(measured, rel=0.05)
     shutdown_distributed()
     tuning = run_real_step(config, _FineTuning(), pairs, (), None)

@@ -277,7 +277,7 @@ def test_differentiable_models(kind: str) -> None:
 
 def test_what_cannot_be() -> None:
     save_cpm1()
-    with pytest.raises(ConfigError, match="holds a CPM1, not a CPM2"):
+    with pytest.raises(ConfigError, match="contains a CPM1, not a CPM2"):
         bminf.models.CPM2(version="file://cpm1-new")
     with pytest.raises(ConfigError, match="is the smallest that works"):
         bminf.models.CPM1(memory_limit=1 << 10, dynamic_memory=0)
@@ -296,5 +296,5 @@ def test_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="has 0 blanks"):
         cpm2.fill_blank("天")
     save_eva()
-    with pytest.raises(ConfigError, match="the message is empty"):
+    with pytest.raises(ConfigError, match="context is empty"):
         bminf.models.EVA().dialogue([])

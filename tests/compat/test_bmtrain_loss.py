@@ -58,7 +58,7 @@ def nothing_counts(parallel: bool) -> None:
     loss.backward()
     assert loss.item() == 0.0
     assert torch.equal(logits.grad, torch.zeros(8, 5))
-    with pytest.raises(ShapeError, match="flatten"):
+    with pytest.raises(ShapeError, match="Flatten"):
         bmt.loss.FusedCrossEntropy()(logits[None], torch.zeros(8))
 
 

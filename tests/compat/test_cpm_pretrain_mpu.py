@@ -120,7 +120,7 @@ def broadcast() -> None:
         assert all(torch.equal(found[key], sent[key]) for key in shapes)
         with pytest.raises(DataError, match="keyX is"):
             mpu.broadcast_data(["key1", "keyX"], data, torch.int64)
-        with pytest.raises(DataError, match="no keyY"):
+        with pytest.raises(DataError, match="lacks keyY"):
             mpu.broadcast_data(["keyY"], data, torch.int64)
 
 
@@ -248,7 +248,7 @@ def random_states() -> None:
             assert torch.equal(torch.randn(12), wanted[row])
             with tracker.fork("test"):
                 assert torch.equal(torch.randn(12), others[row])
-        with pytest.raises(ConfigError, match="taken"):
+        with pytest.raises(ConfigError, match="already exists"):
             tracker.add("test", 5)
         with pytest.raises(ConfigError, match="no generator 'else'"), tracker.fork("else"):
             pass

@@ -256,4 +256,4 @@ def test_submodules_of_the_originals() -> None:
 
     assert VitConfig is old.ViTConfig is old.VitConfig
     assert CPM1Config is old.CPM1Config
-    assert set(config.__all__) <= set(dir(config))
+    assert all(hasattr(config, name) for name in config.__all__)

@@ -337,7 +337,7 @@ def test_corpora_in_several_files(tmp_path: Path) -> None:
 def test_names_that_are_gone_say_what_to_use() -> None:
     with pytest.raises(ImportError, match="blocks_to_store"):
         _ = old_data.compact_dataset
-    with pytest.raises(AttributeError, match=r"has no 'dataset\.Nonsense'"):
+    with pytest.raises(AttributeError, match=r"dataset\.Nonsense does not exist"):
         _ = old_data.Nonsense
 
 

@@ -50,7 +50,7 @@ def test_builder_writes_megatrons_bytes(tmp_path: Path) -> None:
     more.finalize(f"{tmp_path}/more.idx")
     found = indexed_dataset.make_dataset(f"{tmp_path}/more")
     assert [list(found[i]) for i in range(4)] == [[7], [1, 2, 3], [4, 5], [29999]]
-    with pytest.raises(ConfigError, match="exist already"):
+    with pytest.raises(ConfigError, match="already exist"):
         indexed_dataset.make_builder(f"{tmp_path}/x.bin", "mmap", np.uint16)
     (tmp_path / "old.bin").touch()
     (tmp_path / "old.idx").write_bytes(b"TNTIDX\0\0" + bytes(8))

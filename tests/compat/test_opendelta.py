@@ -85,7 +85,7 @@ def test_the_overview_trains_and_saves_what_it_leaves_unfrozen(tmp_path: Path) -
     assert_close(look(again), want, rtol=1e-6, atol=1e-6)
     assert opened.config == od.AutoDeltaConfig.from_finetuned(tmp_path)
     assert opened.config.lora_r == 2
-    with pytest.raises(ConfigError, match="holds a Lora, which is not a AdapterModel"):
+    with pytest.raises(ConfigError, match="contains a Lora, which is not a AdapterModel"):
         od.AdapterModel.from_finetuned(tmp_path, programs.tiny_bert())
 
 
@@ -258,7 +258,7 @@ def test_what_a_copy_keeps() -> None:
         (lambda m: od.LoraModel(m, modified_modules=["quary"]), "matches no module"),
         (lambda m: od.LoraModel(m)(), "Call the backbone"),
         (lambda m: od.LoraModel(m).save_finetuned(push_to_dc=True), "DeltaCenter no longer exists"),
-        (lambda m: od.PrefixModel(m), "no place for a prefix"),
+        (lambda m: od.PrefixModel(m), "does not support a prefix adapter"),
         (lambda m: od.SoftPromptModel(m), "no token embedding of bmforge"),
         (lambda m: od.AutoDeltaConfig.from_dict({"delta_type": "lroa"}), "Did you mean 'lora'"),
         (lambda m: od.AutoDeltaConfig.from_finetuned("nowhere"), "DeltaCenter"),

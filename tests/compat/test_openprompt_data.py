@@ -44,7 +44,7 @@ def test_comma_separated_classes(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"train\.csv' does not exist"):
         processor.get_train_examples(tmp_path)
     (tmp_path / "train.csv").write_text("5,a,b\n")
-    with pytest.raises(DataError, match=r"class='5' \(1 to 4\)"):
+    with pytest.raises(DataError, match=r"class='5' must be from 1 to 4"):
         processor.get_train_examples(tmp_path)
 
 

@@ -101,7 +101,7 @@ def test_state_goes_on() -> None:
     assert again.step == 2
     assert again.state_dict() == state
     other = compress(make_llama(0), methods=[Pull()])
-    with pytest.raises(ConfigError, match="uses structure, zeros, this recipe structure"):
+    with pytest.raises(ConfigError, match="uses structure, zeros, but this recipe structure"):
         other.load_state_dict(state)
 
 
@@ -142,7 +142,7 @@ def test_what_does_not_go_together() -> None:
         ({}, "no compression method is configured"),
         ({"teacher": teacher}, "nothing says what it teaches"),
         ({"config": CompressConfig(distill=DistillConfig())}, "no teacher was given"),
-        ({"methods": [Pull("shrink")]}, "called 'shrink'"),
+        ({"methods": [Pull("shrink")]}, "unknown compression method: 'shrink'"),
         ({"methods": [Pull(), Pull()]}, "structure is configured twice"),
         ({"methods": [Pull()], "batches": batches}, "batches have no effect"),
         ({"config": CompressConfig(prune=PruneConfig("wanda"))}, "there is no calibration data"),

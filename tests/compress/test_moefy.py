@@ -204,7 +204,7 @@ def test_packed_experts_are_saved(tmp_path: Path) -> None:
     [
         ("llama", {"num_experts": 7}, "does not divide the 40 features.*nearest divisor: 8"),
         ("llama", {"num_experts": 8, "always": 1}, "does not divide the 39"),
-        ("mixtral", {}, "has experts already"),
+        ("mixtral", {}, "already has experts"),
         ("llama", {"where": ("layers.7",)}, "matches nothing"),
         ("cpm_ant", {"num_experts": 8, "relu": True}, "whose activation is fixed"),
     ],

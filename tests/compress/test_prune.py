@@ -373,7 +373,7 @@ def test_texts_help(build: Callable[[], nn.Module]) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"sparsity": 1.0}, "between 0 and 1"),
+        ({"sparsity": 1.0}, "must be above 0 and below 1"),
         ({"method": "wand"}, "Did you mean 'wanda'"),
         ({"pattern": "2:4", "sparsity": 0.7}, "half of the weights"),
         ({"pattern": "2:4", "scope": "row"}, "scope='row' has no effect"),

@@ -118,7 +118,7 @@ def write_directory(
     out = Path(target)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         reason = (
-            "holds a model" if out.is_dir() and has_weights(out) else "is not an empty directory"
+            "contains a model" if out.is_dir() and has_weights(out) else "is not an empty directory"
         )
         raise CheckpointError(f"{str(out)!r} {reason}. Choose a directory that does not exist yet.")
     check_place(out, "target")
