@@ -74,7 +74,7 @@ def test_plans_are_json() -> None:
     """A plan written and read again is the plan."""
     plan = plan_of(build("mixtral"), "mixtral", "heads", "features", "experts", "hidden", "blocks")
     assert PruningPlan.from_json(plan.to_json()) == plan
-    with pytest.raises(ConfigError, match="has no 'head'"):
+    with pytest.raises(ConfigError, match="unknown field of a plan: 'head'"):
         PruningPlan.from_json({"layers": {"layers.0": {"head": [1]}}})
 
 
@@ -88,7 +88,7 @@ def test_plans_are_json() -> None:
             "num_heads=2 is not divisible",
         ),
         ("llama", {"head_dim": 3}, "split a rotary pair. The nearest valid value is 4"),
-        ("llama", {"intermediate_size": 41}, "intermediate_size=41 is more than the 40"),
+        ("llama", {"intermediate_size": 41}, "intermediate_size=41 is more than the layer's 40"),
         ("llama", {"num_experts": 2}, "no layer of this Llama has such parts"),
         ("llama", {"target": "parameters", "keep_ratio": 0.001}, "cannot be reached"),
         ("llama", {"target": "parameters", "num_heads": 2}, "cannot be used together"),
@@ -98,7 +98,7 @@ def test_plans_are_json() -> None:
         (
             "cpm2",
             {"layers": {"encoder.layers.0": {"attn": False}}, "by": "taylor"},
-            "needs batches",
+            "needs calibration batches",
         ),
     ],
 )

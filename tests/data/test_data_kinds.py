@@ -234,7 +234,7 @@ def test_arc(tmp_path: Path) -> None:
         ("page 2", "http://example.org/1"),
     ]
     (tmp_path / "b.arc").write_bytes(file[:-4])
-    assert "cut off" in str(entries(tmp_path / "b.arc")[-1])
+    assert "truncated" in str(entries(tmp_path / "b.arc")[-1])
 
 
 def test_archives_and_packings(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_resume_is_bit_identical(make_store, prefetch_steps: int) -> None:
     other = DataLoader(shorter, global_batch_size=5, micro_batch_size=2, seed=3)
     with pytest.raises(ConfigError, match="corpus"):
         other.load_state_dict(state)
-    with pytest.raises(ConfigError, match=r"has no .*samples"):
+    with pytest.raises(ConfigError, match=r"lacks .*samples"):
         loader().load_state_dict({"step": 1})
     larger = loader(rows=10)
     larger.load_state_dict(state)

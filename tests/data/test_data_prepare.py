@@ -88,7 +88,7 @@ def test_end_to_end_rerun_and_conflict(tmp_path: Path, inputs: Path) -> None:
     )  # fmt: skip
     os.utime(inputs / "b.txt", (1, 1))  # another time, the same bytes
     assert prepare(inputs, out, SMALL).reused
-    with pytest.raises(ConfigError, match=r"out.*vocab_size=400 there, 500 asked.*overwrite"):
+    with pytest.raises(ConfigError, match=r"out.*vocab_size=400 there, 500 now.*overwrite"):
         prepare(inputs, out, PrepareConfig(vocab_size=500, validation_fraction=0.2))
     with pytest.raises(ConfigError, match="other input text"):
         prepare(inputs / "a.jsonl", out, SMALL)
@@ -172,7 +172,7 @@ def test_what_is_not_read_is_named(
     (inputs / ".hidden.png").write_bytes(b"x" * 10**6)
     prepare(inputs, tmp_path / "out", SMALL)
     for words in (
-        "2.01 kB of the input's",
+        "2.01 kB of 45.09 kB of the input",
         "one.png and 1 more .png (2.00 kB)",
         "README (10 bytes",
     ):
@@ -192,12 +192,12 @@ def test_strange_output_directories(tmp_path: Path, inputs: Path) -> None:
     (foreign / "train").mkdir(parents=True)
     (foreign / "train" / "tokens.bin").write_bytes(b"mine")
     (foreign / "notes.txt").write_text("keep me")
-    with pytest.raises(ConfigError, match=r"holds notes\.txt, train but no prepared\.toml"):
+    with pytest.raises(ConfigError, match=r"contains notes\.txt, train but no prepared\.toml"):
         prepare(inputs, foreign, SMALL)
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "notes.txt").write_text("keep me")
-    with pytest.raises(ConfigError, match=r"holds notes\.txt but no prepared\.toml.*--overwrite"):
+    with pytest.raises(ConfigError, match=r"contains notes\.txt but no prepared\.toml.*--overwrite"):
         prepare(inputs, mine, SMALL)
     assert all_bytes(mine) == {"notes.txt": b"keep me"}
     assert (foreign / "train" / "tokens.bin").read_bytes() == b"mine"
