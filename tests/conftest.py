@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from bmforge.logging import get_logger
 from bmforge.parallel import shutdown_distributed
 
 # Tests share few cores with other work, where drawing one example may take seconds.
@@ -23,6 +24,14 @@ os.environ.setdefault("BMFORGE_HOST_TUNING", "memory")
 def pytest_collection_finish() -> None:
     """What listing the tests has made need not be looked through for garbage again."""
     gc.freeze()
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """pytest's fixture, attached to bmforge's logger, which does not propagate to the root."""
+    get_logger().addHandler(caplog.handler)
+    yield caplog
+    get_logger().removeHandler(caplog.handler)
 
 
 @pytest.fixture(scope="module", autouse=True)

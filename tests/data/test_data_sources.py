@@ -103,9 +103,7 @@ def test_bad_line_is_named(
     with pytest.raises(DataError, match=message) as caught:
         list(read_documents(path))
     assert f"{path}:2" in str(caught.value)
-    from bmforge.logging import get_logger
 
-    monkeypatch.setattr(get_logger(), "propagate", True)
     skipped = SkipCount()
     found = list(read_documents(path, skip_bad=True, skipped=skipped))
     assert [(d.text, d.place) for d in found] == [("one", "1"), ("three", "3")]

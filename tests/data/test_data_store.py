@@ -96,7 +96,7 @@ def test_writer_refuses(tmp_path: Path) -> None:
     write_golden(tmp_path / "g", overwrite=True)
     for item in ([-1], [65536]):
         with (
-            pytest.raises(DataError, match=r"does not fit uint16"),
+            pytest.raises(DataError, match=r"out of range for uint16"),
             TokenStoreWriter(tmp_path / "new", vocab_size=10) as writer,
         ):
             writer.add_item(item)

@@ -78,7 +78,7 @@ def test_a_flipped_byte_is_found_with_its_shard(copy: Path, share: float) -> Non
         if before <= place < part.end
     )
     first, second = verify_store(copy)
-    assert "train/tokens.bin has other bytes" in first
+    assert "the content of train/tokens.bin does not match" in first
     assert f"shard {hit.shard} is damaged" in second
     assert hit.inputs in second
     assert ".jsonl from line" in hit.inputs
@@ -96,7 +96,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
         lambda out: (out / "tokenizer" / "tokenizer.json").write_bytes(b"{}"),
         "tokenizer.json has 2 bytes",
     ),
-    ("count", lambda out: edit(out, "\ntokens = ", "\ntokens = 1"), "tokens, prepared.toml says 1"),
+    ("count", lambda out: edit(out, "\ntokens = ", "\ntokens = 1"), "prepared.toml lists 1"),
     (
         "eos",
         lambda out: edit(out, "eos_id = 0", "eos_id = "),

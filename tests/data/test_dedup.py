@@ -202,7 +202,7 @@ def test_earlier_corpora_are_never_dropped_but_drop(tmp_path):
     with pytest.raises(ConfigError, match="already"):
         write_index(tmp_path / "old", documents)
     (tmp_path / "old" / "shingles.bin").write_bytes(b"")
-    with pytest.raises(DataError, match="cut off"):
+    with pytest.raises(DataError, match="truncated"):
         find_near_duplicates(lambda: documents, index_folders=[tmp_path / "old"])
 
 

@@ -334,7 +334,7 @@ def test_mismatched_answers(tmp_path: Path, tokenizer: Any) -> None:
     texts = [tokenizer.decode([id for id in row.tolist() if id > 5]) for row in batch["input_ids"]]
     assert texts == ["ab", "ae", "ac", "ae", "de", "db"]
     assert batch["is_good"].tolist() == [1, 0, 0]
-    with pytest.raises(DataError, match="one prompt"):
+    with pytest.raises(DataError, match="the same prompt"):
         MarkedAnswers([encode(e, tokenizer) for e in read(tmp_path, records[0])], 64)
     with pytest.raises(DataError, match="kto"):
         PreferencePairs([encode(e, tokenizer) for e in read(tmp_path, records[1])], 64)

@@ -380,8 +380,8 @@ ALIGNED_BY_3 = text("general.alignment") + struct.pack("<II", 4, 3)
             lying(one_tensor(kind=8, dims=(31,)), 1, 0, bytes(99)),
             "not a multiple of the block size 32",
         ),
-        (lying(one_tensor(kind=9), 1, 0, bytes(99)), "stored as Q8_1"),
-        (lying(one_tensor(kind=99), 1, 0, bytes(99)), "stored as number 99"),
+        (lying(one_tensor(kind=9), 1, 0, bytes(99)), "unsupported type Q8_1"),
+        (lying(one_tensor(kind=99), 1, 0, bytes(99)), "unsupported type number 99"),
         (lying(one_tensor(start=7), 1, 0, bytes(999)), "begins at 7"),
         (lying(one_tensor(start=2**63), 1, 0, bytes(999)), "ends at byte"),
         (lying(one_tensor(dims=(1,) * 5), 1, 0, bytes(999)), "has 5 dims"),
@@ -407,7 +407,7 @@ def test_models_that_are_not_read_are_named(tmp_path):
     data = path.read_bytes()
     for key, value, said in (
         ("llama.block_count", 2**31 - 1, "block_count=2147483647"),
-        ("llama.embedding_length", 2**31 - 1, "2147483647 where token_embd"),
+        ("llama.embedding_length", 2**31 - 1, "2147483647 for token_embd"),
         ("llama.attention.head_count", 0, "has 0 attention heads"),
         ("llama.attention.head_count", 2**31 - 1, "damaged"),
         ("llama.attention.head_count", 2**31, "attention.head_count=2147483648"),

@@ -101,7 +101,7 @@ def test_a_model_of_ours_with_and_without_its_tokenizer(directory, tmp_path):
     again, once = (AutoModel.from_pretrained(tmp_path / f"{n}.gguf") for n in "ca")
     assert torch.equal(again.embed.weight, once.embed.weight)
     small = type(model).from_config(GGUF_MODELS["gpt2"])
-    with pytest.raises(ConfigError, match="the model 61 rows"):
+    with pytest.raises(ConfigError, match="the model has 61 embedding rows"):
         export_gguf(small, tmp_path / "d.gguf", tokenizer=tokenizer)
 
 

@@ -324,7 +324,7 @@ def test_saving_the_model_loses_nothing(tmp_path: Path) -> None:
         (lambda m: Lora(m, ["nothing"]), "matches no module"),
         (lambda m: Lora(m, name="not a word"), "not a valid Python identifier"),
         (lambda m: Compacter(m, division=5), "division=5 does not divide"),
-        (lambda m: Prefix(m, ["mlp"]), "no place for a prefix"),
+        (lambda m: Prefix(m, ["mlp"]), "does not support a prefix adapter"),
         (lambda m: SoftPrompt(m, length=32), "leaves no positions"),
         (lambda m: ParallelAdapter(m, [("attn", "norm")]), "match the same number"),
         (lambda m: Adapter(m, activation="glue"), "activation='glue'"),

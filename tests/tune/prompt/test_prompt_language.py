@@ -52,7 +52,7 @@ def test_what_the_original_stumbles_over_is_refused_with_its_place(text):
         ('{"special":"<eoz>"}', "did you mean '<eos>'", 3),
         ('{"text":"a","duplicate":2}', "duplicate is only allowed in soft", 3),
         ('{"soft_id":-1}', "integer of at least 1", 3),
-        ('{"soft_id":"one"}', "integer from 1", 3),
+        ('{"soft_id":"one"}', "integer of at least 1", 3),
         ('{"soft":None,"duplicate":0}', "duplicate=0", 3),
         ('{"mask":"x"}', "a mask has no value", 3),
         ('{"meta":"a","placeholder":"b"}', "one of", 3),

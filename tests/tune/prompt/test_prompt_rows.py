@@ -138,7 +138,7 @@ def test_models_that_fill_masks_write_no_texts():
     model = Bert.from_config(
         BertConfig(**SIZES, intermediate_size=24, max_seq_len=48, head="masked_lm")
     )
-    with pytest.raises(ConfigError, match="format is 'masked'"):
+    with pytest.raises(ConfigError, match="format 'masked'"):
         PromptGenerator(model, Template(TEXT, LETTERS, model))
     causal = GPT2.from_config(FAMILIES["gpt2"][1])
     with pytest.raises(ConfigError, match=r"write=bmforge\.infer\.generate"):

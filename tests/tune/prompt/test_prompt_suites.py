@@ -182,7 +182,7 @@ class TestTexts(VerbalizerSuite):
 
 
 def test_a_suite_says_what_is_left_to_define():
-    with pytest.raises(TypeError, match="defines no make"):
+    with pytest.raises(TypeError, match="must define `make`"):
         VerbalizerSuite().test_rows_by_themselves()
     with pytest.raises(ConfigError):
         ManualVerbalizer([], LetterTokenizer())
