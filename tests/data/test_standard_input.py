@@ -102,6 +102,6 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "note").write_text("x")
     send(monkeypatch, LINES.encode())
-    with pytest.raises(ConfigError, match="holds note"):
+    with pytest.raises(ConfigError, match="contains note"):
         prepare("-", tmp_path / "mine", CONFIG)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["note"]

@@ -70,7 +70,7 @@ def test_places_that_are_no_names(where: Any) -> None:
         ({"kind": "low_rank"}, "kind and where are"),
         (
             {"kind": "low_rank", "where": "a", "rank": 2},
-            "a change has wrong fields: kind, rank, where",
+            "wrong fields: kind, rank, where",
         ),
         (["low_rank"], "must be an object with kind and where"),
         ({"kind": "lowrank", "where": "a"}, "Did you mean 'low_rank'"),
@@ -88,7 +88,7 @@ def test_json_that_is_no_change(value: Any, said: str) -> None:
         (Change("low_rank", "layers.*.attn.q_proj", {"rnk": 2}), "Did you mean 'rank'"),
         (
             Change("low_rank", "layers.*.attn.q_proj", {"rank": 33}),
-            "out of range for a layer of 32 to 32",
+            "rank=33 is out of range",
         ),
         (Change("low_rank", "layers.*.attn.q_proj", {}), "missing options.rank"),
         (low_rank("layers.0.attn"), "needs a linear layer, but the target is a Attention"),

@@ -157,7 +157,7 @@ def test_inputs_in_another_order(tmp_path):
 
 
 def test_refused_by_name(tmp_path):
-    """Other layouts, and parts that do not fit."""
+    """Other layouts, and parts that do not match."""
     settings = {"bits": 4, "group_size": 16}
     write_packed(tmp_path, "gptq", settings, 1)
     file, raw = tmp_path / "config.json", json.loads((tmp_path / "config.json").read_text())
@@ -184,7 +184,7 @@ def test_refused_by_name(tmp_path):
     gone = {key: tensor for key, tensor in tensors.items() if key != f"{name}.qzeros"}
     for found, said in (
         (ordered, "group numbers beyond"),
-        (short, "do not fit"),
+        (short, "do not match"),
         (gone, "qzeros.*missing"),
     ):
         save_file(found, tmp_path / "model.safetensors")

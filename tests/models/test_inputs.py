@@ -109,7 +109,7 @@ def test_what_only_ids_say() -> None:
         blanks(inputs_embeds=blanks.embed(make_inputs("glm")["input_ids"]))
     ends = family_of("t5").from_config(TINY["t5"].replace(head="sequence_classification"))
     embeds = ends.embed(make_inputs("t5")["input_ids"])
-    with pytest.raises(ShapeError, match="ass input_ids"):
+    with pytest.raises(ShapeError, match="needs input_ids"):
         ends(inputs_embeds=embeds, decoder_inputs_embeds=embeds)
 
 

@@ -81,7 +81,7 @@ def test_a_cached_copy_without_all_weights_is_completed(hub: Hub) -> None:
 
 def test_without_the_hub(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
     """What is cached is taken, and said to be in part; with nothing there is an error."""
-    with pytest.raises(ConfigError, match=r"not reachable.*ConnectionError"):
+    with pytest.raises(ConfigError, match=r"cannot be reached.*ConnectionError"):
         hub(None)
     assert hub(None, {"config.json": "{}"}) == []
 
