@@ -192,7 +192,7 @@ def test_a_compiled_layer_is_one_graph() -> None:
 @pytest.mark.parametrize(
     ("module", "spec", "said"),
     [
-        (nn.LayerNorm(32), PRESETS["int8"], "not a LayerNorm"),
+        (nn.LayerNorm(32), PRESETS["int8"], "a LayerNorm cannot be quantized"),
         (nn.Linear(40, 8), PRESETS["int8"], r"not a multiple of 32 \(nearest: 32 or 64\)"),
         (nn.Linear(96, 8), PRESETS["int4-128"], "not a multiple of 128"),
         (Experts(64, MoESpec(2, 1, 48)), PRESETS["int4"], "input size 48"),
