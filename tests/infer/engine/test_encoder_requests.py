@@ -182,7 +182,7 @@ def test_a_row_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ([[]], ConfigError, "an empty text"),
         ([[1, 97]], ShapeError, "vocab_size=97"),
         ([[-1]], ShapeError, "vocab_size=97"),
-        ([[1] * 129], ConfigError, "reads 1 to 128"),
+        ([[1] * 129], ConfigError, "allowed: 1 to 128"),
     ],
 )
 def test_what_cannot_be_read(inputs: Any, error: type[Exception], problem: str) -> None:

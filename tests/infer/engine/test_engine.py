@@ -179,7 +179,7 @@ def test_prompts_that_cannot_be(llama: tuple[Any, Path]) -> None:
                 engine.generate(ids, max_new_tokens=4)
         with pytest.raises(ConfigError, match="at least one prompt"):
             engine.generate([])
-        with pytest.raises(ConfigError, match="no option 'tokens'"):
+        with pytest.raises(ConfigError, match="unknown option of generate: 'tokens'"):
             engine.generate(IDS, tokens=4)
         assert engine.generate(IDS, max_new_tokens=4).shape == (2, 13)  # it still runs
 
