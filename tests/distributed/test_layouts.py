@@ -183,7 +183,7 @@ def lay_out(layout, kwargs):
             2,
             Layout(pp=2, pp_cut=(2, 2)),
             {},
-            ["pp_cut=(2, 2) must contain 2 positive numbers", "add up to"],
+            ["pp_cut=(2, 2) must contain 2 positive numbers", "with the sum"],
         ),
         (2, Layout(pp=2, pp_balance="time"), {}, ["pp_balance='time'"]),  # type: ignore[arg-type]
         (2, Layout(pp=2, pp_schedule="zbv", pp_stages_per_rank=3), {}, ["stages_per_rank=3"]),
