@@ -143,7 +143,7 @@ def give_more() -> None:
 
 
 def test_unequal_numbers_of_micro_batches_are_said():
-    said = r"step 2: the ranks have different numbers of micro-batches: \[2, 1, 1\] micro-batches"
+    said = r"step 2: the ranks have different numbers of micro-batches: \[2, 1, 1\]"
     with pytest.raises(
         DistributedError, match=f"(?s)rank 0.*{said}.*rank 1.*{said}.*rank 2.*{said}"
     ):
@@ -305,8 +305,8 @@ def tell(laid_out: str | None, told: str) -> str:
         (None, "fp32", "taken"),
         (None, "bf16", "'bf16', but the model is not laid out. .*precision='bf16'.*='fp32'"),
         ("bf16", "bf16", "taken"),
-        ("bf16", "fp32", "'fp32', but the model was laid out with 'bf16'. .*='fp32'.*='bf16'"),
-        ("fp32", "fp16", "'fp16', but the model was laid out with 'fp32'. .*='fp16'.*='fp32'"),
+        ("bf16", "fp32", "'fp32', but the model was parallelized with 'bf16'. .*='fp32'.*='bf16'"),
+        ("fp32", "fp16", "'fp16', but the model was parallelized with 'fp32'. .*='fp16'.*='fp32'"),
     ],
 )
 def test_the_loop_and_the_model_have_one_precision(laid_out: str | None, told: str, words: str):

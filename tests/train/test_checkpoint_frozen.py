@@ -150,7 +150,7 @@ def test_a_checkpoint_without_them_says_what_is_missing(tmp_path: Path) -> None:
     model, optimizer = tuned()
     save_checkpoint(tmp_path / "run", model, optimizer, step=1)
     shutil.copytree(tmp_path / "run/step-00000001", tmp_path / "away/best")
-    with pytest.raises(DamagedCheckpointError, match=r"away/frozen/.* is missing.*'frozen' along"):
+    with pytest.raises(DamagedCheckpointError, match=r"away/frozen/.* is missing.*'frozen'"):
         load_checkpoint(tmp_path / "away/best", *tuned(1))
     shutil.copytree(tmp_path / "run/frozen", tmp_path / "away/frozen")
     other, others = tuned(1)

@@ -308,7 +308,9 @@ def half_is_refused() -> None:
     init_distributed()
     model = torch.nn.Linear(4, 4).bfloat16()
     optimizers = build_optimizers(model, OptimConfig(), offloaded=True)
-    with pytest.raises(ConfigError, match="needs fp32 parameters; 2 are narrower, weight first"):
+    with pytest.raises(
+        ConfigError, match="needs fp32 parameters, but 2 have another dtype, such as weight"
+    ):
         StateOffload(model, optimizers, OffloadConfig(1.0))
 
 
