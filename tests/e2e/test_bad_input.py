@@ -82,7 +82,7 @@ def test_prepare_leaves_other_peoples_files_alone(tmp_path: Path, config: Path) 
     (out / "train" / "tokens.bin").write_bytes(b"mine")
     before = files_below(tmp_path)
     said = bmforge("prepare", config.parent / "text.jsonl", "--out", out)
-    assert_refused(said, "holds train but no prepared.toml", "--overwrite")
+    assert_refused(said, "contains train but no prepared.toml", "--overwrite")
     said = bmforge("prepare", config.parent / "text.jsonl", "--out", config.parent / "data")
     assert_refused(said, "vocab_size=300 there", "--overwrite")
     assert files_below(tmp_path) == before
@@ -136,7 +136,7 @@ def test_world_size_that_does_not_fit(config: Path, tmp_path: Path, world, layou
 def test_directory_of_another_run_or_of_none(config: Path, run_dir: Path, world: int) -> None:
     before = files_below(run_dir)
     said = train(config, run_dir, "--seed", "1", "--train.optim.lr", "0.5", world=world)
-    assert_refused(said, str(run_dir), "another run", "seed: 0 there, 1 now", "train.optim.lr")
+    assert_refused(said, str(run_dir), "another run", "seed: 0 in that run, now 1", "train.optim.lr")
     quick = ("quickstart", "--run-dir", run_dir)
     assert_refused(bmforge(*quick, world=world), "contains another run", "empty or new directory")
     assert files_below(run_dir) == before

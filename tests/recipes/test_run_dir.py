@@ -50,7 +50,7 @@ def test_claimed_late_and_found_again(tmp_path):
     open_run_dir(run_dir, Config(lr=0.2), FREE)  # the first one never began
     claim_run_dir(run_dir, Config(lr=0.2))
     open_run_dir(run_dir, Config(lr=0.2, cadence=7), FREE)
-    with pytest.raises(ConfigError, match=r"lr: 0.2 there, 0.3 now"):
+    with pytest.raises(ConfigError, match=r"lr: 0.2 in that run, now 0.3"):
         open_run_dir(run_dir, Config(lr=0.3), FREE)
 
 

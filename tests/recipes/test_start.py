@@ -66,7 +66,7 @@ def test_what_the_command_line_gives_holds_and_its_run_goes_on(start, tmp_path, 
     assert pretrain(load_toml(GPT2PretrainConfig, file)).step == 2
     capsys.readouterr()
     assert main([*again, "--model.attn-dropout", "0"]) == 2
-    assert "model.attn_dropout: 0.1 there, 0.0 now" in capsys.readouterr().err
+    assert "model.attn_dropout: 0.1 in that run, now 0.0" in capsys.readouterr().err
 
 
 def test_a_file_gives_the_fields_it_names(start, tmp_path, capsys) -> None:
