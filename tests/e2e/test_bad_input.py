@@ -136,7 +136,9 @@ def test_world_size_that_does_not_fit(config: Path, tmp_path: Path, world, layou
 def test_directory_of_another_run_or_of_none(config: Path, run_dir: Path, world: int) -> None:
     before = files_below(run_dir)
     said = train(config, run_dir, "--seed", "1", "--train.optim.lr", "0.5", world=world)
-    assert_refused(said, str(run_dir), "another run", "seed: 0 in that run, now 1", "train.optim.lr")
+    assert_refused(
+        said, str(run_dir), "another run", "seed: 0 in that run, now 1", "train.optim.lr"
+    )
     quick = ("quickstart", "--run-dir", run_dir)
     assert_refused(bmforge(*quick, world=world), "contains another run", "empty or new directory")
     assert files_below(run_dir) == before

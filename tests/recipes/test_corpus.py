@@ -179,10 +179,10 @@ def test_pieces_of_another_tokenizer_are_refused(corpora):
         open_tokenizer(settings)
     folder = f"{second}/tokenizer"
     settings = T5SpansConfig(data=ExampleConfig(paths=(first,), tokenizer=folder))
-    with pytest.raises(ConfigError, match=rf"data.tokenizer='{folder}' has: "):
+    with pytest.raises(ConfigError, match=rf"data.tokenizer='{folder}': "):
         open_tokenizer(settings)
     settings = T5SpansConfig(data=ExampleConfig(paths=(first,)), init_from=folder)
-    with pytest.raises(ConfigError, match=rf"init_from='{folder}' has: "):
+    with pytest.raises(ConfigError, match=rf"init_from='{folder}': "):
         open_tokenizer(settings)
     settings.init_from = f"{first}/tokenizer"
     assert len(open_tokenizer(settings)) == 280

@@ -239,7 +239,7 @@ def test_a_task_of_ones_own(recipe: str, tmp_path: Path) -> None:
         ({"task": "BoolQ"}, "define a custom task"),
         ({"labels": ("rose",)}, "must be at least two"),
         ({"labels": ("rose", "west")}, "label='fell' is not a label"),
-        ({"fields": ("topic",)}, "there is no 'topic'"),
+        ({"fields": ("topic",)}, "the field 'topic' is missing"),
         ({"fields": ("label",)}, "cannot be used"),
     ],
 )

@@ -97,7 +97,7 @@ def test_what_is_no_class_is_said(place, tmp_path):
         ("best_word", "must be package.module:Class"),
         ("best_word.BestWord:", "must be package.module:Class"),
         ("no_such_module:X", "cannot be imported"),
-        ("no/such/file.py:X", "no file"),
+        ("no/such/file.py:X", "does not exist"),
         ("best_word:BestWrd", "Did you mean 'BestWord'"),
         ("best_word:nn", "must be a class that inherits Template"),
         ("best_word:BestWord", "inherits Template"),

@@ -198,7 +198,7 @@ def test_distillation_comes_closer_to_the_teacher(place: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"method": "ppo"}, "method='ppo'"),
+        ({"method": "trpo"}, "method='trpo'"),
         ({"reward": ()}, "there is no reward"),
         ({"reward": ("json:no_such",)}, "has no function"),
         ({"rollout": RolloutConfig(max_new_tokens=64)}, "max_seq_len=32"),

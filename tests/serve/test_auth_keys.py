@@ -131,5 +131,5 @@ def test_settings_out_of_range(fields: dict[str, Any]) -> None:
 
 
 def test_no_key_and_a_file_of_keys() -> None:
-    with pytest.raises(ConfigError, match="contradict"):
+    with pytest.raises(ConfigError, match="cannot be used together"):
         ServeConfig(allow_no_key=True, keys_file=Path("keys"))

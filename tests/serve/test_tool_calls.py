@@ -275,8 +275,16 @@ def test_tools_that_may_be_called_or_not() -> None:
     [
         ({"tools": [tool("a")]}, False, "does not support tool calls"),
         ({"tools": [tool("a"), tool("a")]}, True, "twice"),
-        ({"tools": [tool("a")], "response_format": {"type": "json_object"}}, True, "contradict"),
-        ({"tools": [tool("a")], "structured_outputs": {"regex": "a"}}, True, "contradict"),
+        (
+            {"tools": [tool("a")], "response_format": {"type": "json_object"}},
+            True,
+            "cannot be used together",
+        ),
+        (
+            {"tools": [tool("a")], "structured_outputs": {"regex": "a"}},
+            True,
+            "cannot be used together",
+        ),
         (
             {"tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}},
             True,
