@@ -138,7 +138,7 @@ def test_scores(tmp_path: Path, family: str) -> None:
         assert engine.score(pairs) == pytest.approx(want, rel=1e-5)
         with pytest.raises(ConfigError, match="nothing to score"):
             engine.score([])
-        with pytest.raises(DataError, match="pair 0 has 0 tokens"):
+        with pytest.raises(DataError, match="pair 0 has 0 prompt tokens"):
             engine.score([("", "a")])
 
 
@@ -177,7 +177,7 @@ def test_blanks(tmp_path: Path, family: str, text: str) -> None:
         got = engine.fill_blanks(text, max_new_tokens=5)
         assert got == fill_plainly(model, source, marks, ends, 5)
         for wrong in ("abc", "<span>" * 17):
-            with pytest.raises(ConfigError, match="mark 1 to 16"):
+            with pytest.raises(ConfigError, match="allowed: 1 to 16"):
                 engine.fill_blanks(wrong)
         with pytest.raises(ConfigError, match="num_beams is not supported"):
             engine.fill_blanks(text, num_beams=2)
@@ -247,7 +247,7 @@ def test_embeddings_behind_a_soft_prompt() -> None:
             mask = torch.ones_like(row)
             got = model.encode(row, mask, token_type_ids=segments)
             torch.testing.assert_close(got, states.mean(1))
-            with pytest.raises(ConfigError, match="soft prompt's 4 rows"):
+            with pytest.raises(ConfigError, match="4 rows of the soft prompt"):
                 model.encode(row, position_ids=segments)
 
 
