@@ -346,5 +346,5 @@ def test_conversations_without_room(tmp_path: Path, letters: Path) -> None:
     with pytest.raises(ConfigError, match="divides token stores"):
         train_sft(config)
     config.data = dataclasses.replace(config.data, seq_len=65, split=())
-    with pytest.raises(ConfigError, match="data.seq_len=65 is more than"):
+    with pytest.raises(ConfigError, match=r"data\.seq_len=65 is more than"):
         train_sft(config)
