@@ -59,7 +59,7 @@ class Serving(RuleBasedStateMachine):
         sequence = Sequence((self.number, 0), tokens, PrefixKeys("m", salt), length + new)
         sequence.lookup = NgramSpeculator() if guesses else None
         if pages_of(length + new) > self.pages.count:
-            with pytest.raises(ConfigError, match="room for"):
+            with pytest.raises(ConfigError, match="but the KV cache has"):
                 self.scheduler.add(sequence)
             return
         self.scheduler.add(sequence)
