@@ -15,7 +15,6 @@ import torch
 from bmforge.cli.main import main
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.openbmb.documents import fill_documents, fill_each
-from bmforge.models import hub
 from bmforge.models.cpm_bee import CPMBee, CPMBeeConfig, encode_document, to_arguments
 from bmforge.tokenizers.cpm_bee.batch import build_instance, collate_rows
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
@@ -204,11 +203,8 @@ def test_bad_input() -> None:
     assert not np.any([m.training for m in model().modules()])
 
 
-def test_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`bmforge generate MODEL --document FILE` prints the filled documents, line by line."""
-    monkeypatch.setitem(hub.FAMILIES, "CPMBee", CPMBee)
     model().save_pretrained(tmp_path / "bee")
     tokenizer().save_pretrained(tmp_path / "bee")
     lines = [json.dumps(d, ensure_ascii=False) for d in (OPEN, RATING)]

@@ -264,7 +264,7 @@ def test_decoding_what_is_no_id(cpm2_folder, ant_folder):
         (b"", "empty"),
         (b"\xff\xfe\x00", "not UTF-8|not a sentencepiece"),
         (b"<unk>\n<pad>\n", "lacks|not a sentencepiece"),
-        (b"<unk>\na\na\n", "line 2 and line 3|not a sentencepiece"),
+        (b"<unk>\na\na\n", "in line 2 and in line 3|not a sentencepiece"),
     ],
 )
 def test_bad_files_are_named(tokenizer_class, content, match, tmp_path):

@@ -140,7 +140,7 @@ def test_best_fit_against_a_plain_search():
     assert packer.rows == rows[2:]
     packer.add(300, 100)
     assert packer.rows[-1] == [300]
-    with pytest.raises(DataError, match="room for 100"):
+    with pytest.raises(DataError, match="max_length=100"):
         packer.add(301, 101)
 
 

@@ -234,7 +234,7 @@ def test_bad_mixture_files(tmp_path, change, message):
 def test_bad_document_files(tmp_path):
     file = tmp_path / "a.jsonl"
     for content, message in (
-        (b'{"a": "b"}\n\n[1]\n', "line 3 is list"),
+        (b'{"a": "b"}\n\n[1]\n', "line 3 is a list"),
         (b"{\n", "line 1 is not JSON"),
         (b"\xff\n", "is not JSON"),
         (b"[" * 100_000 + b"\n", "is nested too deep"),

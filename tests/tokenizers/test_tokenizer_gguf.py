@@ -210,7 +210,7 @@ def test_refused_by_name(tmp_path):
     for changes, said in (
         ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre='deepseek-llm', which is not supported"),
         ({"pre": 3}, "pre=3"),
-        ({"model": "rwkv"}, "kind 'rwkv'"),
+        ({"model": "rwkv"}, "type 'rwkv'"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "a token occurs twice"),
         ({"tokens": ["a", "b"]}, "2 tokens, 700 types"),
         ({"merges": ["ab"]}, "a merge is not a pair"),
