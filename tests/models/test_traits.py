@@ -27,6 +27,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 128,
     "windows": (16,),
     "image_size": 8,
+    "pad_token_id": 0,
     "patch_size": 4,
     "num_experts": 4,
     "experts_per_token": 2,

@@ -107,7 +107,8 @@ def test_loops_in_short(
     monkeypatch.setattr(losses, "_HOST_CHUNK_ELEMENTS", 512 * 40)
     monkeypatch.setattr(losses, "_HOST_TILE_ELEMENTS", 100 * 40)
     monkeypatch.setattr(losses, "_FEW_TOKENS", few)
-    workload, setting = workload_of("small", config, tokens), Setting(Layout(zero=0), 1, 5, "fp32")
+    workload = workload_of("small", config, tokens)
+    setting = Setting(Layout(zero=0), 1, 5, "fp32", copies=True)  # a CPU, whose head has tiles
     short = trace_step(workload, setting)
     monkeypatch.setattr(Follower, "shorten", lambda self, pieces, size_of: iter(pieces))
     whole = trace_step(workload, setting)
@@ -197,7 +198,7 @@ def test_the_obstacle_and_the_nearest_that_works() -> None:
     with pytest.raises(ConfigError) as refused:
         _ = found.winner
     said = str(refused.value)
-    assert "a batch of 8 rows does not divide into 3 processes" in said
+    assert "a batch of 8 rows does not divide into 3 data-parallel processes" in said
     assert "Nearest batch that works: --batch 9, or --gpus 2 for this batch" in said
     assert plan(request_for(gpus=3, batch=9), layouts=(Layout(),)).winner.fits
     with pytest.raises(ConfigError, match=r"--gpus 8 or 16, or --gpus-per-node 6"):
