@@ -317,7 +317,7 @@ def test_what_cannot_be_asked_for() -> None:
         layer.FeedForward(4, 4, activate_fn="gated_gleu")
     with pytest.raises(ConfigError, match="must be even"):
         layer.SparseSelfAttention(3, dim_in=4, dim_head=2, num_heads=2)
-    with pytest.raises(ConfigError, match="2 times"):
+    with pytest.raises(ConfigError, match="must have 2 entries"):
         layer.Encoder(2, 4, 4, 2, 2, mask_modules=[(0, 1)])
     pruned = layer.Encoder(2, 4, 4, 2, 2, mask_modules=[(0, 1), (1, 0)])
     names = {name.rsplit(".", 2)[0] for name in pruned.state_dict()}
