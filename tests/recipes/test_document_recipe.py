@@ -196,7 +196,7 @@ def test_what_is_left_out_is_counted_by_reason(
     assert [record.levelname for record in told] == ["WARNING", "WARNING"]
     first, last = (record.getMessage() for record in told)
     counts = "2 with an answer that the vocabulary cannot encode, 1 "
-    assert first.startswith(f"4 of 16 samples looked at before the run were left out: {counts}")
+    assert first.startswith(f"4 of 16 samples read before the run were left out: {counts}")
     for words in ("1 longer than the window", "1 not a valid document", "some.jsonl, line 13"):
         assert words in first
     found = re.match(r"(\d+) of (\d+) samples were left out: (\d+) with", last)
