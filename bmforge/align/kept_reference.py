@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from bmforge.align.reference import adapter_off
+from bmforge.align.reference import score_start
 from bmforge.batch import Batch
 from bmforge.files import replace_file
 from bmforge.logging import ProgressBar, get_logger
@@ -47,7 +47,7 @@ def keep_reference_(
 ) -> None:
     """Compute the reference log-probabilities of every source, and store them in the sources.
 
-    The reference is the model with its adapters disabled. The values are read from the run
+    The reference is the model with its new adapters disabled. The values are read from the run
     directory if the same rows were scored before, so a run that resumes has the values that it
     began with.
 
@@ -97,7 +97,7 @@ def _score(source: _Source, batch_size: int, model: nn.Module) -> Tensor:
             # Every rank runs every forward; one without rows of its own scores the first again.
             batch = source.collate([source.make(n, ("kept", n)) for n in numbers or [0]])
             moved = {name: tensor.to(device) for name, tensor in batch.items()}
-            scores = adapter_off(model, moved).double().view(-1, 2)
+            scores = score_start(model, moved).double().view(-1, 2)
             if numbers:
                 values[numbers] = scores
             bar.advance(min(batch_size * size, total - start))

@@ -18,7 +18,7 @@ from bmforge.parallel.zero import reshard_
 from bmforge.surgery import evaluating
 from bmforge.tune.delta.selection import choosing_deltas, list_deltas
 
-__all__ = ["Reference", "adapter_off", "base_adapters", "frozen_copy", "score_rows"]
+__all__ = ["Reference", "adapter_off", "base_adapters", "frozen_copy", "score_rows", "score_start"]
 
 # (policy, batch of input_ids and labels) -> summed log-probability of every row, (B,)
 Reference = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
@@ -51,6 +51,12 @@ def adapter_off(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return score_rows(model, batch)
 
 
+def score_start(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Score rows with a policy before its first step, with the adapters to train disabled."""
+    with choosing_deltas(model, _frozen_adapters(model)):
+        return score_rows(model, batch)
+
+
 def base_adapters(model: nn.Module) -> tuple[str, ...]:
     """Return the adapters that stay enabled in the reference: those that are not trained.
 
@@ -61,19 +67,26 @@ def base_adapters(model: nn.Module) -> tuple[str, ...]:
         ConfigError: no adapter is trained, or weights of the base are trained too, so that the
             base is not the initial policy.
     """
-    deltas = list_deltas(model)
-    added = {name: {id(p) for p in delta.parameters()} for name, delta in deltas.items()}
-    in_place = {id(p) for delta in deltas.values() for p in delta.wholes().values()}
+    deltas = list_deltas(model).values()
+    added = {id(p) for delta in deltas for p in delta.parameters()}
+    in_place = {id(p) for delta in deltas for p in delta.wholes().values()}
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    outside = trained.keys() - set().union(*added.values()) | trained.keys() & in_place
+    outside = trained.keys() - added | trained.keys() & in_place
     if outside or not trained:
         reason = f"{trained[min(outside)]} is trained in place" if outside else "none is trained"
         raise ConfigError(
             f"the reference is the policy with its trained adapters disabled, but {reason}. Use a "
             "frozen copy as reference, or train adapters only."
         )
+    return _frozen_adapters(model)
+
+
+def _frozen_adapters(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the enabled adapters without trained parameters."""
     return tuple(
-        name for name, ids in added.items() if deltas[name].weight and not ids & trained.keys()
+        name
+        for name, delta in list_deltas(model).items()
+        if delta.weight and not any(p.requires_grad for p in delta.parameters())
     )
 
 
