@@ -91,7 +91,7 @@ def test_find() -> None:
     assert len(find_modules(model, kind=nn.Linear)) == 10
     assert len(find_modules(model, globs=["**.mlp.**"], kind=nn.Linear)) == 6
     assert find_parameters(model, ["embed.*"])["embed.weight"] is model.embed.weight
-    with pytest.raises(ConfigError, match=re.escape("glob 'layers.*.atn' matches nothing.")):
+    with pytest.raises(ConfigError, match=re.escape("pattern 'layers.*.atn' matches nothing.")):
         find_modules(model, globs=["layers.*.atn"])
     with pytest.raises(ConfigError, match=r"Did you mean 'embed\.weight'"):
         find_parameters(model, ["embd.weight"])
