@@ -107,7 +107,7 @@ def test_groups_are_in_the_record_and_must_name_something():
     with pytest.raises(ConfigError, match=r"optim\.groups"):
         OptimConfig().check_same(record)
     assert config_from_dict(OptimConfig, config_to_dict(config)) == config
-    with pytest.raises(ConfigError, match=r"parameter glob .nrom\.\*. matches nothing"):
+    with pytest.raises(ConfigError, match=r"parameter pattern .nrom\.\*. matches nothing"):
         build_optimizers(Tiny(), OptimConfig(groups=(OptimGroup("nrom.*", lr=0.1),)))
     with pytest.raises(ConfigError, match="has no effect"):
         OptimGroup("norm.*")
