@@ -156,7 +156,7 @@ def test_chunks_are_put_together(monkeypatch):
 def test_a_name_that_is_not_there():
     with pytest.raises(ConfigError, match="parameter pattern 'wieght' matches nothing"):
         inspect_parameters(nn.Linear(2, 2), ("wieght",))
-    with pytest.raises(ConfigError, match="module glob"):
+    with pytest.raises(ConfigError, match="module pattern"):
         inspect_activations(nn.Sequential(nn.Linear(2, 2)), ("layers.*",))
 
 
