@@ -114,7 +114,7 @@ def test_other_lambdas_are_refused(source):
 def test_a_list_needs_a_function_that_makes_it_a_text():
     (piece, _) = parse_template('{"meta":"m"} {"mask"}')
     assert fill_piece(piece, {}, {"m": 7}) == "7"
-    with pytest.raises(ConfigError, match="'m' cannot be put into the template: it is a list"):
+    with pytest.raises(ConfigError, match="'m' cannot be inserted into the template: it is a list"):
         fill_piece(piece, {}, {"m": ["a"]})
 
 
