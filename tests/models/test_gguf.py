@@ -408,7 +408,7 @@ def test_models_that_are_not_read_are_named(tmp_path):
     for key, value, said in (
         ("llama.block_count", 2**31 - 1, "block_count=2147483647"),
         ("llama.embedding_length", 2**31 - 1, "2147483647 for token_embd"),
-        ("llama.attention.head_count", 0, "has 0 attention heads"),
+        ("llama.attention.head_count", 0, "number of attention heads: 0"),
         ("llama.attention.head_count", 2**31 - 1, "damaged"),
         ("llama.attention.head_count", 2**31, "attention.head_count=2147483648"),
     ):

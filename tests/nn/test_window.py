@@ -204,7 +204,7 @@ def test_arguments_that_do_not_fit() -> None:
     x = torch.randn(2, 9, D)
     with pytest.raises(ShapeError, match=r"global_attention_mask has shape \(2, 8\)"):
         build_window_mask((2, 9), x.device, 4, global_mask=torch.ones(2, 8))
-    with pytest.raises(ConfigError, match="memory"):
+    with pytest.raises(ConfigError, match="cross-attention"):
         make_attention(torch.float32)(x, build_window_mask((2, 9), x.device, 4), memory=x)
 
 
