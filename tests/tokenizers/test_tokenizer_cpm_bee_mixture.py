@@ -244,7 +244,7 @@ def test_bad_document_files(tmp_path):
         with pytest.raises(DataError, match=message):
             list(DocumentFile(file))
     file.write_bytes(b"\n\n")
-    with pytest.raises(DataError, match="has no document"):
+    with pytest.raises(DataError, match="contains no document"):
         DocumentFile(file)
     with pytest.raises(DataError, match="cannot read"):
         DocumentFile(tmp_path / "absent.jsonl")

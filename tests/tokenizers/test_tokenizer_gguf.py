@@ -212,10 +212,10 @@ def test_refused_by_name(tmp_path):
         ({"pre": 3}, "pre=3"),
         ({"model": "rwkv"}, "type 'rwkv'"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "a token occurs twice"),
-        ({"tokens": ["a", "b"]}, "2 tokens, 700 types"),
+        ({"tokens": ["a", "b"]}, "2 tokens, but 700 types"),
         ({"merges": ["ab"]}, "a merge is not a pair"),
         ({"merges": ["a nosuchtoken"]}, "damaged"),
-        ({"eos_token_id": 10**6}, "its eos token has the id 1000000"),
+        ({"eos_token_id": 10**6}, "its eos token has the unknown id 1000000"),
     ):
         changed = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
         path = write_metadata(tmp_path / "a.gguf", {**usual, **changed})
