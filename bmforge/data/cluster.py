@@ -1,10 +1,10 @@
-"""Prepares a corpus on many machines with datatrove's executors; converts filters and steps.
+"""Prepares a corpus on many machines with datatrove; converts filters to and from datatrove.
 
 The shards of a stage are distributed over the tasks of a datatrove run; each task writes its
-results next to its files. After each such run, one process adds the results to the journal and runs
-the stages over all documents. So the output is byte-identical to that of `prepare` on one machine,
-and the same call resumes after an interruption. All machines must see the same files under the same
-paths.
+results into the folder of the stage. After each such run, one process adds the results to the
+journal, and runs the following stages that need all documents at once. So the output is
+byte-identical to that of `prepare` on one machine, and the same call resumes after an interruption.
+All machines must see the same files under the same paths.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _find_executor(name: str) -> Any:
 
 @dataclass(frozen=True)
 class _Job:
-    """Description of the preparation, from which every task derives the same plan and keys."""
+    """Settings of the preparation, from which every task derives the same plan and stage keys."""
 
     config: ClusterConfig
 
@@ -165,7 +165,7 @@ class _Job:
         return plan_work(config.inputs, config.out_dir, config.prepare, config.steps)
 
     def keys(self) -> StageKeys:
-        """Return the keys of all stages, computed from the plan that was saved."""
+        """Return the keys of all stages, computed from the saved plan."""
         plan, steps, tokenizer = self._open()
         return make_keys(plan, self.config.prepare, steps, tokenizer)
 
@@ -216,7 +216,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Spread:
-    """Pipeline step for datatrove that runs the parts of a stage."""
+    """Pipeline step for datatrove that runs one task's share of the parts of a stage."""
 
     job: _Job
     stage: str

@@ -30,8 +30,8 @@ __all__ = [
 
 _READ = 4000  # characters of a text that the models read
 _SURE = 0.6
-_FEW_LETTERS = 20  # of a paragraph; with fewer its language is not asked for
-_PER_WORD = 2  # Chinese characters that a word takes
+_FEW_LETTERS = 20  # minimum letters of a paragraph for language detection
+_PER_WORD = 2  # Chinese characters per word, on average
 _HAN = re.compile(f"[{HAN}]")
 _WORD = re.compile(f"[^\\W\\d{HAN}]+")
 _KANA_OR_HANGUL = re.compile("[\u3041-\u30ff\uff66-\uff9f\u1100-\u11ff\uac00-\ud7a3]")

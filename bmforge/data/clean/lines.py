@@ -1,8 +1,8 @@
 """Removes boilerplate lines (menus, cookie notices, licenses), and joins hard-wrapped lines.
 
-A line that is a notice from its first character to its last is removed anywhere. A line that only
-contains words of a notice may be a sentence about them: it is removed only at the head or foot of a
-page, or next to another boilerplate line.
+A line that consists entirely of such a notice is removed wherever it occurs. A line that only
+contains typical words of a notice may be an ordinary sentence: it is removed only at the top or
+bottom of a page, or next to another boilerplate line.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from bmforge.data.clean.characters import HAN, SENTENCE_ENDS
 
 __all__ = ["BOILERPLATE", "drop_boilerplate", "join_wrapped_lines"]
 
-_LONGEST = 200  # characters; a longer line is text, whatever its subject
+_LONGEST = 200  # characters; a longer line is never boilerplate
 _SEPARATORS = re.compile(r"\s*[|｜›»>·•/]\s*")
 _MENU_MARKS = re.compile("[|｜·•]")
 _FIRST_ITEMS = re.compile(r"(?:home|start|index|main page|首页|主页|首頁|网站首页)$", re.I)
-_ITEM = 24  # characters of an entry in a menu, at most
+_ITEM = 24  # maximum length of a menu entry in characters
 _FEWEST_ITEMS = 4
-_EDGE_LINES = 3  # at the head and at the foot
-_FEWEST_LINES = 5  # of a page that has a head and a foot
+_EDGE_LINES = 3  # lines that count as the top or bottom of a page
+_FEWEST_LINES = 5  # minimum lines of a page with a separate top and bottom
 _END = r"[\s。.!！>»|]*$"
 # Forms of whole lines; tried on lines of at most 200 characters.
 BOILERPLATE = {
@@ -59,7 +59,7 @@ _WORDS = re.compile(
 )
 _HAN_END = re.compile(f"[{HAN}，、：；]$")
 _HAN_START = re.compile(f"[{HAN}]")
-_FEWEST_WRAPPED = 3  # long lines in a paragraph, from which on it was wrapped
+_FEWEST_WRAPPED = 3  # minimum number of long lines in a hard-wrapped paragraph
 
 
 def drop_boilerplate(text: str) -> str:

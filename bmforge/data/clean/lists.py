@@ -72,7 +72,7 @@ class ListedWords:
         return AhoCorasick([word.lower() for word in self.words])
 
     def find(self, text: str) -> list[tuple[str, int]]:
-        """Return pairs of each listed word in a text and its offset in the lowercased text."""
+        """Return each listed word found in a text, with its offset in the lowercased text."""
         lower = replace_surrogates(text.lower())
         matches = []
         for number, start, end in self._automaton.find_matches_as_indexes(lower, overlapping=True):

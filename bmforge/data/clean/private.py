@@ -249,7 +249,7 @@ def find_private(
     """
     folded = text.translate(_FULL_WIDTH)
     starts: list[int] = []
-    taken: list[Found] = []  # sorted, as `starts`
+    taken: list[Found] = []  # sorted, in parallel with `starts`
     for kind in kinds:
         for private in _find_kind(folded, kind, regions):
             at = bisect(starts, private.start)

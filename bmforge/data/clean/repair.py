@@ -32,8 +32,8 @@ _FREQUENT = frozenset(
     "头頭面公同三已老从從动動两兩长長知民样樣现現分将將外但身些与與高意进進把法此实實回二理美点點月明其种種声聲全工己话話"
     "山水风風花春秋云雲雪江河夜白青玉金木石海门門马馬酒客君何处處归歸路城城东東西南北楼樓台臺古今万萬千百，。、；："
 )
-_SHARE = 0.12  # of frequent characters, from which on a text reads as Chinese
-_FEWEST = 3  # characters that are not ASCII, from which on UTF-8 that fits is no chance
+_SHARE = 0.12  # minimum share of frequent characters in a Chinese text
+_FEWEST = 3  # minimum non-ASCII characters for which valid UTF-8 is not by chance
 
 
 def repair_text(text: str) -> str:
@@ -49,7 +49,7 @@ def repair_text(text: str) -> str:
         from ftfy.badness import is_bad
     except ImportError as error:
         raise MissingDependencyError("ftfy", "data", "Repairing text") from error
-    while redecoded := _read_again(text):  # twice, where it was read wrongly twice
+    while redecoded := _read_again(text):  # repeated, as a text may have been decoded wrongly twice
         text = redecoded
     lines = text.split("\n")
     for number, line in enumerate(lines):

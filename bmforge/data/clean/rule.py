@@ -59,8 +59,8 @@ class RuleSet:
     Attributes:
         version: number that increases whenever a text may be judged or changed differently.
         form: function that classifies the form of a text, for rules with bounds by form.
-        rewrite: function that returns the text to keep of a text that passes, for example without
-            boilerplate lines; None keeps the whole text.
+        rewrite: function from a text that passes all rules to the part of it to keep, for
+            example without boilerplate lines; None keeps the whole text.
     """
 
     name: str

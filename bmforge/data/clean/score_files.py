@@ -67,7 +67,7 @@ class ScoreByFile:
 
     Attributes:
         path: path of the model file.
-        digest: hash of the file at the start of the work.
+        digest: hash of the file when the preparation started.
         low, high: bounds of the scores to keep; None means no bound.
     """
 

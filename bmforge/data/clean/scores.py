@@ -1,7 +1,8 @@
 """Text scores: a linear classifier on hashed n-grams, and the perplexity of a trigram model.
 
-Both are trained from texts in seconds; the score of any other model can be added as a function
-from texts to numbers. Buckets follow CCNet: thirds of the perplexities of a sample.
+Both models are trained from texts in seconds. The score of any other model can be added as a
+function from texts to numbers. As in CCNet, the perplexity buckets are the thirds of the
+perplexities of a sample.
 Source: Wenzek et al. 2020, arXiv:1911.00359 (perplexity, thirds); Jelinek and Mercer 1980.
 """
 
@@ -34,7 +35,7 @@ __all__ = [
 
 Scorer = Callable[[Sequence[str]], list[float]]
 BUCKETS = ("head", "middle", "tail")  # the most probable texts first
-_WEIGHTS = (0.1, 0.3, 0.6)  # of one, two and three words in the interpolated probability
+_WEIGHTS = (0.1, 0.3, 0.6)  # interpolation weights of unigrams, bigrams and trigrams
 _RATE = 0.5
 
 

@@ -49,10 +49,10 @@ _INVISIBLE = re.compile(
 def detect_script(text: str) -> str:
     """Return the ISO 15924 code of a text's main script: ``"Latn"``, ``"Hans"``, ``"Jpan"``, ...
 
-    The main script is that of most letters. Chinese text is ``"Hans"`` (simplified) or ``"Hant"``
-    (traditional) by the characters that only occur in one of the two, and ``"Hani"`` if both are
-    equally frequent. Text with a tenth of kana is ``"Jpan"``, with Hangul ``"Kore"``. The result is
-    ``""`` if the text has no letters.
+    The main script is the one with the most letters. Chinese text is ``"Hans"`` (simplified) or
+    ``"Hant"`` (traditional) by the characters that only occur in one of the two, and ``"Hani"`` if
+    both are equally frequent. Text of which at least a tenth is kana is ``"Jpan"``; with Hangul it
+    is ``"Kore"``. The result is ``""`` if the text has no letters.
 
     Raises:
         MissingDependencyError: the text is Chinese and ``opencc`` is not installed.
@@ -86,7 +86,7 @@ def _tell_chinese(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def _only_in() -> tuple[frozenset[str], frozenset[str]]:
-    """Return two sets of characters: only in traditional Chinese, and only in simplified."""
+    """Return the characters used only in traditional Chinese, and those only in simplified."""
     ideographs = [chr(code) for code in range(0x4E00, 0xA000)]
     lines = "\n".join(ideographs)
     to_simplified = _converter("t2s").convert(lines).split("\n")

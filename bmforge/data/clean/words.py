@@ -120,7 +120,8 @@ _NOT = re.compile(
 )
 _ENDINGS = re.compile(r"['’](?:ll|d|ve|re|s|m)", re.IGNORECASE)
 _TAIL = 40  # characters at a string's end in which closing marks are searched
-_LONGEST_RUN = 1000  # characters; a longer run without spaces is cut at these places first
+# Maximum length in characters; longer runs are first cut into pieces of this length.
+_LONGEST_RUN = 1000
 _ENDS = frozenset(SENTENCE_ENDS)
 
 

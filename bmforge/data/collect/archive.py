@@ -26,7 +26,7 @@ _PAGES, _JOURNAL = "pages.warc.gz", "collected.jsonl"
 fcntl: Any
 try:
     import fcntl
-except ImportError:  # Windows has none
+except ImportError:  # not available on Windows
     fcntl = None
 
 

@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 __all__ = ["FetchError", "PrivateAddressError", "Response", "fetch", "find_address"]
 
 _CHUNK_BYTES = 1 << 16
-_OF_THE_WAY = ("transfer-encoding", "content-length", "connection")  # the body is kept as it is
+# Removed, since the body is stored without its transfer coding.
+_OF_THE_WAY = ("transfer-encoding", "content-length", "connection")
 
 
 class FetchError(Exception):
@@ -161,7 +162,7 @@ class _Watch:
     def _end(self) -> None:
         self._is_over = True
         if self._connection.sock is not None:
-            with suppress(OSError):  # it has ended by itself
+            with suppress(OSError):  # the connection may be closed already
                 self._connection.sock.shutdown(socket.SHUT_RDWR)
 
     def check(self, url: str) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 
 __all__ = ["MOST_BYTES", "Robots", "parse_robots"]
 
-MOST_BYTES = 512_000  # of a robots.txt; RFC 9309 demands at least 500 KiB
+MOST_BYTES = 512_000  # maximum size of a robots.txt; RFC 9309 requires at least 500 KiB
 _LONGEST_DELAY_S = 3600.0
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _TOKEN = re.compile("[A-Za-z_-]+")
@@ -49,7 +49,7 @@ class Robots:
             return True
         path = _normalize(path.replace("$", "%24").replace("*", "%2A"))
         fitting = [(len(rule), allowed) for allowed, rule in self.rules if _fits(rule, path)]
-        return max(fitting)[1] if fitting else True  # of two of one length, the one that allows
+        return max(fitting)[1] if fitting else True  # between rules of equal length, allow wins
 
 
 def parse_robots(text: str, agent: str) -> Robots:

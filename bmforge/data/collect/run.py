@@ -32,8 +32,8 @@ __all__ = ["AGENT", "CollectReport", "clean_url", "collect"]
 AGENT = "bmforge"  # the token that a robots.txt names
 _TRIES = 3
 _MOST_REDIRECTS = 5
-_LONGEST_WAIT_S = 120.0  # for a host that asks for more, its pages are given up
-_LATER = (429, 500, 502, 503, 504)  # tried again, and by the next run
+_LONGEST_WAIT_S = 120.0  # pages of a host that requests a longer delay are skipped
+_LATER = (429, 500, 502, 503, 504)  # temporary errors: retried now, and by the next run
 _FORBIDDING = re.compile(r"\b(?:no-?(?:image)?-?ai|no-?train(?:ing)?|no-?ml|noarchive)\b", re.I)
 _NO_TRAINING = re.compile(r"\b(?:ai-train|train-ai)\s*=\s*(?:no?|false)\b", re.I)
 _META = re.compile(rb"<meta\b[^>]{0,4000}>", re.IGNORECASE)

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 __all__ = ["find_addresses"]
 
-_MOST = 50_000  # addresses of a sitemap, by its protocol
-_MOST_BYTES = 50 << 20  # of an unpacked sitemap, by its protocol
+_MOST = 50_000  # maximum URLs of a sitemap, by the protocol
+_MOST_BYTES = 50 << 20  # maximum size of a decompressed sitemap, by the protocol
 _ROOTS = ("urlset", "sitemapindex", "rss", "feed", "RDF")
 _HEAD = re.compile(rb"<(?![?!])(?:\w+:)?(\w+)")
 _ADDRESS = re.compile(r"https?://\S+", re.IGNORECASE)

@@ -11,7 +11,7 @@ from bmforge.data.dedup.tokens import Hashes
 
 __all__ = ["Clusters", "equal_groups", "join_group", "place_source", "rank_documents"]
 
-_MOST_COMPARED = 128  # texts of other clusters that one is compared with in a group
+_MOST_COMPARED = 128  # maximum number of comparisons per text within a group
 
 
 class Clusters:
@@ -103,7 +103,7 @@ def join_group(
     cluster before the rest, so that a group of many thousands of different texts takes linear time.
     If `similar` is None, the whole group becomes one cluster.
     """
-    first: list[int] = []  # of each cluster
+    first: list[int] = []  # first document of each cluster
     others: list[int] = []
     for number in group:
         if similar is None:

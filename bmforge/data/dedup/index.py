@@ -16,7 +16,7 @@ from bmforge.errors import ConfigError, DataError
 
 __all__ = ["SketchIndex", "write_index"]
 
-_SETTINGS = "index.json"  # comes last: a folder without it is not whole
+_SETTINGS = "index.json"  # written last: a folder without this file is incomplete
 _FORMAT = 1
 
 

@@ -17,8 +17,8 @@ from bmforge.errors import ConfigError
 __all__ = ["DedupConfig", "MinHasher", "choose_bands", "hash_shingles", "jaccard"]
 
 _PRIME = (1 << 61) - 1
-_BLOCK = 2048  # n-grams at a time; 112 hashes of them are 1.8 MB
-_MARGIN = 0.05  # above the threshold, where almost all pairs are to be found
+_BLOCK = 2048  # n-grams hashed at a time; 112 hashes of each take 1.8 MB
+_MARGIN = 0.05  # pairs this far above the threshold must almost all be found
 _RECALL = 0.985
 
 
@@ -119,7 +119,8 @@ class MinHasher:
             values = self._a * shingles[start : start + _BLOCK] + self._b
             # The remainder by 2^61 - 1 of a 64-bit number; the upper three bits are added below.
             values = (values & prime) + (values >> np.uint64(61))
-            values = np.minimum(values, values - prime)  # below the prime it wraps around
+            # For values below the prime the subtraction wraps around.
+            values = np.minimum(values, values - prime)
             np.minimum(smallest, values.min(axis=1), out=smallest)
         return smallest
 

@@ -48,7 +48,7 @@ __all__ = [
 
 RULE = "near_duplicate"
 SORT_BYTES = 1 << 25
-_MOST_REMEMBERED = 1 << 18  # pairs that were compared and are no duplicates
+_MOST_REMEMBERED = 1 << 18  # maximum number of pairs remembered as different
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _equal_groups(
         new["high"], new["position"] = part[:, band], np.arange(first, first + len(part))
         rows.add(new)
         first += len(part)
-    for run in rows:  # equal keys come together
+    for run in rows:  # rows are sorted, so equal keys are adjacent
         yield equal_groups(run["high"], run["position"], old)
     rows.close()
 
@@ -319,11 +319,12 @@ def _cluster(
     num_earlier, compared = candidates.num_earlier, 0
     clusters = Clusters(len(candidates.order))
     similarity = np.full(len(candidates.order), np.nan)
-    different: set[tuple[int, int]] = set()  # of some pairs; those that are alike are one cluster
+    different: set[tuple[int, int]] = set()  # pairs compared and found different
 
     def similar(first: int, second: int) -> bool:
         nonlocal compared
-        if second < num_earlier or (first, second) in different:  # or two of earlier corpora
+        # Both in earlier corpora, or compared before.
+        if second < num_earlier or (first, second) in different:
             return False
         compared += 1
         value = jaccard(shingles.read(first), shingles.read(second))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 __all__ = ["ROW", "SortedRows", "make_rows"]
 
 ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("position", "<i8"), ("size_bytes", "<i8")])
-_BUCKETS = 256  # by the first byte of the key; keys are hashes, so they fill evenly
+_BUCKETS = 256  # one per first byte of the key; keys are hashes, so buckets fill evenly
 
 
 def make_rows(

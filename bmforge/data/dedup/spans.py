@@ -114,7 +114,7 @@ def cover_runs(
         starts: first tokens of the sequences, sorted.
         length: number of tokens per sequence.
     """
-    covered: list[list[int]] = []  # in tokens
+    covered: list[list[int]] = []  # spans as token offsets
     for first in map(int, starts):
         if covered and first <= covered[-1][1]:
             covered[-1][1] = first + length

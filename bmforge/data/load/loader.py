@@ -42,11 +42,12 @@ class DataLoader:
     """Yields this rank's micro-batches of one optimizer step after another, endlessly.
 
     An item is a list of ceil(G / (micro_batch_size * world)) batches, each a dict of int64 tensors
-    of shape (B, T): ``input_ids``; ``labels``, equal to them (the model shifts) but -100 in
-    padding; with `reset_at_documents` also ``position_ids``, which restart after each eos, and
-    ``document_ids``, 0, 1, ... within the row; labels at the first token of a document are then
-    -100, so that nothing is predicted across a boundary. If G is not a multiple of
-    micro_batch_size * world, also ``attention_mask``, which is 0 in the padding rows.
+    of shape (B, T). ``labels`` equal ``input_ids`` (the model shifts them), except for -100 in
+    padding. With `reset_at_documents`, a batch also has ``position_ids``, which restart after each
+    eos, and ``document_ids``, 0, 1, ... within the row; the label of the first token of a document
+    is then -100, so that nothing is predicted across a boundary. If G is not a multiple of
+    micro_batch_size * world, a batch also has an ``attention_mask``, which is 0 in the padding
+    rows.
 
     Args:
         dataset: a `PackedDataset` or a `Mixture`.
@@ -180,7 +181,7 @@ class DataLoader:
 
 @dataclass(frozen=True)
 class _StepMaker:
-    """Builds the micro-batches of a step, so that the prefetch thread needs no loader."""
+    """Builds the micro-batches of a step; separate from the loader, so a thread can run it."""
 
     dataset: Dataset
     global_batch_size: int
@@ -275,7 +276,7 @@ def _held_out_batches(
 
 def _batch(rows: NDArray[np.int64], lengths: NDArray[np.int64], eos_id: int | None) -> Batch:
     """Convert rows to a batch of tensors; with an `eos_id`, documents are separated."""
-    import torch  # here, as a preparation imports this room and needs no tensors
+    import torch  # imported here because preparing a corpus needs no tensors
 
     labels = rows.copy()
     if len(lengths) and int(lengths.min()) < rows.shape[1]:

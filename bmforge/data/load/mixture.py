@@ -164,7 +164,7 @@ def assign_sources(counts: Sequence[int]) -> NDArray[np.int64]:
             owed = scale * (count * n - had[i] * period)
             if owed < period:
                 continue
-            due = (scale - 1) * period - owed  # divided by count: the deadline
+            due = (scale - 1) * period - owed  # the deadline is due / count
             if best < 0 or due * counts[best] < best_due * count:
                 best, best_due = i, due
         had[best] += 1

@@ -17,7 +17,7 @@ from bmforge.data.prepare.split import choose_held_out, split_keys
 
 __all__ = ["SORT_BYTES", "choose_split", "find_copies"]
 
-SORT_BYTES = 1 << 25  # of rows held in memory, 32 bytes a document
+SORT_BYTES = 1 << 25  # maximum bytes of rows in memory, 32 per document
 _KEYS = 1 << 16
 
 
@@ -38,8 +38,8 @@ def find_copies(
         earlier: indexes of earlier corpora.
 
     Returns:
-        ``files`` with their hashes; the number of dropped ``documents`` and their ``read_bytes``;
-        the remaining ``text_bytes``.
+        dict with ``files`` (hash by file name), ``documents`` and ``read_bytes`` (number and raw
+        bytes of the dropped documents), and ``text_bytes`` (of the remaining documents).
     """
     total = sum(counts)
     rows = SortedRows(folder / "rows", bound_bytes)
@@ -85,7 +85,8 @@ def choose_split(
     """Write the mask ``held_out`` of the documents that `split_documents` assigns to validation.
 
     Returns:
-        ``files`` with their hashes, and ``cut`` and ``cut_bytes`` of the `Split`.
+        dict with ``files`` (hash by file name), ``cut`` and ``cut_bytes`` (see `Split`), and
+        ``has_any`` (True if any text is held out).
     """
     rows = SortedRows(folder / "rows", bound_bytes)
     total_bytes = 0

@@ -11,7 +11,7 @@ from bmforge.errors import ConfigError
 
 __all__ = ["check_room"]
 
-_PACKED_RATIO = 4  # text packs to about a quarter
+_PACKED_RATIO = 4  # typical compression ratio of text
 # Disk bytes per byte of text: clean documents, and half a byte of tokens twice (shards, joined).
 _NEED_RATIO = 1.5
 
@@ -28,7 +28,7 @@ def check_room(files: Sequence[Path] | None, out: Path, work: Path) -> None:
     )
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     usage = shutil.disk_usage(existing)
-    if usage.total == 0:  # not a disk: the first write reports the error
+    if usage.total == 0:  # not a disk; the first write raises the error
         return
     free = usage.free
     work_bytes = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())

@@ -39,7 +39,7 @@ __all__ = [
     "shard_file",
 ]
 
-UNREADABLE = "unreadable"  # the rule of entries that are damaged
+UNREADABLE = "unreadable"  # rule name of damaged entries
 DIGESTS = np.dtype([("digest", "S16"), ("text_bytes", "<i8"), ("read_bytes", "<i8")])
 
 
@@ -94,11 +94,12 @@ def make_documents(part: StagePart, beat: Beat) -> dict[str, Any]:
     """Read one shard, apply the steps to its documents, and write the remaining documents.
 
     Returns:
-        ``files`` with their hashes; the remaining ``documents`` and ``text_bytes``; the ``funnel``;
-        the counts of dropped documents per group in ``sources``.
+        dict with ``files`` (hash by file name), ``documents`` and ``text_bytes`` (number and bytes
+        of the remaining documents), ``funnel``, and ``sources`` (counts of dropped documents per
+        group).
 
     Raises:
-        DataError: an entry is damaged and `skip_bad` is False, or a file changed meanwhile.
+        DataError: an entry is damaged and `skip_bad` is False, or a file changed during the work.
     """
     task: DocumentsTask = part.task
     funnel, dropped, summary = Funnel(), Dropped(task.keep_dropped), Summary()
@@ -186,7 +187,7 @@ def _hide(
     for step in steps:
         if step.hides:
             text, excerpt = _changed(step, document.text), _changed(step, drop.excerpt)
-            if document.text.startswith(drop.excerpt):  # it may end inside hidden text
+            if document.text.startswith(drop.excerpt):  # the excerpt may end inside private text
                 excerpt = cut_excerpt(text)
             document, drop = replace(document, text=text), replace(drop, excerpt=excerpt)
     return document, drop

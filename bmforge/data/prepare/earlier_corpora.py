@@ -25,7 +25,7 @@ from bmforge.errors import ConfigError, DataError
 
 __all__ = ["INDEX", "Earlier", "open_earlier", "write_earlier"]
 
-INDEX = "index"  # a folder
+INDEX = "index"  # folder name
 _DIGESTS, _SETTINGS, _NEAR = "digests.bin", "index.json", "near"
 _FORMAT = 1
 _ROW = np.dtype([("high", "<u8"), ("low", "<u8")])
@@ -108,7 +108,7 @@ def write_earlier(
     """Write the index of the documents that are kept, for use by later preparations.
 
     Args:
-        finished: folder of the corpus until it is complete.
+        finished: temporary folder in which the corpus is assembled.
         documents: folder of the first stage.
         counts: documents per shard.
         mask_path: path of the mask of kept documents.

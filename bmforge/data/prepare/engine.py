@@ -1,10 +1,10 @@
 """Runs the parts of a stage in this process, or in workers that a bad document may crash.
 
-Only the parent writes the journal; a worker only writes files. Each worker publishes the entry that
-it processes in shared memory. The parent kills a worker that exceeds the time limit of one entry
-or the memory limit, and runs the part again without that entry. If a worker dies by itself, its
-part is tried once more, since the entry may not be the cause; if it dies again at the same entry,
-the entry is skipped.
+A stage consists of parts, usually one per shard. Only the parent process writes the journal; a
+worker only writes files. Each worker publishes the entry that it processes in shared memory. The
+parent kills a worker that exceeds the time limit of one entry or the memory limit, and runs the
+part again without that entry. If a worker dies by itself, its part is tried once more, since the
+entry may not be the cause; if it dies again at the same entry, the entry is skipped.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Blame(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePart:
-    """One part of a stage: its number, its task, and the entries to skip."""
+    """One part of a stage (usually a shard): its number, its task, and the entries to skip."""
 
     number: int
     task: Any
@@ -274,7 +274,7 @@ def _resident_bytes(pid: int | None) -> int:
 
 def _serve(pipe: Any, work: Work, at: Any, name: Any, number_of_workers: int) -> None:
     """Main loop of a worker process: run parts until the parent exits."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C, and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     if number_of_workers > 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

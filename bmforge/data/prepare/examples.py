@@ -65,7 +65,7 @@ class DropExamples:
     Attributes:
         sets: test sets in the form that `read_examples` accepts.
         cut: True to cut the examples out instead of dropping the document.
-        digest: hash of the examples at the start of the work.
+        digest: hash of the examples when the preparation started.
     """
 
     sets: tuple[str, ...]

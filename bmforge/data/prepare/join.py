@@ -20,7 +20,7 @@ from bmforge.data.store.writer import merge_stores
 
 __all__ = ["STORE_NAME", "join_stores"]
 
-STORE_NAME = "tokens"  # a shard's store has its number appended
+STORE_NAME = "tokens"  # the store of a shard has the shard number appended
 Cuts = dict[str, list[tuple[int, int, str]]]
 
 

@@ -27,7 +27,7 @@ _PARTIAL = ".partial"
 fcntl: Any
 try:
     import fcntl
-except ImportError:  # Windows has none
+except ImportError:  # not available on Windows
     fcntl = None
 
 
@@ -97,7 +97,7 @@ class Journal:
             self._file = path.open("ab")
             self._lock()
             lines = path.read_bytes()
-            complete = lines.rfind(b"\n") + 1  # an incomplete line after it was cut off by a kill
+            complete = lines.rfind(b"\n") + 1  # a kill may leave an incomplete last line
             self._file.truncate(complete)
             lines = lines[:complete]
             for left in sorted(work.rglob(f"*{_PARTIAL}")):
@@ -107,7 +107,7 @@ class Journal:
                 record = json.loads(line)
                 self._found[record["stage"], record["part"]] = record
             except (ValueError, KeyError, TypeError):
-                continue  # a damaged line speaks of nothing, and its part is done again
+                continue  # a damaged line is ignored, so its part runs again
 
     def _lock(self) -> None:
         if fcntl is None or self._file is None:

@@ -37,7 +37,7 @@ __all__ = [
     "sketch_shard",
 ]
 
-DROPS = "drops"  # a file
+DROPS = "drops"  # file name
 _ROW = np.dtype([("position", "<i8"), ("similarity", "<f8")])
 _NAMES = tuple(field.name for field in fields(Sketches))
 
@@ -103,7 +103,7 @@ def sketch_shard(part: StagePart, beat: Beat) -> dict[str, Any]:
     """Compute and write the MinHash sketches of a shard's documents, without exact copies.
 
     Returns:
-        ``files`` with their hashes.
+        dict with ``files`` (hash by file name).
     """
     task: SketchTask = part.task
     blamed = {blame.entry for blame in part.blamed}
@@ -113,7 +113,7 @@ def sketch_shard(part: StagePart, beat: Beat) -> dict[str, Any]:
         for entry, document in enumerate(read_shard(task.documents, task.number)):
             if not mask[task.first + entry]:
                 continue
-            if entry in blamed:  # it stays, and is compared with none
+            if entry in blamed:  # kept without comparison
                 yield replace(document, text="")
                 continue
             beat(entry, False, f"{document.source}:{document.place}")
@@ -169,8 +169,9 @@ def choose_survivors(
         index_folders: folders of sketches of earlier corpora.
 
     Returns:
-        ``files`` with their hashes; the number of dropped ``documents`` and their ``read_bytes``;
-        the remaining ``text_bytes``; the number of ``clusters`` by size.
+        dict with ``files`` (hash by file name), ``documents`` and ``read_bytes`` (number and raw
+        bytes of the dropped documents), ``text_bytes`` (of the remaining documents), and
+        ``clusters`` (number of clusters by size).
     """
     before = open_mask(copies)
 

@@ -30,7 +30,7 @@ __all__ = [
 
 RECORD_NAME = "prepared.toml"
 _FORMAT = 2
-_FORMATS = (1, _FORMAT)  # the first one has no funnel and no steps
+_FORMATS = (1, _FORMAT)  # format 1 has no funnel and no steps
 _OF_THE_WORK = ("out_dir", "reused", "config", "steps", "outputs")
 _TABLES = ("train", "validation", "funnel", "summary")
 _NORMALISE_ONLY = ["normalise 1"]

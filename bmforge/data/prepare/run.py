@@ -50,7 +50,7 @@ from bmforge.tokenizers import Tokenizer
 __all__ = ["Paths", "plan_work", "prepare", "show_preparation", "work_dir"]
 
 _WORK_NAME = "preparing.tmp"
-_FINISHED = "finished"  # in the work, until all of it can move
+_FINISHED = "finished"  # subfolder of the work directory until the corpus is moved
 _DROPPED = "dropped.jsonl"
 _OLD_REPORT = "report.html"  # report of an earlier corpus
 _LEAST_MEMORY_BYTES = 1 << 29
@@ -62,7 +62,7 @@ _HOW_IT_RUNS = (
     "worker_memory_bytes",
     "keep_stages",
 )
-_TOKENIZER = "tokenizer"  # a folder; which files are in it depends on the tokenizer
+_TOKENIZER = "tokenizer"  # folder whose files depend on the tokenizer
 _STORES = tuple(f"{side}/{STORE_NAME}.*" for side in SIDES)
 _PATTERNS = (f"{_TOKENIZER}/*", f"{INDEX}/*.*", f"{INDEX}/*/*", *_STORES)
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -130,7 +130,7 @@ def _prepare(
             report = _finish(plan, results, config, all_steps, journal)
             write_record(work / _FINISHED / RECORD_NAME, report, plan.inputs)
         except BaseException:
-            if journal.is_empty():  # there is nothing to go on from
+            if journal.is_empty():  # nothing to resume
                 shutil.rmtree(out if is_new else work, ignore_errors=True)
             raise
         _move_into_place(work / _FINISHED, out)
@@ -146,7 +146,7 @@ def _remove_finished_work(work: Path, is_kept: bool) -> None:
     try:
         with Journal(work):
             pass
-    except ConfigError:  # another process prepares there
+    except ConfigError:  # another process works in the directory
         return
     shutil.rmtree(work)
 
@@ -273,11 +273,11 @@ def _check_same(
 
 
 def _check_free(out: Path) -> None:
-    """Raise `ConfigError` if the output directory contains files of other origin."""
+    """Raise `ConfigError` if the output directory has files not from an interrupted preparation."""
     names = sorted(path.name for path in out.iterdir()) if out.exists() else []
     own_names = {_WORK_NAME, _TOKENIZER, _DROPPED, INDEX, *SIDES}
     if _WORK_NAME in names and own_names.issuperset(names):
-        return  # one was interrupted
+        return  # an interrupted preparation
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ConfigError(

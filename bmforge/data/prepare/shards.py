@@ -22,7 +22,7 @@ __all__ = ["TOPICS", "InputFile", "FileRange", "ShardPlan", "Shard", "plan_shard
 TOPICS = "pydoc_data.topics"
 _PLAN_NAME = "plan.json"
 _CHUNK_BYTES = 1 << 20
-_PACKED_RATIO = 8  # a packed file that may unpack to more than a shard is looked into
+_PACKED_RATIO = 8  # assumed compression ratio, to decide whether a file may need splitting
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from bmforge.settings import PrepareConfig
 
 __all__ = ["REPEATED", "SPANS", "LeastRepeats", "Repeats", "check_spans", "choose_spans", "without"]
 
-REPEATED = "repeated_spans"  # the rule of documents of which nothing is left
-SPANS = "spans"  # a file
-_LEAST = 50  # tokens: shorter ones repeat by themselves
+REPEATED = "repeated_spans"  # rule name of documents whose text is all repeated
+SPANS = "spans"  # file name
+_LEAST = 50  # tokens; shorter sequences often repeat by chance
 _ROW = np.dtype([("position", "<i8"), ("start", "<i8"), ("end", "<i8")])
 
 
@@ -93,9 +93,9 @@ def choose_spans(
         least: minimum lengths of repeats.
 
     Returns:
-        ``files`` with their hashes; the number of dropped ``documents`` and their ``read_bytes``;
-        the remaining ``text_bytes``; ``changed``: number of cut documents and of characters
-        removed.
+        dict with ``files`` (hash by file name), ``documents`` and ``read_bytes`` (number and raw
+        bytes of the dropped documents), ``text_bytes`` (of the remaining documents), and
+        ``changed`` (number of cut documents, and of characters removed).
     """
     mask = open_mask(before)
 

@@ -22,8 +22,8 @@ __all__ = [
     "split_keys",
 ]
 
-_NEAR_ENOUGH = 0.999  # of the asked bytes; then the search for fitting documents ends
-_TOO_FEW = 0.9  # of the asked bytes; with fewer in whole documents, one is cut
+_NEAR_ENOUGH = 0.999  # share of the requested bytes at which the search for documents ends
+_TOO_FEW = 0.9  # share of the requested bytes below which one document is cut in two
 _WALK_ROWS = 1 << 12
 _BREAKS = (b"\n\n", b"\n", "\u3002".encode(), b". ", b" ")
 
@@ -153,6 +153,6 @@ def cut_end(text: str, size_bytes: int) -> tuple[str, str]:
     near = min(max(near, 1), len(data) - 1)
     while 0 < near < len(data) and data[near] & 0xC0 == 0x80:  # inside a character
         near += 1
-    if near == len(data):  # the last character is all there would be
+    if near == len(data):  # the end would be empty
         near = len(text[:-1].encode())
     return data[:near].decode().rstrip(" \n") or data[:near].decode(), data[near:].decode()

@@ -1,9 +1,10 @@
 """Runs the stages of a preparation in order, and takes finished parts from the journal.
 
-documents (per shard) -> duplicates -> split -> tokenizer -> encode (per shard). Optional stages
-before the split: sketches (per shard) -> near_duplicates drop near duplicates, then spans cuts
-repeated spans. The key of a stage is a hash of its settings and of the key of the stage before, so
-a changed setting invalidates the first stage that reads it, and all later ones.
+The stages are documents (per shard) -> duplicates -> split -> tokenizer -> encode (per shard).
+Optional stages before the split are sketches (per shard) -> near_duplicates, which drop near
+duplicates, and spans, which cuts repeated spans. The key of a stage is a hash of its settings and
+of the key of the previous stage, so a changed setting invalidates the first stage that reads it,
+and all later ones.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ STAGES = (
     "tokenizer",
     "encode",
 )
-_VERSION = 3  # of the rules of these stages; another one redoes all
+_VERSION = 3  # version of the stages' rules; a new one invalidates all results
 _ENCODE_VERSION = 2
-_SAMPLE_BYTES = 1 << 28  # of text that a tokenizer is trained on, which takes the most memory
+_SAMPLE_BYTES = 1 << 28  # bytes of text to train a tokenizer on, the step with the most memory
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def run_here(
     config: PrepareConfig,
     on_blame: Callable[[int, Blame], None],
 ) -> Iterator[tuple[int, Any]]:
-    """Run parts in this process or in its worker processes."""
+    """Run the parts of a stage in this process, or in worker processes of this machine."""
     limits = Limits(config.document_seconds, config.worker_memory_bytes)
     yield from run_parts(run, parts, config.workers, limits, on_blame)
 

@@ -14,11 +14,11 @@ from bmforge.licenses import license_name
 
 __all__ = ["KEPT", "OTHERS", "UNKNOWN", "Summary", "choose_grouping", "group_of", "origin_of"]
 
-KEPT = "kept"  # outcome next to the rules' names
+KEPT = "kept"  # outcome of kept documents, besides the rule names
 UNKNOWN = "unknown"
 OTHERS = "others"
 _MOST_GROUPS = 40
-_MOST_VALUES = 50  # of licenses and the like in a record
+_MOST_VALUES = 50  # maximum distinct values of a metadata field in a record
 _LONGEST_VALUE = 100  # characters
 _YEAR = 4
 _NESTED = ("sources", "origins")

@@ -8,7 +8,7 @@ from html import escape
 __all__ = ["draw_bars", "draw_funnel"]
 
 _WIDTH, _ROW, _GAP = 720, 34, 6
-_MIDDLE, _WIDEST = 470, 470  # of the funnel; names stand at its left
+_MIDDLE, _WIDEST = 470, 470  # center and width of the funnel; names are to its left
 _BAR_ROW, _BAR_LEFT, _BAR_WIDEST = 24, 170, 400
 _BAR_ROOM = _WIDTH - _BAR_LEFT - _BAR_WIDEST
 

@@ -17,7 +17,7 @@ from bmforge.errors import ConfigError, DataError, suggest
 __all__ = ["read_dropped", "read_kept"]
 
 _DROPPED = "dropped.jsonl"
-_MOST_TOKENS = 400  # of a kept document that are shown
+_MOST_TOKENS = 400  # tokens shown of each kept document
 _ALL = "all"
 
 

@@ -19,7 +19,7 @@ from bmforge.errors import DataError
 __all__ = ["UNREADABLE", "Member", "drop_member", "open_zip", "tar_members", "zip_members"]
 
 _MOST_MEMBERS = 1_000_000
-_HIGHEST_RATIO = 100  # of unpacked to packed bytes, for large members
+_HIGHEST_RATIO = 100  # maximum compression ratio of large members
 _LARGE_BYTES = 1 << 25
 # Exceptions of the standard library for archives or members that are damaged or another format.
 UNREADABLE = (
@@ -52,7 +52,7 @@ def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterato
     """Yield the name and stream of each file in a zip archive; unreadable ones yield a record."""
     archive = open_zip(stream, where)
     for count, member in enumerate(archive.infolist()):
-        if 0 <= where.end <= count:  # of a part
+        if 0 <= where.end <= count:  # end of the range
             return
         if member.is_dir() or count < where.line - 1:
             continue
@@ -77,7 +77,7 @@ def tar_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterato
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             for count, member in enumerate(archive, where.line - 1):
-                if 0 <= where.end <= member.offset:  # of a part
+                if 0 <= where.end <= member.offset:  # end of the range
                     return
                 if count >= _MOST_MEMBERS:
                     yield "", drop_member(where, "archive_members", count, _MOST_MEMBERS)

@@ -96,7 +96,7 @@ class LineCutter:
         self.offset += len(chunk)
 
     def cuts(self) -> Cuts:
-        """Return the cuts, excluding the end of the stream."""
+        """Return the offset and line number of each split, excluding the end of the stream."""
         return tuple(cut for cut in self._cuts if cut[0] < self.offset)
 
 

@@ -19,9 +19,9 @@ class Document:
     Attributes:
         source: path of the input file.
         place: location in the file: a line, the name of a member, a page; ``"1"`` for a whole file.
-        id: hash of source, place and original text, unchanged by every step.
+        id: hash of source, place and original text; no step changes it.
         url, license: URL and license of the page or the data set, as stated by the source.
-        terms: other conditions of the source, or the URL of them.
+        terms: other conditions of use that the source states, or their URL.
         date: ISO 8601, as far as known: ``"2024"``, ``"2024-05-01"``.
         language, script: ISO 639-1 (or -3) and ISO 15924, such as ``"zh"`` and ``"Hans"``; a source
             may give a longer tag, such as ``"zh-CN"``, whose language `primary_subtag` returns.

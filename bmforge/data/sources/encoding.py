@@ -36,8 +36,8 @@ _ESCAPES = (
 )
 _WIDE = ("gb18030", "big5", "cp950", "big5hkscs", "shift_jis", "cp932", "euc_jp")
 _SURE = 0.75  # least share of common characters beyond ASCII; in a wrong encoding it is below 0.5
-_VERY_SURE = 0.9  # to overrule a label
-_FEWEST = 4  # characters beyond ASCII, to detect anything
+_VERY_SURE = 0.9  # minimum score that overrules a declared encoding
+_FEWEST = 4  # minimum non-ASCII characters for detection
 _MOST_BAD = 0.02  # share of characters that may be replaced
 _BAD_OF_WIDE = 0.25  # share of damaged ones among multi-byte characters that are still UTF-8
 _LABEL = re.compile(r"[\w.:-]{2,40}")
@@ -246,7 +246,7 @@ def detect_encoding(raw: bytes) -> str:
     if _is_japanese_euc(sample):
         return "euc_jp"
     scores = {name: _score(sample, name) for name in _WIDE}
-    best = max(scores, key=lambda name: scores[name])  # of equals the first
+    best = max(scores, key=lambda name: scores[name])  # the first of equal ones
     if scores[best] >= _SURE:
         return best
     return _ask_library(sample)
@@ -254,7 +254,7 @@ def detect_encoding(raw: bytes) -> str:
 
 def _try(raw: bytes, name: str) -> str | None:
     try:
-        if name == "cp1252":  # in which the web has controls for five bytes without a character
+        if name == "cp1252":  # on the web, its five undefined bytes are control characters
             text = raw.decode(name, "surrogateescape").translate(_WINDOWS_CONTROLS)
         else:
             text = raw.decode(name)
@@ -329,7 +329,7 @@ def _share_of_common(text: str) -> float:
 
 
 def _is_japanese_euc(sample: bytes) -> bool:
-    """Detect EUC-JP by its share of kana; in GB 2312, all its characters would be frequent."""
+    """Detect EUC-JP by its share of kana, since as GB 2312 its characters seem frequent."""
     text = _cut(sample, "euc_jp") or ""
     wide = sum(c > "\x7f" for c in text)
     return (
@@ -338,7 +338,7 @@ def _is_japanese_euc(sample: bytes) -> bool:
 
 
 def _is_korean(sample: bytes) -> bool:
-    """Detect Korean by its share of Hangul; in GB 2312, its characters would be frequent."""
+    """Detect Korean by its share of Hangul, since as GB 2312 its characters seem frequent."""
     text = _cut(sample, "euc_kr")  # cp949's other syllables are rare, and Shift-JIS looks so
     wide = [c for c in text or "" if c > "\x7f"]
     hangul = sum("\uac00" <= c <= "\ud7a3" for c in wide)

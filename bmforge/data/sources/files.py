@@ -161,7 +161,7 @@ def _walk(directory: Path, unread: list[Path]) -> list[Path]:
     seen: set[tuple[int, int]] = set()
     for folder, folders, names in os.walk(directory, followlinks=True, onerror=_raise_unlistable):
         status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in seen:  # a link back to a folder that is read already
+        if (status.st_dev, status.st_ino) in seen:  # a link to a folder that is already listed
             folders.clear()
             continue
         seen.add((status.st_dev, status.st_ino))

@@ -43,7 +43,7 @@ __all__ = ["SOURCES", "FormatReader", "kind_of", "read_stream"]
 
 _HEAD_BYTES = 1024
 _COUNT_BYTES = 1 << 20
-_DEEPEST = 4  # archives in archives
+_DEEPEST = 4  # maximum nesting of archives
 _TAR_MAGIC = 257, b"ustar"
 
 

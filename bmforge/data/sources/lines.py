@@ -95,7 +95,7 @@ def is_json_lines(sample: bytes) -> bool:
     first, newline, _ = sample.lstrip(b"\xef\xbb\xbf \t\r\n").partition(b"\n")
     if not first.startswith(b"{"):
         return False
-    if not newline:  # one long line, or one object
+    if not newline:  # a line longer than the sample, or a single object
         return len(sample) >= _SAMPLE_BYTES
     try:
         return isinstance(json.loads(first), dict)

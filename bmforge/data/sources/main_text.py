@@ -25,7 +25,7 @@ _EAST_ASIAN = re.compile(f"[{HAN}\u3040-\u30ff]")
 _SHORTEST = 25  # characters of a sentence; 10 in Chinese and Japanese
 _SHORTEST_EAST_ASIAN = 10
 _MOST_LINKED = 0.5  # share of a line's characters in links
-_MUCH = 0.1  # share of the sentences' characters that is lost before the other reader is asked
+_MUCH = 0.1  # share of lost characters above which the second extractor is used
 _ENDS = (*SENTENCE_ENDS, ":", "：", "…")
 _CLOSING = "\"'”’»」』）)]"
 # Visible parts of a page that are rarely main text, by element, role, and class or id.
@@ -39,7 +39,7 @@ _SKIPPED = [
     *(f'[role="{role}"]' for role in ("navigation", "contentinfo", "banner", "search", "dialog")),
     *(f'[{name}*="{word}" i]' for word in _SKIPPED_WORDS.split() for name in ("class", "id")),
 ]
-_LINK_BEGIN, _LINK_END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode: no page has them
+_LINK_BEGIN, _LINK_END = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which do not occur in pages
 _LINK_MARK = re.compile(f"([{_LINK_BEGIN}{_LINK_END}])")
 _LINK_TAG = re.compile(r"<a\b(?=[\s>])|</a\s*>", re.I)
 _RUBY = re.compile(r"<ruby\b[^>]*>(.{0,5000}?)</ruby\s*>", re.I | re.S)
@@ -47,7 +47,7 @@ _READING = re.compile(
     r"<(?:rp|rt|rtc)\b[^>]*>.*?(?:</(?:rp|rt|rtc)\s*>|(?=<(?:rp|rt|rtc|rb)\b)|$)", re.I | re.S
 )
 _TAG = re.compile("<[^>]*>")
-_MOST_SEARCHES = 2000  # of lines that no line of the reader equals: each reads the whole text
+_MOST_SEARCHES = 2000  # maximum substring searches, each of which scans the whole text
 
 
 @dataclass(frozen=True)

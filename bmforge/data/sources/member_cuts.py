@@ -15,7 +15,7 @@ from bmforge.data.sources.warc import list_records
 
 __all__ = ["MEMBERS", "find_members", "read_members"]
 
-MEMBERS = ("zip", "tar", "warc")  # the kinds
+MEMBERS = ("zip", "tar", "warc")  # kinds that are split between members or records
 Cuts = tuple[tuple[int, int], ...]
 
 
@@ -81,7 +81,7 @@ def read_members(
         yield from read_stream(stream, name, where, options)
         return
     stream.seek(begin)
-    if kind == "tar":  # which counts from where it is opened
+    if kind == "tar":  # offsets of a tar stream count from where it is opened
         end = where.end - begin if where.end >= 0 else -1
         where = Where(where.source, where.inside, end, where.line)
     yield from read_stream(stream, name, where, options)

@@ -26,7 +26,7 @@ __all__ = [
     "read_xlsx",
 ]
 
-LARGEST_BYTES = 1 << 28  # of a file, and of all parts that are read
+LARGEST_BYTES = 1 << 28  # maximum size of a file, and of all files read from the archive
 _MARKERS = {
     "docx": "word/document.xml",
     "pptx": "ppt/presentation.xml",

@@ -21,7 +21,7 @@ _MAGIC = {
     ".zst": b"\x28\xb5\x2f\xfd",
 }
 _CHUNK_BYTES = 1 << 20
-_HIGHEST_RATIO = 100  # of unpacked to packed bytes, for large streams; text stays far below
+_HIGHEST_RATIO = 100  # maximum compression ratio of large streams; that of text is far lower
 _LARGE_BYTES = 1 << 25
 
 

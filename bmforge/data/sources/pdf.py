@@ -17,15 +17,15 @@ from bmforge.errors import DataError, MissingDependencyError
 __all__ = ["join_pages", "parse_pdf", "read_pdf"]
 
 _LARGEST_BYTES = 1 << 28
-_LEAST_CHARACTERS = 20  # a page, on average; a scan has next to none
-_LEAST_PAGES = 3  # for a line at their edge to be a running head
+_LEAST_CHARACTERS = 20  # mean characters per page; scans have almost none
+_LEAST_PAGES = 3  # pages on which a line must recur to be a running header
 _EDGE_LINES = 2
 _NUMBERS = re.compile(r"[0-9]{1,6}")
 _TORN = re.compile("(\\w)[-\u00ad\u2010]\n(?=[a-zà-öø-ÿß])")
 _SIGN = re.compile("[\ufffe\x02]\n?")  # pdfium's mark of a hyphen and line end
 _UNPLACED = " \ufffe\x02"
 _WORD = re.compile("[^ \ufffe\x02]+")
-_COLUMN_GAP = 1.5  # of a line's height
+_COLUMN_GAP = 1.5  # in line heights
 _LINE = re.compile("[^\r\n\ufffe\x02]*[\ufffe\x02]?")
 
 
@@ -69,7 +69,7 @@ def parse_pdf(raw: bytes, where: Where) -> Document | Drop:
 def _read_page(page: Any) -> str:
     """Return the text of a pdfium page, with lines in reading order."""
     drawn = page.get_text_range()
-    if len(drawn) == page.count_chars():  # else positions are unknown
+    if len(drawn) == page.count_chars():  # otherwise the positions do not match the text
         lines = [
             placed
             for line in _LINE.finditer(drawn)

@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 __all__ = ["PlacedLine", "order_lines"]
 
-_LOOK_BACK = 8  # lines, for one in the same column
-_UPWARD = 0.1  # of a page's lines may stand above the one before, in its column
-_HEAD_GAP = 1.5  # of the usual gap between rows: so far off, a single line is a head or a foot
-_GUTTER = 0.8  # of a line's height: no gap between words is so wide for the whole page
+_LOOK_BACK = 8  # previous lines searched for one in the same column
+_UPWARD = 0.1  # maximum share of lines above the previous line of their column
+_HEAD_GAP = 1.5  # in usual row gaps: a single line this far away is a header or footer
+_GUTTER = 0.8  # in line heights: wider than gaps between words
 
 
-_ROWS = 4  # least rows of two columns
-_FULL = 0.6  # of a column's lines reach so far, in prose; cells of a table are shorter
-_PROSE = 18  # characters of a line of prose, on average
+_ROWS = 4  # minimum rows of two columns
+_FULL = 0.6  # minimum share of the column width that prose lines fill; table cells are shorter
+_PROSE = 18  # minimum mean length of prose lines, in characters
 
 
 class PlacedLine(NamedTuple):

@@ -66,7 +66,8 @@ def read_preferences(path: str | os.PathLike[str]) -> list[PreferenceExample]:
         path: a .jsonl, .json or .parquet file, or a folder of such files.
 
     Raises:
-        DataError: the path does not exist, a file cannot be decoded, or a record is no preference.
+        DataError: the path does not exist, a file cannot be decoded, or a record is not a
+            preference example.
         MissingDependencyError: a Parquet file is read, and pyarrow is not installed.
     """
     return [

@@ -60,7 +60,7 @@ def keep_standard_input(
         ]
     finally:
         shutil.rmtree(target, ignore_errors=True)
-        for left in (folder, folder.parent):  # if the preparation wrote nothing else there
+        for left in (folder, folder.parent):  # removed only if empty
             with suppress(OSError):
                 left.rmdir()
 
@@ -88,7 +88,7 @@ def _keep_stream(name: Name, target: Path, number: int) -> Path:
 def _keep(stream: BinaryIO, path: Path) -> Path:
     head = stream.read(_HEAD_BYTES)
     packing = packing_of(head, path.name)
-    if packing or not kind_of(head, path.name):  # a packed stream cannot be looked into
+    if packing or not kind_of(head, path.name):  # the content of a compressed stream is unknown
         is_lines = bool(packing) or head.lstrip()[:1] == b"{"
         if not kind_of(b"", path.name):
             suffix = f"{'.jsonl' if is_lines else '.txt'}{packing}"

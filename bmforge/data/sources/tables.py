@@ -129,7 +129,8 @@ def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:
 def _read_batches(batches: Any, where: Where, options: ReadOptions) -> Iterator[Record]:
     number = where.line - 1
     for batch in batches:
-        batch.validate(full=True)  # Arrow trusts the lengths in a file; a false one ends a process
+        # Arrow trusts the lengths in a file; a wrong one crashes the process.
+        batch.validate(full=True)
         for row in batch.to_pylist():
             number += 1
             size = len(str(row).encode("utf-8", "replace"))

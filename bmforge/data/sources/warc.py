@@ -21,7 +21,7 @@ from bmforge.errors import DataError, MissingDependencyError
 
 __all__ = ["list_records", "read_arc", "read_warc"]
 
-_LARGEST_BYTES = 1 << 26  # of a record, and of a body when unpacked
+_LARGEST_BYTES = 1 << 26  # maximum size of a record, and of a decompressed body
 _CHUNK_BYTES = 1 << 20
 _MEMBER = b"\x1f\x8b\x08"
 _READ_TYPES = ("response", "resource", "conversion")
@@ -35,7 +35,7 @@ def read_warc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[
     """Yield one record per WARC response, resource or conversion; skip only damaged ones."""
     _import(where)
     for number, (at, raw, error) in enumerate(_parts(stream), where.line):
-        if 0 <= where.end <= at:  # of a part
+        if 0 <= where.end <= at:  # end of the range
             return
         if error:
             failure = DataError(f"{where}, record {number}: {error}")

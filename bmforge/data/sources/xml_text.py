@@ -40,7 +40,7 @@ def walk_xml(
         )
 
     def skip_entity(name: str, is_parameter: bool) -> None:
-        if not is_parameter:  # of HTML, by a document type that is not loaded
+        if not is_parameter:  # an HTML entity; the document type that defines it is not loaded
             text(html5.get(f"{name};", ""))
 
     parser.StartElementHandler = lambda name, attributes: begin(name.rpartition("}")[2], attributes)

@@ -1,7 +1,8 @@
 """Document metadata of a token store: source, language, license, date, and quality.
 
-``PREFIX.doc`` has a line of JSON with the name of each number, then the rows in the order of the
-documents. The file is optional; without it documents cannot be selected.
+Sources, languages and licenses are stored as numbers. ``PREFIX.doc`` has one line of JSON with the
+names that these numbers stand for, then a binary row per document, in order. The file is optional;
+without it documents cannot be selected.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
     "read_columns",
 ]
 
-NAMED = ("source", "language", "license")  # columns of numbers that stand for names
+NAMED = ("source", "language", "license")  # columns whose numbers stand for names
 _ROW = np.dtype(
     [
         ("source", "<u4"),
@@ -47,7 +48,7 @@ _FORMAT = 1
 _OLD = "licence"  # key of the license names in files of earlier versions
 _MOST = {name: np.iinfo(_ROW[name]).max for name in NAMED}
 _DATE = re.compile(r"(\d{4})(?:-(\d\d))?(?:-(\d\d))?")
-QUALITY = "quality"  # the score that is kept
+QUALITY = "quality"  # name of the document score to store
 
 
 def columns_path(prefix: str | os.PathLike[str]) -> Path:
@@ -60,7 +61,7 @@ class Columns:
     """Metadata of a store's documents, in order; 0 and NaN mean unknown.
 
     Attributes:
-        names: per column, the names that its numbers represent; number 0 is "".
+        names: name of each number, per column; number 0 is "" (unknown).
         rows: one row per document, in the layout of the file; the date is year x 10000 + month
             x 100 + day, with 0 for unknown parts.
     """

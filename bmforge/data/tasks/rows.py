@@ -68,7 +68,7 @@ class ClassRows:
         config: Any,
         marks_between: int = 1,
     ) -> None:
-        outer_marks(tokenizer)  # before a run begins
+        outer_marks(tokenizer)  # raise the error before a run begins
         width = config.data.seq_len
         self._rows, self._tokenizer, self._width = rows, tokenizer, width
         self._marks, self._segments = marks_between, config.model.num_segments

@@ -72,7 +72,7 @@ def _record(row: TaskRecord) -> list[TaskExample]:
     """Return one example per ReCoRD query; the choices are the entities in the passage."""
     passage, out = row.part("passage"), []
     text = passage.text("text")
-    names: dict[str, None] = {}  # in the order of the text, each once
+    names: dict[str, None] = {}  # distinct names in the order of the text
     for entity in passage.parts("entities"):
         start, end = entity.number("start"), entity.number("end") + 1
         if not 0 <= start < end <= len(text):
