@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 STATES = ("same", "changed", "gone")
-# Old package -> its page in docs/.
+# Maps each old package to its page in docs/.
 PAGES = {
     "bmtrain": "migrating/index.md",
     "model_center": "migrating/model_center.md",

@@ -75,8 +75,8 @@ class UpstreamFinder(MetaPathFinder):
         if isinstance(spec.loader, SourceFileLoader):
             spec.loader = _FileLoader(fullname, spec.loader.path)
         if spec.submodule_search_locations is None and _has_submodules(package, inside):
-            # A package upstream that is one file here: without a path, Python would not ask this
-            # finder for its submodules.
+            # A package upstream, but a single file here: without a search path, Python would not
+            # use this finder for its submodules.
             spec.submodule_search_locations = []
         return spec
 
@@ -126,7 +126,7 @@ def _lookup(module: ModuleType, package: str, inside: str) -> Callable[[str], An
         message = _advice(package, path, row)
         if row is not None and row.state == "gone":
             raise ImportError(message)
-        # `hasattr` needs an AttributeError, but of one `from ... import` shows only the name.
+        # `hasattr` needs an AttributeError, but `from ... import` would drop its message.
         if _is_from_import(sys._getframe(1)):
             raise ImportError(message)
         hint = suggest(name, getattr(module, "__all__", ()))

@@ -14,7 +14,7 @@ from bmforge.nn.low_rank import linear_sizes
 
 __all__ = ["find_old_module", "modules_with", "old_name", "our_module"]
 
-# ModelCenter's module -> ours.
+# Maps ModelCenter's module names to bmforge's.
 _MODULES = (
     (r"^(encoder|decoder)\.output_layernorm$", "norm"),
     (r"^(encoder|decoder)\.layers\.", "layers."),
@@ -49,10 +49,10 @@ def old_name(name: str, has_gate: bool) -> str:
 
 
 def modules_with(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
-    """Find the modules with a weight matrix whose ModelCenter or own name contains a pattern.
+    """Find the modules with a weight matrix whose name contains one of the patterns.
 
     Args:
-        model: any model, of ModelCenter's classes or bmforge's.
+        model: any model; a pattern may occur in a module's bmforge name or in its ModelCenter name.
         patterns: parts of names.
         key: config key, for messages.
 
@@ -81,7 +81,7 @@ def modules_with(model: nn.Module, patterns: Sequence[str], key: str) -> list[st
 
 
 def find_old_module(model: nn.Module, name: str) -> str:
-    """Return the actual name of a module that a config names in ModelCenter's or its own way.
+    """Return the bmforge name of a module, given its ModelCenter name or its bmforge name.
 
     Raises:
         ConfigError: the model has no module of that name.
@@ -90,7 +90,7 @@ def find_old_module(model: nn.Module, name: str) -> str:
     for candidate in (name, our_module(name), f"model.{our_module(name)}", f"model.{name}"):
         if candidate in modules:
             return candidate
-    # An encoder-decoder keeps which stack it is.
+    # In an encoder-decoder the name keeps its stack prefix.
     for stack in ("encoder", "decoder"):
         candidate = f"model.{stack}.{our_module(name)}"
         if name.startswith(f"{stack}.") and candidate in modules:

@@ -23,7 +23,7 @@ __all__ = [
     "structure_table",
 ]
 
-# Section -> key -> what holds where it is not said.
+# Default values by section and key.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "distillation": {
         "ce_scale": 0,
@@ -55,7 +55,7 @@ _SPRUNE = {
     "hard_binarize": False,
     "tuning": None,
 }
-# Older spelling -> (today's, what its value becomes).
+# Maps older keys to (current key, function that converts the value).
 _OLDER = {
     "fixed_mask_path": ("mask_path", lambda value: value),
     "mask_mode": ("is_training", lambda value: value == "train_mask"),
@@ -70,7 +70,7 @@ _GATES = {
     "dim_ff": "features",
 }
 _PLACEHOLDER = "[placehold]"
-# What a recipe of ours needs besides, under this key of the JSON.
+# JSON key of additional recipe settings.
 _OWN = "bmforge"
 
 
@@ -81,7 +81,7 @@ class ConfigParser:
         config_file: path of the file.
 
     Raises:
-        ConfigError: the file is missing or no JSON, or has unknown or contradicting keys.
+        ConfigError: the file is missing or not JSON, or has unknown or contradicting keys.
     """
 
     def __init__(self, config_file: str) -> None:
@@ -149,7 +149,7 @@ def check_cook_config(raw: Any) -> dict[str, Any]:
 
 
 def _check_sprune(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the section, and return it with all keys in their current spelling."""
+    """Check the ``sprune`` settings, and return them with all keys in their current spelling."""
     out = dict(_SPRUNE)
     for key, value in values.items():
         name, turn = _OLDER.get(key, (key, lambda same: same))
@@ -251,7 +251,7 @@ def structure_table(section: Mapping[str, Any]) -> dict[str, Any]:
                 section[name],
             )
     for name in ("mask_path", "tuning"):
-        if section[name]:  # BMCook, too, reads them only without training
+        if section[name]:  # BMCook reads them only without training, too
             get_logger().info("pruning.sprune.%s is not used with is_training=true", name)
     return {
         "target": "parameters",

@@ -67,7 +67,7 @@ class Teaching:
     Args:
         student, teacher: the models.
         section: distillation section of the config.
-        linear: class of projections.
+        linear: class of the hidden-state projections.
 
     Attributes:
         projections: projections from the teacher's width to the student's, if the config requires
@@ -146,7 +146,7 @@ class Teaching:
 
 
 def _place(model: nn.Module, text: str) -> str:
-    """Convert one side of a pair to `Recorder`'s name."""
+    """Convert a module of a pair, such as ``[post]a.b``, to the name that `Recorder` takes."""
     kind, mark, name = text.partition("]")
     if not mark or kind not in ("[post", "[pre"):
         raise ConfigError(f"{text!r} must begin with [post] or [pre].")

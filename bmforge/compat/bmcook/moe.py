@@ -54,7 +54,7 @@ def _record(records: dict[str, Tensor], label: str, module: nn.Module, args: Any
 
 
 def _find(model: nn.Module, patterns: list[str]) -> dict[str, str]:
-    """Return the modules whose ModelCenter name contains a pattern: that name by bmforge's name."""
+    """Return the ModelCenter names, by bmforge name, of the modules that match a pattern."""
     old_names = {}
     for name, module in model.named_modules():
         if name and not list(module.children()):

@@ -96,7 +96,7 @@ class BMPrune:
             raise ConfigError("the config prunes, but there is no optimizer. Pass the optimizer.")
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
         new = [p for p in pruning.owner.parameters() if p.requires_grad and id(p) not in optimized]
-        if pruning.is_gated and new:  # the gates, which came after the optimizer was made
+        if pruning.is_gated and new:  # gates were created after the optimizer
             optimizer.add_param_group({"params": new, "lr": 0.1, "weight_decay": 0.0})
         optimizer.register_step_post_hook(pruning.after_step)
 

@@ -28,13 +28,13 @@ class BMQuant:
             model: any model.
             config: a `ConfigParser`.
             target_linear: class of the layers to convert; None converts every kind of linear
-                layer, in the repeated blocks if the model's lists of blocks are torch's.
+                layer, only those in the repeated blocks if the model has such blocks.
 
         Returns:
             None if the config disables quantization.
 
         Raises:
-            ConfigError: a pattern that matches no module name, or no layer is left.
+            ConfigError: a pattern matches no module name, or no layer matches all conditions.
         """
         section = config.get("quantization")
         if not section["is_quant"]:

@@ -11,7 +11,7 @@ from bmforge.compat.bminf import models
 from bmforge.compat.bminf.blocks import TransformerBlockList
 from bmforge.compat.bminf.linear import QuantizedLinear
 
-# The module of this name first: importing it later would replace the function.
+# Import the module `wrapper` first, as a later import would replace the function.
 importlib.import_module("bmforge.compat.bminf.wrapper")
 from bmforge.compat.bminf.wrap import wrapper  # noqa: E402
 

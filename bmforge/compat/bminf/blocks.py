@@ -17,7 +17,7 @@ from bmforge.memory.streaming import Streamer
 
 __all__ = ["TransformerBlockList", "place_blocks_"]
 
-# What BMInf takes of the free memory where nobody says how much.
+# BMInf's default share of the free memory.
 _SHARE = 0.9
 
 
@@ -58,7 +58,8 @@ class TransformerBlockList(nn.ModuleList):
     Args:
         layers: the blocks.
         gpus: accelerator indices, or pairs of index and limit in bytes; blocks are divided over
-            them in order. On a CPU only the limits count. Without any, blocks are not moved.
+            them in order. On a CPU the indices are ignored and only the limits apply. If it is
+            empty, blocks are not moved.
 
     Raises:
         ConfigError: no blocks, or a limit that is too small; the message has the smallest one.

@@ -41,7 +41,7 @@ class QuantizedLinear(quantized.QuantizedLinear):
         if bool(scale.isfinite().all()):
             self.take_packed_(pack_matrix(Integers(values, scale[:, None], None), _SCHEME))
         else:
-            self.fill_(rows)  # says what is wrong
+            self.fill_(rows)  # raises the error with its reason
 
     @property
     def weight_quant(self) -> Tensor:

@@ -27,11 +27,11 @@ __all__ = ["CPM1", "CPM2", "EVA"]
 
 _SCHEME = "int8-dynamic"
 _SPAN = "<span>"
-# Stands for those of a text's blanks that are to be filled; no vocabulary has it.
+# Placeholder of the blanks to fill in; a private-use character, which no vocabulary has.
 _CHOSEN = "\ue000"
-# BMInf's blank for the rest of a text, by which CPM-2.1 was trained to go on.
+# Sentinel number with which CPM-2.1 was trained to continue a text.
 _REST = 189
-# What CPM-1 writes before words; it may come as often as it likes.
+# CPM-1's word-separator piece, which is exempt from the penalties.
 _WORD = "\u2581"
 
 
@@ -80,9 +80,10 @@ class _Model:
 
     Args:
         device_idx: index of the accelerator (only the first one).
-        dynamic_memory: limit in bytes of everything but weights, with a `memory_limit`.
-        memory_limit: limit of the weights in bytes (default: free memory). Both together are
-            the engine's budget.
+        dynamic_memory: limit of all memory except the weights in bytes; only used with
+            `memory_limit`.
+        memory_limit: limit of the weights in bytes (default: free memory). The sum of the two
+            limits is the engine's memory budget.
         version: directory or hub id of the model, with or without ``file://`` (default: a
             directory with the name of BMInf's last version).
 
@@ -328,7 +329,7 @@ def _begin(
     penalties: tuple[float, float],
     more: int = 0,
 ) -> LoweredSeq2Seq:
-    """Create a decoder for the target; `more` tokens follow its start token."""
+    """Create a decoder of the target; its prompt is the start token and `more` further tokens."""
     with evaluating(model), torch.no_grad():
         return LoweredSeq2Seq(
             model,

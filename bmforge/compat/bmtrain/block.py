@@ -65,14 +65,14 @@ class Block(Facade):
             raise BlockError("Block was given a Block. Pass the module itself.")
         _check(inner_module)
         super().__init__()
-        # The module's own tables: whatever looks at them or changes them sees the module.
+        # Share the module's tables, so that changes through the block are changes of the module.
         inner = vars(inner_module)
         is_made = "recompute" in dict(wrappers_of(inner_module))
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = inner[table]
         self.__dict__.update(zero_level=level, use_checkpoint=use_checkpoint, mode=mode)
         self.__dict__["_module"] = inner_module
-        if not is_made:  # the same module may be a block twice
+        if not is_made:  # the module may already be wrapped by another block
             wrap_forward_(inner_module, partial(_run, use_checkpoint), "recompute")
         if mode == "BLOCK" or config["pipe_size"] == 1:
             self.shard()
@@ -96,7 +96,7 @@ class Block(Facade):
         """Reshard gathered parameters and free the full ones."""
         if isinstance(self._module, FSDPModule):
             if any(group._all_gather_result for group in param_groups_of(self._module)):
-                self._module.unshard()  # it was gathered ahead, and then not run
+                self._module.unshard()  # finish a prefetch of parameters that were not used
             self._module.reshard()
 
     def train(self, mode: bool = True) -> Self:
@@ -145,8 +145,8 @@ class Block(Facade):
 
 
 def _without_profiling(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # The profiling executor of TorchScript saves other tensors for backward in its first call than
-    # in later ones, so recomputation would not find the tensors that the first call saved.
+    # In its first call TorchScript's profiling executor saves other tensors for backward than in
+    # later ones, so recomputation would not find the tensors that the first call saved.
     with torch.jit.optimized_execution(False):
         return forward(*args, **kwargs)
 
@@ -155,7 +155,7 @@ def _run(recomputes: bool, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward so that no output is a view; then ``x += y`` on an output is safe."""
     if not recomputes:
         return _no_views(forward(*args, **kwargs))
-    # Stopping early would leave a forward that counts its runs at its end one short.
+    # With early_stop, code at the end of forward (such as a call counter) would not run again.
     out = checkpoint(
         _without_profiling, forward, *args, use_reentrant=False, early_stop=False, **kwargs
     )
@@ -186,7 +186,8 @@ def _check(module: nn.Module) -> None:
 def _shard_(module: nn.Module, frees: bool) -> None:
     """Shard the largest group of parameters of one dtype and mesh with `fully_shard`.
 
-    `fully_shard` accepts one dtype and mesh; the modules of the few other parameters gather them.
+    `fully_shard` accepts only one dtype and mesh; the few other parameters are gathered by the
+    modules that own them.
     """
     kinds: dict[Any, list[nn.Parameter]] = {}
     for param in module.parameters():
@@ -264,8 +265,8 @@ class TransformerBlockList(nn.Module):
 
     Args:
         modules: blocks, or modules to wrap in blocks.
-        num_hidden: number of leading arguments that each block maps to the next; the other
-            arguments are the same for all blocks.
+        num_hidden: number of leading arguments that a block computes for the next block; the
+            other arguments are the same for all blocks.
     """
 
     mode = "BLOCK"

@@ -84,7 +84,7 @@ def all_reduce(x: Tensor, op: Op = "sum", comm: Any = None) -> Tensor:
         return sum_forward(x, group) / group.size()
     if op not in ("max", "min", "prod"):
         raise ConfigError(f"op={op!r} must be one of sum, avg, max, min, prod.")
-    # The others' values take part, but get their gradient on their own process.
+    # Other processes' values are used, but get their gradient on their own process.
     others = gather_tokens(x.detach()[None], group, 0, summed=False)
     parts = torch.cat((others[: group.rank()], x[None], others[group.rank() + 1 :]))
     if op == "prod":

@@ -124,7 +124,8 @@ def inspect_tensor() -> Iterator[InspectTensor]:
 
 def record_tensor(x: Tensor, name: str, group: str | None = None) -> None:
     """Record `x` and its gradient in the enclosing `inspect_tensor` block, if any."""
-    recomputing = torch._C._current_graph_task_id() != -1  # it was recorded in forward
+    # Recomputed tensors were already recorded in forward.
+    recomputing = torch._C._current_graph_task_id() != -1
     if not config.inspected or recomputing:
         return
     if x.requires_grad:

@@ -76,7 +76,7 @@ class DistributedModule(nn.Module):
             value = state_dict.get(prefix + name)
             if param is None or value is None or isinstance(value, DTensor):
                 continue
-            if value.shape == full_shape(param):  # else torch says what does not fit
+            if value.shape == full_shape(param):  # otherwise torch raises an error with the shapes
                 state_dict[prefix + name] = share_like(param, value)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         for name, tensor in (*self._parameters.items(), *self._buffers.items()):
@@ -108,6 +108,7 @@ def make_distributed_(model: nn.Module) -> None:
                 buffers[name] = buffer.to(config.device)
         kind = type(module)
         if not isinstance(module, DistributedModule | Facade):
-            # Under the old name, by which Hugging Face knows what a class can record.
+            # Hugging Face looks up by class name which outputs a layer can record, so the name is
+            # kept.
             names: Any = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
             module.__class__ = type(kind.__name__, (DistributedModule, kind), names)

@@ -34,7 +34,7 @@ __all__ = [
 NCCLCommunicator = dist.ProcessGroup
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,  # divided afterwards: not every backend has a mean
+    "avg": dist.ReduceOp.SUM,  # divided afterwards, as not every backend supports the mean
     "prod": dist.ReduceOp.PRODUCT,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,

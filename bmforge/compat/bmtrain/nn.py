@@ -215,7 +215,7 @@ class RowParallelLinear(DistributedModule):
         self.weight = DistributedParameter(weight, init_method=init, tp_mode=True, tp_split_dim=1)
         self.bias: Any = None
         if bias:
-            # Each process adds it to its rows; where all have all rows, to the same ones.
+            # Each process adds the bias to its own rows or, with all_reduce_output, to all rows.
             values, zeros = torch.empty(out_features, dtype=dtype), torch.nn.init.zeros_
             self.bias = DistributedParameter(values, init_method=zeros, tp_mode=all_reduce_output)
 

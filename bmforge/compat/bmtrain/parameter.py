@@ -99,7 +99,8 @@ class DistributedParameter(metaclass=_IsDistributed):
         requires_grad: see torch.nn.Parameter.
         init_method: function that fills the full parameter in `init_parameters`.
         group: see `grouped_parameters`.
-        tp_mode: True if tensor-parallel processes have different parts or uses of the parameter.
+        tp_mode: True if the gradients of tensor-parallel processes are not summed, because each
+            process has its own part of the parameter, or uses it for other inputs.
         tp_split_dim: dim that is split among these processes; -1 is none.
 
     Raises:
@@ -145,7 +146,7 @@ def make_parameter(data: Tensor, origin: Origin, requires_grad: bool) -> nn.Para
             data = torch.empty_like(data, device=config.device)
     elif mesh.size() > 1:
         cut = distribute_tensor(data.to(config.device), mesh, [placement], src_data_rank=None)
-        # A copy, so that the whole is freed.
+        # Copy the shard, so that the memory of the full tensor is freed.
         data = laid_out_like(cut.to_local().clone(), cut)
     else:
         data = data.to(config.device)
@@ -313,7 +314,8 @@ class _Method:
 class _DeepCopy(_Method):
     """Implements `copy.deepcopy` of a distributed parameter, keeping its sharding and gradient.
 
-    torch's own drops the attributes on one process, and on several keeps those of the original.
+    With torch's own implementation, a copy has no metadata on one process, and shares the metadata
+    of the original on several.
     """
 
     def __call__(self, memo: dict[int, Any]) -> Tensor:

@@ -253,7 +253,7 @@ class _Call:
                 if _is_tensor(value):
                     has_own = stage == 0 or position >= count
                     grad = leaf.grad if has_own and _is_tensor(leaf) else None
-                    # Zeros, not None: every process takes part in what sums them.
+                    # Zeros instead of None, since all processes take part in the reduction.
                     result.append(torch.zeros_like(value) if grad is None else grad)
         self.wire.finish()
         return result

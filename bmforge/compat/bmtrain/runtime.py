@@ -123,7 +123,7 @@ class Config(Mapping[str, Any]):
         inspected: active `inspect_tensor` collectors, innermost last.
         debugged: values stored by `debug`.
         saving: thread of the last non-blocking `save`.
-        grouped: messages queued by `nccl`; None outside of its groups.
+        grouped: messages queued by `nccl`; None outside of `groupStart` and `groupEnd`.
         host: host settings in effect until the program ends or initializes again.
     """
 
@@ -286,8 +286,8 @@ def init_distributed(
     config.join(world, {**_describe(topology), **switches}, layout)
     config.host.close()
     config.host.enter_context(tuned_host(world.device))
-    # TorchScript's profiling executor saves other tensors in a function's first calls than later,
-    # inside of blocks and outside, which recomputation in a block refuses.
+    # In its first calls of a function, TorchScript's profiling executor saves other tensors for
+    # backward than later, and recomputation in a block would raise an error about the difference.
     config.host.enter_context(torch.jit.optimized_execution(False))
     seed_all(seed)
 

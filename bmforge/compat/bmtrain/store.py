@@ -46,7 +46,8 @@ def save(model: nn.Module, file_name: str | Path, non_blocking: bool = False) ->
     config.need("save")
     run_on_first(_finish_writing)
     state = _state_on(config["rank"] == 0, model.state_dict)
-    path = Path(file_name).absolute()  # the program may change its directory meanwhile
+    # The program may change its working directory before the file is written.
+    path = Path(file_name).absolute()
     if not non_blocking:
         run_on_first(lambda: _write(state, path))
     elif config["rank"] == 0:
@@ -187,7 +188,8 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
 
     def read() -> dict[str, Any]:
         try:
-            is_mapped = zipfile.is_zipfile(file_name)  # then only what is used is read
+            # Zip files can be memory-mapped, so that only used tensors are read.
+            is_mapped = zipfile.is_zipfile(file_name)
             loaded = torch.load(file_name, map_location="cpu", weights_only=True, mmap=is_mapped)
         except Exception as error:
             raise CheckpointError(f"{file_name} cannot be loaded: {error}") from error
@@ -249,4 +251,4 @@ def allgather_objects(obj: Any, comm: Any = None) -> list[Any]:
     return objects
 
 
-allgather_object = allgather_objects  # its older name
+allgather_object = allgather_objects  # older name in BMTrain

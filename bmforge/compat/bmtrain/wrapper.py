@@ -58,7 +58,7 @@ def _fill_tables_(model: nn.Module) -> None:
         buffers.update(own)
         before = {key: buffer._version for key, buffer in own.items()}
         if own and callable(fill):
-            fill(module)  # its parameters are still on meta, where drawing them does nothing
+            fill(module)  # parameters are still on meta, where initialization has no effect
         missing += [f"{name}.{k}" for k in own if buffers[k]._version == before[k]]
     if missing:
         raise ConfigError(
@@ -84,7 +84,7 @@ def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, nn.ModuleList) and type(module).forward is nn.ModuleList.forward:
             prefix = f"{name}." if name else ""
             blocks.update({prefix + key: child for key, child in module.named_children()})
-    # Where a parameter is: of a tied one, its places count; of a module that is there twice, too.
+    # Number of modules that use each parameter; tied parameters are used more than once.
     uses: Counter[int] = Counter()
     for module in model.modules():
         uses.update(id(p) for p in module._parameters.values() if p is not None)

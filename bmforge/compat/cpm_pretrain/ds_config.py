@@ -1,7 +1,8 @@
 """Converts CPM-Pretrain's ``ds_config_*.json`` to fields of a run's config.
 
-The original read the file for pipelines only; otherwise the command line alone counted. Its
-``train_batch_size`` follows from the other numbers, and their product is used.
+CPM-Pretrain read the file for pipelines only, and otherwise used only the command line. If
+``train_batch_size`` differs from the product of the other batch sizes in the file, the product is
+used, with a warning.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bmforge.train.loss_scale import LossScaleConfig
 
 __all__ = ["apply_ds_config", "read_ds_config"]
 
-# What the file may say and what is not needed here: said in one line, and left out.
+# Settings that have no effect here; each is logged with the reason and ignored.
 _WITHOUT_EFFECT = {
     "zero_allow_untested_optimizer": "ZeRO goes with every optimizer",
     "wall_clock_breakdown": "see train.profile_steps",
@@ -166,7 +167,7 @@ def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
     }
     stage = settings.get("zero_optimization", {}).get("stage")
     if stage is not None:
-        # Stage 1 shards the optimizer's state alone; 2 is the nearest that is here.
+        # Stage 1 shards only the optimizer state; stage 2 is the nearest one supported.
         zero = 2 if stage == 1 else stage
         changes["layout"] = dataclasses.replace(config.layout, zero=zero)
     return dataclasses.replace(config, **changes)
@@ -175,7 +176,7 @@ def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
 def _loss_scale(fp16: Mapping[str, Any]) -> LossScaleConfig:
     if fp16.get("loss_scale"):
         return LossScaleConfig(fixed=float(fp16["loss_scale"]))
-    # What the file does not say is as in DeepSpeed.
+    # Missing settings have DeepSpeed's defaults.
     return LossScaleConfig(
         init_scale=2.0 ** fp16.get("initial_scale_power", 32),
         growth_interval_steps=fp16.get("loss_scale_window", 1000),

@@ -134,11 +134,12 @@ def _place_ds_config(out: Migrated, file: str) -> None:
         return
     out.put("data.grad_accum_steps", int(settings.get("gradient_accumulation_steps", 1)))
     stage = settings.get("zero_optimization", {}).get("stage", 0)
-    out.put("layout.zero", 2 if stage == 1 else stage)  # stage 2 is the nearest to 1
+    # Stage 1 is not supported; stage 2 is the nearest.
+    out.put("layout.zero", 2 if stage == 1 else stage)
 
 
 def _place_folder(out: Migrated, program: str, folder: Path) -> None:
-    """Name the files of a data folder, or the ones to use instead."""
+    """List the data folder as not converted, with the files to use instead."""
     sources = {
         "finetune_lm.py": "the tab-separated posts and answers",
         "finetune_chid.py": "the original ChID files, from which preprocess_chid_finetune.py reads",

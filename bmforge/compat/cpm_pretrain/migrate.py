@@ -25,7 +25,7 @@ __all__ = ["migrate_text", "place_arguments"]
 
 _PROGRAMS = {"pretrain_gpt2.py": "gpt2-pretrain", "pretrain_t5.py": "t5-pretrain"}
 _TABLE = {name: entry for group in ARGUMENTS.values() for name, entry in group.items()}
-# Read together with others, or by `_Places.special`.
+# Arguments that map to one config field, converted without other arguments.
 _PLAIN: Mapping[str, tuple[str, type]] = {
     "--model-parallel-size": ("layout.tp", int),
     "--num-layers": ("model.num_layers", int),
@@ -67,7 +67,7 @@ _FLAGS: Mapping[str, tuple[str, Any]] = {
     "--bias-gelu-fusion": ("compile", True),
     "--bias-dropout-fusion": ("compile", True),
 }
-# Placed by more than one line of `_Places`.
+# Arguments that methods of `_Places` convert together with others.
 _TOGETHER = """
     --pipe-parallel-size --kv-hidden-size --attention-dropout --hidden-bias --openai-gelu
     --num-unique-layers --apply-residual-connection-post-layernorm --zero-stage
@@ -87,7 +87,7 @@ def migrate_text(text: str) -> Migrated:
             with one of their programs. Nothing in it is executed.
 
     Raises:
-        ConfigError: neither program is started, or a value has the wrong type.
+        ConfigError: the text starts none of these programs, or a value has the wrong type.
     """
     script = read_script(text)
     lines = [*script.variables.values(), *script.commands]
@@ -118,9 +118,9 @@ def migrate_text(text: str) -> Migrated:
     count = places.number("--model-parallel-size", int) * places.stages
     out.command = _command(words[:at], script, task, str(count))
     ds_config = places.given.get("--deepspeed_config")
-    if ds_config and places.stages > 1:  # else CPM-Pretrain did not read it
+    if ds_config and places.stages > 1:  # CPM-Pretrain read the file for pipelines only
         out.command += f" --ds-config {shlex.quote(ds_config)}"
-    config_from_dict(RECIPES[task].config, out.values)  # a field that is not there is our mistake
+    config_from_dict(RECIPES[task].config, out.values)  # check that the converted fields exist
     return out
 
 
@@ -305,7 +305,8 @@ class _Places:
             self.out.values.get("loss_scale", {}).pop("fixed", None)
             window = int(self.number("--loss-scale-window", float))
             self.out.put("loss_scale.growth_interval_steps", window)
-            self.out.put("loss_scale.init_scale", 2.0**32)  # and halved at once, as there
+            # Initial value of the original, which is halved at the first overflow.
+            self.out.put("loss_scale.init_scale", 2.0**32)
 
     def _place_data(self) -> None:
         if path := self.given.get("--data-path"):

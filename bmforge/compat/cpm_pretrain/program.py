@@ -50,7 +50,7 @@ _NUMBERS = """
     --adam-beta1 --adam-beta2 --adam-eps --init-method-std --lr --min-lr --warmup --loss-scale
     --loss-scale-window --min-scale --mask-prob --short-seq-prob
 """
-# What the old parser took where nothing was said; of the rest it was None, or ours is the same.
+# Defaults of the original parser, except those that are None or equal to bmforge's.
 _PARSED: Mapping[str, Any] = {
     **DEFAULTS,
     "--clip-grad": 1.0,
@@ -65,9 +65,9 @@ _PARSED: Mapping[str, Any] = {
     "--data-impl": "infer",
     "--DDP-impl": "local",
 }
-# Groups of arguments that say how a program trains; the others are for its own functions.
+# Argument groups that configure training; the others are read by the program's own functions.
 _TRAINS = ("Parallelism", "Training", "Precision", "Memory", "Saving and evaluating")
-# For layers that the engine cuts.
+# Ignored here, as these arguments only apply to layers that the engine shards itself.
 _NOT_BY_HAND = ("--partition-activations", "--distribute-checkpointed-activations")
 
 
@@ -257,7 +257,7 @@ def _parse(
         args.ff_hidden_size = 4 * hidden
     args.enc_seq_length = args.enc_seq_length or args.seq_length
     args.dec_seq_length = args.dec_seq_length or args.seq_length
-    # Parameters are in fp32 here; --fp16 is what blocks compute in.
+    # Parameters are stored in fp32; --fp16 sets the dtype in which blocks compute.
     args.params_dtype, args.dynamic_loss_scale = torch.float32, args.loss_scale is None
     args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return args

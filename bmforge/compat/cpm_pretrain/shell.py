@@ -146,7 +146,7 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 def read_script(text: str) -> Script:
     """Interpret a script; return its variables and commands."""
     script = Script()
-    taken: list[list[bool]] = []  # of each open `if`: is this branch taken, was one taken
+    taken: list[list[bool]] = []  # per open `if`: is this branch taken, was any taken
     for line, statement in _statements(text):
         word, _, arguments = statement.partition(" ")
         if word in ("then", "do") and arguments:

@@ -32,7 +32,7 @@ from bmforge.tune.delta.opendelta_format import old_type_of, opendelta_type
 
 __all__ = ["DeltaBase"]
 
-# OpenDelta leaves heads for words alone, and the norm behind an embedding, which it did not know.
+# OpenDelta does not modify language-model heads and the norm after the embedding.
 _HEADS = ("lm_head", "mlm_head", "cls.predictions")
 _EMBED_NORMS = ("embed_norm", "embeddings.LayerNorm")
 
@@ -45,9 +45,10 @@ class DeltaBase(nn.Module):
         modified_modules: target modules (default: the targets of the type).
         exclude_modules: name prefixes or targets to leave out (default: language-model heads,
             if `modified_modules` is None).
-        unfrozen_modules: parameters that `freeze_module` leaves trainable; "deltas" is all deltas.
-        common_structure: accepted and ignored; common names are always known.
-        interactive_modify: not supported; `bmforge tree --html` draws the page.
+        unfrozen_modules: parameters that `freeze_module` leaves trainable; "deltas" means the
+            parameters of all delta models.
+        common_structure: accepted and ignored; common module names are always supported.
+        interactive_modify: not supported; `bmforge tree --html` writes a page with the module tree.
         backend: "hf" or "bmt"; accepted and ignored; the backbone determines it.
         options: options of the type; see its config.
 
@@ -103,7 +104,7 @@ class DeltaBase(nn.Module):
         trainable_before: Mapping[str, bool],
     ) -> None:
         nn.Module.__init__(self)
-        # Not a child: this module's parameters are the delta's alone.
+        # Not registered as submodules, so that `parameters` has only those of the delta.
         self.__dict__["backbone_model"], self.__dict__["delta"] = backbone, delta
         self.config = config
         if config.unfrozen_modules is None:
@@ -167,8 +168,8 @@ class DeltaBase(nn.Module):
             backbone_model: any model; it is modified in place.
             delta_config: accepted and ignored; the directory has it.
             cache_dir: parent of the directory.
-            check_hash: refuse another backbone than the trained one (OpenDelta's files do not
-                record it).
+            check_hash: raise an error if the backbone is not the one that the delta was trained
+                with (not recorded in OpenDelta's files).
             others: download options without effect here.
         """
         directory = Path(cache_dir or ".") / finetuned_delta_path

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 CONFIG_NAME = "config.json"
-# Of all types: what is modified and trained, and what a file says of where it comes from.
+# Fields of all types: target modules, trained modules, and provenance.
 _EVERYWHERE: Mapping[str, Any] = {
     "modified_modules": None,
     "exclude_modules": None,
@@ -37,7 +37,7 @@ _EVERYWHERE: Mapping[str, Any] = {
     "backbone_checkpoint_name": None,
     "backbone_hash": None,
 }
-# What OpenDelta's files hold besides, and what nothing here depends on.
+# Further fields of OpenDelta's files, which are ignored.
 _IGNORED = {"delta_type", "opendelta_version", "transformers_version", "interactive_modify"}
 
 

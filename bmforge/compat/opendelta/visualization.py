@@ -40,7 +40,7 @@ class Visualization:
             rootname: name of the root.
             expand_params: accepted and ignored; parameters are shown with their modules.
             keep_non_params: also show modules without parameters.
-            common_structure: not supported; common names are targets only.
+            common_structure: not supported; common module names are only supported as targets.
             mapping: not supported, likewise.
             only_common: not supported, likewise.
             printTree: print the tree.

@@ -243,7 +243,7 @@ class _Reader:
         self.put("join", str(self.take(f"{block}.multi_token_handler", "first")))
         if self.take(f"{block}.prefix", " ") != " ":
             self.miss(f"{block}.prefix", "write a word without a space before it as <!>word")
-        self.take(f"{block}.num_classes")  # as many as have words
+        self.take(f"{block}.num_classes")  # follows from the label words
         if self.out.task == "prompt-generate":
             self.miss("verbalizer", "the task generates texts and has no classes")
             for field in ("verbalizer", "join"):

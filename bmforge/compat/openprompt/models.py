@@ -15,7 +15,7 @@ from bmforge.tune.prompt.call import PositionOutputs, ask_model
 
 __all__ = ["PromptForClassification", "PromptForGeneration", "PromptModel"]
 
-# What tells of a batch and is no input of ours, and of the model itself.
+# Batch entries that are not inputs of the model.
 _TOLD = ("label", "guid", "tgt_text", "examples", "targets", "max_seq_len")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _BESIDE = (*_TOLD, "answers", "which")
@@ -184,7 +184,8 @@ class PromptForGeneration(_Prompted):
         if hasattr(self.plm, "traits") and not find_end_tokens(self.plm.config, None):
             settings.pop("min_new_tokens", None)  # without an end token it has no effect
         if not settings.get("do_sample", False):
-            # Options of sampling have no effect on greedy decoding there, and are refused here.
+            # The original ignores sampling options in greedy decoding; bmforge would raise an
+            # error.
             settings = {name: value for name, value in settings.items() if name not in _SAMPLING}
         texts = self.generator.write(
             batch["examples"], len(batch["examples"]), batch["max_seq_len"], **settings

@@ -33,7 +33,7 @@ class Wrapped(list[Any]):
     """Result of `wrap_one_example`: text pieces and other values.
 
     Attributes:
-        template, example: its template and example.
+        template, example: template and example from which the pieces were made.
     """
 
     template: Any
@@ -181,7 +181,7 @@ class PrefixTuningTemplate(MixedTemplate):
         model, tokenizer, text: as `MixedTemplate`.
         num_token: length of the prefix.
         mid_dim: width of the layers that compute the prefix; 0 trains the prefix directly.
-        options: arguments of the original without effect here: every attention has a prefix.
+        options: arguments of the original, which are ignored: every attention layer has a prefix.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ class BaseRunner:
 
     Args:
         model: prompted model.
-        config: configuration with `train`, `plm.optimize`, `logging.path` and, for templates and
-            verbalizers that are trained, `optimize` of the parts that it names.
+        config: configuration with `train`, `plm.optimize` and `logging.path`; a template or
+            verbalizer that is trained also needs an `optimize` section.
         train_dataloader, valid_dataloader, test_dataloader: loaders of prompts.
     """
 

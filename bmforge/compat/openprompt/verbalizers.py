@@ -221,7 +221,7 @@ class AutomaticVerbalizer(ManualVerbalizer):
 
 
 class SoftVerbalizer(ManualVerbalizer):
-    """Verbalizer with the model's head and a trained row per class.
+    """Verbalizer with the model's head, whose last layer has one trained row per class.
 
     `model` (or `plm`) is the second argument.
     """
@@ -243,7 +243,7 @@ class SoftVerbalizer(ManualVerbalizer):
 
     @property
     def group_parameters_2(self) -> list[nn.Parameter]:
-        """Trained rows of the classes."""
+        """Weight rows of the classes (the last layer of the head)."""
         return [self._need().rows]
 
 

@@ -126,7 +126,8 @@ class AdamOptimizer(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
-            fused=is_host(masters[0].device) or None,  # there the quickest; else torch decides
+            # The fused kernel is the fastest on a CPU; None lets torch decide.
+            fused=is_host(masters[0].device) or None,
         )
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:
@@ -139,7 +140,8 @@ class AdamOptimizer(torch.optim.Optimizer):
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(wide)
             state["exp_avg_sq"] = torch.zeros_like(wide)
-            if (wide.dtype, wide.device) != (local.dtype, local.device):  # a share may be empty
+            # Otherwise the parameter itself is the fp32 copy.
+            if (wide.dtype, wide.device) != (local.dtype, local.device):
                 state["master"] = wide
         return state
 

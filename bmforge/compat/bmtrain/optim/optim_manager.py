@@ -265,7 +265,7 @@ def _counts_here(param: Tensor) -> bool:
         return bool(config["rank"] == 0)
     if origin.tp_mode and origin.cut == 1 and config["tp_rank"] > 0:
         return False
-    whole_here = param.dim() == 0  # too small to cut
+    whole_here = param.dim() == 0  # a scalar is replicated instead of sharded
     first = config["tp_zero_rank"] == 0 if origin.tp_mode else config["rank"] == 0
     return not whole_here or first
 

@@ -1,6 +1,6 @@
 """Random generators for tensor-parallel groups, and activation recomputation.
 
-Recomputation in backward restores both kinds of generators.
+Recomputation in backward restores torch's default generators and those of the tracker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _OWN = "model-parallel-rng"
-# Between the seeds of what all draw alike and of what each draws for itself; as it was there.
+# Difference between the shared seed and the seeds per rank, as in Megatron.
 _APART = 2718
 States = dict[str, dict[str, Tensor]]
 

@@ -13,7 +13,7 @@ from bmforge.batch import IGNORE_INDEX
 
 __all__ = ["CPM1_Dataset", "CPM1_Dataset_Merge"]
 
-_SEPARATOR = 4  # <sep>: a piece that ends with it is predicted to its end
+_SEPARATOR = 4  # id of <sep>; a piece that ends with <sep> is predicted up to its end
 
 
 class CPM1_Dataset(Dataset[Any]):  # noqa: N801
@@ -80,7 +80,7 @@ class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
         end = random.randint(length // 4 * 3, length)
         if ctx[length - 1] == _SEPARATOR:
             end = length
-        begin = max(begin, 1)  # the first token is predicted from nothing
+        begin = max(begin, 1)  # nothing precedes the first token, so it is not predicted
         target = np.full(length, IGNORE_INDEX)
         target[begin - 1 : end - 1] = ctx[begin:end]
         places = np.arange(length)

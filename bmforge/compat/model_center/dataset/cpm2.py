@@ -13,7 +13,7 @@ from bmforge.compat.model_center.dataset.cpm1 import stack_rows
 
 __all__ = ["CPM2_Dataset"]
 
-# The corpus numbers blanks from the end of the vocabulary on; the model has them among its last.
+# Corpus ids of blanks begin after the vocabulary; the model's are among its last ids.
 _VOCABULARY, _BLANKS = 26240, 190
 
 

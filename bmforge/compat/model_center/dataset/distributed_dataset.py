@@ -27,7 +27,7 @@ from bmforge.files import partial_name
 __all__ = ["DatasetBuilder", "DatasetWriter", "DistributedDataset", "SimpleDataset"]
 __all__ += ["build_dataset", "mask_dataset"]
 
-_NEVER = 0x7FFFFFFF  # times that a block was read which is not read here
+_NEVER = 0x7FFFFFFF  # read count of blocks that this process does not read
 
 
 class DistributedDataset:
@@ -48,7 +48,7 @@ class DistributedDataset:
         self._path, self._block_size = Path(path), block_size
         self._rank, self._world_size = rank, world_size
         self._seen_at = -1
-        self._times = torch.zeros(0, dtype=torch.int)  # how often each block was read
+        self._times = torch.zeros(0, dtype=torch.int)  # read count of each block
         self._open_block(-1, 0)
         self._update()
 
@@ -193,7 +193,7 @@ class DatasetWriter:
             DataError: other values, or a record larger than a block.
         """
         content = pickle.dumps(data, protocol=4)
-        load_plain(content)  # what could not be read again is refused now
+        load_plain(content)  # raises an error for a record that could not be read again
         content = b"\x1f" + struct.pack("<I", len(content)) + content
         if len(content) > self._block_size:
             raise DataError(

@@ -39,7 +39,7 @@ class GPT2Rows(TaskRows):
         return [tokenizer.encode(cls.space + word)[cls.place] for word in words]
 
     def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
-        """Split samples with choices into one prompt per choice; see `unroll`."""
+        """Convert samples with choices to separate samples; see `unroll`."""
         return unroll(self.task, examples, self.split == "train")
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ class DistributedMMapIndexedDataset:
     ) -> None:
         self.stores: list[MMapIndexedDataset] = []
         self.starts: list[int] = []
-        self.ends = [0]  # sequences of this process up to and with each file
+        self.ends = [0]  # cumulative number of this process's sequences per file
         prefix = os.path.join(path, name) if os.path.isdir(path) else path + name
         while MMapIndexedDataset.exists(f"{prefix}_{len(self.stores)}"):
             store = MMapIndexedDataset(f"{prefix}_{len(self.stores)}")

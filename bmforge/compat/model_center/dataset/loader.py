@@ -50,7 +50,7 @@ class DistributedDataLoader:
             raise ConfigError(f"batch_size={size!r} must be at least 1.")
         count = len(dataset)  # type: ignore[arg-type]
         batches = share_batches(count, size, rank(), world_size(), drops)
-        # An empty batch, where a process has none left, is cut off an example's.
+        # If a process has no samples left, its batch is a sample's batch with zero rows.
         self.loader = DataLoader(dataset, batch_sampler=_Batches(batches), **options)
 
     def __iter__(self) -> Iterator[Any]:
@@ -89,7 +89,7 @@ def share_batches(
     number = math.ceil(math.ceil(count / world) / batch_size)
     batches = []
     for still in range(number - 1, -1, -1):
-        # Full ones first, but something is left for each that is still to come.
+        # Full batches first, but at least one sample is left for each later batch.
         size = min(batch_size, max(len(own_indices) - still, 0))
         batches.append(own_indices[:size])
         own_indices = own_indices[size:]

@@ -118,7 +118,7 @@ _SAME_WORD = (
     "Sentence 1: {sentence1} Sentence 2: {sentence2} Does the word {word} in sentence 1 express "
     "the same meaning as in sentence 2?"
 )
-# The English ones are ModelCenter's.
+# The English prompts are ModelCenter's.
 PROMPTS: Mapping[str, Prompt] = {
     "BoolQ": Prompt("{passage}. {question}?", _TRUTH),
     "CB": Prompt(_ENTAILMENT, ("No", "Yes", "Maybe")),
@@ -151,10 +151,11 @@ PROMPTS: Mapping[str, Prompt] = {
 
 
 def unroll(task: str, examples: list[TaskExample], is_training: bool) -> list[TaskExample]:
-    """Convert examples with choices to one example per choice, for tasks that are prompted so.
+    """Convert the examples of tasks with choices (COPA, ReCoRD) to separate examples.
 
-    COPA also gets swapped choices in training. ReCoRD has one example for every entity; its samples
-    are grouped by all but the last number of `idx`.
+    COPA keeps one example, with both choices as fields; in training, a copy with swapped choices is
+    added. ReCoRD gets one example per entity; all but the last number of `idx` identify the
+    question. Examples of other tasks are unchanged.
     """
     out = []
     for example in examples:

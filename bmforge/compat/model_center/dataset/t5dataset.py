@@ -1,4 +1,4 @@
-"""Tasks for T5: a text that ends with a sentinel token, and the word that fills it; SQuAD."""
+"""Tasks for T5: classification by filling in a sentinel token, and SQuAD."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class T5Rows(TaskRows):
         return [tokenizer.encode(word)[0] for word in PROMPTS[cls.task].words]
 
     def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
-        """Split samples with choices into one prompt per choice; see `unroll`."""
+        """Convert samples with choices to separate samples; see `unroll`."""
         return unroll(self.task, examples, self.split == "train")
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ class SQuAD_Dataset(Dataset[dict[str, Any]]):  # noqa: N801
         self.split, self.tokenizer = split, tokenizer
         self.widths = max_encoder_length, max_decoder_length
         self.examples = [] if split == "test" else read_task("SQuAD", path, split)
-        # The same answers on every process and in every run.
+        # A fixed seed selects the same answers on every process and in every run.
         draw = random.Random(0)
         self.chosen = [draw.choice(e.answers or ("no answer",)) for e in self.examples]
 
@@ -117,7 +117,7 @@ class SQuAD_Dataset(Dataset[dict[str, Any]]):  # noqa: N801
             **source,
             "decoder_input_ids": torch.cat((labels.new_tensor([padding]), labels[:-1])),
             "targets": labels.masked_fill(labels == padding, -100),
-            # What a target token is predicted from is one place further on.
+            # Decoder inputs are the targets shifted right by one, and so is their mask.
             "decoder_attention_mask": torch.cat((shown.new_ones(1), shown[:-1])),
         }
 

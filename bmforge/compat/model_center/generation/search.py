@@ -44,7 +44,7 @@ class Generation:
         with evaluating(self.zoo), torch.no_grad():
             decoder, start = start_decoder(self.zoo, ids, mask, config.max_new_tokens + 1)
             start = self.begin(start)
-            # Only what is written counts as repeated.
+            # The repetition penalty applies to generated tokens only.
             length = start.shape[1]
             rows = run_decoder(decoder, start, torch.full_like(start[:, 0], length), config)
         return [self.finish(row[length:].tolist(), config) for row in rows]

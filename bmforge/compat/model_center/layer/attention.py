@@ -104,7 +104,7 @@ class Attention(DistributedModule):
                 k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         mask = attention_mask.bool()[:, None]
         dropout = self.dropout_p if self.training else 0.0
-        # A query that may look nowhere looks everywhere, as it must somewhere, and gets nothing.
+        # A fully masked query would give NaN: let it attend to all keys, and set its output to 0.
         blind = ~mask.any(-1, keepdim=True)
         mixed = mix_values(q, k, v, mask | blind, bias, False, self.scale, dropout)
         mixed = mixed.masked_fill(blind, 0.0)
@@ -148,7 +148,7 @@ class SparseSelfAttention(Attention):
                 self, f"{old_name}_global"
             )
         window._modules["o_proj"] = self.attention_out
-        # It computes with this module's layers, and is not one of them.
+        # Not registered as a submodule, since it shares this module's layers.
         self.__dict__["_window"] = window
 
     def forward(  # type: ignore[override]

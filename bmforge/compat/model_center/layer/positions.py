@@ -123,7 +123,7 @@ class SegmentPositionEmbedding(DistributedModule):
             key_pos, key_segment: (B, S); query_pos, query_segment: (B, T); returns (B, N, T, S)
 
         Raises:
-            ShapeError: neither positions nor segments are given for a side.
+            ShapeError: neither positions nor segments are given for the queries, or for the keys.
         """
         keys_at, key_segment = self._side("key", key_pos, key_segment)
         queries_at, query_segment = self._side("query", query_pos, query_segment)
@@ -138,7 +138,7 @@ class SegmentPositionEmbedding(DistributedModule):
     def _side(
         self, name: str, position: Tensor | int | None, segment: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the positions and segment types of one side, (1 or B, length) each."""
+        """Return the positions and segment types of the queries or keys, (1 or B, length) each."""
         if position is None and segment is None:
             raise ShapeError(f"{name}_pos and {name}_segment are both None. Give one of them.")
         if position is None:

@@ -1,7 +1,7 @@
 """Base class of ModelCenter's models: loading, building, and output heads.
 
-Each wraps a bmforge model without head (`model`) and keeps the head separately, so that logits are
-computed only when they are read, and a program's own head costs no second one.
+Each class wraps a bmforge model without head (`model`) and keeps the head separately. Logits are
+computed only when they are read, so a program with its own head does not compute unused logits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "spread_mask",
 ]
 
-# What the zoo's models call the module that makes logits.
+# Names of the head modules in bmforge's models.
 _HEADS = ("lm_head", "mlm_head")
 
 
@@ -369,7 +369,7 @@ def _with_dropout(model: Model, config: Config) -> Model:
         return model
     fresh = type(model).from_config(own.replace(**changes), device="meta")
     for name, part in model.named_children():
-        if name not in fresh._modules:  # a head that was put on
+        if name not in fresh._modules:  # a head that was added later
             fresh.add_module(name, part)
     fresh.load_state_dict(model.state_dict(keep_vars=True), assign=True)
     return fresh

@@ -53,7 +53,7 @@ class EncoderModel(BaseModel):
         bare = family.from_pretrained(directory, dtype=config.dtype, head="none")
         head = family.config_class.heads["masked_lm"]
         if WeightFiles(directory).shapes.keys().isdisjoint(head.names.values()):
-            return bare  # a checkpoint of the encoder alone
+            return bare  # the checkpoint has no masked-LM head
         words = family.from_pretrained(directory, dtype=config.dtype, head="masked_lm")
         return _add_head(bare, words)
 

@@ -12,7 +12,7 @@ from bmforge.models.formats.model_center_config import OLD_FAMILIES
 
 __all__ = ["OldModules", "module_names"]
 
-# A layer of an attention or MLP, and what it is in: with a norm, and alone.
+# Matches a projection inside an attention or MLP; group 1 is the block with its norm.
 _INSIDE = re.compile(r"(.*\.(?:self_att|cross_att|ffn))\.(self_attention|ffn)\..*")
 
 

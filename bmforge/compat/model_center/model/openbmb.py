@@ -31,7 +31,7 @@ from bmforge.nn import build_mask
 
 __all__ = ["CPM1", "CPM3", "GLM"]
 
-# What only a call of version 1.0 could name.
+# Arguments that exist since version 1.0 only.
 _NEW = ("output_logits", "output_hidden_states", "return_dict", "use_cache", "past_key_values")
 
 
@@ -66,7 +66,7 @@ class GLM(DecoderModel):
         Shape:
             input_ids, position_ids, block_position_ids: (B, T); sep, length: (B,)
         """
-        if position_ids is not None and position_ids.dim() == 1:  # these are lengths
+        if position_ids is not None and position_ids.dim() == 1:  # 1-D position ids are lengths
             position_ids, length = None, position_ids
         if attention_mask is not None and attention_mask.dim() < 2:
             attention_mask, sep = None, attention_mask
@@ -179,11 +179,11 @@ class CPM1(_OldCall):
         """Run the model; with `input` return the logits, with `input_ids` an output with names.
 
         Args:
-            input: token ids, in the form before version 1.0, and by position.
+            input: token ids for the form before version 1.0; also the first positional argument.
             length: number of tokens per sequence, before padding.
             context: True for tokens that all attend to; the published model has none.
             span: span id per token; attention stays within a span (default: one span).
-            input_ids: token ids, in the form since version 1.0.
+            input_ids: token ids for the form since version 1.0.
             attention_mask: 1 for tokens, 0 for padding; or a pairwise mask.
             inputs_embeds: embeddings instead of ids.
             use_cache: return a KV cache.
@@ -270,13 +270,13 @@ class CPM3(_OldCall):
         """Run the model; with `input` return logits and hidden states, with `input_ids` an output.
 
         Args:
-            input: token ids with the prompt first, in the form before version 1.0.
+            input: token ids, the prompt first, for the form before version 1.0.
             length: number of tokens per sequence, before padding.
             context: True for tokens that all attend to; attention of the others is causal.
             position: accepted and ignored; also as `position_ids`.
             segment: segment type per token; also as `token_type_ids`.
             span: span id per token; attention stays within a span (default: one span).
-            input_ids: token ids, in the form since version 1.0.
+            input_ids: token ids for the form since version 1.0.
             attention_mask: 1 for tokens, 0 for padding.
             token_type_ids, position_ids: see `segment` and `position`.
             inputs_embeds: embeddings instead of ids.

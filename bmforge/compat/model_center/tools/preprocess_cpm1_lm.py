@@ -1,10 +1,11 @@
-"""Turn a text of one document a line into the corpus of CPM-1's pretraining.
+"""Converts a text file with one document per line to the pretraining corpus of CPM-1.
 
     python -m bmforge.compat.model_center.tools.preprocess_cpm1_lm --input data/cpm1_ --uid 0 \
         --tokenizer_path vocab --output_path corpus --output_prefix cpm1_lm
 
-The text is `INPUT` + `UID` + ".txt"; the store is `PREFIX_document_context_UID`. A document is
-`<s>`, its ids without unknown ones, `<eod>`, in pieces of 512; pieces below 32 are dropped.
+The text file is `INPUT` + `UID` + ".txt"; the token store is `PREFIX_document_context_UID`. Each
+document is encoded as `<s>`, its token ids without unknown tokens, and `<eod>`, and split into
+pieces of 512 tokens; pieces shorter than 32 are dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from bmforge.tokenizers import CPM1Tokenizer
 __all__ = ["cut_document", "get_args", "main"]
 
 _START, _PIECE, _SHORTEST, _LONGEST_LINE = 1, 512, 32, 5_000_000
-_tokenizers: dict[str, Any] = {}  # of a worker process, which opens its own once
+_tokenizers: dict[str, Any] = {}  # by directory; each worker process opens its own tokenizer once
 
 
 def get_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:

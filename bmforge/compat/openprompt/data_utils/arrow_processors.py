@@ -1,7 +1,7 @@
 """Readers of SuperGLUE and Yahoo! Answers as the `datasets` package saves them.
 
 `load_dataset("super_glue", "boolq").save_to_disk("FOLDER/super_glue.boolq")` writes a folder for
-each split with Arrow files, which pyarrow reads here. The hub is not asked.
+each split with Arrow files, which pyarrow reads here. The hub is not contacted.
 """
 
 from __future__ import annotations

@@ -65,12 +65,12 @@ def generation_metric(
     """Return the mean sentence BLEU of generated texts.
 
     Precisions of zero are smoothed by the length of the text (Chen and Cherry 2014, method 4).
-    Words are split by a plain expression; the original downloads NLTK's tokenizer.
+    Words are split by a regular expression; the original downloads NLTK's tokenizer.
 
     Args:
         hypos: generated text of each example.
         refs: references of each example, separated by line ends.
-        metric: "sentence_bleu", the only one.
+        metric: must be "sentence_bleu".
 
     Raises:
         ConfigError: another metric, or different numbers of texts.

@@ -33,7 +33,7 @@ class ModelClass(NamedTuple):
     """Classes for a kind of model that a program registers in `_MODEL_CLASSES`.
 
     Attributes:
-        config: configuration class; without effect, the model class reads its own.
+        config: configuration class; ignored, since the model class reads its own config.
         tokenizer, model: classes with `from_pretrained`.
         wrapper: tokenizer wrapper class.
     """
@@ -44,7 +44,7 @@ class ModelClass(NamedTuple):
     wrapper: type[TokenizerWrapper]
 
 
-# Kinds of models that a program adds, as OpenPrompt's tutorial for UltraChat does.
+# Model kinds that programs add, as OpenPrompt's tutorial for UltraChat does.
 _MODEL_CLASSES: dict[str, ModelClass] = {}
 _WRAPPERS: dict[str, tuple[type[TokenizerWrapper], str]] = {
     "bert": (MLMTokenizerWrapper, "masked_lm"),

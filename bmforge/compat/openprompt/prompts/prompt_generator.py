@@ -1,4 +1,4 @@
-"""OpenPrompt's search for templates and label words (LM-BFF), implemented with bmforge's.
+"""OpenPrompt's search for templates and label words (LM-BFF), over bmforge's own search.
 
 Source: Gao et al., "Making pre-trained language models better few-shot learners" (2021).
 """
@@ -64,7 +64,7 @@ class TemplateGenerator:
         tokenizer_wrapper: accepted and ignored, because the template determines the prompt format.
         verbalizer: verbalizer with the label words.
         max_length: longest template in tokens.
-        target_number: number of generated parts: 2, the only one.
+        target_number: number of generated parts; must be 2.
         beam_width: beam width, and the number of templates returned.
 
     Raises:

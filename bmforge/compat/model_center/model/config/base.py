@@ -27,14 +27,14 @@ from bmforge.models.resolve import resolve_model
 
 __all__ = ["OLD_NAMES", "Config"]
 
-# Old field names -> ours.
+# Maps ModelCenter's field names to bmforge's.
 OLD_NAMES: Mapping[str, str] = {
     **OLD_FIELDS,
     "tied": "tie_word_embeddings",
     "ffn_activate_fn": "activation",
 }
-# Fields that steer the old program, and what they are where nobody says so. Of these only `dtype`
-# and `cls_head` do something here.
+# Further fields of ModelCenter's configs, with their defaults. Only `dtype` and `cls_head` have an
+# effect here.
 _KEPT: Mapping[str, Any] = {
     **{f"{part}_init_mean": 0.0 for part in ("emb", "pos", "att", "ffn", "proj")},
     **{"emb_init_std": 0.02, "pos_init_std": 0.02, "att_init_std": 0.02, "ffn_init_std": 0.02},
@@ -50,22 +50,22 @@ class Config:
     """Model config with ModelCenter's field names.
 
     Args:
-        fields: values by field name; defaults are ModelCenter's, for newer families ours. `half` or
-            `dtype` set the parameter dtype (default: fp32).
+        fields: values by field name; the defaults are ModelCenter's, or bmforge's for newer
+            families. `half` or `dtype` set the parameter dtype (default: fp32).
 
     Raises:
         ConfigError: an unknown field, or a value that the family does not support.
     """
 
     family: ClassVar[str] = ""
-    # Fields of the original's that must have these values, which is also what an absent one means.
+    # Fields that must have these values, which are also their defaults.
     fixed: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, **fields: Any) -> None:
         self._start({}, None)
         for name, value in fields.items():
             setattr(self, name, value)
-        self.native()  # what does not fit is told now
+        self.native()  # raises an error for invalid fields
 
     def kind(self) -> type[Model]:
         """Return the bmforge model class for this config."""
@@ -95,7 +95,7 @@ class Config:
         native = family.from_hf(raw)
         old = OLD_FAMILIES.get(cls.family)
         if old is not None and cls.family != "OPT" and hasattr(native, "dropout"):
-            # ModelCenter's converters write no dropout but for OPT: its default holds.
+            # ModelCenter's converters write the dropout only for OPT, so the default applies.
             fields = {"dropout_p": old.defaults.get("dropout_p", 0.0), **fields}
         return cls.over(native, **fields)
 

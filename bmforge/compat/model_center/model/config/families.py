@@ -57,7 +57,7 @@ class ViTConfig(Config):
     family = "ViT"
 
 
-VitConfig = ViTConfig  # its name in ModelCenter
+VitConfig = ViTConfig  # spelling in ModelCenter
 
 
 class GPT2Config(Config):
