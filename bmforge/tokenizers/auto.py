@@ -28,8 +28,8 @@ from bmforge.tokenizers.tokenizer_json import (
 
 __all__ = ["AutoTokenizer"]
 
-# tokenizer_class or model_type, in lower case without "-" and "_" -> function that opens a
-# directory.
+# Maps tokenizer_class or model_type, in lower case without "-" and "_", to the function that opens
+# a directory.
 _BY_NAME: dict[str, Callable[[Path], Any]] = {
     "cpm1": CPM1Tokenizer.from_pretrained,
     "cpm1word": CPM1WordTokenizer.from_pretrained,
@@ -86,7 +86,7 @@ def _by_config(folder: Path) -> Callable[[Path], Any] | None:
         return _BY_NAME.get(named)
     named = _read_name(folder / "config.json", "model_type")
     if named == "cpm1" and not (folder / MODEL_FILE).exists():
-        named = "cpm1word"  # ModelCenter's release
+        named = "cpm1word"  # tokenizer of ModelCenter's release
     if named == "cpmant" and (folder / VOCABULARY_FILE).exists():  # CPM-Ant or CPM-Ant+
         return _by_vocabulary(folder / VOCABULARY_FILE) or _BY_NAME[named]
     return _BY_NAME.get(named)

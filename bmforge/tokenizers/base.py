@@ -111,7 +111,7 @@ class Tokenizer(ABC):
         """Return the token ids of a prompt, with the special tokens that models expect around it.
 
         The ids equal those of transformers' ``tokenizer(text).input_ids``. OpenBMB's own tokenizers
-        add none here: the prompt format of each of their models adds them.
+        add no special tokens, since the prompt format of each of their models adds them.
         """
         return self.encode(text)
 

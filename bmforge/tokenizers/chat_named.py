@@ -1,7 +1,8 @@
 """Named chat templates, for base models that have none (`--template chatml`).
 
-Each writes the published format of its name for system, user and assistant messages. The special
-tokens should be in the tokenizer's vocabulary; otherwise they are written as ordinary text.
+Each template renders system, user and assistant messages in the published format after which it is
+named. The special tokens should be in the tokenizer's vocabulary; otherwise they are written as
+ordinary text.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class ChatTemplate:
             as text). The authors of the messages can then forge turns of other roles.
 
     Attributes:
-        source: Jinja source, also of the plain template.
+        source: Jinja source; that of the plain template if None was passed.
         variables: names of the variables that the template reads, such as ``tools``.
 
     Raises:
@@ -148,7 +148,8 @@ def _escape(tokenizer: Tokenizer, value: Any) -> Any:
 def _plain_source(marks: Mapping[str, str]) -> str:
     """Return the Jinja source of the plain template.
 
-    The special tokens are written out, since another library may give their roles to other tokens.
+    The source contains the special tokens as literal text, since another library may use other
+    tokens as ``bos_token`` and ``eos_token``.
     """
     begin, end = json.dumps(marks["bos_token"]), json.dumps(marks["eos_token"])
     return (

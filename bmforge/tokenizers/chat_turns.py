@@ -88,8 +88,8 @@ def _render_answer(
     if rendered.startswith(prompt):
         start = prompt
     elif rendered.startswith(plain):
-        # The generation prompt opens something that this answer does not have (DeepSeek-R1 opens a
-        # thought): learn from the first character on in which the two differ.
+        # The generation prompt may end with text that this answer does not begin with, such as the
+        # <think> of DeepSeek-R1: train on the answer from the first difference on.
         start = _common_start(prompt, rendered)
     else:
         raise DataError(
@@ -127,7 +127,7 @@ def _common_start(prompt: str, rendered: str) -> str:
     )
     start = rendered[:length]
     cut = start.rfind("<")
-    # "<|im_start|>" whole is kept; a "<" that is not closed may be half of two different tokens.
+    # Keep a whole "<|im_start|>"; an unclosed "<" may begin two different special tokens.
     return start if cut < 0 or ">" in start[cut:] else start[:cut]
 
 
@@ -168,7 +168,8 @@ def _write_thoughts(message: Message, prompt: str, answer: str) -> str:
 def check_fields(template: ChatTemplate, messages: Sequence[Message]) -> None:
     """Raise `DataError` for a message field that the template does not read.
 
-    Reasoning is checked where it is rendered.
+    Reasoning fields are not checked here: `render_answers` raises an error if the template drops
+    them.
     """
     for number, message in enumerate(messages, 1):
         for name in message:

@@ -23,9 +23,10 @@ _WRITTEN = str.maketrans(" \n", SPACE + NEWLINE)
 
 
 class CPM1Tokenizer(Tokenizer):
-    """Tokenizer of CPM-1; exact for text in NFKC form that the vocabulary can represent.
+    """Tokenizer of CPM-1: words from jieba, then sentencepiece.
 
-    A special token in the text, such as ``<eod>``, is encoded as characters, like in the original:
+    Decoding restores the text exactly if it is in NFKC form and the vocabulary can represent it. A
+    special token in the text, such as ``<eod>``, is encoded as characters, like in the original:
     append `eos_id` explicitly.
 
     Args:

@@ -20,7 +20,7 @@ __all__ = ["CPM1WordTokenizer", "CPM2Tokenizer", "EVATokenizer"]
 SPACE, NEWLINE = "\u2582", "\u2583"
 _MARKED = re.compile(CONTINUES + "[A-Za-z]+")
 
-# Full-width characters -> half-width ones, except for Chinese punctuation.
+# Maps full-width characters to half-width ones, except for Chinese punctuation.
 _KEPT = "，。！（）？、；："
 _HALF_WIDTH = {chr(c): chr(c - 0xFEE0) for c in range(0xFF00, 0xFF5F) if chr(c) not in _KEPT}
 _HALF_WIDTH["\u3000"] = " "
@@ -33,11 +33,11 @@ _EVA_FORMS = {"…": "...", **dict(zip(_EVA_FROM, _EVA_TO, strict=True))}
 class CPM2Tokenizer(Tokenizer):
     """Tokenizer of CPM-2: words from jieba, split into the longest vocabulary pieces.
 
-    A vocabulary with ``##`` pieces (2.1) marks pieces inside of words with them, and omits a space
-    between two tokens without Chinese characters; decoding inserts a space between any two such
-    tokens, so it restores words but not always the same spaces. Without ``##`` pieces (2.0) text is
-    first converted to half-width characters, and decoding is exact otherwise. Special tokens in the
-    text are encoded as characters.
+    In a vocabulary with ``##`` pieces (2.1), these occur inside of words, and a space between two
+    tokens without Chinese characters is not encoded. Decoding inserts a space between any two such
+    tokens, so it restores the words but not always the same spaces. With a vocabulary without
+    ``##`` pieces (2.0), text is first converted to half-width characters, and decoding restores the
+    result exactly. Special tokens in the text are encoded as characters.
 
     Args:
         content: contents of a vocab.txt, one token per line.
@@ -48,7 +48,7 @@ class CPM2Tokenizer(Tokenizer):
         MissingDependencyError: a package of the extra ``zh`` is not installed.
 
     Source: ``tokenization_enc_dec.py`` (2.0) and ``tokenization_enc_dec_encn.py`` (2.1) of
-    TsinghuaAI/CPM-2-Finetune. There 2.1 encodes a one-token text as two tokens; here it is one.
+    TsinghuaAI/CPM-2-Finetune. There 2.1 encodes a one-token text as two tokens; here as one.
     """
 
     roles: ClassVar[Mapping[str, str]] = {
@@ -172,7 +172,7 @@ class CPM2Tokenizer(Tokenizer):
         return self._show("".join(parts))
 
     def _show(self, text: str) -> str:
-        """Replace the tokens of space and line end by these characters."""
+        """Replace the tokens for space and line end by the characters."""
         return text.replace(self.roles["space"], " ").replace(self.roles["newline"], "\n")
 
 
@@ -199,10 +199,11 @@ class EVATokenizer(CPM2Tokenizer):
 
 
 class CPM1WordTokenizer(CPM2Tokenizer):
-    """Tokenizer of the CPM-1 that ModelCenter publishes: its ``vocab.txt`` instead of pieces.
+    """Tokenizer of ModelCenter's CPM-1, which has a ``vocab.txt`` instead of a sentencepiece model.
 
     Text is encoded as in CPM-2 without ``##`` pieces, with other tokens for space and line end and
-    without conversion to half-width characters. ``</_>`` and ``</n>`` in a text are these two.
+    without conversion to half-width characters. ``</_>`` in a text is encoded as a space, and
+    ``</n>`` as a line end.
 
     Source: ``tokenizer/cpm1_tokenizer.py`` of OpenBMB/ModelCenter.
     """

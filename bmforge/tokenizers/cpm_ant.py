@@ -20,9 +20,10 @@ _WRITTEN_AS = {"</_>": " ", "</n>": "\n"}
 
 
 class CPMAntTokenizer(Tokenizer):
-    """Tokenizer of CPM-Ant; exact for text that the vocabulary can represent.
+    """Tokenizer of CPM-Ant: words from jieba, split into the longest vocabulary pieces.
 
-    A special token in the text, such as ``<s>``, is encoded as characters, like in the original.
+    Decoding restores the text exactly if the vocabulary can represent it. A special token in the
+    text, such as ``<s>``, is encoded as characters, like in the original.
 
     Args:
         content: contents of a vocab.txt, one token per line; ``</_>`` is a space, ``</n>`` a

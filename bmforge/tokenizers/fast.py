@@ -29,8 +29,9 @@ from bmforge.tokenizers.tokenizer_json import (
 
 __all__ = ["FastTokenizer"]
 
-# Noncharacters of Unicode, which no text holds: in front of an alias of a special token, in front
-# of the name of a piece that no text may reach, and behind the first character of an escaped name.
+# Unicode noncharacters, which do not occur in texts. They mark aliases of special tokens (before
+# the name), pieces that no text may match (before the name), and escaped names (after the first
+# character).
 _UNSEEN, _HIDDEN, _ESCAPE = "\U0010ffff", "\U0010fffe", "\U000ffffe"
 
 
@@ -77,7 +78,8 @@ class FastTokenizer(Tokenizer):
         names = [name for name in ROLE_FILES if (folder / name).exists()]
         companions = {name: (folder / name).read_bytes() for name in names}
         roles = read_role_tokens(folder)
-        if not (folder / TOKENIZER_FILE).exists():  # write what the older files imply
+        # Write the tokenizer.json built from the older files.
+        if not (folder / TOKENIZER_FILE).exists():
             tokens = {f"{role}_token": token for role, token in roles.items()}
             companions.setdefault(ROLE_FILES[1], (json.dumps(tokens, indent=2) + "\n").encode())
         return cls(content, roles, companions, folder / TOKENIZER_FILE)
@@ -208,7 +210,7 @@ class FastTokenizer(Tokenizer):
         settings = json.loads(self._content)
         model = settings["model"]
         special = {t["content"]: t for t in settings.get("added_tokens", ()) if t["special"]}
-        if model.get("type") == "Unigram":  # pieces that text must not reach
+        if model.get("type") == "Unigram":  # special tokens are pieces that text must not match
             model["vocab"] = [
                 [_HIDDEN + name if name in special else name, score]
                 for name, score in model["vocab"]
@@ -227,7 +229,7 @@ class FastTokenizer(Tokenizer):
         )
         added = {t["content"]: t["id"] for t in settings["added_tokens"]}
         ids = {tokenizer.token_to_id(_UNSEEN + name): t["id"] for name, t in special.items()}
-        # Without the special tokens the other added tokens may have moved up.
+        # Without the special tokens, other added tokens may get lower ids.
         return tokenizer, ids | {tokenizer.token_to_id(name): id for name, id in added.items()}
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:

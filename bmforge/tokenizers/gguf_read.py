@@ -22,12 +22,12 @@ __all__ = ["BYTE", "CONTROL", "NORMAL", "OWN", "PRE", "ROLE_KEYS", "SPACE", "UNK
 
 NORMAL, UNKNOWN, CONTROL, OWN, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"
-# role -> what its key is called
+# Maps each role to its name in the metadata keys.
 ROLE_KEYS = {
     "bos": "bos",
     "eos": "eos",
     "unk": "unknown",
-    "sep": "seperator",  # as the format spells it
+    "sep": "seperator",  # spelling of the GGUF format
     "pad": "padding",
     "mask": "mask",
     "cls": "cls",
@@ -72,7 +72,7 @@ _MARKED = (
 _LLAMA3 = PreTokenizer((_CUT % "{1,3}",), takes_words=True, adds_begin=True)
 _QWEN2 = PreTokenizer((_CUT % "",), composes=True)
 _DIGITS = PreTokenizer((r"\p{N}", _GPT2))
-# The names that llama.cpp's llama-vocab.cpp gives the same expression share an entry.
+# Names that have the same expression in llama.cpp's llama-vocab.cpp share an entry.
 PRE = {
     "gpt-2": PreTokenizer(),
     "llama-bpe": _LLAMA3,
@@ -93,7 +93,7 @@ PRE = {
     ),
     "qwen35": PreTokenizer((_MARKED,), composes=True),
 }
-# Keys of a tokenizer that are read, or that nothing computed depends on.
+# Tokenizer keys that are supported, or have no effect on token ids.
 _READ = {
     *("model", "pre", "tokens", "token_type", "token_type_count", "scores", "merges"),
     *("add_bos_token", "add_eos_token", "add_space_prefix", "remove_extra_whitespaces"),
@@ -273,7 +273,7 @@ def _byte_pairs(gguf: _Vocabulary) -> Any:
             "of the original model."
         )
     merges = gguf.metadata.get("tokenizer.ggml.merges", [])
-    # A part of a pair may begin with a space, and never ends with one.
+    # The parts of a merge may begin with a space, but never end with one.
     places = [(text, text.find(" ", 1)) for text in merges]
     if any(space < 0 for _, space in places):
         raise gguf.damaged("a merge is not a pair")
@@ -340,7 +340,7 @@ def _sentence_pairs(gguf: _Vocabulary) -> Any:
 
 
 def _unigram(gguf: _Vocabulary) -> Any:
-    # Rows that a model has beyond its vocabulary are called unused.
+    # Embedding rows beyond the vocabulary have the token type "unused".
     last = max(gguf.of(NORMAL, UNKNOWN, CONTROL, OWN, BYTE).values(), default=-1)
     pieces = list(zip(gguf.tokens, gguf.scores, gguf.types, strict=True))[: last + 1]
     unknown = next(iter(gguf.of(UNKNOWN).values()), None)
@@ -371,7 +371,7 @@ def _word_pieces(vocabulary: _Vocabulary) -> Any:
     if unknown not in ids:
         raise vocabulary.damaged("it has no unknown token")
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token=unknown))
-    # The file does not say whether upper case counts, but a vocabulary without it does.
+    # The file has no lowercasing setting; a vocabulary without upper case implies lowercasing.
     is_lower = not any(token != token.lower() for token in named if not _is_name(token))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=is_lower)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -39,7 +39,7 @@ def describe_tokenizer(
         template: chat template.
 
     Raises:
-        ConfigError: a tokenizer that GGUF cannot represent, or of a larger model.
+        ConfigError: GGUF cannot represent the tokenizer, or it has more tokens than `rows`.
     """
     settings = tokenizer.settings if isinstance(tokenizer, FastTokenizer) else {"model": {}}
     name = _kind_of(settings)
@@ -134,7 +134,7 @@ def _byte_pairs(settings: dict[str, Any], tokens: list[str], types: list[int]) -
         raise _unsaid(f"its pre-tokenizer {[step['type'] for step in cuts]}")
     takes_words = bool(settings["model"].get("ignore_merges"))
     target = PreTokenizer(tuple(splits) if splits else None, composes, takes_words)
-    # Whether a begin token is added has a key of its own.
+    # A separate key states if a BOS token is added.
     names = (
         name for name, candidate in PRE.items() if candidate._replace(adds_begin=False) == target
     )

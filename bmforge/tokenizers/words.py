@@ -13,7 +13,7 @@ from bmforge.errors import MissingDependencyError
 
 __all__ = ["WordCutter"]
 
-# Runs that jieba segments; everything else is a word of one character, "\r\n" of two.
+# Runs that jieba segments. Any other character is a word of its own, as is "\r\n".
 _RUN = re.compile(r"[\u4E00-\u9FD5a-zA-Z0-9+#&._%\-]+|\r\n|.", re.DOTALL)
 # How jieba's new-word model splits the Latin part of a run.
 _LATIN = re.compile(r"[a-zA-Z0-9]+(?:\.[0-9]+)?%?|(?:(?![a-zA-Z0-9]).)+")

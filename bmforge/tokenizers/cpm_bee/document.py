@@ -132,7 +132,7 @@ def encode_document(
         extension: extension table of earlier documents in the same sample, which is continued.
         blank_answers: ignore the texts under ``<ans>``, as for a prompt.
         order_key: seed that shuffles the keys under ``<ans>``; None keeps their order.
-        max_depth: relations count at most ``max_depth - 1`` steps.
+        max_depth: depth limit of the segment relations; see `relate`.
         max_nesting: maximum depth of a text below the root.
 
     Raises:
@@ -218,7 +218,7 @@ def decode_answer(
     """Decode output ids up to ``</s>`` to text; ids from `vocab_size` on refer to `ext_rows`.
 
     Raises:
-        DataError: an id is no output, or a row of another document of the batch.
+        DataError: an id is out of range, or is an extension token of another document of the batch.
     """
     names = extension.names
     texts = []

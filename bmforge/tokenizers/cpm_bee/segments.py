@@ -135,7 +135,7 @@ def relate(
     Args:
         parents: index of each segment's parent, which precedes it; -1 for the root.
         depths: depth of each segment below the root.
-        max_depth: steps are counted up to ``max_depth - 1``.
+        max_depth: limit of the steps in one direction; more steps count as ``max_depth - 1``.
 
     Shape:
         returns: (n * n,), relation of segment q to k at ``q * n + k``: 0 for itself, else

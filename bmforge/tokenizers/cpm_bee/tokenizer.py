@@ -29,7 +29,7 @@ _WRITTEN_AS = {"</n>": "\n", "</_>": " "}
 
 
 class CPMBeeTokenizer(Tokenizer):
-    """Tokenizer of CPM-Bee; exact for all texts.
+    """Tokenizer of CPM-Bee; with `encode_extended`, decoding restores every text exactly.
 
     Args:
         tokens: vocabulary in the order of its ids.
