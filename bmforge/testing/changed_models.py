@@ -1,4 +1,4 @@
-"""Builds changed models and equivalent plain models, for `changed_suite.py`."""
+"""Builds models with changes, and equivalent models without, for `changed_suite.py`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = [
 ]
 
 _RANK = 2
-# Layers with an added part, and layers stored as int8: some are in both lists, some in neither.
+# Layers with low-rank modules and layers stored as int8; some are in both lists, some in neither.
 _PARTS_BESIDE = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 _STORED = ("k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
 
 def resized(model: nn.Module) -> list[Change]:
-    """Return changes that halve the heads and the MLP width of the last block of every stack."""
+    """Return changes that halve the heads and the MLP width of the last block of each stack."""
     last = {name.rpartition(".")[0]: name for name, m in model.named_modules() if is_block(m)}
     changes = []
     for name in last.values():
@@ -87,7 +87,7 @@ def widen(batch: Batch) -> dict[str, Tensor]:
 
 
 def change_everything(model: Any) -> tuple[Change, ...]:
-    """Return all supported changes at once, for a model without changes."""
+    """Return changes of every kind (sizes, low-rank modules, int8 weights) for a model."""
     narrowed = copy.deepcopy(model)
     for change in resized(model):
         narrowed.change_(change)
@@ -154,7 +154,7 @@ def list_stored(model: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
 
 @torch.no_grad()
 def silence_the_rest_(full_model: nn.Module, narrow: nn.Module) -> None:
-    """Zero the output projection columns of heads and MLP units that the narrower model lacks."""
+    """Zero the output projections of heads and MLP units that the narrower model lacks."""
     for name, block in narrow.named_modules():
         if not is_block(block):
             continue

@@ -1,4 +1,4 @@
-"""Tests of changed models for every family: low-rank modules and int8 weights."""
+"""Tests of models with low-rank modules, int8 weights or other sizes, for every family."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = ["ChangedSuite"]
 
 
 class ChangedSuite:
-    """Tests of changed models; `FamilySuite` inherits this."""
+    """Tests of models whose config has changes; `FamilySuite` inherits this."""
 
     model_class: ClassVar[type[Model]]
 
@@ -57,11 +57,11 @@ class ChangedSuite:
 
     @pytest.fixture
     def changed(self, tiny: Model) -> ModelConfig:
-        """Fixture: the tiny config with all changes at once."""
+        """Fixture: the tiny config with changes of every kind."""
         return self.changed_config(tiny)
 
     def changed_config(self, tiny: Model) -> ModelConfig:
-        """Return a model's config with all changes at once."""
+        """Return a model's config with changes of every kind."""
         return tiny.config.replace(changes=change_everything(tiny))
 
     @capability("low-rank")
@@ -84,7 +84,7 @@ class ChangedSuite:
 
     @capability("int8")
     def test_int8_has_the_bits_of_its_dequantised_twin(self, tiny: Model) -> None:
-        """Int8 weights equal dequantized plain weights bit for bit: loss, logits, gradients."""
+        """Int8 weights give the loss, logits and gradients of dequantized weights, bit for bit."""
         model, batch = self._doubled(tiny)
         twin = copy.deepcopy(model)
         model.change_(stored_as_int8(model))
@@ -97,7 +97,7 @@ class ChangedSuite:
 
     @capability("resize")
     def test_resized_is_the_model_with_zeros(self, tiny: Model) -> None:
-        """A narrower layer equals the full layer with the removed part set to zero."""
+        """A narrower layer gives the loss of the full layer with its removed part set to zero."""
         model, batch = self._doubled(tiny)
         full_model = copy.deepcopy(model)
         for change in resized(tiny):
@@ -112,11 +112,12 @@ class ChangedSuite:
     def test_changed_saves_and_opens(
         self, tiny: Model, changed: ModelConfig, tmp_path: Path
     ) -> None:
-        """A changed model is saved and opened exactly; building on meta changes nothing."""
+        """A changed model is saved and opened exactly, also if it is built on the meta device."""
         model = self.model_class.from_config(changed).eval()
         meta = init_weights_(self.model_class.from_config(changed, device="meta"), 0)
         assert_equal_trees(meta.state_dict(), model.state_dict())
-        *sizes, parts, rows = changed.changes  # a layer that is narrowed later keeps its parts
+        # Low-rank modules may be added before or after a resize.
+        *sizes, parts, rows = changed.changes
         after = self.model_class.from_config(tiny.config.replace(changes=tuple(sizes)))
         after.change_(parts).change_(rows)
         assert_equal_trees(after.state_dict(), model.state_dict())
@@ -198,7 +199,8 @@ class ChangedSuite:
     def test_changed_goes_on_elsewhere(self, changed: ModelConfig, tmp_path: Path) -> None:
         """A checkpoint of two pipeline stages resumes exactly on one process.
 
-        Two steps on the pipeline and one on a single process equal three steps on one process.
+        Two steps on the pipeline, then one step on a single process, give the parameters of three
+        steps on a single process.
         """
         model = self.model_class.from_config(changed)
         inputs = self.make_inputs(model, batch=4)
@@ -212,47 +214,47 @@ class ChangedSuite:
     @pytest.mark.long
     @capability("changed: zero-3")
     def test_changed_zero_3(self, changed: ModelConfig) -> None:
-        """ZeRO-3 with a frozen base and recompute equals one process."""
+        """ZeRO-3 with a frozen base and recompute gives the results of one process."""
         self.check_changed(changed, "zero-3", frozen=True)
 
     @pytest.mark.long
     @capability("changed: zero-2")
     def test_changed_zero_2(self, changed: ModelConfig) -> None:
-        """ZeRO-2 with a frozen base equals one process."""
+        """ZeRO-2 with a frozen base gives the results of one process."""
         self.check_changed(changed, "zero-2", frozen=True)
 
     @pytest.mark.long
     @capability("changed: tensor")
     def test_changed_tensor_parallel(self, changed: ModelConfig) -> None:
-        """Low-rank modules are sharded like their layer, and int8 rows like plain rows."""
+        """Tensor parallelism with low-rank modules and int8 gives the results of one process."""
         self.check_changed(changed, "tensor")
 
     @pytest.mark.long
     @capability("changed: sequence")
     def test_changed_sequence_parallel(self, changed: ModelConfig) -> None:
-        """Tensor parallelism with sequence parallelism equals one process."""
+        """Tensor parallelism with sequence parallelism gives the results of one process."""
         self.check_changed(changed, "sequence")
 
     @pytest.mark.long
     @capability("changed: pipeline")
     def test_changed_pipeline(self, changed: ModelConfig) -> None:
-        """Two pipeline stages equal one process."""
+        """Two pipeline stages give the results of one process."""
         self.check_changed(changed, "pipeline")
 
     @pytest.mark.long
     @capability("changed: context")
     def test_changed_context_parallel(self, changed: ModelConfig) -> None:
-        """Sequences split over two processes equal one process."""
+        """Context parallelism on two processes gives the results of one process."""
         self.check_changed(changed, "context")
 
     @pytest.mark.long
     @capability("changed: combined")
     def test_changed_layouts_combine(self, changed: ModelConfig) -> None:
-        """Pipeline, tensor and sequence parallelism with recompute, together, equal one process."""
+        """Pipeline, tensor and sequence parallelism with recompute give one process's results."""
         self.check_changed(changed, "combined")
 
     def check_changed_experts(self, changed: ModelConfig) -> None:
-        """Check expert parallelism with low-rank modules and int8 rows (families with experts)."""
+        """Check expert parallelism with low-rank modules and int8 (families with experts)."""
         self.check_changed(changed, "expert")
 
     def check_changed(self, changed: ModelConfig, where: str, **more: Any) -> None:

@@ -145,7 +145,7 @@ class CompressSuite:
     @pytest.mark.long
     @capability("sparse")
     def test_zeros_stay(self, tmp_path: Path) -> None:
-        """2:4 sparsity is kept after steps of AdamW."""
+        """Weights stay 2:4 sparse after steps of AdamW."""
         small, job = self.make_small(CompressConfig(prune=_ZEROS), tmp_path / "model")
         for name in job.methods[0]._places:  # type: ignore[attr-defined]
             for matrix in _matrices(small.get_parameter(name)):
@@ -164,7 +164,7 @@ class CompressSuite:
     @pytest.mark.long
     @capability("experts")
     def test_experts(self, tmp_path: Path) -> None:
-        """Split MLPs equal the dense model when all experts are active."""
+        """MLPs split into experts give the outputs of the dense model if all experts are active."""
         self.skip_experts()
         config = CompressConfig(moefy=_EXPERTS)
         small, _ = self.make_small(config, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Tests of decoder-only families besides `ModelSuite`: padding, packing, cached decoding."""
+"""Tests of decoder-only families, beyond `ModelSuite`'s: padding, packing, cached decoding."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class DeltaSuite:
     """Tests of adapters; `FamilySuite` inherits this.
 
     Attributes:
-        takes_prompts: whether the model's inputs allow a soft prompt.
+        takes_prompts: True if the model's inputs allow a soft prompt.
     """
 
     model_class: ClassVar[type[Model]]
@@ -195,25 +195,25 @@ class DeltaSuite:
     @pytest.mark.long
     @capability("deltas: zero-3")
     def test_deltas_zero_3(self, tiny: Model) -> None:
-        """Training each adapter under ZeRO-3 with recompute equals training on one process."""
+        """Training with all adapters under ZeRO-3 gives the results of one process."""
         self.check_deltas(tiny, "zero-3")
 
     @pytest.mark.long
     @capability("deltas: tensor")
     def test_deltas_tensor_parallel(self, tiny: Model) -> None:
-        """All adapters under tensor and sequence parallelism with recompute equal one process."""
+        """Training with all adapters under tensor parallelism gives the results of one process."""
         self.check_deltas(tiny, "sequence")
 
     @pytest.mark.long
     @capability("deltas: pipeline")
     def test_deltas_pipeline(self, tiny: Model) -> None:
-        """All adapters on two pipeline stages equal one process."""
+        """Training with all adapters on two pipeline stages gives the results of one process."""
         self.check_deltas(tiny, "pipeline")
 
     @pytest.mark.long
     @capability("deltas: context")
     def test_deltas_context_parallel(self, tiny: Model) -> None:
-        """All adapters with sequences split over two processes equal one process."""
+        """Training with all adapters under context parallelism gives the results of one process."""
         self.check_deltas(tiny, "context")
 
     @pytest.mark.long
@@ -246,7 +246,7 @@ def _check_slope(model: Any, delta: Delta, batch: Batch, gradients: dict[str, Te
     slope = sum(
         (gradients[f"grad/{n}"] * way).sum() for n, way in ways.items() if f"grad/{n}" in gradients
     )
-    step, losses = 1e-7, []  # so short that no activation's kink is crossed
+    step, losses = 1e-7, []  # too short to cross the kink of an activation such as relu
     with torch.no_grad():
         for sign in (1, -2):
             for n, p in delta.named_parameters():

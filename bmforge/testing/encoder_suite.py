@@ -1,4 +1,4 @@
-"""Tests of text encoders besides `ModelSuite`: padding, segments, packing."""
+"""Tests of text encoders, beyond `ModelSuite`'s: padding, segments, packing."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class EngineSuite:
     @capability("engine")
     @torch.no_grad()
     def test_engine_has_the_bits(self, deep: Model, tmp_path: Path) -> None:
-        """With the smallest budget, outputs and generated ids are bit-identical."""
+        """The smallest budget gives outputs and ids bit-identical to those without a budget."""
         inputs = self.make_inputs(deep)
         want, text = list_outputs(deep(**inputs)), self.write_text(deep)
         deep.save_pretrained(tmp_path)
@@ -72,7 +72,7 @@ class EngineSuite:
     @capability("devices")
     @torch.no_grad()
     def test_devices_have_the_bits(self, deep: Model, tmp_path: Path) -> None:
-        """A model split over two devices gives the outputs and generated ids of one device."""
+        """A model split over two devices gives outputs and ids bit-identical to one device's."""
         inputs = self.make_inputs(deep)
         want, text = list_outputs(deep(**inputs)), self.write_text(deep)
         deep.save_pretrained(tmp_path)
@@ -110,7 +110,7 @@ class EngineSuite:
     @capability("budget")
     @pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.long), 1.0])
     def test_budget_is_kept(self, deep: Model, share: float) -> None:
-        """At most the planned weights are resident; loss and gradients are bit-identical."""
+        """No more weights than planned are resident, and a budget does not change gradients."""
         batch = self.make_inputs(deep)
         batch |= make_labels(deep, batch)
         want = run_step_of(copy.deepcopy(deep), batch)

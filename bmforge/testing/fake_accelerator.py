@@ -22,7 +22,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 __all__ = ["DeviceTensor", "FakeAccelerator", "Usage"]
 
 _NAME = "fakegpu"
-# Operations that only describe memory; everything else is a kernel.
+# Operations that only create views or metadata; all others launch a kernel.
 _VIEWS = frozenset(
     [
         "view",
@@ -73,7 +73,7 @@ _WAITS = frozenset(
     ]
 )
 _COPIES = frozenset(["_to_copy", "copy_", "_copy_from", "_copy_from_and_resize"])
-# Kernels that an operator of the package launches, besides those with one.
+# Number of kernels of the package's operators that launch more than one.
 _KERNELS = {"multiply_packed": 2, "attend_pages": 2}
 
 
@@ -207,7 +207,7 @@ class FakeAccelerator(TorchDispatchMode):
         self._library.impl("empty_strided", self._empty_strided, "PrivateUse1")
 
     def send(self, tensor: Tensor) -> DeviceTensor:
-        """Return a host tensor as a tensor on the accelerator, sharing memory and not counted."""
+        """Return a tensor on the accelerator that shares a host tensor's memory; not counted."""
         return DeviceTensor(tensor, self)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Tests that every family must pass and that need no other library; see `model_suite.py`."""
+"""Tests that every model family must pass, without other libraries; see `model_suite.py`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class FamilySuite(
 
     @capability("meta init")
     def test_meta_then_init(self, tiny: Model) -> None:
-        """Building on meta and initializing later equals building directly; the seed matters."""
+        """A model built on meta and then initialized has the weights of one built directly."""
         config = tiny.config
         meta = self.model_class.from_config(config, device="meta")
         assert all(p.is_meta for p in meta.parameters())
@@ -155,23 +155,23 @@ class FamilySuite(
     @pytest.mark.long
     @capability("zero-2")
     def test_zero_2(self, tiny: Model) -> None:
-        """ZeRO-2 on two processes equals one process."""
+        """ZeRO-2 on two processes gives the results of one process."""
         self.check_layout(tiny, world=2, layout=Layout(zero=2))
 
     @capability("zero-3")
     def test_zero_3(self, tiny: Model) -> None:
-        """ZeRO-3 with recompute on two processes equals one process."""
+        """ZeRO-3 with recompute on two processes gives the results of one process."""
         self.check_layout(tiny, world=2, layout=Layout(zero=3), recompute=True)
 
     @capability("tensor")
     def test_tensor_parallel(self, tiny: Model) -> None:
-        """Tensor parallelism on two processes equals one process."""
+        """Tensor parallelism on two processes gives the results of one process."""
         self.check_layout(tiny, world=2, layout=Layout(tp=2))
 
     @pytest.mark.long
     @capability("sequence")
     def test_sequence_parallel(self, tiny: Model) -> None:
-        """Tensor parallelism with sequence parallelism and recompute equals one process."""
+        """Tensor and sequence parallelism with recompute give the results of one process."""
         self.check_layout(
             tiny, world=2, layout=Layout(tp=2, sequence_parallel=True), recompute=True
         )
@@ -179,12 +179,12 @@ class FamilySuite(
     @pytest.mark.long
     @capability("pipeline")
     def test_pipeline(self, tiny: Model) -> None:
-        """Two pipeline stages equal one process."""
+        """Two pipeline stages give the results of one process."""
         self.check_layout(tiny, world=2, layout=Layout(pp=2), micro_batches=2)
 
     @capability("context")
     def test_context_parallel(self, tiny: Model) -> None:
-        """Context parallelism on two processes equals one process."""
+        """Context parallelism on two processes gives the results of one process."""
         self.check_layout(tiny, world=2, layout=Layout(cp=2))
 
     def check_experts(self, tiny: Model) -> None:
@@ -193,7 +193,7 @@ class FamilySuite(
 
     @capability("combined")
     def test_layouts_combine(self, tiny: Model) -> None:
-        """Pipeline, tensor and sequence parallelism with recompute, together, equal one process."""
+        """Pipeline, tensor and sequence parallelism with recompute give one process's results."""
         layout = Layout(pp=2, tp=2, sequence_parallel=True)
         self.check_layout(tiny, world=4, layout=layout, micro_batches=2, recompute=True)
 
@@ -220,19 +220,19 @@ class FamilySuite(
 
     @pytest.mark.long
     def test_three_axes(self, tiny: Model) -> None:
-        """ZeRO together with two other axes on eight processes equals one process."""
+        """ZeRO with two other axes on eight processes gives the results of one process."""
         self.check_layout(tiny, world=8, layout=Layout(tp=2, pp=2), micro_batches=2)
         self.check_layout(tiny, world=8, layout=Layout(tp=2, cp=2, zero=2))
 
     @pytest.mark.long
     def test_tensor_parallel_and_zero(self, tiny: Model) -> None:
-        """ZeRO together with tensor parallelism on four processes equals one process."""
+        """ZeRO with tensor parallelism on four processes gives the results of one process."""
         for zero in (0, 2, 3):
             layout = Layout(zero=zero, tp=2, sequence_parallel=zero == 3)
             self.check_layout(tiny, world=4, layout=layout)
 
     def check_layout(self, tiny: Model, **options: Any) -> None:
-        """Compare one training step on a layout with one process."""
+        """Compare training steps on a layout with the same steps on one process."""
         inputs = self.make_inputs(tiny, batch=4)
         check_layout(self.model_class, tiny.config, inputs, make_labels(tiny, inputs), **options)
 

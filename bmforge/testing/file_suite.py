@@ -52,7 +52,7 @@ class FileSuite:
             AutoModel.from_pretrained(saved)
 
     def test_unknown_fields(self, saved: Path) -> None:
-        """Unknown fields raise an error that lists all of them; empty or allowed ones do not."""
+        """Unknown config fields raise an error that lists them; empty or allowed fields do not."""
         self._edit_config(saved, frobnicate=3, second_field="x", off=False, none=None, empty=[])
         with pytest.raises(ConfigError, match=r"frobnicate.*second_field") as caught:
             self.model_class.from_pretrained(saved)
@@ -139,7 +139,7 @@ class FileSuite:
         assert_equal_trees(again.state_dict(), other.state_dict())
 
     def test_pickled_weights(self, tiny: Model, saved: Path) -> None:
-        """`pytorch_model.bin` can be opened, even with unused buffers, but not with code."""
+        """`pytorch_model.bin` is opened, even with unused buffers, but not if it contains code."""
         file, tensors = self._edit_weights(saved)
         first = next(name for name in tensors if ".0." in name)
         layer = first[: first.index(".0.") + 3]

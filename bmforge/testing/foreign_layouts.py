@@ -1,4 +1,4 @@
-"""Compares parallel layouts of small transformers models with one process.
+"""Compares small transformers models on parallel layouts with the same models on one process.
 
 The test suite and `dev/transformers_table.py` use it for every model type of transformers.
 """
@@ -49,14 +49,14 @@ def save_small_model(kind: str, directory: Path) -> None:
 
 
 def compare_layout(directory: Path, layout: Layout) -> str:
-    """Compare the loss and all gradients of a step on two processes with those of one.
+    """Compare the loss and all gradients of a step on two processes with those on one process.
 
     Args:
         directory: saved model.
         layout: layout of two processes.
 
     Returns:
-        "" if they are equal, otherwise the message with which the layout is refused
+        "" if they are equal, otherwise the message of the error that the layout raises
 
     Raises:
         AssertionError: the loss or a gradient differs.
@@ -81,15 +81,16 @@ def compare_layout(directory: Path, layout: Layout) -> str:
 
 
 def compare_stages(directory: Path) -> str:
-    """Compare the gradients of a model that is cut in two, in one process, with the whole model's.
+    """Compare gradients of a model split into two pipeline stages with those of the whole model.
 
-    This is cheaper than `compare_layout` with pp=2, which also tests the messages between stages.
+    Both stages run in this process, which is cheaper than `compare_layout` with pp=2, which also
+    tests the messages between stages.
 
     Args:
         directory: saved model.
 
     Returns:
-        "" if they are equal, otherwise the reason why the model cannot be cut
+        "" if they are equal, otherwise the reason why the model cannot be split
 
     Raises:
         AssertionError: a gradient differs.
@@ -141,7 +142,8 @@ def _compute(directory: Path, layout: Layout) -> tuple[Tensor, dict[str, Tensor]
     halves = [{n: t.chunk(2)[half] for n, t in own.items()} for half in (0, 1)]
     losses = run_step(model, lambda part: model(**part, num_items_in_batch=items).loss, halves)
     loss = torch.stack([*losses, torch.zeros(())]).sum()
-    if size > 1 or layout.pp > 1:  # the mean over data, or the loss of the last stage
+    # The mean over data-parallel ranks, or the loss on the last stage.
+    if size > 1 or layout.pp > 1:
         dist.all_reduce(loss)
         loss = loss / size
     return loss, {n: _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}

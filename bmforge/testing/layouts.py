@@ -50,7 +50,8 @@ def train_on_layout(
 ) -> dict[str, Tensor]:
     """Train three steps of SGD with clipped gradients on a layout; every worker runs this.
 
-    With `frozen`, only the modules that changes added are trained.
+    With `frozen`, only modules added by the config's changes, such as low-rank modules, are
+    trained.
 
     Returns:
         the loss and gradient norm of the first step, and this process's gradients ("grad/NAME") and
@@ -96,7 +97,7 @@ def train_and_save(
     resume_from: str | None,
     save_to: str | None,
 ) -> dict[str, Tensor]:
-    """Train the added modules of a changed model with AdamW; every worker runs this.
+    """Train the low-rank modules of a model with AdamW; every worker runs this.
 
     Args:
         model_class, config, inputs, labels, layout: see `train_on_layout`.
@@ -152,7 +153,7 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def check_suite(suite: Any, config: Any, where: str, **more: Any) -> None:
-    """Compare a family's model on one of `LAYOUTS` with one process.
+    """Compare training on one of `LAYOUTS` with training on one process, for a family's model.
 
     Args:
         suite: object with `model_class` and `make_inputs`.

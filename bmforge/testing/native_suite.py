@@ -1,4 +1,4 @@
-"""Compares native decoding with torch, for every family that generates text."""
+"""Compares decoding with the native CPU kernels to torch, for every family that generates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["NativeSuite", "decode_both_ways"]
 
 
 class NativeSuite:
-    """Tests of native decoding; `FamilySuite` inherits this."""
+    """Tests of decoding with the native CPU kernels; `FamilySuite` inherits this."""
 
     @capability("native step")
     @pytest.mark.parametrize("scheme", ["", "int8", "int4"])
@@ -44,7 +44,7 @@ class NativeSuite:
             self.check_native_step(model, 0.05 if is_rounded else 1e-5)
 
     def check_native_step(self, model: Any, off: float) -> None:
-        """Compare native logits with torch's; they may differ by `off` times the largest logit."""
+        """Compare the native kernels' logits with torch's, up to `off` times the largest logit."""
         native, plain, counts = decode_both_ways(model)
         stack: Any = model.decoder if hasattr(model, "decoder") else model
         assert counts == [(0, 0)] + [(len(stack.layers), 0)] * 4
@@ -54,10 +54,11 @@ class NativeSuite:
 def decode_both_ways(
     model: Any, masked: bool = True
 ) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
-    """Return the logits of some steps, native and by torch, and the numbers of native blocks.
+    """Return the logits of some steps by the native kernels and by torch, and block counts.
 
     Shape:
-        returns (steps, B, V) twice, and the numbers of native and torch blocks in each step
+        returns (steps, B, V) twice, and per step the numbers of blocks run by the native kernels
+        and by torch
     """
     ids = make_batch(model, 2, length=7, seed=3)
     mask = torch.ones_like(ids) if masked else None

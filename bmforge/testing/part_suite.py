@@ -1,4 +1,4 @@
-"""Checks the tensor notes that every `nn.part` module must have."""
+"""Checks the tensor notes (initialization, sharding) that an `nn.part` module must have."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _run_job(
             f"job{job_number}", dist.TCPStore("127.0.0.1", port, is_master=False)
         )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        dist.barrier()  # a short job must not end before all are connected
+        dist.barrier()  # a short job must not end before all ranks are connected
         function, args, kwargs = pickle.loads(payload)
         torch.manual_seed(0)
         return True, function(*args, **kwargs)
@@ -83,7 +83,7 @@ def _run_job(
 
 
 def _forget_meshes() -> None:
-    """Clear torch's caches and garbage that would outlive a job's process groups.
+    """Clear torch's caches, and collect garbage, that would outlive a job's process groups.
 
     The caches hold meshes with destroyed groups that compare equal to those of later jobs, and each
     of these groups keeps three threads that wake up a hundred times per second.

@@ -48,9 +48,10 @@ class PromptSuite:
 
     @capability("prompt")
     def test_prompt(self) -> None:
-        """Class logits equal those from all logits, for label words of one or several tokens.
+        """Class logits are correct for label words of one and of several tokens.
 
-        Training soft tokens lowers the loss.
+        They are compared with values computed from the logits at all positions. Training soft
+        tokens lowers the loss.
         """
         model, tokenizer = open_prompted(self.model_class, self.tiny_config())
         template = Template(PROMPT, tokenizer, model)

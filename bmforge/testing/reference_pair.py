@@ -62,6 +62,6 @@ def make_twin(
 
 
 def rename_to_theirs(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by published name; they have the names and shapes of bmforge's parameters."""
+    """Convert tensors in the form of bmforge's parameters to the published names and shapes."""
     groups = group_by_source(model.active_rules())
     return {name: assemble_source(rules, tensors.__getitem__) for name, rules in groups.items()}

@@ -1,4 +1,4 @@
-"""Tests of encoder-decoders besides `ModelSuite`: masks, cached decoding, generation."""
+"""Tests of encoder-decoders, beyond `ModelSuite`'s: masks, cached decoding, generation."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ServingSuite:
     @capability("adapters per request")
     @pytest.mark.long
     def test_adapters_per_request(self, tiny: Model) -> None:
-        """A request with an adapter is bit-identical to a model that has only this adapter."""
+        """Answers with an adapter are bit-identical to those of a model with only this adapter."""
         for name, built in (("a", Lora(tiny, name="a", rank=2)), ("b", Adapter(tiny, name="b"))):
             generator = torch.Generator().manual_seed(ord(name))
             with torch.no_grad():
@@ -102,7 +102,7 @@ class ServingSuite:
             assert [(a.ids, a.text) for a in single] == [(a.ids, a.text) for a in beside]
             if not isinstance(request.prompt, str) and not request.options.do_sample:
                 ids = torch.tensor([request.prompt])
-                seen = torch.ones_like(ids)  # the prompt has no padding
+                seen = torch.ones_like(ids)  # all ones, since the prompt has no padding
                 want = generate(engine.model, ids, seen, request.options)[0, -_NEW:].tolist()
                 assert list(single[0].ids) == want[-len(single[0].ids) :]
 

@@ -155,7 +155,7 @@ class TemplateSuite:
         for model, template in self.opened():
             rows = getattr(model.embed, "prompt", None)
             if not isinstance(rows, ExtraEmbeddings):
-                continue  # nothing trained, or it has to be merged first
+                continue  # no trained parameters, or they must be merged first
             with torch.no_grad():
                 rows.weight.add_(0.5)
             prompts = [template.encode(example) for example in self.examples]

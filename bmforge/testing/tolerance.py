@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["TOLERANCES", "assert_close", "assert_equal_trees"]
 
-# dtype -> (rtol, atol). float64's detects a wrong layout and ignores the order of summation.
+# (rtol, atol) by dtype. float64's detects a wrong layout but ignores the order of summation.
 TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-9, 1e-12),
     torch.float32: (1e-5, 1e-6),

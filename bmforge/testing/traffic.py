@@ -27,7 +27,7 @@ from bmforge.errors import DistributedError
 __all__ = ["Communication", "Traffic", "Volume", "add_up"]
 
 _NAMESPACES = ("c10d", "_c10d_functional")
-# Prefix of an operator's name -> kind; the first match is used.
+# Maps prefixes of operator names to kinds; the first match is used.
 _KINDS = {
     **{"allgather": "all_gather", "all_gather": "all_gather"},
     **{"allreduce": "all_reduce", "all_reduce": "all_reduce"},
@@ -84,7 +84,7 @@ class Traffic(TorchDispatchMode):
     ) -> Any:
         """Count a communication operator, and run it."""
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it is dispatched again on the local tensors
+            return NotImplemented  # the operator is dispatched again on the local tensors
         kwargs = kwargs or {}
         namespace, _, name = func._schema.name.partition("::")
         if namespace in _NAMESPACES and name not in _SILENT:
