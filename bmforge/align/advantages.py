@@ -97,7 +97,7 @@ def _whiten(rewards: Tensor) -> Tensor:
     return (flat / (_deviation(flat, 1) + _EPSILON)).view_as(rewards)
 
 
-# name -> function of rewards (P, G); NaN is kept
+# Functions of rewards (P, G), by name; NaN is kept.
 ADVANTAGES: Mapping[AdvantageName, Callable[[Tensor], Tensor]] = {
     "group": _by_group,
     "batch": _by_batch,

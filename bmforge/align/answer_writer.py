@@ -75,9 +75,9 @@ class AnswerWriter:
 
     @property
     def runs_natively(self) -> bool:
-        """True if native kernels run all blocks, so that scores have the bits of sampling."""
+        """True if native kernels run all blocks; scores then equal sampling's bit for bit."""
         model = self._copy or self._model
-        with evaluating(model):  # as in `write`: dropout is for torch alone
+        with evaluating(model):  # as in `write`: native kernels do not support dropout
             return NativeStep().knows(model.layers)
 
     @property

@@ -48,8 +48,7 @@ def keep_reference_(
     """Compute the reference log-probabilities of every source, and store them in the sources.
 
     The reference is the model with its new adapters disabled. The values are read from the run
-    directory if the same rows were scored before, so a run that resumes has the values that it
-    began with.
+    directory if the same rows were scored before, so a resumed run uses the same values as before.
 
     Args:
         sources: examples of the run.
@@ -94,7 +93,7 @@ def _score(source: _Source, batch_size: int, model: nn.Module) -> Tensor:
         for start in range(0, total, batch_size * size):
             first = start + rank * batch_size
             numbers = [n for n in range(first, first + batch_size) if n < total]
-            # Every rank runs every forward; one without rows of its own scores the first again.
+            # All ranks run each forward; a rank without rows left scores the first row again.
             batch = source.collate([source.make(n, ("kept", n)) for n in numbers or [0]])
             moved = {name: tensor.to(device) for name, tensor in batch.items()}
             scores = score_start(model, moved).double().view(-1, 2)

@@ -178,7 +178,7 @@ def odds_ratio(scores: PairScores) -> Tensor:
 def log1mexp(a: Tensor) -> Tensor:
     """Return log(1 - exp(a)) for a < 0, accurate near 0 and far from it."""
     near = a > _LOG_HALF
-    # Both branches are evaluated; the other one gets a value at which its gradient is finite.
+    # `where` evaluates both branches; the unused one gets an input with a finite gradient.
     close = torch.log(-torch.expm1(a.where(near, _LOG_HALF)))
     far = torch.log1p(-torch.exp(a.where(~near, _LOG_HALF)))
     return close.where(near, far)

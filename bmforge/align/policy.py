@@ -201,7 +201,7 @@ def _mean_in_value(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return mean + log_ratio - log_ratio.detach()
 
 
-# level -> function (log ratio of tokens, mask) -> log ratio
+# Maps each ratio level to a function (log ratio of tokens, mask) -> log ratio.
 RATIOS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda log_ratio, mask: log_ratio,
     "sequence": lambda log_ratio, mask: _mean_of_answer(log_ratio, mask).expand_as(log_ratio),
@@ -260,7 +260,7 @@ def correct_sampling(old: Tensor, sampler: Tensor, config: Policy) -> Tensor:
 
 
 def _spread(mask: Tensor, config: Policy, max_tokens: int) -> Tensor:
-    """Return the weight of every token, so that dividing by `count_items` gives the mean."""
+    """Return the weight of each token in the summed loss, before division by `count_items`."""
     if config.normalize == "sequence":
         return mask / mask.sum(1, keepdim=True).clamp(min=1)
     if config.normalize == "fixed":
@@ -286,7 +286,8 @@ def policy_loss(
         max_tokens: maximum length of an answer, for the fixed normalization.
 
     Returns:
-        the loss, and sums over tokens of the clipped fractions and the KL, without gradient
+        the loss, and sums over tokens for metrics, without gradient: numbers of clipped tokens,
+        and the KL divergence
     """
     mask = inputs.mask.to(inputs.logprobs.dtype)
     inputs = inputs._replace(advantages=inputs.advantages.to(inputs.logprobs.dtype))

@@ -94,7 +94,7 @@ class PairObjective:
             return None
         is_answer = (labels != IGNORE_INDEX) & _has_score(labels)
         sums = scores.logprobs.where(is_answer, 0).sum(1)
-        # Any value at which the losses of padding are finite.
+        # A placeholder at which the losses of padding pairs are finite.
         sums = sums.where(is_real.repeat_interleave(2), -1.0)
         lengths = is_answer.sum(1).clamp(min=1)
         reference = batch.get(_REFERENCE, torch.zeros_like(sums)).to(sums.dtype)
@@ -145,10 +145,10 @@ class PairObjective:
 class UnpairedObjective:
     """Training objective of KTO, for answers rated good or bad.
 
-    Row 2i is answer i, row 2i + 1 the same prompt with the answer to another prompt, from which z,
-    the divergence of policy and reference, is estimated. z is the mean over the whole optimizer
-    step, clamped at 0 afterwards, so it does not depend on the division of the step into
-    micro-batches. Batches have ``is_good``, (B,); see `PairObjective` for the others.
+    Row 2i is answer i; row 2i + 1 has the same prompt with the answer to another prompt. The KL
+    divergence z of policy and reference is estimated from the latter: the mean log-ratio over the
+    whole optimizer step, then clamped to at least 0. So z does not depend on the division of the
+    step into micro-batches. Batches have ``is_good``, (B,); see `PairObjective` for the others.
 
     Args:
         options: coefficients of the loss.

@@ -20,7 +20,7 @@ from bmforge.tune.delta.selection import choosing_deltas, list_deltas
 
 __all__ = ["Reference", "adapter_off", "base_adapters", "frozen_copy", "score_rows", "score_start"]
 
-# (policy, batch of input_ids and labels) -> summed log-probability of every row, (B,)
+# Function (policy, batch of input_ids and labels) -> summed log-probability of every row, (B,).
 Reference = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
 
@@ -37,7 +37,7 @@ def score_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """
     with evaluating(model):
         scores = score_tokens(model, {"input_ids": batch["input_ids"]}, batch["labels"])
-    assert scores is not None  # a pipeline shares the outputs of a call outside of a step
+    assert scores is not None  # outside of a step every pipeline stage gets the outputs
     return scores.logprobs.sum(1)
 
 
@@ -96,7 +96,7 @@ def frozen_copy(reference: Any) -> Reference:
 
     def score(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         sums = score_rows(reference, batch)
-        reshard_(reference)  # no backward frees its gathered weights
+        reshard_(reference)  # without a backward, gathered weights are not freed
         return sums
 
     return score

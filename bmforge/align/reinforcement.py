@@ -26,9 +26,9 @@ from bmforge.tune.delta.selection import choosing_deltas
 
 __all__ = ["PolicyObjective", "PolicyScores", "Reference", "open_reference"]
 
-# Returns the log-probabilities of labels by the reference, (B, T).
+# Returns the reference's log-probabilities of the labels, (B, T).
 Reference = Callable[[Mapping[str, Any], Tensor, float], Tensor]
-# Returns the log-probabilities of all tokens of rows but the first.
+# Returns the log-probabilities of every token but the first, per row.
 RowScorer = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
 _EXACT = "exact"
 
@@ -45,7 +45,8 @@ def _score(
 def _score_whole(model: Any, batch: Batch, temperature: float) -> Tensor:
     """Return a batch's log-probabilities outside of a training step.
 
-    There all stages of a pipeline have the outputs, so that a result always exists.
+    Outside of a training step every stage of a pipeline gets the outputs of the last stage, so the
+    result is never None.
     """
     scores = _score(model, batch, temperature)
     assert scores is not None
@@ -121,7 +122,7 @@ class PolicyObjective:
         if scores is None:  # an earlier stage of a pipeline
             return None
         logprobs = scores.logprobs
-        if _EXACT in batch:  # the value of the sampler's kernels, the gradient of torch
+        if _EXACT in batch:  # use the sampling kernels' value with torch's gradient
             logprobs = batch[_EXACT].to(logprobs.dtype) + (logprobs - logprobs.detach())
         mask = mask_answers(batch["labels"])
         policies = {
@@ -144,7 +145,7 @@ class PolicyObjective:
 
 
 _DIFFERENCE, _RATIO = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
-# sum over tokens -> TRL's name of the mean
+# Maps the sums over tokens to TRL's names of the means.
 _NAMES = {
     "clip_low": "clip_ratio/low_mean",
     "clip_high": "clip_ratio/high_mean",

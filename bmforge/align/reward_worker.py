@@ -1,8 +1,8 @@
 """Worker process for one reward function; it reads calls and writes rewards as JSON lines.
 
 Started by `rewards.RewardProcess` as ``python -m bmforge.align.reward_worker SPEC``. A process can
-be killed when a user's function hangs, a thread cannot. Lines are JSON rather than pickles, and the
-function's prints go to the standard error.
+be killed when a user's function hangs, but a thread cannot. Lines are JSON rather than pickles, and
+the function's output goes to standard error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bmforge.errors import ConfigError
 __all__ = ["load_function", "main"]
 
 _ATTEMPTS = 3
-# An answer of a reward server that is larger than this is refused.
+# Maximum size of a reward server's response in bytes.
 _MAX_BYTES = 1 << 26
 
 
@@ -63,7 +63,7 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 def _import_file(origin: str) -> Any:
     file = Path(origin).resolve()
-    sys.path.insert(0, str(file.parent))  # for modules next to it
+    sys.path.insert(0, str(file.parent))  # so that it can import modules in its folder
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None or not file.is_file():
         raise FileNotFoundError(f"{origin} is not a Python file")
@@ -113,7 +113,8 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     try:
-        return repr(value)[:80] if isinstance(value, str) else float(value)  # of NumPy or torch
+        # `float` also accepts scalars of NumPy or torch.
+        return repr(value)[:80] if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
         return repr(value)[:80]
 

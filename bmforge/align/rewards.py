@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 Rewards = list[float | None]
-# Limit of the start of a function's process in seconds; imports may take long.
+# Time limit of the start of a function's process in seconds; imports may take long.
 _START_TIMEOUT_S = 60.0
 
 
@@ -106,7 +106,7 @@ class RewardProcess:
         process = self._process
         assert process is not None
         assert process.stdin is not None
-        # Written in a thread, as a process that reads nothing would block it.
+        # Write in a thread, since the call would block if the process does not read.
         line = json.dumps(values, default=str) + "\n"
         threading.Thread(target=_write, args=(process, line), daemon=True).start()
         reply = self._read(timeout_s)
@@ -131,7 +131,7 @@ class RewardProcess:
             text=True,
             encoding="utf-8",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # Ctrl-C ends the run, which closes this process
+            start_new_session=True,  # Ctrl-C must not reach the process; the run closes it
         )
         self._replies = queue.Queue()
         reader = threading.Thread(
@@ -161,7 +161,7 @@ class RewardProcess:
 
 
 class ToolProcess(RewardProcess):
-    """Runs a function that answers call in a separate process, which a time limit kills.
+    """Runs a tool function in a separate process, which is killed after a time limit.
 
     Args:
         spec: ``module:function`` or ``file.py:function``.

@@ -13,7 +13,7 @@ from bmforge.batch import IGNORE_INDEX, Batch
 
 __all__ = ["INPUT_NAMES", "RolloutAnswer", "collate_answers", "mask_answers", "read_rows"]
 
-# Arguments of the model in a micro-batch; the other tensors are the objective's.
+# Model arguments in a micro-batch; the objective uses the other tensors.
 INPUT_NAMES = ("input_ids", "attention_mask")
 
 
@@ -70,7 +70,7 @@ class RolloutAnswer:
 def collate_answers(answers: Sequence[RolloutAnswer | None], names: Collection[str] = ()) -> Batch:
     """Collate answers into a micro-batch, padded on the right; None gives a row without labels.
 
-    Advantages, and the numbers of `names`, are at the positions of their tokens.
+    Advantages and the fields in `names` are at the positions of their tokens.
 
     Args:
         answers: answers of the rows.

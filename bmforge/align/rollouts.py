@@ -1,7 +1,7 @@
-"""Data loader of reinforcement learning, which generates answers when all are used up.
+"""Data loader of reinforcement learning, which generates new answers when all are used up.
 
-`RolloutLoader` is a data loader of the `Trainer`, so that checkpoints, signals, metrics and reports
-are the Trainer's. Its state is the number of rollouts and the answers that are not used up. Each
+`RolloutLoader` is an ordinary data loader for the `Trainer`, which handles checkpoints, signals,
+metrics and reports. Its state is the number of rollouts and the answers that are not used up. Each
 random choice depends on (seed, prompt number, answer number, token number), so answers are the same
 on any number of processes and after a resume.
 """

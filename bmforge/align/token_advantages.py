@@ -14,7 +14,7 @@ from bmforge.align.value import estimate_advantages, place_rewards, whiten_advan
 
 __all__ = ["set_token_advantages"]
 
-# Numbers of the tokens of answers, by answer number.
+# Values of each answer's tokens, by answer number.
 TokenTable = Mapping[int, Sequence[float]]
 
 

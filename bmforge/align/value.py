@@ -91,8 +91,8 @@ def estimate_advantages(
 ) -> Tensor:
     """Return generalized advantage estimates; tokens outside of the mask are skipped.
 
-    Padding, and tool results within an answer, therefore change nothing: the state after a token
-    is the one before the next token of the mask.
+    Padding and tool results within an answer therefore have no effect: the state after a token is
+    the state before the next token of the mask.
 
     Args:
         rewards: reward of each token.

@@ -1,4 +1,4 @@
-"""Training of PPO's value model beside the policy, one step per step of the policy."""
+"""Training of PPO's value model: one optimizer step for each step of the policy."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ VALUE_METRICS = (*ValueObjective.metrics, "val/grad_norm")
 class ValueTrainer:
     """Trains the value model on the micro-batches of the policy; implements `Companion`.
 
-    The value model has its own optimizers, so its gradient is clipped apart from the policy's and
-    a factor of its loss has no meaning.
+    The value model has its own optimizers. Its gradient is clipped separately from the policy's,
+    and a coefficient of the value loss (``vf_coef``) is not needed.
 
     Args:
         model: parallelized and initialized sequence classifier with one output.
@@ -59,11 +59,11 @@ class ValueTrainer:
         with evaluating(self.model):
             values = predict_values(self.model, batch)
         assert values is not None  # pipelines are refused
-        reshard_(self.model)  # no backward frees the gathered weights
+        reshard_(self.model)  # without a backward, gathered weights are not freed
         return values
 
     def train_step(self, micro_batches: Sequence[Batch]) -> None:
-        """Run one optimizer step; the same step number as the policy's.
+        """Run one optimizer step, with the same step number as the policy.
 
         Args:
             micro_batches: micro-batches of this process, on the device of the model.

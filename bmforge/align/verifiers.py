@@ -133,7 +133,7 @@ def _fits_schema(file: str) -> Reward:
     return lambda completions, **_: [score(text_of(c)) for c in completions]
 
 
-# name -> (function of its argument that returns the reward function, its argument)
+# Maps names to (function from the argument to the reward function, name of the argument).
 VERIFIERS: Mapping[str, tuple[Callable[[str], Reward], str]] = {
     "exact": (lambda column: _compare(column, _is_exact), "a column with the right answer"),
     "number": (lambda column: _compare(column, _is_number), "a column with the right number"),
