@@ -1,4 +1,4 @@
-"""Beam search that follows transformers step by step, so that ids and scores are equal."""
+"""Beam search that reproduces every step of transformers, with the same ids and scores."""
 
 from __future__ import annotations
 

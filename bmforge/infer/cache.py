@@ -28,8 +28,9 @@ class KVCache:
             layer of the model. A pipeline stage stores only some layers.
 
     Attributes:
-        extra_length: number of prompt tokens that the model itself prepends (CPM-Ant); not
-            counted in `length` and `max_length`. Set by the model before it appends their keys.
+        extra_length: number of prompt tokens that the model itself prepends (CPM-Ant); not counted
+            in `length` and `max_length`. The model sets `extra_length` before it appends the keys
+            of these tokens.
         step: optional faster implementation of the blocks for few tokens; None if there is none.
         moves: number of buffer allocations and replacements so far; tensors returned by `held`
             and `remembered` are valid until it increases.
@@ -74,7 +75,7 @@ class KVCache:
     def remember(
         self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Return a layer's cross-attention keys and values; the first call computes them by `make`.
+        """Return a layer's cross-attention keys and values; the first call computes them (`make`).
 
         Shape:
             returns two tensors (B, K, S, H)

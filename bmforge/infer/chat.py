@@ -36,8 +36,8 @@ class Conversation:
         options: generation options of the answers; end tokens are taken from the tokenizer and
             the template. Answers are cut at the model's maximum length.
         system: system message.
-        limit: maximum length of the conversation in tokens, including the answer; None uses
-            that of the model.
+        limit: maximum length of the conversation in tokens, including the answer; None uses the
+            model's maximum length.
 
     Attributes:
         history: user and assistant messages, oldest first.

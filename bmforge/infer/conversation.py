@@ -1,4 +1,4 @@
-"""Conversations with any text-generating model, in the format of its training.
+"""Conversations with any text-generating model, in the format that the model was trained on.
 
 EVA and CPM-Bee have their own formats; all other models use a chat template.
 """

@@ -95,7 +95,7 @@ class Decoder:
         return out.logits[:, -1].float()
 
     def _is_outdated(self, start: int, end: int) -> bool:
-        """Return True if cached keys of a row were rotated for a shorter sequence."""
+        """Return True if the rotary angles of a row's cached keys change with the new length."""
         rope = getattr(self.model.spec, "rope", None)
         if rope is None or rope.kind not in ("dynamic", "longrope") or not start:
             return False
@@ -108,7 +108,7 @@ class Decoder:
         return any(outdates_keys(rope, n + shift, m + shift) for n, m in lengths)
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Return a context manager during which the model must not be changed between runs."""
+        """Return a context manager in which the caller must not change the model between runs."""
         step = self.cache.step
         return nullcontext() if step is None else step.undisturbed()
 
@@ -199,7 +199,7 @@ class Seq2SeqDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Same as `Decoder.undisturbed`; a pipelined model keeps no state between runs."""
+        """Same as `Decoder.undisturbed`; no effect on a pipelined model, which keeps no state."""
         return nullcontext() if self._is_pipelined else super().undisturbed()
 
     def _run_whole(self, tokens: Tensor) -> Tensor:

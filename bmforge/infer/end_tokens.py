@@ -1,4 +1,4 @@
-"""End tokens of a model, found by one rule for all ways to generate text."""
+"""End tokens of a model; all functions that generate text find them by the same rule."""
 
 from __future__ import annotations
 

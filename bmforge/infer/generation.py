@@ -297,8 +297,8 @@ def check_prompt(
         return None
     goes_on = model.traits.reads != "apart"
     mask = _check_mask(input_ids, attention_mask, goes_on)
-    # A soft prompt is in front of the padding, so rows of a model that has one may have a gap. A
-    # mask that follows from the ids has one where a text contains the padding token.
+    # A soft prompt is in front of the padding, so rows of a model with a soft prompt may have a
+    # gap. A mask computed from the ids has a gap if a text contains the padding token.
     if mask is not None and is_given and goes_on and not _describe_prompt(table):
         _check_gaps(mask)
     return mask

@@ -40,8 +40,8 @@ _DRAWN = ("temperature", "top_k", "top_p")
 class ChatPrompt(str):
     """A context that a chat template rendered.
 
-    The template writes the begin token where the model expects one, so that the tokenizer must not
-    add a second one, as transformers' ``apply_chat_template`` does not.
+    The template itself writes the begin token if the model expects one. As in transformers'
+    ``apply_chat_template``, the tokenizer therefore adds no second begin token.
     """
 
     __slots__ = ()

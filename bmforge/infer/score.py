@@ -270,7 +270,7 @@ def collect_rows(
 
 
 def _share(count: int, size: int, rows: World) -> Iterator[list[int]]:
-    """Yield the row numbers of this process's batches; all processes have the same number."""
+    """Yield the row numbers of each batch; all processes have the same number of batches."""
     for start in range(rows.rank * size, count + rows.rank * size, size * rows.size):
         yield list(range(start, start + size))
 

@@ -1,9 +1,9 @@
 """Chooses the next tokens of many answers in one pass over their logits.
 
-Every operation works row by row, so a token and its log-probability are bit-identical alone and in
-a batch. Answers whose options depend on their own text (penalties, constraints) use `Answer.choose`
-instead. Choosing the tokens of 32 sampled answers one by one took 31 % of the time of a small
-model.
+Every operation works row by row, so an answer's tokens and log-probabilities are bit-identical
+whether it is processed alone or in a batch. Answers whose options depend on their own text
+(penalties, constraints) use `Answer.choose` instead. Choosing the tokens of 32 sampled answers one
+by one took 31 % of the time of a small model.
 """
 
 from __future__ import annotations

@@ -161,8 +161,8 @@ class Matcher:
 class _Spelled:
     """Adapts a tokenizer to llguidance's interface.
 
-    llguidance can read the definition of a FastTokenizer itself, but then encodes the names of
-    special tokens in a constraint's texts as these tokens, which no text may contain.
+    llguidance can read the definition of a FastTokenizer itself, but it then encodes a special
+    token's name within the constraint's texts as the special token, instead of as plain text.
     """
 
     def __init__(self, tokenizer: Any, size: int, ends: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Speculative decoding with a draft model; the target model verifies its tokens in one step.
+"""Speculative decoding: a draft model proposes tokens, the target model verifies them in one step.
 
 The draft model's KV cache uses the same page numbers as the target's, so that pages are shared,
 copied and freed together. Draft tokens affect only the speed: a page without valid draft keys
@@ -158,7 +158,7 @@ class Draft:
     def _write(
         self, parts: Several[SequenceChunk], guessed: dict[int, list[int]], left: Several[int]
     ) -> list[torch.Tensor]:
-        """Return the draft model's logits after the last draft token of each of these chunks."""
+        """Return the draft model's logits after the last draft token of each chunk in `left`."""
         rows = []
         for number in left:
             part = parts[number]

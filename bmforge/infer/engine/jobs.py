@@ -1,4 +1,4 @@
-"""Accepted requests with their answers, and the loop of the requests that share model steps."""
+"""Accepted requests with their answers, and the step loop of the requests that are batched."""
 
 from __future__ import annotations
 

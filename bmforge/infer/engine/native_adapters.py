@@ -1,7 +1,7 @@
 """Adapters of the native step (LoRA, prefixes): supported modules, and the tables of one call.
 
-Each token has its own adapters, as the active `Selection` says; without a selection all tokens have
-the adapters that are enabled. The step reads the modules' own parameters.
+The active `Selection` determines the adapters of each token; without a selection all tokens use the
+enabled adapters. The native step reads the parameters of the adapter modules directly.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def find_low_ranks(module: nn.Module | None) -> dict[str, LowRank]:
 class AdapterTables:
     """Tables of the LoRA updates of every adapted linear layer, for the native step.
 
-    The table of the previous call is used again if selection and batch are the same; the caller
-    makes a new object when a module has changed.
+    The table of the previous call is reused if selection and batch size are the same; the caller
+    creates a new `AdapterTables` when a module has changed.
 
     Args:
         adapted: LoRA modules of every adapted linear layer, in the order of `Matrix.adapters`.
 
     Attributes:
-        parts: all these modules.
+        parts: all LoRA modules of `adapted`, as one set.
     """
 
     def __init__(self, adapted: Sequence[tuple[LowRank, ...]]) -> None:
@@ -95,7 +95,7 @@ class AdapterTables:
             self._width = max(self._width, width)
 
     def _mark(self, samples: Tensor | None, rows: int, tokens: int) -> int | None:
-        """Return the address of one byte per token, 1 for those of the samples; None for all."""
+        """Return the address of a byte mask of the tokens of `samples`; None for all tokens."""
         if samples is None:
             return None
         selection = active_selection()
@@ -115,10 +115,10 @@ def _describe(part: LowRank, weight: float, tokens: int | None) -> Any:
 def read_prefixes(
     prefixes: Sequence[KeyValuePrefix], dtype: torch.dtype
 ) -> tuple[Any, int, list[Tensor]]:
-    """Return the call's table of prefixes, the largest length, and the tensors behind the table.
+    """Return the table of prefixes, the length of the longest, and the tensors that it points to.
 
     Args:
-        prefixes: modules in the order of `AttentionPart.prefix`; number 0 is for no prefix.
+        prefixes: prefix modules; `AttentionPart.prefix` numbers them from 1, and 0 means no prefix.
         dtype: dtype of the model's keys, to which keys and values are rounded.
     """
     table, tensors = (PrefixPair * (1 + len(prefixes)))(), []

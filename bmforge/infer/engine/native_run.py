@@ -94,9 +94,9 @@ class Pasts(NamedTuple):
 
 
 class BlockSegment(Protocol):
-    """Interface of a described run of consecutive blocks.
+    """Interface of consecutive blocks that have descriptions for the native step.
 
-    `pasts` are the addresses of the previous call.
+    `pasts` are the addresses of the keys and values in the previous call.
     """
 
     blocks: list[Any]
@@ -161,7 +161,8 @@ class _AnyCall:
     ) -> _Run:
         """Build the `_Run` structure.
 
-        `parts` are the self- and cross-attention keys, the places and the windows.
+        `parts` are the C arrays of the self-attention keys and values, the cross-attention keys and
+        values, the page and position of each token, and the sliding windows.
         """
         own, memory, places, windows = parts
         masks_and_biases = (ctypes.addressof(part) for part in masks)

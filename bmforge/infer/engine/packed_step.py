@@ -151,8 +151,8 @@ class PackedStep:
     def _divide(self, names: Sequence[DeltaNames]) -> list[list[int]]:
         """Group rows into forward passes.
 
-        Rows without adapters and with LoRAs that the native step supports share a pass. Other
-        adapters are in a pass of their own, with the rows that have the same.
+        All rows without adapters, or with LoRAs that the native step supports, share one pass. Rows
+        with other adapters share a pass only if their adapters are the same.
         """
         if not self._is_together:
             return [[number] for number in range(len(names))]

@@ -30,7 +30,8 @@ class PagedCache:
 
     Attributes:
         rows: rows of the current step, in token order.
-        tables: integers of the current step; made from `rows` if they belong to another one.
+        tables: integer tensors of the current step; rebuilt from `rows` if they belong to an
+            earlier step.
 
     Memory: 2 x layers x count x K x 16 x H elements.
     """
@@ -153,7 +154,7 @@ class PagedCache:
         return torch.cat(out, 2)
 
     def _tables_at(self, device: torch.device) -> TablesOnDevice:
-        """Return the integers of the current step on a device."""
+        """Return the integer tensors of the current step on a device."""
         if self.tables is None or self.tables.rows is not self.rows:
             self.tables = StepTables(self.rows)
         return self.tables.at(device)

@@ -25,8 +25,9 @@ def load_adapter_(
             the model before quantization.
 
     Raises:
-        CheckpointError: no adapter, or one that does not fit the model, which is unchanged.
-        ConfigError: an unknown type or setting of the adapter.
+        CheckpointError: the directory has no adapter, or the adapter does not fit the model; the
+            model is not changed.
+        ConfigError: the adapter has an unknown type or setting.
     """
 
     def load() -> None:

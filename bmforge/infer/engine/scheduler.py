@@ -128,7 +128,7 @@ class Scheduler:
     Args:
         pages: page allocator.
         max_num_seqs: maximum number of running sequences.
-        max_num_batched_tokens: maximum number of tokens in a step; a single part may be larger if
+        max_num_batched_tokens: maximum number of tokens in a step; a single chunk may be larger if
             `cut` requires it.
         cut: rules for dividing sequences.
 

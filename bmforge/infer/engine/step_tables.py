@@ -14,7 +14,7 @@ from bmforge.infer.engine.pages import PAGE_TOKENS
 
 __all__ = ["StepRow", "StepTables", "TablesOnDevice"]
 
-# Longer rows read their pages once for all of their tokens, and not once a token.
+# Rows with more tokens read their pages once for all tokens, instead of once per token.
 _FEW_TOKENS = 16
 
 

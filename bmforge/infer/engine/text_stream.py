@@ -45,8 +45,9 @@ class TextStream:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._hidden = frozenset(id for id in hidden if id is not None)
         self._ids, self._known = self._context(before)  # the first `_known` ids are decoded
-        # Where characters ended: what `_known` was. Decoding begins at the first of them, as some
-        # decoders take all bytes in a row for broken where those of one character are not whole.
+        # Earlier values of `_known` at which a character was complete. Decoding begins at the first
+        # one, because some decoders treat a whole run of bytes as broken if one character in it is
+        # incomplete.
         self._ends = [0, self._known] if self._known else [0]
         self._before = self._tokenizer.decode_written(self._ids[: self._known])
         self._written = ""  # decoded but not emitted

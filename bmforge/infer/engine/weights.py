@@ -135,7 +135,7 @@ def _stream_(
 
 
 def _spread_(model: nn.Module, plan: MemoryPlan, cleanup: ExitStack) -> None:
-    """With several devices, make each block move its inputs to its device."""
+    """If the plan has several devices, make each block move its inputs to the block's device."""
     if elsewhere := plan.elsewhere:
         blocks = (unit.name for unit in units_of(model) if unit.is_block)
         places = {name: elsewhere.get(name, plan.device) for name in blocks}

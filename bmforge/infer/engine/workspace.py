@@ -67,15 +67,15 @@ _Run = Callable[[Any, Tensor], int]
 
 
 def largest_runs(model: Model) -> list[_Run]:
-    """Return the functions that run the largest calls of a model with this head.
+    """Return the functions that run the largest calls of a model, depending on its head.
 
     Each function returns the size of the KV cache in bytes.
 
     Args:
-        model: model on the meta device, or of tensors without values.
+        model: model on the meta device or with fake tensors.
 
     Returns:
-        functions of the model and token ids (B, T); only the shape of the ids matters
+        functions that take the model and token ids (B, T); only the shape of the ids matters
     """
     if model.traits.has_images:
         return [_look]
@@ -192,9 +192,9 @@ class _FusedAttention(TorchFunctionMode):
 def _guess(model: nn.Module, rows: int, tokens: int) -> Workspace:
     """Return an upper estimate for a module that cannot run on the meta device.
 
-    The estimate is the sum of the outputs of all matrices of the largest block for all tokens,
-    times `_COPIES`, the output of the largest matrix outside of blocks, and two cache tensors of
-    hidden size per block.
+    The activations are estimated as `_COPIES` times the outputs of all matrices in the largest
+    block, plus the output of the largest matrix outside of blocks. The KV cache is estimated as two
+    tensors of the hidden size per block.
     """
     blocks = [unit.module for unit in units_of(model) if unit.is_block]
     inside = {id(p) for block in blocks for p in block.parameters()}

@@ -1,4 +1,4 @@
-"""CPM-Ant's beam search, equal to the original code step by step.
+"""CPM-Ant's beam search, which reproduces every step of the original code.
 
 It differs from `beam_search` (transformers' algorithm): the end token does not count towards the
 length, any candidate may end a row, and the repetition penalty applies to logits (not

@@ -1,7 +1,7 @@
 """Text generation with the prompt format and defaults of each model family's original code.
 
-CPM-Ant's prompt is ``<s>`` and the text without unknown tokens; its continuation does not begin
-with an end token or a line break, and comes from 3 beams, or from sampling at temperature 0.9 with
+CPM-Ant's prompt is ``<s>`` and the text without unknown tokens. Its continuation does not begin
+with an end token or a line break. It is generated with 3 beams, or sampled at temperature 0.9 with
 top-p 0.9. CPM-1 samples at temperature 0.9. EVA answers one utterance, CPM-2 writes the rest of a
 text as one masked span, and CPM-Bee fills the answer of a document. All other models continue the
 text.
@@ -42,7 +42,7 @@ __all__ = [
     "write_texts",
 ]
 
-_CONTINUE = "往后写约100字"  # CPM-Bee's own words for it
+_CONTINUE = "往后写约100字"  # CPM-Bee prompt: continue in about 100 characters
 # Default options by training objective or tokenizer of a model family.
 _SEARCHING: dict[str, dict[str, Any]] = {"hidden tokens": {"num_beams": 3}}
 _DRAWING: dict[str, dict[str, Any]] = {
@@ -250,7 +250,7 @@ def start_hidden(
 class _TextDecoder(Decoder):
     """CPM-Ant decoder that forbids ids outside the tokenizer, and certain first tokens.
 
-    CPM-Ant+ uses such ids for its prompts.
+    CPM-Ant+ uses the ids outside the tokenizer for its soft prompt.
 
     Args:
         model: model that computes the logits.
