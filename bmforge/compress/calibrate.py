@@ -1,4 +1,4 @@
-"""Block-by-block calibration: each block is changed given the outputs of changed blocks.
+"""Block-by-block calibration: a block's inputs are the outputs of the already changed blocks.
 
 The model runs once up to the end of a stack while the arguments of its blocks are recorded. Then
 each block in turn receives its inputs, is changed, and runs again to produce the inputs of the next
@@ -100,10 +100,10 @@ def calibrate_blocks(
         gather: factory of the statistic for the inputs of a matrix.
         where: name globs of modules; empty selects the blocks' linear layers and experts.
         title: title of the progress bar.
-        size: function that returns the bytes of a matrix's statistic. If set, a block is
-            visited several times, each time with some of its matrices; those that run last are
-            first, so that all inputs equal those of the unchanged block. A visit covers at most
-            half of the block's matrices, or the matrices of a single input.
+        size: function that returns the bytes of a matrix's statistic. If set, a block is visited
+            several times, each time with some of its matrices. The matrices that run last are
+            visited first, so that all inputs equal those of the unchanged block. A visit covers at
+            most half of the block's matrices, or the matrices of a single input.
 
     Raises:
         ConfigError: batches are missing or empty, matrices are outside of repeated blocks, or

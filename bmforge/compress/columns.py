@@ -56,9 +56,11 @@ def settle_columns(
         hessian: Hessian of the matrix's inputs.
         settler: computes the new value of each column.
         damp: fraction of the Hessian's mean diagonal that is added to the diagonal.
-        block_columns: number of columns per block; the remaining columns are updated after each.
+        block_columns: number of columns per block; the remaining columns are updated after each
+            block.
         name: name of the matrix for messages.
-        in_place: overwrite the matrix as a work buffer if it already has the wide dtype.
+        in_place: compute in the matrix's own memory and overwrite it, if its dtype is at least
+            fp32.
 
     Raises:
         ConfigError: the Hessian is not positive definite. The matrix is then unchanged.

@@ -185,7 +185,7 @@ class Recorder:
         self._undo.append(undo)
 
     def watch_head_(self, head: LMHead, measure: Callable[..., Tensor]) -> None:
-        """Make a language model's head compute its loss by `measure`."""
+        """Make a language model's head compute its loss with the function `measure`."""
         head.measure = measure
 
         def undo() -> None:

@@ -41,7 +41,7 @@ def count_together(activities: Iterable[Tensor], share: float) -> Tensor:
 
 
 def group_together(together: Tensor, groups: int, seed: int = 0) -> Tensor:
-    """Partition the co-activation graph by few cut edges, then balance the group sizes.
+    """Partition the co-activation graph so that few edges are cut, then balance the group sizes.
 
     Args:
         together: co-activation counts of the features.

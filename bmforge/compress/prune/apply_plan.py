@@ -1,8 +1,8 @@
 """Applies a pruning plan: removes heads, features, sublayers, blocks and hidden features.
 
-The result is a model of the same family. Its config describes the new sizes by published fields if
-they suffice, and otherwise by "resize" changes. So it can be saved, opened, parallelized, streamed
-and served like any other model.
+The result is a model of the same family. Its config stores the new sizes in published fields if
+they suffice, and otherwise as "resize" changes (`models.changes`). The model can therefore be
+saved, loaded, parallelized, streamed and served like any other model.
 
 Source: the prunable sizes are BMCook's (`dim_ff`, `num_heads`, `dim_head`, `dim_model`, attention
 or MLP, layers), which wrote pruned weights to a file that no model class could load.
@@ -73,8 +73,8 @@ def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrun
         uniform: raise an error for sizes that only bmforge can load.
 
     Raises:
-        ConfigError: the plan does not fit the model, or the model is quantized, parallelized or
-            has changes. The model is then unchanged.
+        ConfigError: the plan does not fit the model, or the model is quantized, parallelized or has
+            other changes such as adapters. The model is then unchanged.
     """
     plan, settled, reason = check_plan(model, plan, uniform=uniform)
     before = _count(model)
@@ -264,7 +264,7 @@ def _pick_beside(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, P
 
 
 def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
-    """Find the dims of all tensors that follow the hidden size, by resizing a meta model.
+    """Find the dims of all tensors that depend on the hidden size, by resizing a meta model.
 
     Args:
         model: bmforge model of any family.

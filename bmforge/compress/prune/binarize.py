@@ -102,8 +102,8 @@ def binarise(
     """Prune the units with the lowest gate probability until the target is met.
 
     Raises:
-        ConfigError: the target cannot be reached, since every layer keeps at least one unit of
-            each kind, and attention and MLP unless they have gates.
+        ConfigError: the target cannot be reached. Every layer keeps at least one unit of each kind,
+            and sublayers without gates of their own are kept.
     """
     shares = open_units(model, config)
     open_now = _order_shared(model, dict(likely))
@@ -139,7 +139,7 @@ def _likely_open(value: Tensor) -> int:
 
 
 def _groups(model: Any, key: tuple[str, str]) -> int:
-    """Return the number of groups that keep equal numbers of units: the heads for dims, else 1."""
+    """Return the number of groups that keep equally many units: KV heads for head dims, else 1."""
     if key[1] != "dims":
         return 1
     return int(blocks_of(model)[key[0]].spec.attn.num_kv_heads)  # type: ignore[union-attr]
@@ -268,7 +268,7 @@ def _order_shared(
 
 
 def plan_of_units(model: Any, chosen: Chosen) -> PruningPlan:
-    """Return the pruning plan that keeps these units."""
+    """Return the pruning plan that keeps the chosen units."""
     layers: dict[str, dict[str, Any]] = {}
     gone, blocks = [], blocks_of(model)
     for (name, kind), numbers in chosen.items():

@@ -41,8 +41,8 @@ def measure_importance(model: Any, batches: Iterable[Any] = (), by: By = "size")
     """Return the importance scores of all units of a model.
 
     Args:
-        model: bmforge model of any family, in the mode for the measurement; its weights are
-            unchanged.
+        model: bmforge model of any family, already in the mode (training or evaluation) to measure
+            in; its weights are unchanged.
         batches: keyword arguments of the model's forward, or only token ids; with labels for
             "taylor".
         by: importance measure; see the table in the module's docstring (default: "size").

@@ -139,7 +139,7 @@ class _Counts:
         return torch.zeros(count, dtype=torch.float64, device=self._device)
 
     def histogram(self, keys_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the numbers of weights with keys of at most 0, 1, 2, ..."""
+        """Return a cumulative histogram: entry k is the number of weights with a key up to k."""
         total = self._new(1 << _HALF_BITS)
         for name, entry in self._here.items():
             keys = keys_of(_ordered(entry.scores))

@@ -201,7 +201,7 @@ def _common_fields(
 
 
 def _changes_to(config: Any, wanted_sizes: Mapping[str, LayerSizes]) -> list[Change]:
-    """Return the changes from the layer sizes that the config describes to the wanted sizes."""
+    """Return the "resize" changes that give the config's layers the wanted sizes."""
     own = config.own_sizes()
     layers = {f"{stack}.{n}": size for stack, sizes in own.items() for n, size in enumerate(sizes)}
     groups: dict[tuple[tuple[str, Any], ...], list[str]] = {}

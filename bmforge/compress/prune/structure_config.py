@@ -43,7 +43,8 @@ class StructureConfig:
             on this machine) removes heads and MLP features, least important first, until
             `keep_ratio` of the blocks' cost remains.
         keep_ratio: fraction of the blocks' cost to keep.
-        by: importance measure; see `importance.py`.
+        by: importance measure: "size" (weight norm), "activation", "taylor" (needs labels), or
+            "influence" (change of the hidden states' direction).
         gates: kinds of trained gates ("heads", "dims" of heads, "features", "attn", "mlp",
             "block", "hidden" for the hidden states); empty prunes in one shot.
         compensate: fit the layers after removed neurons and heads to their original outputs on
