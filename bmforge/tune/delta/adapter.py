@@ -45,8 +45,8 @@ class ParallelAdapter(Delta):
 
     Args:
         model: any model.
-        pairs: (read, write) targets; each must match the same number of modules. None uses every
-            attention and every MLP as both.
+        pairs: (read, write) targets; each must match the same number of modules. None reads the
+            input of every attention and every MLP and writes to the output of the same module.
         options: options of `Adapter` and of every `Delta`.
 
     Source: He et al., "Towards a unified view of parameter-efficient transfer learning" (2022).
@@ -94,7 +94,7 @@ class ParallelAdapter(Delta):
 
 
 def _has_mlps(model: nn.Module) -> bool:
-    """Return True if the model's MLPs are separate modules; in BERT's relatives they are not."""
+    """Return True if MLPs are separate modules, unlike in transformers' BERT-like models."""
     try:
         return bool(find_places(model, ("mlp",)))
     except ConfigError:

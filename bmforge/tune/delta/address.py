@@ -1,9 +1,10 @@
 """Finds the modules that a target matches.
 
-A target is, in this order: a common word (`WORDS`), which means the same in every family; an ending
-of a module's name that begins at a dot; ``[r]`` and a regular expression that matches such an
-ending; a name glob (see `surgery`); or one of these among the names that the model has in published
-checkpoints, where a fused layer means all layers that it combines.
+A target is tried, in this order, as a common word (`WORDS`), which means the same in every family;
+as the last dotted parts of a module's name; as ``[r]`` followed by a regular expression for such an
+ending; and as a name glob (see `surgery`). If nothing matches, the same forms are tried on the
+module names of published checkpoints, where a fused layer stands for all bmforge layers that it
+combines.
 Source: the rules of endings and regular expressions are OpenDelta's (Hu et al., 2023).
 """
 

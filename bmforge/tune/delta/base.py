@@ -61,7 +61,8 @@ class AttachedDelta:
         peft_options: map from PEFT's names of options to those in `nn.part_kinds`; both are
             accepted.
         peft_type: `peft_type` of its directories: PEFT's name, or one that begins with BMFORGE.
-        peft_reads: further PEFT types that compute the same once they are saved.
+        peft_reads: further PEFT types that are loaded as this type, because their saved tensors
+            mean the same.
         origin: config of the PEFT directory from which it was loaded; written back on saving.
         extra: tensors of that directory outside the adapter; written back on saving.
         provenance: data and licenses that a loaded adapter was trained on.

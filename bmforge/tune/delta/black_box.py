@@ -1,7 +1,7 @@
 """Black-box tuning: trains a soft prompt from scores only, without gradients.
 
-The prompt's rows vary in a small random subspace. CMA-ES requests the scores of a few candidates at
-a time and adapts its search distribution to them.
+The prompt's embeddings are optimized in a small random subspace. In each iteration CMA-ES requests
+the scores of a few candidates and adapts its search distribution to these scores.
 Source: Sun et al., "Black-box tuning for language-model-as-a-service" (2022); the search is that of
 the library `cma` (Hansen).
 """
@@ -33,8 +33,8 @@ class BlackBoxConfig:
     Args:
         evaluations: maximum number of scores to request, the initial one included.
         dims: dimensions of the subspace.
-        sigma: initial step size of CMA-ES; 1 moves rows by about the standard deviation of the
-            model's own.
+        sigma: initial step size of CMA-ES; 1 moves the prompt's embeddings by about the standard
+            deviation of the model's token embeddings.
         population: candidates per iteration; 0 uses 4 + 3 log(dims).
         seed: random seed of subspace and search.
     """
@@ -71,14 +71,14 @@ def tune_black_box(
         model: bmforge model that reads tokens; not parallelized.
         score: function called with the model, in evaluation mode and without gradients; higher is
             better. It should be deterministic: resampled examples only add noise.
-        length: rows of the prompt.
+        length: length of the prompt in tokens.
         name: name of the adapter.
         config: settings of the search.
         options: options of `SoftPrompt`, such as `words`.
 
     Returns:
-        the prompt with the best rows evaluated, the initial ones included; its `scores` has all
-        scores in the order of evaluation.
+        the prompt with the best embeddings evaluated, the initial ones included; its attribute
+        `scores` lists all scores in the order of evaluation.
 
     Raises:
         ConfigError: a score that is not a number.
@@ -103,7 +103,7 @@ def _search(
     prompt: SoftPrompt,
     config: BlackBoxConfig,
 ) -> list[float]:
-    """Search for the best rows with CMA-ES, and write them into the prompt; return all scores."""
+    """Search for the best embeddings with CMA-ES, write them into the prompt, return all scores."""
     rows: Tensor = prompt.held[0].part.weight
     start, spread = rows.clone(), _spread_of(model)
     rng = np.random.default_rng(config.seed)

@@ -12,7 +12,8 @@ __all__ = ["Compacter"]
 class Compacter(Adapter):
     """Bottleneck adapter whose matrices are sums of Kronecker products.
 
-    It computes ``h + up(act(down(h)))`` with ``sum over n of kron(rule[n], left[n] right[n])``.
+    It computes ``h + up(act(down(h)))``, where ``down`` and ``up`` multiply with matrices of the
+    form ``sum over n of kron(rule[n], left[n] right[n])``.
 
     Options: as `Adapter`; `rank` 0 keeps the right factors at full rank, and with `shared_rule`
     both matrices of an adapter share their left factors.

@@ -137,7 +137,7 @@ def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
 def _own_tensors(delta: AttachedDelta) -> dict[str, Tensor]:
     """Return an adapter's tensors by bmforge's names, as saved: without the adapter's name.
 
-    The layers that compute a prefix in training are folded into it.
+    The reparameterization layers of a prefix are replaced by the keys and values that they compute.
     """
     collected: dict[str, Tensor] = {}
     for owner, slot, part in delta.held:

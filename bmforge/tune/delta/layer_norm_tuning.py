@@ -19,7 +19,7 @@ __all__ = ["LayerNormTuning"]
 class LayerNormTuning(Delta):
     """Adapter that trains the norms' own weights and biases; `detach` restores the base's.
 
-    It has no options. Several of them on one model must not share norms.
+    It has no options. Several adapters of this type on one model must not share norms.
 
     Source: Zhao et al., "Tuning LayerNorm in attention" (2023); PEFT's LN_TUNING.
     """

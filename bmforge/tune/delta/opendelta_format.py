@@ -127,7 +127,7 @@ def opendelta_type(
 
 
 def _pairs(config: Mapping[str, Any], model: nn.Module | None) -> list[tuple[str, str]]:
-    """Return the (read, write) targets of a parallel adapter; its attention includes the norm."""
+    """Return the (read, write) targets of a parallel adapter; attention may include a norm."""
     backbone = str(config.get("backbone_class", ""))
     names = [_COMMON.get(name, name) for name in config.get("modified_modules") or ()]
     if names[::2] == ["attn", "mlp.up"] and model is not None and not hasattr(model, "traits"):
@@ -182,7 +182,7 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **overrides: An
 
     Args:
         model: bmforge model; its published names are those in OpenDelta's files.
-        directory: directory with both files.
+        directory: directory with ``config.json`` and ``pytorch_model.bin``.
         name: name of the adapter.
         overrides: options common to every `Delta`.
 

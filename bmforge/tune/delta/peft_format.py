@@ -148,7 +148,7 @@ def options_of(
     """Convert PEFT's config and tensors to the options of a bmforge adapter.
 
     Raises:
-        ConfigError: an unsupported field that would change numbers, by its name.
+        ConfigError: an unsupported field would change the outputs; the message names the field.
         CheckpointError: tensors of modules that the model does not have.
     """
     check_fields(config)
@@ -316,8 +316,9 @@ def _read_prompt(delta: AttachedDelta, rows: Tensor) -> dict[str, Tensor]:
 def _repeated_layers(rows: Tensor, layers: int) -> Tensor:
     """Return the keys and values that PEFT gives to each decoder layer of an encoder-decoder.
 
-    PEFT repeats the rows of all layers, and then takes those of four for every layer, of which the
-    last two, for cross-attention, are dropped. So the second half of the layers repeats the first.
+    PEFT's prefix has two tensors (key, value) per layer. PEFT repeats the list of tensors, takes
+    four for every layer and does not use the last two, which are meant for cross-attention. The
+    second half of the layers therefore gets the same tensors as the first half.
     """
     each = rows.chunk(2 * layers, 1)
     chosen = [each[(4 * i + j) % (2 * layers)] for i in range(layers) for j in (0, 1)]

@@ -45,7 +45,7 @@ def saved_whole(names: Any, config: Mapping[str, Any], tensors: Mapping[str, Ten
 
     Raises:
         CheckpointError: parameters that this model does not have.
-        ConfigError: a copy of one of two tied weights.
+        ConfigError: PEFT trained only one of two tied weights.
     """
     saved: dict[str, None] = {}
     for key, tensor in tensors.items():
@@ -65,7 +65,7 @@ def saved_whole(names: Any, config: Mapping[str, Any], tensors: Mapping[str, Ten
 
 
 def _is_copy(tensors: Mapping[str, Tensor], key: str) -> bool:
-    """Return True if a file has a tensor twice, since it is tied in transformers."""
+    """Return True if another tensor in the file has the same values, as tied tensors do."""
     tensor = tensors[key]
     others = (t for name, t in tensors.items() if name != key and t.shape == tensor.shape)
     return any(torch.equal(tensor, other) for other in others)

@@ -50,7 +50,7 @@ def can_write(delta: AttachedDelta) -> bool:
 
 
 def _can_fold(delta: AttachedDelta) -> bool:
-    """Return True if PEFT can represent the adapter's weight, by scaling alpha or trivially."""
+    """Return True if PEFT can represent the adapter's weight: it is 0, 1, or a factor of alpha."""
     is_sum = delta.kind == "low_rank" and not delta.options.get("magnitude")
     is_sum = is_sum and not delta.options.get("trainable_token_indices")
     return delta.weight in (0, 1) or is_sum
@@ -97,7 +97,7 @@ def _is_one_layer(owners: list[str], parts: list[Held]) -> bool:
 
 
 def _is_of_a_part(delta: AttachedDelta) -> Callable[[str], bool]:
-    """Return a predicate that is True for parameters of adapter modules, which PEFT lacks."""
+    """Return a predicate on parameter names that is True for parameters of adapter modules."""
     model = whole_model(delta.model)
     return lambda name: hasattr(model.get_submodule(name.rpartition(".")[0]), "is_delta")
 

@@ -1,4 +1,4 @@
-"""Per-call adapter selection: `adapter_names` per sample, `select_adapters` for a code part.
+"""Per-call adapter selection: `adapter_names` per sample, `select_adapters` in a with block.
 
 `use_deltas` sets the weights for calls without a selection. A selection is a value that a call
 passes on (`nn.adapter_selection`); it is not stored on the model or its modules.

@@ -76,7 +76,8 @@ class ModuleRun:
     Args:
         name: ``attn``, ``layers.0-11`` or ``q_proj, k_proj``.
         kind: class name of the modules.
-        targets: delta targets that match the modules; () for the root and for a delta's parts.
+        targets: adapter targets that match the modules; () for the root and for modules of an
+            adapter.
         tensors: parameters registered directly on one of the modules.
         counts: parameters of all the modules.
         children: rows inside one of the modules.

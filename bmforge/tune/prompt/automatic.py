@@ -75,7 +75,7 @@ class AutomaticVerbalizer(ManualVerbalizer):
     It has no words until `fit_`; afterwards it is a `ManualVerbalizer` of tokens.
 
     Args:
-        num_classes: C.
+        num_classes: number of classes, C.
         tokenizer: the model's tokenizer.
         normalize: see `ManualVerbalizer`.
         options: options of `find_label_tokens`.

@@ -43,7 +43,7 @@ class PromptClassifier(nn.Module):
         model: language model that the template was built for.
         template: template that encodes the examples.
         verbalizer: module that maps the model's predictions to class scores.
-        frozen: True to train only the template's rows and the verbalizer.
+        frozen: True to train only the template's soft tokens and the verbalizer.
 
     Raises:
         ConfigError: the verbalizer needs another number of masks than the template has, or text

@@ -43,7 +43,7 @@ class PromptGenerator(nn.Module):
         template: template with one mask, where texts are written.
         write: (model, input_ids, attention_mask, **options) -> ids, such as
             `bmforge.infer.generate`; used only by `write`. None uses the model's own `generate`.
-        frozen: True to train only the template's rows.
+        frozen: True to train only the template's soft tokens.
 
     Raises:
         ConfigError: the template has several masks, or the model fills masks with one token each.
@@ -175,7 +175,7 @@ class PromptGenerator(nn.Module):
 
 
 def find_ends(template: Template) -> list[int]:
-    """Return the token that ends a target as a list, or []; for GLM it is the end of a piece."""
+    """Return the token that ends a target as a list, or []; for GLM its end-of-piece token."""
     roles = ("eop", "eos") if template.asking.kind == "blanks" else ("eos",)
     ids = (template.tokenizer.role_id(role) for role in roles)
     return [id for id in ids if id is not None][:1]

@@ -13,11 +13,11 @@ __all__ = ["PTRTemplate", "PTuning", "PrefixTemplate", "SoftTemplate"]
 
 
 class SoftTemplate(Template):
-    """Template preceded by trained rows, equal to `Template(..., front=num_tokens)`.
+    """Template preceded by soft tokens, equal to `Template(..., front=num_tokens)`.
 
     Args:
         text, tokenizer, model: as for `Template`.
-        num_tokens: number of trained rows, randomly initialized.
+        num_tokens: number of soft tokens, whose embeddings are randomly initialized and trained.
         options: further options of `Template`.
 
     Source: Lester et al., "The Power of Scale for Parameter-Efficient Prompt Tuning" (2021).
@@ -30,7 +30,7 @@ class SoftTemplate(Template):
 
 
 class PTuning(Template):
-    """Template whose soft rows are computed by a trained encoder (`Template(..., encoder=...)`).
+    """Template whose soft tokens are computed by a trained encoder (`Template(..., encoder=...)`).
 
     Args:
         text: template text with soft pieces.
@@ -107,5 +107,5 @@ class PrefixTemplate(Template):
 
     @property
     def soft_parameters(self) -> list[Any]:
-        """Parameters of the prefix and of the soft rows."""
+        """Parameters of the prefix and of the soft tokens."""
         return [*super().soft_parameters, *self.delta.parameters()]

@@ -59,9 +59,9 @@ class Piece:
         value: text, name of the field or meta entry, special token, or words of a soft piece.
         spaced: True if a space precedes the piece.
         shortenable: True if the piece's text may be truncated when the prompt is too long.
-        soft_id: pieces with the same id share their rows; 0 for none.
+        soft_id: id of the soft tokens; pieces with the same id share their embeddings; 0 for none.
         duplicate: number of repetitions of a soft piece.
-        same: True to share one set of rows among the repetitions.
+        same: True if all repetitions share the same trained embeddings.
         process: function applied to the example's text; None for none.
         at: index of the piece's first character in the template's text.
     """
@@ -82,9 +82,9 @@ class Wrapped:
     """A template piece after an example's text was inserted.
 
     Args:
-        text: text to tokenize; for a soft row, the word that initializes the row.
+        text: text to tokenize; for a soft token, the word that initializes its embedding.
         kind: "text" for any piece that is tokenized.
-        soft: number of the soft row, from 1; 0 for none.
+        soft: number of the soft token, from 1; 0 for none.
         shortenable: True if the text may be truncated.
     """
 

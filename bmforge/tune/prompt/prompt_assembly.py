@@ -25,7 +25,7 @@ class Encoded:
     """A prompt encoded as model input.
 
     Attributes:
-        input_ids: T token ids; ids from the vocabulary size on are soft rows.
+        input_ids: T token ids; ids from the vocabulary size on are soft tokens.
         mask_at: M answer positions, in the input or, for an encoder-decoder, in
             `decoder_input_ids`.
         decoder_input_ids: input of the decoder; empty without one.
@@ -137,13 +137,14 @@ def _frame_document(tokenizer: Any, num_masks: int) -> Frame:
 def lay_out(
     asking: Asking, frame: Frame, text: Text, front: list[int], blanks: list[int], name: str
 ) -> Encoded:
-    """Assemble a prompt from its text, special tokens and soft rows.
+    """Assemble a prompt from its text, special tokens and soft tokens.
 
     Args:
         asking: prompt format of the model.
         frame: tokens around the text.
         text: pieces of the prompt.
-        front: soft rows before everything; after the frame's first tokens for CPM models.
+        front: soft tokens before everything else; for CPM models, after the first tokens of the
+            frame.
         blanks: a decoder's start token and its sentinels, one per mask.
         name: name of the example, used in messages.
 

@@ -28,7 +28,8 @@ class Asking:
         reads_behind: True if the model reads text after the mask.
         shows_mask: True if the input contains the mask token.
         start_is_blank: True if the decoder's start token is the first sentinel.
-        marks: config field of the model by the tokenizer role that must be the same token.
+        marks: pairs of a config field of the model and a tokenizer role that must have the same
+            token id.
     """
 
     kind: str

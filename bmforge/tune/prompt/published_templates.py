@@ -4,7 +4,7 @@ Both are stored in `published.json`: for each task the templates, and the words 
 the task's order; for a template with several masks one word per mask. Templates that repeat a text,
 or have unnecessary text after the mask, are simplified there, and a word shared by classes is kept
 for one. A task without label words gets the wording of `data.tasks.wording`, with the mask at the
-end, so that every kind of model supports it; that template is its last.
+end, so that every kind of model supports it; this template comes after the published ones.
 Source: scripts/ of thunlp/OpenPrompt (Apache-2.0): FewGLUE, LMBFF, RelationClassification,
 SuperGLUE, TextClassification, Typing.
 """

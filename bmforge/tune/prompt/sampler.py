@@ -31,7 +31,8 @@ def draw_few(
         allow_fewer: True to use all examples of a label that has too few.
 
     Raises:
-        ConfigError: neither or both counts, or more than a label has.
+        ConfigError: neither or both of `per_label` and `total` are given, or a label has too few
+            examples.
     """
     if (per_label > 0) == (total > 0):
         raise ConfigError(

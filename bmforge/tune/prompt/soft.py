@@ -28,10 +28,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SoftRow:
-    """Initialization of one trained (soft) row.
+    """Initialization of the trained embedding of one soft token.
 
     Args:
-        token: id of the token whose embedding initializes the row; -1 initializes at random.
+        token: id of the token whose embedding initializes the soft token; -1 initializes at random.
         word: text of that token.
     """
 
@@ -42,10 +42,10 @@ class SoftRow:
 def number_rows(
     pieces: Sequence[Piece], tokenizer: Tokenizer
 ) -> tuple[tuple[SoftRow, ...], list[tuple[int, ...]]]:
-    """Assign soft rows to the pieces of a template; return all rows and each piece's numbers.
+    """Assign soft tokens to a template's pieces; return all soft tokens and each piece's numbers.
 
-    Row numbers start at 1. Pieces with the same soft_id share rows; words take as many rows as they
-    have tokens.
+    Numbers start at 1. Pieces with the same soft_id share soft tokens; words take as many soft
+    tokens as they have tokens.
     """
     rows: list[SoftRow] = []
     shared: dict[int, tuple[int, ...]] = {}
@@ -73,11 +73,11 @@ def number_rows(
 
 
 class MadeRows(nn.Module):
-    """P-tuning encoder, which computes soft rows from trained inputs; replaces `Prompt`.
+    """P-tuning encoder, which computes soft-token embeddings from trained inputs.
 
     Args:
-        length: P.
-        width: D.
+        length: number of soft tokens, P.
+        width: embedding size, D.
         kind: "lstm" (two bidirectional layers, then two linear ones) or "mlp".
 
     Shape:
@@ -101,14 +101,14 @@ class MadeRows(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Soft rows, (P, D), computed at every access."""
+        """Embeddings of the soft tokens, (P, D), computed at every access."""
         rows = self.inputs.weight
         if self.lstm is not None:
             rows = self.lstm(rows[None])[0][0]
         return self.mlp(rows)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Look up soft rows by their numbers."""
+        """Look up the embeddings of soft tokens by their numbers."""
         return nn.functional.embedding(rows, self.weight)
 
 
@@ -130,12 +130,12 @@ def token_table(model: Any) -> nn.Embedding:
 
 
 def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> nn.Module:
-    """Attach soft rows to a model's token embedding; return the module that contains them.
+    """Attach soft tokens to a model's token embedding; return the module with their embeddings.
 
-    A model on meta may have them already, from its config.
+    A model on meta may have the soft tokens already, created from its config.
 
     Raises:
-        ConfigError: the model has soft rows already, or no token embedding.
+        ConfigError: the model already has other soft tokens, or has no token embedding.
     """
     table = token_table(model)
     attached = getattr(table, "prompt", None)
@@ -174,7 +174,7 @@ def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
     """Initialize the soft-prompt embeddings from those of their words, or at random.
 
     Args:
-        model: model on any layout; every process gets the same rows.
+        model: model on any layout; every process gets the same values.
         rows: soft-prompt embeddings of the model's template.
         seed: random seed of embeddings without initialization words; their standard deviation is
             that of the token embedding.
@@ -198,16 +198,17 @@ def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
 
 
 def _remember(model: Any, rows: ExtraEmbeddings) -> None:
-    """Record the soft rows in the config of a bmforge model, so that loading creates them."""
+    """Record the soft tokens in the config of a bmforge model, so that loading creates them."""
     tell = getattr(model, "remember_part_", None)
     if callable(tell):
         tell("prompt", ["embed"], {"length": rows.weight.shape[0]}, "")
 
 
 def drop_rows_(model: Any) -> None:
-    """Remove the soft rows of a model, so that another template can add its own.
+    """Remove the soft tokens of a model, so that another template can add its own.
 
-    Templates of the removed rows no longer work. A model without soft rows is not changed.
+    Templates that use the removed soft tokens no longer work. A model without soft tokens is not
+    changed.
     """
     table = token_table(model)
     prompt = getattr(table, "prompt", None)
@@ -220,7 +221,7 @@ def drop_rows_(model: Any) -> None:
 
 
 def fold_rows_(model: Any) -> None:
-    """Replace a model's P-tuning encoder with the soft rows that it computes."""
+    """Replace a model's P-tuning encoder with the soft-token embeddings that it computes."""
     table = token_table(model)
     prompt = table.prompt
     if isinstance(prompt, MadeRows):

@@ -32,15 +32,17 @@ class Template:
     Args:
         text: text in the template language (see `language`).
         tokenizer: the model's tokenizer.
-        model: model that reads the prompts; if the template has soft pieces, their rows are
-            attached to it (`nn.prompt`). A frozen model may stay frozen: the rows are trained. On a
-            meta model the rows are created on meta too; `draw_rows_` fills them later.
-        front: number of soft rows before everything else, the first token included.
-        encoder: "" trains the rows directly; "lstm" or "mlp" trains a P-tuning encoder.
+        model: model that reads the prompts; soft tokens of the template are attached to the model
+            (`nn.prompt`) and trained, even if the model is frozen. On a meta model they are created
+            on meta too; `draw_rows_` initializes them later.
+        front: number of soft tokens at the start of the prompt; for CPM models after the first
+            special tokens.
+        encoder: "" trains the soft tokens' embeddings directly; "lstm" or "mlp" trains a P-tuning
+            encoder.
         behind: handling of text after the mask if the model does not read it: "refuse", "leave
             out", or "score" it after each word, for a verbalizer with "joint" words.
         asking: name in `ASKINGS` that overrides the prompt format of the model's family.
-        seed: random seed of new rows.
+        seed: random seed of new soft tokens.
 
     Attributes:
         shown: examples with answers (demonstrations) before every prompt.
@@ -92,7 +94,7 @@ class Template:
 
     @property
     def soft_parameters(self) -> list[Any]:
-        """Trained parameters of the template's soft rows."""
+        """Trained parameters of the template's soft tokens."""
         return list(self._prompt.parameters()) if self.rows else []
 
     def _check_masks(self, behind: str) -> str:
@@ -189,7 +191,7 @@ class Template:
 
         Args:
             example: see `wrap`.
-            max_seq_len: longest prompt in tokens, soft rows and special tokens included.
+            max_seq_len: longest prompt in tokens, soft tokens and special tokens included.
             cut: see `cut_parts`.
             name: name of the example, used in messages.
             answer: target tokens at the only mask; () predicts one token.
@@ -230,7 +232,7 @@ class Template:
         )  # fmt: skip
 
     def question_of(self, answer: Sequence[int]) -> tuple[int, ...]:
-        """Return the answer tokens that the prompt contains; equal tokens share a prompt."""
+        """Return the key of an answer's prompt: answers with equal keys share one prompt."""
         if self.behind == "score":
             return tuple(answer)
         return tuple(answer[:-1]) if self.asking.goes_on else (0,) * len(answer)

@@ -27,9 +27,9 @@ class SoftVerbalizer(nn.Module):
     """Verbalizer with one trained output row per class, initialized from its label word (WARP).
 
     Args:
-        words: label words of every class, in order; only the first is used, as the mean of its
-            tokens' rows. Or the number of classes, whose rows are then initialized as
-            `nn.Linear`'s.
+        words: label words of every class, in order; the class's row is initialized with the mean
+            output row of the first word's tokens. Or the number of classes, to initialize the rows
+            like those of `nn.Linear`.
         tokenizer: the model's tokenizer.
         model: model whose head is copied; not yet parallelized.
 
@@ -71,7 +71,7 @@ class SoftVerbalizer(nn.Module):
 
 
 def copy_head(model: Any) -> tuple[nn.Module, Tensor, float]:
-    """Copy a model's output head: the head without its last layer, that layer's rows, a scale.
+    """Return a copy of a model's output head without its last layer, that layer's weight, a scale.
 
     Args:
         model: bmforge or transformers model.
@@ -114,7 +114,7 @@ class PrototypeVerbalizer(nn.Module):
     """Verbalizer that scores classes by similarity to trained prototypes in a small space.
 
     Args:
-        num_classes: C.
+        num_classes: number of classes, C.
         width: D, hidden size of the model.
         size: dimensions of the prototype space.
         words: verbalizer whose scores are averaged with the prototypes' scores, both standardized

@@ -165,7 +165,8 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
             lists it earliest.
         tokenizer: the model's tokenizer.
         max_tokens: longest word in tokens, longer ones are dropped; -1 keeps all.
-        drop_ratio: fraction of the vocabulary, the least probable, whose words calibration removes.
+        drop_ratio: fraction of the vocabulary; calibration removes label words that are among this
+            fraction of least probable tokens.
         temperature: factor on the weights in evaluation mode.
         options: further options of `ManualVerbalizer`.
 
