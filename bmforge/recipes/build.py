@@ -102,7 +102,8 @@ def _freeze_(model: Model, head: Collection[str]) -> None:
 def _load_and_change_(model: Model, start: Any, config: Any) -> None:
     """Load the whole initial model on every process, and apply the run's changes to the model.
 
-    A change may compute its weights from those that it replaces, so loading comes first.
+    The weights are loaded first, because a change may compute new weights from the weights that it
+    replaces.
     """
     if config.offload.weights:
         raise ConfigError(

@@ -277,7 +277,8 @@ def _settle_run(
 def ask_teacher(config: CompressRunConfig, count: int) -> Path:
     """Store a teacher's top tokens for all rows that a recipe trains on, without compressing.
 
-    The phases of a recipe read the same rows from the first on, so the longest phase covers all.
+    All phases of a recipe read the same rows from the first row on, so the rows of the longest
+    phase cover the other phases as well.
 
     Args:
         config: a recipe with `distill.teacher`.

@@ -48,11 +48,11 @@ class SearchConfig:
 
     Args:
         kinds: kinds of adapters, as in `adapter.kind`.
-        places: target modules; the targets of one candidate are joined by commas (attn.q,attn.v),
-            and "usual" is the default of a kind.
+        places: target modules to try; the targets of one candidate are joined by commas
+            (attn.q,attn.v), and "usual" selects the default targets of each kind.
         sizes: ranks, widths or lengths, for the kinds that have one.
-        max_trained: maximum number of trained parameters of a candidate without new heads; 0 sets
-            no limit.
+        max_trained: maximum number of trained parameters of a candidate, not counting new heads; 0
+            sets no limit.
         keep_ratio: factor by which each round has fewer candidates and more steps.
     """
 
@@ -142,7 +142,7 @@ class Candidate:
 
     Args:
         delta: config of the adapter.
-        trained: number of trained parameters without new heads.
+        trained: number of trained parameters, not counting new heads.
     """
 
     delta: AdapterConfig

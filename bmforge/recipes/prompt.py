@@ -60,7 +60,7 @@ __all__ = [
     "train_texts",
 ]
 
-# Name of the change that adds the soft rows of a template.
+# Name of the change that adds the soft tokens of a template.
 _ROWS = "embed.prompt.weight"
 
 
@@ -204,7 +204,7 @@ def _summarise(places: Sequence[Path]) -> Results:
 
 
 def _with_rows(config: Any) -> Any:
-    """Add the template's soft rows to the model's changes, and to the trained modules."""
+    """Add the template's soft tokens to the model's changes, and to the trained modules."""
     if any(change.kind == "prompt" for change in (*config.changes, *config.model.changes)):
         return _train_rows(config)  # a resumed run has the rows already
     text = open_template(config, *_look(config))
@@ -217,7 +217,7 @@ def _with_rows(config: Any) -> Any:
 
 
 def _train_rows(config: Any) -> Any:
-    """Add the soft rows to the modules that the adapter trains and saves in full."""
+    """Add the soft tokens to the modules that the adapter trains and saves in full."""
     adapter = config.adapter
     if adapter.kind is None or _ROWS in adapter.modules_to_save:
         return config

@@ -111,7 +111,8 @@ class Recipe:
     """A task for one model: a config class and the function that runs it.
 
     Args:
-        config: config class; its fields are the options, and `model` the family's.
+        config: config class, whose fields are the command's options; its field `model` is the
+            config of the family.
         run: function that runs the recipe.
         about: description of the recipe.
         task: name of the task.

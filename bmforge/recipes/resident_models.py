@@ -1,7 +1,7 @@
 """Memory of models and caches that a post-training run holds besides the trained model.
 
 The planner and `--dry-run` count them: a frozen reference, a teacher, PPO's value model, the copy
-of the weights that writes rollouts, and the KV cache of its engine.
+of the weights that generates rollouts, and the KV cache of the generation engine.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def teacher_copy(model: nn.Module) -> Resident:
 def value_model(model: nn.Module) -> Resident:
     """Return the memory of PPO's value model between its steps: weights and two AdamW states.
 
-    Its step comes before the policy's and needs about the same memory, so it does not raise the
-    peak; its gradients are freed after it.
+    The value model's step comes before the policy's and needs about the same memory, so it does not
+    raise the peak; its gradients are freed after the step.
 
     Args:
         model: value model on meta, in which the frozen parameters need no gradient.
@@ -72,7 +72,7 @@ def rollout_cache(config: Any, precision: str, max_num_seqs: int, max_tokens: in
     Args:
         config: config of the model.
         precision: dtype of keys and values.
-        max_num_seqs: maximum number of answers that are written at once.
+        max_num_seqs: maximum number of answers that are generated at once.
         max_tokens: maximum length of a prompt with its answer.
     """
     heads = getattr(config, "num_kv_heads", None) or config.num_heads

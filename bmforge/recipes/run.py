@@ -168,16 +168,16 @@ class TrainingData:
     Args:
         loader: iterator over the micro-batches of every step.
         row_tokens: tokens of a row, for the FLOPs of attention.
-        held_out: function per name that gives this process's batches of one pass; the same number
-            on every process.
+        held_out: functions, by name of the held-out data, that return this process's batches of one
+            pass; every process gets equally many batches.
         objective: loss function.
         save_tokenizer: function that writes the tokenizer into the export.
         special_ids: fields of the export's config.json for tokens and classes, such as
             ``eos_token_id`` and ``id2label``.
         figures: function of the trained model and its evaluation that returns further metrics; all
             processes call it.
-        close, begin: functions called at the end of the run, and with the parallelized model before
-            training.
+        close, begin: functions called at the end of the run and before training; `begin` gets the
+            parallelized model.
         epoch_rows: rows of one pass over the training data; None if a pass is not defined.
     """
 

@@ -87,7 +87,7 @@ def describe_value_model(config: Any) -> nn.Module:
 
 
 def _value_config(config: Any) -> Any:
-    """Return the config of the value model: a classifier with one output, and its own rate."""
+    """Return the value model's run config: a one-output classifier with its own learning rate."""
     start, model = config.value.init_from, config.model
     if start is not None:
         model = _read_start(start, model)

@@ -39,7 +39,7 @@ class ImageConfig:
 
     Args:
         paths: one folder, with a subfolder of images for every class.
-        validation: one more such folder with held-out images.
+        validation: one folder of the same form with held-out images.
         global_batch_size: images per optimizer step over all processes.
         micro_batch_size: images per forward pass on one process.
         grad_accum_steps: gradient accumulation steps; see `ExampleConfig`.

@@ -85,7 +85,7 @@ def open_pieces(
     The held-out split of a prepared directory is used if `config.validation` is empty.
 
     Raises:
-        ConfigError: a row is too short for a piece, or there are no paths.
+        ConfigError: rows are shorter than the minimum length of a piece, or there are no paths.
         DataError: a store is missing or damaged, or has ids beyond `vocab_size`.
     """
     config.check()

@@ -1,4 +1,4 @@
-"""Opens a prompt run's template and verbalizer: the task's, from files, or user classes."""
+"""Opens a prompt run's template and verbalizer: the task's own, from files, or user-defined."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _open_own_words(config: Any, words: dict[str, list[str]], tokenizer: Tokeniz
 
 
 def describe_template(config: Any, tokenizer: Tokenizer, text: str) -> Template:
-    """Build the template for a model on meta, including its soft rows."""
+    """Build the template for a model on meta, including its soft tokens."""
     sizes = with_changes(config)
     model = family_of(sizes).from_config(sizes, device="meta")
     behind = getattr(config, "behind", "refuse")

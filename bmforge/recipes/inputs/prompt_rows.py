@@ -31,9 +31,9 @@ class PromptConfig(ExampleConfig):
     """Prompts of a run that generates its own answers.
 
     Args:
-        paths: .jsonl, .json or .parquet files, or folders of them, with a ``prompt`` a record (a
+        paths: .jsonl, .json or .parquet files, or folders of them; every record has a ``prompt`` (a
             text or a list of messages); all other fields reach the reward functions.
-        validation: not used: give prompts of your own to `bmforge evaluate`.
+        validation: not supported; evaluate the exported model with `bmforge evaluate`.
         tokenizer: directory of the tokenizer; None selects that of `init_from`.
         seq_len: maximum length of a prompt in tokens; longer ones are skipped and counted.
         global_batch_size: answers per optimizer step over all processes.

@@ -76,7 +76,7 @@ def train_prefix(path: str) -> Path:
     """Return the prefix of a prepared directory's training store; `path` for a bare store.
 
     Raises:
-        DataError: another directory, or a part of a prepared one.
+        DataError: the directory is not a prepared one, or is a subdirectory of a prepared one.
     """
     directory = Path(place_of(path))
     if not directory.is_dir() or (directory / "train").is_dir():

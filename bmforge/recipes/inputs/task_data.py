@@ -18,12 +18,12 @@ class TaskDataConfig(ExampleConfig):
     """Task to train on; other fields are `ExampleConfig`'s.
 
     Args:
-        task: a name in `bmforge.data.tasks.TASKS`; None with `labels`.
+        task: published task, such as BoolQ or ag_news; None with `labels`.
         labels: labels of user data.
         fields: names of the text fields of user data, in reading order; empty selects those of the
             first line.
-        paths: one folder: the task's own, or the one with a folder of its name. For user data
-            .jsonl files with {"text": "...", "label": "..."} on each line.
+        paths: folder with the task's files, or a folder with a subfolder named like the task. For
+            user data .jsonl files with {"text": "...", "label": "..."} on each line.
         validation: held-out files of user data in the same format.
         train_split: training split of a published task.
         dev_split: evaluation split of a published task; None evaluates nothing.
