@@ -27,7 +27,8 @@ class AdapterRegistry:
 
     Args:
         engine: engine of the main model.
-        names: map from names in requests to names in the model, of the adapters at the start.
+        names: map from names in requests to names in the model, for the adapters that are attached
+            at the start.
         load: function that loads an adapter, with the arguments engine, directory, and name in
             the model.
 

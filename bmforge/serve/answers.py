@@ -172,7 +172,7 @@ def chat_choice(answer: Completion, message: JoinedAnswer, body: ChatRequest) ->
 
     Args:
         answer: completion of the engine.
-        message: its text, reasoning and calls.
+        message: text, reasoning and tool calls parsed from the answer.
         body: request body.
     """
     shown: dict[str, Any] = {"role": "assistant", "content": message.text, "refusal": None}

@@ -158,7 +158,8 @@ def template_variables(
     for name in [name for name in variables if name not in readable]:
         is_off = name in _THINKING and variables[name] is False and thought_marks is None
         is_on = name in _THINKING and variables[name] is True and thought_marks is not None
-        if not (is_off or is_on):  # a model that never thinks, or always, does as it is told
+        # Allowed: thinking off for a model that never thinks, on for one that always does.
+        if not (is_off or is_on):
             is_given = name in (body.chat_template_kwargs or {})
             field = f"chat_template_kwargs.{name}" if is_given else "enable_thinking"
             field = "reasoning_effort" if effort is not None and not is_given else field

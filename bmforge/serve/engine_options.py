@@ -76,13 +76,14 @@ def check_size(texts: Iterable[str], engine: AnyEngine, config: ServeConfig, fie
     """Reject texts that cannot fit the context, before time and memory are spent on tokenizing.
 
     Args:
-        texts: text of one prompt each; the texts of a conversation make one prompt.
+        texts: one text per prompt; with the field "messages", all texts belong to one prompt.
         engine: engine with the tokenizer.
         config: the limits.
         field: request field that holds the texts.
 
     Raises:
-        RequestError: a prompt has more bytes than the longest prompt of the longest tokens.
+        RequestError: a prompt has more bytes than the maximum number of tokens can have, if all of
+            them are as long as the longest token.
     """
     tokens = longest_prompt(engine, config)
     longest = longest_token_bytes(engine.tokenizer)
@@ -158,7 +159,7 @@ def to_options(
         stops: stop strings in addition to those of the request.
 
     Raises:
-        RequestError: a field does not fit the model, or another field.
+        RequestError: the model does not support a field, or two fields contradict each other.
     """
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -266,7 +267,7 @@ def find_constraint(
     """Return the structured-output constraint that a request sets; None without one.
 
     Raises:
-        RequestError: both fields, several constraints, or an invalid one.
+        RequestError: several constraints are set, or a constraint is invalid.
     """
     rules: dict[str, Any] = {}
     if form is not None and form.type == "json_object":

@@ -74,7 +74,7 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 def error_response(error: RequestError, scope: Scope) -> JSONResponse:
-    """Return the HTTP response for an error, in the format of its interface."""
+    """Return the HTTP response for an error; paths below /v1/messages use Anthropic's format."""
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     is_anthropic = path.startswith("/v1/messages")
     body = anthropic_error(error) if is_anthropic else error_body(error)
@@ -82,7 +82,7 @@ def error_response(error: RequestError, scope: Scope) -> JSONResponse:
 
 
 def anthropic_error(error: RequestError) -> dict[str, Any]:
-    """Return the body of an error response in Anthropic's format, with OpenAI's further fields."""
+    """Return the body of an error response in Anthropic's format, plus the fields of OpenAI's."""
     body, status = error_body(error), error.status_code
     kind = "api_error" if status >= 500 else body["error"]["type"]
     body["error"]["type"] = _ANTHROPIC_KINDS.get(status, kind)

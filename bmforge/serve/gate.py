@@ -58,7 +58,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers, config = Headers(scope=scope), self._serving.config
-        if config.root_path:  # proxies strip it or not; in ASGI the path has it
+        if config.root_path:  # ASGI requires the prefix, some proxies strip it
             bare = scope["path"].removeprefix(config.root_path)
             root = {"root_path": config.root_path, "path": config.root_path + bare}
             scope = {**scope, **root}

@@ -118,7 +118,7 @@ def serve(
         embedder: engine of a second model for embeddings.
         listener: socket of `bind_address`; None creates one.
         deltas: adapters, see `create_app`.
-        load_adapter: loads an adapter at run time.
+        load_adapter: function that loads an adapter at run time.
 
     Raises:
         ConfigError: the address is in use or not of this machine, or a key is required.

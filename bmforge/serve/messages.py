@@ -59,7 +59,7 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
 
 @contextmanager
 def _own_names() -> Iterator[None]:
-    """Name Anthropic's fields in errors, instead of the chat fields they are converted to."""
+    """Context manager: replace chat field names in errors by the names of Anthropic's fields."""
     try:
         yield
     except RequestError as error:

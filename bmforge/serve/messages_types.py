@@ -141,7 +141,7 @@ def messages_chat(body: CountRequest) -> ChatRequest:
     """Convert a messages request to a chat request.
 
     Raises:
-        RequestError: a field does not fit.
+        RequestError: a field is invalid or not supported.
     """
     messages: list[dict[str, Any]] = []
     if body.system:

@@ -241,7 +241,7 @@ def make_chat(fields: dict[str, Any]) -> ChatRequest:
     """Build a chat request from fields that were converted from another protocol.
 
     Raises:
-        RequestError: a field does not fit.
+        RequestError: a field is invalid or not supported.
     """
     try:
         return ChatRequest.model_validate(fields)

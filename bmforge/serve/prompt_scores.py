@@ -36,7 +36,7 @@ class PromptEcho:
         return writer.write_prompt(self.first, tokens)
 
     def as_prompt_logprobs(self, top: int) -> list[dict[str, Any] | None] | None:
-        """Return the log-probabilities in vLLM's format: by token id, including the prompt's."""
+        """Return log-probabilities by token id, as vLLM does, of prompt tokens and top tokens."""
         if self.tokens is None:
             return None
         return [None, *(_by_id(token, top) for token in self.tokens)]
@@ -70,7 +70,7 @@ def read_echo(
         body: request body.
         tokenizer: the model's tokenizer.
         ids: token ids of the prompt.
-        answer: its first answer, which has the scores.
+        answer: first answer to the prompt; contains the log-probabilities of the prompt tokens.
     """
     text = tokenizer.decode(ids[_prefix(ids, tokenizer) :]) if body.echo else ""
     if answer.prompt_logprobs is None:

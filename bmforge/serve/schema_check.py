@@ -1,9 +1,9 @@
 """Program that compiles a schema, regular expression or grammar in a separate process.
 
 A short schema can need more time and memory than available, for example if many patterns must match
-at once. Its compiler cannot be interrupted and ignores its limits; a process can be killed. This
-file is also the program of that process. It imports nothing of bmforge, and ends soon after a
-killed parent because its own time is limited.
+at once. The compiler cannot be interrupted and does not keep to its own limits, but a process can
+be killed. This file is the program that runs in that process. It imports nothing of bmforge, and
+ends soon after a killed parent because its own time is limited.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ class Served:
     Args:
         name: name in requests.
         engine: an `Engine` or a `SleepingEngine`.
-        abilities: "chat", "completions", "documents", "embeddings".
+        abilities: kinds of requests that the model supports: "chat", "completions", "documents",
+            "embeddings".
         delta: adapter of the engine's model; None is the base model.
     """
 
@@ -186,7 +187,7 @@ class Serving:
             ability: required ability; None requires none.
 
         Raises:
-            RequestError: unknown model, or one without the ability.
+            RequestError: the model is unknown, or lacks the ability.
         """
         served = next((model for model in self.models if model.name == name), None)
         if served is None:

@@ -24,7 +24,7 @@ LITERAL_KEYWORDS = frozenset(("const", "enum", "default", "examples"))
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How a request uses tools.
+    """Tool use of one request: the functions, and the format or constraint of their calls.
 
     Args:
         shown: tools passed to the template; None without tools.
@@ -44,7 +44,7 @@ class ToolUse:
 
 
 def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
-    """Determine how a request uses tools.
+    """Return the tool use of a request.
 
     Args:
         body: request body.
