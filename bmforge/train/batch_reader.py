@@ -69,8 +69,8 @@ class BatchReader:
     def read(self, step: int) -> Sequence[Batch] | None:
         """Return the micro-batches of the step after `step`, or None after the last epoch.
 
-        If the loader ends on any process, the epoch ends on all processes, since every step needs
-        all of them.
+        If the loader ends on any process, the epoch ends on all processes, because every step runs
+        on all of them.
         """
         batches = self._take()
         if batches is None and self.epoch + 1 < self._num_epochs:

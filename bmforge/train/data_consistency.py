@@ -1,4 +1,4 @@
-"""Checks data across processes: equal rows where they are shared, equal batch counts."""
+"""Checks that processes that share rows read the same rows, and that batch counts are equal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sum_counts(
     position: str,
     mesh_and_device: tuple[DeviceMesh | None, torch.device],
 ) -> list[int]:
-    """Sum counts over the rows of a batch, and stop requests over all processes.
+    """Sum counts over the processes with different rows, and stop requests over all processes.
 
     Args:
         counts: counts of this process's rows.

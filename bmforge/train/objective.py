@@ -80,7 +80,7 @@ class ItemObjective(Protocol):
 
 
 def count_items(objective: Objective, batch: Batch, model: nn.Module) -> int:
-    """Return the number of items of a micro-batch, by the objective's `count` or its labels."""
+    """Return a micro-batch's number of items: the objective's `count`, or the number of labels."""
     count = getattr(objective, "count", None)
     return count_labels(batch, model) if count is None else int(count(batch))
 

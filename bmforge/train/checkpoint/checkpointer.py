@@ -158,7 +158,7 @@ def load_checkpoint(
 
 
 def _candidates(path: Path) -> tuple[bool, list[Path]]:
-    """Return the checkpoints to try, in order, after a flag: True for a single checkpoint."""
+    """Return whether `path` is a single checkpoint, and the checkpoints to try, in order."""
     if path.is_dir() and (step_of(path) is not None or (path / MANIFEST_NAME).exists()):
         return True, [path]
     return False, find_checkpoints(path) or find_checkpoints(path / "checkpoints")
@@ -271,7 +271,7 @@ class Checkpointer:
         state: dict[str, Any] | None = None,
         keep_step: int | None = None,
     ) -> None:
-        """Copy this process's share to the host and start writing, after an earlier save has ended.
+        """Copy this process's state to the host and start writing, after an earlier save has ended.
 
         Args:
             step: number of completed optimizer steps.

@@ -45,7 +45,7 @@ _LISTED_PROBLEMS = 20
 
 
 class ChunkReader:
-    """Reads any box of a saved tensor, opening only the shards that overlap it.
+    """Reads any rectangular region (`Box`) of a saved tensor, from the shards that overlap it.
 
     Use it as a context manager.
 
@@ -76,12 +76,12 @@ class ChunkReader:
         return self._files[name]
 
     def whole_box(self, name: str) -> Box:
-        """Return the box that covers the whole tensor."""
+        """Return the region (offsets and lengths) that covers the whole tensor."""
         shape = tuple(self._tensors[name]["shape"])
         return Box((0,) * len(shape), shape)
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of the saved tensor `name`, as a host tensor of the saved dtype."""
+        """Return the region `box` of the saved tensor `name`, on the host, in the saved dtype."""
         record = self._tensors[name]
         result = torch.empty(box.lengths, dtype=getattr(torch, record["dtype"]))
         missing = box.numel
@@ -289,7 +289,7 @@ def _state_tensor(
 
 
 def _read_like(reader: ChunkReader, name: str, pattern: Tensor) -> Tensor:
-    """Read this process's box of `name` into a new tensor with the layout of `pattern`."""
+    """Read this process's shard of `name` into a new tensor with the layout of `pattern`."""
     value = reader.read(name, local_box(pattern))
     local = local_tensor(pattern)
     result = torch.empty_like(local, dtype=value.dtype, requires_grad=False)

@@ -109,7 +109,7 @@ class Away:
     def put_weights(
         self, start: int, values: Tensor, narrow: Tensor | None = None
     ) -> Ticket | None:
-        """Store updated weights; the returned ticket completes when the parameter has them.
+        """Store updated weights; return the handle of a pending copy to the parameter, or None.
 
         Args:
             start: index of the first weight.
@@ -131,7 +131,7 @@ class Away:
 
 
 class _KeptElsewhere:
-    """Base class of both optimizers: manages offloaded parameters and their checkpoint state."""
+    """Base class of `OffloadedAdamW` and `OffloadedMuon`: offloaded parameters and their state."""
 
     away: dict[int, Away]
     state: Any

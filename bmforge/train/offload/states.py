@@ -277,7 +277,7 @@ class StateOffload:
 
 
 def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
-    """Raise an error for 16-bit parameters, as optimizer states need fp32 weights."""
+    """Raise an error for 16-bit parameters, because offloading needs fp32 parameters."""
     offloaded_ids = {id(p) for p in parameters}
     narrow = [
         n

@@ -43,8 +43,8 @@ class Muon(torch.optim.Optimizer):
             on an accelerator and fp32 on the CPU, where bf16 products may be many times slower.
 
     Memory/Comm: one whole matrix at a time, all-gathered in `ns_dtype`; momentum stays sharded.
-    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the rate by Liu et al.
-        2025, "Muon is scalable for LLM training".
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the learning-rate factor
+    "match_rms_adamw" is that of Liu et al. 2025, "Muon is scalable for LLM training".
     """
 
     def __init__(
@@ -108,8 +108,8 @@ def update_(target: Tensor, grad: Tensor, buffer: Tensor, parameter: Tensor, gro
         target: local shard, of the parameter itself or of its master copy.
         grad: gradient of the shard.
         buffer: momentum of the shard.
-        parameter: parameter with the layout of the whole; all processes of its mesh call this
-            together.
+        parameter: the parameter, whose shape, mesh and placements are used; all processes of its
+            mesh call this function together.
         group: parameter group with the hyper-parameters.
 
     A weight of 0 stays 0 while its gradient and momentum are 0: orthogonalization mixes rows and
