@@ -124,7 +124,7 @@ def _seconds(work: Any) -> float:
 
 
 def _find_accelerator(device: torch.device) -> Device:
-    """Return the table entry with the accelerator's name and the most similar memory size."""
+    """Return the entry of the GPU table with the accelerator's name and the closest memory size."""
     size = torch.get_device_module(device).mem_get_info(device)[1] / _GIB
     kinds = find_devices_by_name(device_name(device))
     if not kinds:

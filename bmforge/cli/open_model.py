@@ -172,7 +172,8 @@ def open_beside(
         tokenizer: the model's tokenizer (default: the one in its directory).
 
     Raises:
-        ConfigError: the budget is too small for both, or an adapter does not fit the model.
+        ConfigError: the budget is too small for the model with its adapters, or an adapter does not
+            fit the model.
     """
     config = replace(config, beside_bytes=delta_bytes(deltas))
     engine = Engine(

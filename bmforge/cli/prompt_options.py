@@ -24,12 +24,12 @@ class PromptCommand:
         split: split of the published task.
         tokenizer: directory of the tokenizer (default: that of the model).
         verbalizer: file with the label words of each class (default: those of the task).
-        choice: which of the task's templates, and which verbalizer in the file, to use (an index).
-        join: how the scores of a word's tokens are combined: first, max, mean or joint.
-        behind: what to do with text after the mask of a causal model: refuse, leave out or score.
+        choice: index of the task's template, and of the verbalizer in its file.
+        join: score of a word of several tokens: first, max, mean or joint.
+        behind: treatment of text after the mask of a causal model: refuse, leave out or score.
         soft_front: number of trainable soft tokens before the prompt.
         seq_len: maximum prompt length in tokens.
-        cut: how long examples are truncated: tail, head or balanced.
+        cut: truncation of long examples: tail, head or balanced.
         examples: number of examples to show.
     """
 
