@@ -49,7 +49,7 @@ def describe_model(name: str, seq_len: int | None = None, backend: Backend = "au
     Args:
         name: name of a preset, or a directory.
         seq_len: tokens per row for the FLOPs; None uses the model's maximum.
-        backend: see `AutoModel.family_of`.
+        backend: implementation of the architecture, as in `AutoModel.family_of`.
 
     Raises:
         ConfigError: `name` is neither a preset nor a model directory.
@@ -75,7 +75,7 @@ def measure_model(
     """Return a model's family, config and measurements, as printed by `bmforge info --json`.
 
     Args:
-        name, seq_len, backend: see `describe_model`.
+        name, seq_len, backend: arguments of `describe_model`.
     """
     family, config = find_config(name, backend)
     model = family.from_config(config, device="meta")

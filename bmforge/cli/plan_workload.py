@@ -105,7 +105,7 @@ def workload_of(
 
     Args:
         name: name of the model, for display.
-        config: config of the model, including its changes.
+        config: config of the model, including its changes (`models.changes`).
         row_tokens: tokens per sequence; for pairs of answers, per answer.
         trained: names of the modules to train, besides those that changes add; None trains
             everything.

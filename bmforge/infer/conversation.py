@@ -129,7 +129,7 @@ def converse(
     """Open a conversation with the chat template of the model's directory, or a plain template.
 
     Args:
-        model, tokenizer, directory, limit: same as in `open_talk`.
+        model, tokenizer, directory, limit: arguments of `open_talk`.
         options: fields of `GenerationConfig`.
         system: system message.
     """

@@ -118,7 +118,7 @@ def run_decoder(
         start: first input tokens of every row.
         padding: number of leading tokens of each row that repetition penalties ignore.
         config: generation options, complete with end and padding tokens.
-        on_token, stop: same as in `generate`.
+        on_token, stop: arguments of `generate`.
 
     Shape:
         start: (B, T); padding: (B,); returns (B * num_return_sequences, T + new)
@@ -141,7 +141,8 @@ def stream_tokens(
     """Yield the tokens of each step as they are chosen; together they equal those of `generate`.
 
     Args:
-        model, input_ids, config, attention_mask: same as in `generate`; no beams.
+        model, input_ids, config, attention_mask: arguments of `generate`; beam search is not
+            supported.
 
     Shape:
         input_ids, attention_mask: (B, T); yields (B * num_return_sequences,)

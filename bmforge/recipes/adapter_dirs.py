@@ -101,7 +101,7 @@ def merge_adapter(
         `out`.
 
     Raises:
-        CheckpointError: `out` holds files, or the adapter does not fit the base.
+        CheckpointError: `out` is not empty, or the adapter does not fit the base.
         ConfigError: the name is not an adapter, or its base is not found or quantized.
     """
     target = Path(out)

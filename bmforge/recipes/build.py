@@ -100,10 +100,10 @@ def _freeze_(model: Model, head: Collection[str]) -> None:
 
 
 def _load_and_change_(model: Model, start: Any, config: Any) -> None:
-    """Load the whole initial model on every process, and apply the run's changes to the model.
+    """Load the whole initial model on every process, and apply the run's model changes.
 
-    The weights are loaded first, because a change may compute new weights from the weights that it
-    replaces.
+    The weights are loaded first, because a change (`models.changes`) may compute new weights from
+    the weights that it replaces.
     """
     if config.offload.weights:
         raise ConfigError(

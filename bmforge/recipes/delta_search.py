@@ -201,7 +201,7 @@ def plan_rounds(count: int, steps: int, keep_ratio: int) -> list[tuple[int, int]
     Args:
         count: number of candidates.
         steps: steps of the last round.
-        keep_ratio: see `SearchConfig`.
+        keep_ratio: factor by which each round has fewer candidates and more steps.
     """
     counts = [count]
     while counts[-1] > 1:

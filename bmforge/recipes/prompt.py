@@ -204,9 +204,9 @@ def _summarise(places: Sequence[Path]) -> Results:
 
 
 def _with_rows(config: Any) -> Any:
-    """Add the template's soft tokens to the model's changes, and to the trained modules."""
+    """Add the template's soft tokens to the run's `changes`, and to the trained modules."""
     if any(change.kind == "prompt" for change in (*config.changes, *config.model.changes)):
-        return _train_rows(config)  # a resumed run has the rows already
+        return _train_rows(config)  # a resumed run already has the soft tokens
     text = open_template(config, *_look(config))
     rows, _ = number_rows(parse_template(text), open_tokenizer(settle_model(config)))
     count = config.soft_front + len(rows)

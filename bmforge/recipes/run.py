@@ -316,7 +316,7 @@ def _check_saved(trainer: Trainer) -> None:
 def _make_evaluator(
     data: TrainingData, world: World, mesh: DeviceMesh | None, *names: str
 ) -> Callable[[Any], EvalResult] | None:
-    """Return a function that evaluates a model on all held-out data, or on the named parts."""
+    """Return a function that evaluates a model on all held-out data, or on the named data sets."""
     if not data.held_out:
         return None
     parts = [data.held_out[name] for name in names or data.held_out]

@@ -71,7 +71,7 @@ def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator
     A run that is refused before `claim_run_dir` leaves no files. All processes call it.
 
     Args:
-        run_dir, config, free: as in `open_run_dir`.
+        run_dir, config, free: arguments of `open_run_dir`.
 
     Raises:
         ConfigError: see `open_run_dir`; or a live run has locked the directory.

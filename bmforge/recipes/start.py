@@ -127,7 +127,7 @@ def with_changes(config: Any) -> Any:
 
 
 def read_changes(option: str) -> tuple[Change, ...]:
-    """Parse the option with changes of a model.
+    """Parse the option `changes`: model changes as in `models.changes`.
 
     Args:
         option: JSON text or path of a JSON file, with one modification or a list; each has the

@@ -23,7 +23,7 @@ class MetricSums:
     """Accumulates the metrics of an optimizer step; divides sums by counts once, at the end.
 
     Args:
-        kinds: how the values of each metric are combined, by metric name; the same on all ranks.
+        kinds: "mean", "sum", "max" or "min" by metric name; the same on all ranks.
     """
 
     def __init__(self, kinds: Mapping[str, MetricKind]) -> None:
@@ -37,8 +37,8 @@ class MetricSums:
         """Add the metrics of one micro-batch; unknown names raise an error.
 
         Args:
-            values: by metric name: (sum, count) for a mean, the value for a sum, or the extreme
-                value.
+            values: values by metric name: (sum, count) for a mean, the value for a sum, or the
+                extreme value.
         """
         for name, value in values.items():
             kind = self._kinds[name]

@@ -64,7 +64,7 @@ class ItemObjective(Protocol):
     """Interface of an objective that defines its items and returns metrics.
 
     Attributes:
-        metrics: how the values of each metric are combined, by metric name.
+        metrics: "mean", "sum", "max" or "min" by metric name.
     """
 
     metrics: Mapping[str, MetricKind]

@@ -27,8 +27,8 @@ class DistillLoss:
         weight: factor on the loss.
         temperature: temperature T of the logits.
         form: distance of hidden states: "plain" is the mean squared difference, "mean_norm" the
-            same after dividing each side by the mean norm of its vectors (BMCook), "cosine" one
-            minus the cosine.
+            same after the student's and the teacher's vectors are divided by their mean norm
+            (BMCook), "cosine" one minus the cosine.
         of: tensor of the relation loss: "query", "key" or "value".
         relation_heads: number of relation heads; 0 takes the student's number of heads.
         layers: pairing of student and teacher blocks; see `maps.pair_layers`.

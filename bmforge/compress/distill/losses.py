@@ -38,8 +38,9 @@ def compare_states(student: Tensor, teacher: Tensor, weights: Tensor, form: str)
         student: hidden states of the student.
         teacher: hidden states of the teacher, of the same width.
         weights: token weights; tokens of weight 0 are excluded from the mean norms.
-        form: "plain": mean square of the difference; "mean_norm": the same after each side is
-            divided by the mean norm of its vectors in the row; "cosine": one minus the cosine.
+        form: "plain": mean square of the difference; "mean_norm": the same after the student's and
+            the teacher's vectors are divided by their mean norm in the row; "cosine": one minus the
+            cosine.
 
     Shape:
         student, teacher: (B, T, D); weights: (B, T); returns (B, T)
@@ -121,8 +122,8 @@ def compare_relations(
     Args:
         student, teacher: recorded attention inputs.
         of: "query", "key" or "value".
-        heads: number of relation heads over all processes, into which each side's channels are
-            split.
+        heads: number of relation heads over all processes, into which the channels of student and
+            teacher are split.
         share: number of processes among which the heads are split.
 
     Shape:

@@ -50,7 +50,7 @@ class StructureConfig:
         compensate: fit the layers after removed neurons and heads to their original outputs on
             the calibration batches, if there are any (default: True).
         uniform: raise an error for sizes that the family's classes in transformers cannot load.
-        multiple_of: with a cost target, MLP widths are multiples of this number.
+        multiple_of: divisor of the MLP widths that a cost target may choose.
         tensor_parallel: tensor-parallel size by which heads and widths must be divisible.
         gate_steps: number of training steps of the gates; the target grows over the first
             `warmup_steps`.

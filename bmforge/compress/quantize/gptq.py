@@ -249,7 +249,7 @@ def round_gptq(
         block_columns: number of columns per block, rounded up to whole groups; the remaining
             columns are updated after each block.
         name: name of the matrix for messages.
-        in_place: see `settle_columns`.
+        in_place: argument of `settle_columns`.
 
     Raises:
         ConfigError: the Hessian is not positive definite.

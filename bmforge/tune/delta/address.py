@@ -296,7 +296,7 @@ def find_places(
 
     Args:
         model: any model.
-        targets: see the module docstring.
+        targets: targets in any form of the module docstring.
         exclude: name prefixes, or targets, to leave out.
         needs_all: True to raise if any target matches nothing; else only if none matches.
 
@@ -337,7 +337,7 @@ def find_called(
     """Find targeted modules that the model calls, since adapters work only on these.
 
     Args:
-        model, targets, exclude, needs_all: see `find_places`.
+        model, targets, exclude, needs_all: arguments of `find_places`.
 
     Returns:
         their names.

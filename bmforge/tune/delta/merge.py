@@ -1,8 +1,8 @@
 """Merges adapters into the base weights, and unmerges them bit for bit, in any order.
 
 A merged weight is always computed from the base weight and all merged adapters, in the order in
-which they apply, never from an earlier merged weight. Merging or unmerging is refused, before
-anything changes, if adapters that stay attached would then compute something else.
+which they apply, never from an earlier merged weight. Merging or unmerging raises an error, before
+anything changes, if the outputs of adapters that stay attached would change.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Names:
         return sources
 
     def row_order(self, published_name: str) -> Tensor | None:
-        """Return the order of the rows of a fused layer's parts, or None."""
+        """Return the row order of an interleaved fused layer; None for other layers."""
         rules = (self.rules or {}).get(f"{published_name}.weight", ())
         return rules[0].interleaved_order(rules) if len(rules) > 1 else None
 

@@ -137,7 +137,7 @@ def per_sample_selection(model: nn.Module, names: AdapterNames) -> Selection:
 
     Args:
         model: model with adapters.
-        names: see `select_adapters`.
+        names: adapter name of each sample, as in `select_adapters`.
 
     Raises:
         ConfigError: as `select_adapters`.

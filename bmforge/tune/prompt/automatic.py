@@ -77,7 +77,7 @@ class AutomaticVerbalizer(ManualVerbalizer):
     Args:
         num_classes: number of classes, C.
         tokenizer: the model's tokenizer.
-        normalize: see `ManualVerbalizer`.
+        normalize: argument of `ManualVerbalizer`.
         options: options of `find_label_tokens`.
     """
 

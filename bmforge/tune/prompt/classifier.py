@@ -122,9 +122,9 @@ class PromptClassifier(nn.Module):
         """Return the model's outputs at the masks of examples, on which verbalizers can be fitted.
 
         Args:
-            examples: see `batches`.
+            examples: examples in any form that `Template.wrap` accepts.
             hidden: True to return the last hidden states too.
-            options: see `batches`.
+            options: options of `batches`.
 
         Shape:
             logits: (N, V), or (N, M, V); hidden: (N, D), or (N, M, D)
@@ -240,8 +240,8 @@ def calibrate(classifier: PromptClassifier, texts: Sequence[Any], **options: Any
 
     Args:
         classifier: classifier whose verbalizer has `calibrate_`.
-        texts: examples; with empty fields they measure the prior of the words.
-        options: see `PromptClassifier.batches`.
+        texts: content-free examples, such as examples with empty fields.
+        options: options of `PromptClassifier.batches`.
 
     Raises:
         ConfigError: no texts are given.

@@ -24,9 +24,9 @@ def classify_together(
 
     Args:
         classifiers: classifiers of the same classes; usually one model with several templates.
-        examples: see `PromptClassifier.classify`.
+        examples: examples in any form that `Template.wrap` accepts.
         mean: "probabilities" or "logits" (scores before the softmax) to average.
-        options: see `PromptClassifier.batches`.
+        options: options of `PromptClassifier.batches`.
 
     Shape:
         returns (N, C)

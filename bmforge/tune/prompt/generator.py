@@ -90,7 +90,7 @@ class PromptGenerator(nn.Module):
         """Encode a prompt with its target text, followed by the EOS token if the tokenizer has one.
 
         Args:
-            example, options: as for `Template.encode`.
+            example, options: arguments of `Template.encode`.
             target: text to be written.
         """
         return encode_target(self.template, example, target, **options)
@@ -112,7 +112,7 @@ class PromptGenerator(nn.Module):
         """Generate texts for examples, in batches.
 
         Args:
-            examples: see `Template.wrap`.
+            examples: examples in any form that `Template.wrap` accepts.
             size: batch size.
             max_seq_len: longest prompt in tokens.
             options: options of the `write` function, such as max_new_tokens, num_beams or

@@ -16,7 +16,7 @@ class SoftTemplate(Template):
     """Template preceded by soft tokens, equal to `Template(..., front=num_tokens)`.
 
     Args:
-        text, tokenizer, model: as for `Template`.
+        text, tokenizer, model: arguments of `Template`.
         num_tokens: number of soft tokens, whose embeddings are randomly initialized and trained.
         options: further options of `Template`.
 
@@ -34,7 +34,7 @@ class PTuning(Template):
 
     Args:
         text: template text with soft pieces.
-        tokenizer, model: as for `Template`.
+        tokenizer, model: arguments of `Template`.
         encoder: "lstm" or "mlp".
         options: further options of `Template`.
 
@@ -56,7 +56,7 @@ class PTRTemplate(Template):
     """Template with several masks, one for each word in the rules of a `PTRVerbalizer`.
 
     Args:
-        text, tokenizer, model, options: as for `Template`.
+        text, tokenizer, model, options: arguments of `Template`.
 
     Raises:
         ConfigError: the text has one mask, or the model reads no text after the first mask.
@@ -76,7 +76,7 @@ class PrefixTemplate(Template):
     """Template that attaches a `tune.delta.Prefix` to its model; the base model is frozen.
 
     Args:
-        text, tokenizer, model: as for `Template`.
+        text, tokenizer, model: arguments of `Template`.
         length: number of trained keys and values per attention.
         inner: width of the layers that compute the prefix in training; 0 trains the prefix
             directly.

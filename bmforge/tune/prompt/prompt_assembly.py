@@ -69,7 +69,7 @@ class Frame(NamedTuple):
         tails: ids for every mask at the end of the row, up to its answer position.
         begin_columns, tail_columns: per-token arguments of the model for these ids.
         text_columns: per-token arguments of the model for the text.
-        fixed: see `Encoded`.
+        fixed: further arguments of the model, the same for every prompt of the template.
     """
 
     begin: list[int]

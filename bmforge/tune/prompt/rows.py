@@ -36,13 +36,13 @@ class _Rows:
         template: template that encodes the examples.
         examples: any indexable sequence.
         seq_len: longest prompt in tokens.
-        cut: see `cut_parts`.
+        cut: truncation of long prompts, as in `cut_parts`.
         told: further values on which an example's row depends, for the fingerprint.
 
     Attributes:
         columns: label columns; `collate` adds all other columns.
-        fingerprint: see `ExampleSource`; a hash of the template and the number of examples,
-            since reading all examples would take time proportional to their number.
+        fingerprint: hash of the template and the number of examples, as in `ExampleSource`; the
+            examples themselves are not hashed, because that would require reading all of them.
 
     Raises:
         ConfigError: there are no examples.
@@ -82,7 +82,7 @@ class PromptRows(_Rows):
     """Example source for classification: prompts with class labels.
 
     Args:
-        template, examples, seq_len, cut: see `_Rows`.
+        template, examples, seq_len, cut: arguments of `_Rows`.
         verbalizer: verbalizer whose words determine the prompts of an example.
         labels: class of each example; -100 for unlabeled ones.
 
@@ -123,7 +123,7 @@ class TargetRows(_Rows):
     """Example source for generation: prompts with target texts.
 
     Args:
-        template, examples, seq_len, cut: see `_Rows`.
+        template, examples, seq_len, cut: arguments of `_Rows`.
         targets: target text of each example.
     """
 

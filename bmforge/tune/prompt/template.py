@@ -124,7 +124,7 @@ class Template:
         """Prepend demonstrations (examples with their answers) to all later prompts.
 
         Args:
-            examples: see `wrap`.
+            examples: examples in any form that `wrap` accepts.
             answers: text at the mask of each example.
             between: text after each example.
 
@@ -190,9 +190,9 @@ class Template:
         """Encode the prompt for an example; the mask is never truncated.
 
         Args:
-            example: see `wrap`.
+            example: example in any form that `wrap` accepts.
             max_seq_len: longest prompt in tokens, soft tokens and special tokens included.
-            cut: see `cut_parts`.
+            cut: truncation of long prompts, as in `cut_parts`.
             name: name of the example, used in messages.
             answer: target tokens at the only mask; () predicts one token.
 

@@ -161,8 +161,8 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
     """Verbalizer with many words per class, refined by calibration and trained weights.
 
     Args:
-        words: see `ManualVerbalizer`; a word shared by classes is kept only for the class that
-            lists it earliest.
+        words: words of every class, as in `ManualVerbalizer`; a word shared by classes is kept only
+            for the class that lists it earliest.
         tokenizer: the model's tokenizer.
         max_tokens: longest word in tokens, longer ones are dropped; -1 keeps all.
         drop_ratio: fraction of the vocabulary; calibration removes label words that are among this
