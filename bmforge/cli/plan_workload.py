@@ -237,9 +237,10 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
 
     `nn.recompute` frees only the outputs of plain tensors, which it identifies by their address.
     Fake tensors have no address, so their storages identify them here. Attention with a trained
-    bias and the loss loop over equal tiles and chunks: only two of them are traced, with the tile
-    size of the planned device. On a CPU, RMSNorm is a kernel that saves its input only. All
-    processes are assumed to have the same number of tokens.
+    bias loops over equal tiles, and the loss loops over equal chunks; only two iterations of each
+    loop are traced, with the tile size of the planned device. If the planned device is a CPU,
+    RMSNorm counts as the host kernel, which saves only its input. All processes are assumed to have
+    the same number of tokens.
 
     Args:
         follower: recorder of the trace.

@@ -246,7 +246,8 @@ def collect_rows(
     Args:
         model: model in any parallel layout.
         count: number of rows.
-        read: function that computes the result of the given row numbers, one row each.
+        read: function that computes the results for the given row numbers, one result row per
+            number.
         size: rows per batch.
         rows: data-parallel size and rank of this process.
 

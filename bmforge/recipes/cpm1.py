@@ -1,4 +1,4 @@
-"""Fine-tuning of CPM-1 on ChID (the idiom for a blank) and STC (replies to short posts).
+"""Fine-tuning of CPM-1 on ChID (choosing the idiom for a blank) and STC (replies to posts).
 
 A ChID text ends with the number of the right idiom, and the loss is on that number alone. STC is
 plain text with a loss on every token.
@@ -55,8 +55,8 @@ class CPM1TextsConfig(RunConfig):
     """Config to fine-tune on CPM-1's tasks; other fields are `RunConfig`'s.
 
     Args:
-        data: training data; longer examples than `seq_len` are skipped. For ChID `paths` are
-            its files, one JSON object a line with `content` and `candidates`, and next to FILE.json
+        data: training data; longer examples than `seq_len` are skipped. For ChID `paths` are its
+            files, one JSON object per line with `content` and `candidates`, and next to FILE.json
             the right numbers in FILE_answer.json; for STC text files with a post, a tab and its
             reply on each line.
     """
@@ -66,7 +66,7 @@ class CPM1TextsConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPM1TuneConfig(CPM1TextsConfig):
-    """Config to fine-tune a CPM-1; `model` is its config, or overrides that of `init_from`."""
+    """Config to fine-tune a CPM-1; given fields of `model` override `init_from`'s."""
 
     model: CPM1Config = field(default_factory=lambda: CPM1Config.preset("cpm1-small"))
 
@@ -75,8 +75,8 @@ class CPM1TuneConfig(CPM1TextsConfig):
 class ChIDConfig(CPM1TuneConfig):
     """Config to fine-tune a CPM-1 on ChID.
 
-    `data.paths` are its files: one JSON object a line with `content` and `candidates`, and next to
-    FILE.json the right numbers in FILE_answer.json.
+    `data.paths` are its files: one JSON object per line with `content` and `candidates`, and next
+    to FILE.json the right numbers in FILE_answer.json.
     """
 
     run_dir: Path = Path("runs/cpm1-chid")

@@ -53,7 +53,7 @@ class AntConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPMAntTrainConfig(AntConfig):
-    """Config to train a CPM-Ant; `model` is its config, or overrides that of `init_from`."""
+    """Config to train a CPM-Ant; given fields of `model` override `init_from`'s."""
 
     run_dir: Path = Path("runs/cpm-ant-train")
     model: CPMAntConfig = field(default_factory=lambda: CPMAntConfig.preset("cpm-ant-10b"))

@@ -32,7 +32,7 @@ class DialogueConfig(RunConfig):
     """Config to train on dialogues; other fields are `RunConfig`'s.
 
     Args:
-        data: `paths` are text files with one dialogue a line, tabs between its utterances;
+        data: `paths` are text files with one dialogue per line and tabs between utterances;
             `seq_len` is the window of the history, in tokens.
         target_len: maximum answer length in tokens; dialogues with a longer answer are skipped.
     """
@@ -43,7 +43,7 @@ class DialogueConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class EVADialogueConfig(DialogueConfig):
-    """Config to train an EVA on dialogues; `model` is its config, or overrides `init_from`'s."""
+    """Config to train an EVA on dialogues; given fields of `model` override `init_from`'s."""
 
     run_dir: Path = Path("runs/eva-dialogue")
     model: EVAConfig = field(default_factory=lambda: EVAConfig.preset("eva2.0-base"))

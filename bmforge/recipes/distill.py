@@ -38,8 +38,8 @@ class OnPolicyDistillationConfig(RunConfig):
     Args:
         data: prompts.
         teacher: directory, hub id or short name of the teacher, with the student's tokenizer.
-        jsd_beta: generalized Jensen-Shannon divergence of the loss: 0 is the forward KL divergence,
-            1 the reverse one, 0.5 the symmetric one (default: 1).
+        jsd_beta: interpolation coefficient of the generalized Jensen-Shannon divergence: 0 is the
+            forward KL divergence, 1 the reverse one, 0.5 the symmetric one (default: 1).
         distill_temperature: divisor of both models' logits in the loss (default: 1).
         rollout: generation of answers.
         template: chat template of prompts that are conversations, as in `train conversations`.

@@ -82,7 +82,7 @@ class DocumentsConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPMBeeTrainConfig(DocumentsConfig):
-    """Config to train a CPM-Bee; `model` is its config, or overrides that of `init_from`."""
+    """Config to train a CPM-Bee; given fields of `model` override `init_from`'s."""
 
     run_dir: Path = Path("runs/cpm-bee-train")
     model: CPMBeeConfig = field(default_factory=lambda: CPMBeeConfig.preset("cpm-bee-10b"))

@@ -65,7 +65,7 @@ class TaskTuneConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class BertSuperGLUEConfig(TaskTuneConfig):
-    """Config to fine-tune a BERT for classification; `model` overrides that of `init_from`."""
+    """Config to fine-tune a BERT to classify; given fields of `model` override `init_from`'s."""
 
     new_head: bool = True
     run_dir: Path = Path("runs/bert-superglue")
@@ -74,7 +74,7 @@ class BertSuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class T5SuperGLUEConfig(TaskTuneConfig):
-    """Config to fine-tune a T5 to answer; `model` is its config, or overrides `init_from`'s."""
+    """Config to fine-tune a T5 to answer; given fields of `model` override `init_from`'s."""
 
     run_dir: Path = Path("runs/t5-superglue")
     model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))
@@ -82,7 +82,7 @@ class T5SuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class GPT2SuperGLUEConfig(TaskTuneConfig):
-    """Config to fine-tune a GPT-2 to answer; `model` is its config, or overrides `init_from`'s."""
+    """Config to fine-tune a GPT-2 to answer; given fields of `model` override `init_from`'s."""
 
     run_dir: Path = Path("runs/gpt2-superglue")
     model: GPT2Config = field(default_factory=lambda: GPT2Config.preset("gpt2-small"))
@@ -90,7 +90,7 @@ class GPT2SuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class LlamaSuperGLUEConfig(TaskTuneConfig):
-    """Config to fine-tune a Llama to answer; `model` is its config, or overrides `init_from`'s."""
+    """Config to fine-tune a Llama to answer; given fields of `model` override `init_from`'s."""
 
     run_dir: Path = Path("runs/llama-superglue")
     model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))
@@ -110,7 +110,7 @@ class SQuADTuneConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class T5SQuADConfig(SQuADTuneConfig):
-    """Config to fine-tune a T5 on questions; `model` is its config, or overrides `init_from`'s."""
+    """Config to fine-tune a T5 on questions; given fields of `model` override `init_from`'s."""
 
     run_dir: Path = Path("runs/t5-squad")
     model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))

@@ -92,7 +92,7 @@ class PromptGenerateConfig(RunConfig):
 
     Args:
         data: the task.
-        template: file with one template a line; None selects the task's own.
+        template: file with one template per line; None selects the task's own.
         template_class: user class instead of `Template`: module:Class, or file.py:Class; the module
             is executed.
         choice: index of the template's line, and of the verbalizer in its file.

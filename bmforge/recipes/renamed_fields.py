@@ -1,6 +1,6 @@
-"""Table of renamed run.toml fields, with which runs of earlier versions can resume.
+"""Table of renamed run.toml fields, so that runs of earlier versions can be resumed.
 
-One row per renamed field or table; `rename_fields` applies them wherever such a file is read.
+One row per renamed field or table; `rename_fields` applies the table whenever a run.toml is read.
 """
 
 from __future__ import annotations

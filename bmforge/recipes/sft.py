@@ -89,11 +89,10 @@ class ConversationsConfig(RunConfig):
     """Config to fine-tune on conversations; other fields are `RunConfig`'s.
 
     Args:
-        data: `paths` are .jsonl, .json or .parquet files, or folders of them, with one
-            conversation a record: {"messages": [{"role": "user", "content": "..."}, {"role":
-            "assistant", "content": "..."}], "tools": [...]}; ShareGPT's, Alpaca's and
-            prompt/completion forms are read as well. Longer conversations than `seq_len` are
-            truncated.
+        data: `paths` are .jsonl, .json or .parquet files, or folders of them, with one conversation
+            per record: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
+            "content": "..."}], "tools": [...]}; ShareGPT's, Alpaca's and prompt/completion forms
+            are read as well. Longer conversations than `seq_len` are truncated.
         template: chat template: a file, or a name (chatml, llama3, ...); None selects the
             tokenizer's own, or a plain one. The template is exported with the model.
     """
@@ -107,7 +106,7 @@ class ConversationsConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class LlamaSFTConfig(ConversationsConfig):
-    """Config to fine-tune a Llama on chats; `model` is its config, or overrides `init_from`'s."""
+    """Config to fine-tune a Llama on chats; given fields of `model` override `init_from`'s."""
 
     run_dir: Path = Path("runs/llama-sft")
     model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))

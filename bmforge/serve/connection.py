@@ -106,8 +106,9 @@ class DeadlineProtocol(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection if the client has finished sending but still reads (half-closed).
 
-        A closed connection looks the same until something is sent, so the server sends interim
-        responses until the answer begins: a closed client's system rejects them.
+        A connection that the client has closed looks the same until something is sent. The server
+        therefore sends interim responses until the answer begins; if the connection is closed, the
+        client's operating system rejects them.
 
         Returns:
             True if the connection stays open.

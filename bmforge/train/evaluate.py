@@ -77,7 +77,7 @@ def evaluate(
         model: model on any layout; all processes call this together.
         batches: this process's micro-batches, the same number on every process.
         objective: loss function, as in training.
-        mesh: mesh of the model; None takes the one of `parallelize`.
+        mesh: mesh of the model; None uses the mesh of `parallelize`.
         device: compute device of the model.
     """
     mesh = mesh or mesh_of(model)

@@ -141,7 +141,7 @@ def _feature_sizes(block: Block) -> Tensor:
 
 
 class _Probes:
-    """Probes in the gate slots of blocks, which record statistics while batches run.
+    """Probe modules that record statistics of batches at the places where gates are attached.
 
     Args:
         blocks: blocks of the model by name.

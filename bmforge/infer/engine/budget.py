@@ -41,8 +41,9 @@ class EngineConfig:
 
     Args:
         max_rows: maximum number of rows at once: prompts times beams or returned sequences.
-        max_tokens: maximum row length in tokens, including new tokens; for an encoder-decoder
-            of source and target each (default: 1,024, or the model's maximum if it is less).
+        max_tokens: maximum row length in tokens, including new tokens; for an encoder-decoder the
+            limit applies to source and target separately (default: 1,024, or the model's maximum if
+            it is less).
         spill_directory: directory for the streamed weights of a module in memory (default: the
             system's temporary directory).
         stream_experts: read experts from the directory when the router chooses them, and cache

@@ -109,7 +109,7 @@ class Job:
 
 
 class PackedJobs:
-    """Batched requests, whose tokens share the model's steps.
+    """Batched requests: every model step computes tokens of several requests.
 
     Args:
         model: the model.

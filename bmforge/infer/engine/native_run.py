@@ -194,7 +194,7 @@ class CacheCall(_AnyCall):
 
     Args:
         x: input of the first block, (B, T, D).
-        masks: attention masks by window.
+        masks: attention masks by size of the sliding window.
         biases: attention biases by number of heads.
         inputs: further arguments of the blocks, including the cache.
     """

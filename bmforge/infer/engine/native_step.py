@@ -122,7 +122,7 @@ class NativeStep:
         Args:
             layers: the blocks.
             x: input of the first block, (B, T, D).
-            masks: attention masks by window, as in `run_layers`.
+            masks: attention masks by size of the sliding window, as in `run_layers`.
             biases: attention biases by number of heads.
             inputs: further arguments of the blocks, including the cache.
         """

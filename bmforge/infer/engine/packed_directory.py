@@ -96,7 +96,7 @@ def quantize_source(
 
 @contextmanager
 def reporting_full_disk(folder: Path, weights: Iterable[Tensor]) -> Iterator[None]:
-    """Context manager: raise `ConfigError` if the disk has or gets too little free space.
+    """Context manager: raise `ConfigError` if the disk has too little space, or becomes full.
 
     Args:
         folder: directory of the quantized weights.

@@ -117,7 +117,7 @@ class PagedCache:
             key: keys of the step's tokens.
             value: values of the step's tokens.
             scale: factor on the scores if `mix` is plain attention, which accelerators then compute
-                for all rows at once; None calls `mix` for each.
+                for all rows at once; None calls `mix` for each row.
 
         Shape:
             query: (1, N, T, H); key, value: (1, K, T, H); returns (1, N, T, H)

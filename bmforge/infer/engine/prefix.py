@@ -45,7 +45,7 @@ class PrefixKeys:
 
 
 def find_prefix(pages: Pages, keys: PrefixKeys, tokens: Sequence[int], unit: int) -> list[int]:
-    """Return the cached pages of a sequence's beginning, adding a reference to each.
+    """Return the cached pages of a sequence's beginning, and add a reference to each page.
 
     At least the last token is not taken from the cache, because its logits are needed.
 

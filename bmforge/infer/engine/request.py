@@ -115,8 +115,8 @@ class Completion:
         prompt_tokens: number of prompt tokens.
         cached_tokens: number of prompt tokens found in the prefix cache.
         weights_version: `Engine.weights_version` when the first token was chosen.
-        prompt_logprobs: log-probabilities of the prompt tokens if requested, in the first
-            answer; None for the first token and for soft-prompt rows, which have none.
+        prompt_logprobs: log-probabilities of the prompt tokens if requested, in the first answer;
+            None for the first token and for the tokens of a soft prompt, which have none.
     """
 
     index: int

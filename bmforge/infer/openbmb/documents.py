@@ -220,9 +220,9 @@ class _Row(NamedTuple):
 class _DocumentDecoder(Decoder):
     """Decoder of a batch of documents.
 
-    The model's logits are extended by one output that ends a row, and by one output for each answer
-    but the last that ends this answer. Each of these outputs occurs at most once in a row, so that
-    repetition penalties cannot prevent an answer from ending.
+    The model's logits are extended by additional outputs: one that ends the row, and for each
+    answer except the last one that ends this answer. Each of these outputs occurs at most once in a
+    row, so that repetition penalties cannot prevent an answer from ending.
 
     Attributes:
         finish: id of the output that ends a row.

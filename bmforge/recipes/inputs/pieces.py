@@ -39,7 +39,7 @@ class Pieces(Sequence[NDArray[np.int64]]):
         longest: maximum length of a piece in tokens.
         end_id: end-of-document token of the store, which pieces do not include.
 
-    Memory: 16 bytes a piece.
+    Memory: 16 bytes per piece.
     """
 
     def __init__(

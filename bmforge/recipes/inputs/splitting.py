@@ -28,7 +28,7 @@ class StorePart(TokenStore):
     Raises:
         DataError: the share is less than one document, or the store is damaged.
 
-    Memory: 16 bytes a document.
+    Memory: 16 bytes per document.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], split: Sequence[float], index: int) -> None:

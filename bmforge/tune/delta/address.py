@@ -252,9 +252,7 @@ def _inside(pairs: Iterable[tuple[str, list[str]]]) -> dict[str, set[str]]:
 
 
 def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Find the parameters of the modules, or the single parameters, that targets match.
-
-    Returns them by name.
+    """Return the parameters, by name, of all modules or single parameters that targets match.
 
     Raises:
         ConfigError: a target matches neither a module with parameters nor a parameter.
@@ -270,7 +268,7 @@ def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parame
     for target in targets:
         matched = {target: named[target]} if target in named else {}
         matched = matched or {n: p for n, p in named.items() if _hits(n, target)}
-        if not matched:  # permanent parts of the model, such as a template's rows
+        if not matched:  # permanent parts of the model, such as a template's soft tokens
             parts = {n for n, m in model.named_modules() if hasattr(m, "is_delta")}
             matched = {
                 n: p
@@ -301,7 +299,7 @@ def find_places(
         needs_all: True to raise if any target matches nothing; else only if none matches.
 
     Raises:
-        ConfigError: a target that matches nothing; similar names are listed.
+        ConfigError: a target matches nothing; the message lists similar names.
     """
     # Parts attached earlier do not count as modules of the model.
     names = [n for n, m in model.named_modules() if n and not hasattr(m, "is_delta")]
@@ -340,11 +338,11 @@ def find_called(
         model, targets, exclude, needs_all: arguments of `find_places`.
 
     Returns:
-        their names.
+        names of the modules.
 
     Raises:
-        ConfigError: as `find_places`; or a target other than a common word matches a module that
-            the model never calls.
+        ConfigError: same as in `find_places`; or a target other than a common word matches a module
+            that the model never calls.
     """
     names = find_places(model, targets, exclude, needs_all)
     return keep_called(model, names, drops=set(targets) <= {ALL_LINEAR, *WORDS})

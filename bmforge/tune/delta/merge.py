@@ -57,7 +57,7 @@ def merge_deltas(
         dequantize: True to replace torchao's quantized weights with plain ones first.
 
     Raises:
-        ConfigError: as `Delta.merge`.
+        ConfigError: same as in `Delta.merge`.
     """
     if names is None:
         names = [n for n, d in deltas_of(model).items() if d.is_attached() and not d.merged]
@@ -72,7 +72,7 @@ def unmerge_deltas(model: nn.Module, names: Sequence[str] | None = None) -> None
         names: names of the adapters to unmerge; None unmerges all.
 
     Raises:
-        ConfigError: as `Delta.unmerge`.
+        ConfigError: same as in `Delta.unmerge`.
     """
     if names is None:
         names = [name for name, delta in deltas_of(model).items() if delta.merged]

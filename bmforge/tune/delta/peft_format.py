@@ -243,8 +243,8 @@ def read_tensors(
     Args:
         delta: adapter built from PEFT's config.
         tensors: tensors by PEFT's names.
-        blocks: ranks of the bmforge layers in each fused layer, if bmforge wrote them block by
-            block.
+        blocks: ranks of the bmforge layers in each fused layer whose adapters bmforge wrote as one
+            block-diagonal LoRA.
     """
     names, attached = Names(delta.model), {part.owner: part for part in layer_parts(delta)}
     stacks: dict[str, dict[str, dict[str, Tensor]]] = {}

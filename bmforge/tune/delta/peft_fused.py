@@ -30,7 +30,7 @@ def split_fused(
         rows: output features of each layer; [] if the layer is not fused.
         leaf: PEFT's name of the tensor.
         tensor: tensor of the whole fused layer.
-        ranks: rank of each adapter module, if they were written block by block.
+        ranks: rank of each adapter module, if they were written as one block-diagonal LoRA.
     """
     if leaf not in _LEAVES:
         raise CheckpointError(f"lora_{leaf} is not a known tensor of PEFT.")

@@ -140,7 +140,7 @@ def per_sample_selection(model: nn.Module, names: AdapterNames) -> Selection:
         names: adapter name of each sample, as in `select_adapters`.
 
     Raises:
-        ConfigError: as `select_adapters`.
+        ConfigError: same as in `select_adapters`.
     """
     rows = [None if name == BASE_NAME else name for name in names]
     samples: dict[str, list[int]] = {name: [] for name in deltas_of(model)}

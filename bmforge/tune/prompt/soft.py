@@ -175,9 +175,9 @@ def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
 
     Args:
         model: model on any layout; every process gets the same values.
-        rows: soft-prompt embeddings of the model's template.
-        seed: random seed of embeddings without initialization words; their standard deviation is
-            that of the token embedding.
+        rows: initialization of each soft token of the model's template.
+        seed: random seed of embeddings without initialization words, which get the standard
+            deviation of the token embedding.
 
     Comm: on a sharded embedding, two all-reduces.
     """

@@ -171,8 +171,8 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
         options: further options of `ManualVerbalizer`.
 
     Raises:
-        ConfigError: as for `ManualVerbalizer`; or join="joint", which has no vocabulary scores to
-            find rare words by.
+        ConfigError: same as in `ManualVerbalizer`; or join="joint", which has no vocabulary scores
+            from which rare words could be found.
     """
 
     shares_words = True
