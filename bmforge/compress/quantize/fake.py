@@ -215,7 +215,7 @@ class _Int8Products(TorchFunctionMode):
         self.weight, self.in_both, self.count = weight, in_both, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace a product with the weight; run any other function."""
+        """Compute a product with the weight in int8; run any other function unchanged."""
         if func is F.linear and len(args) > 1 and _is_same(args[1], self.weight):
             self.count += 1
             return int8_linear(*args, **(kwargs or {}), in_both=self.in_both)

@@ -175,7 +175,7 @@ class _FusedAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function, or allocate like fused attention."""
+        """Run a function; replace attention by the allocations of the fused kernel."""
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)

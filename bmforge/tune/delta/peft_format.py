@@ -182,7 +182,7 @@ def options_of(
 
 
 def _prefix_options(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a prefix; for an encoder-decoder PEFT has one in the decoder only."""
+    """Return the options of a prefix, which PEFT has in an encoder-decoder's decoder only."""
     is_apart = config.get("num_transformer_submodules") == 2
     if is_apart != (getattr(getattr(model, "traits", None), "reads", "") == "apart"):
         raise ConfigError(

@@ -27,12 +27,12 @@ _ENDING = ".token_adapter.trainable_tokens_delta"
 
 
 def is_token_key(key: str) -> bool:
-    """Return True for the name of a tensor of trained rows."""
+    """Return True for the name of a tensor with trained rows of single tokens."""
     return key.endswith(_ENDING)
 
 
 def token_owner(key: str, prefix: str) -> str:
-    """Return the published name of the layer that trained rows belong to."""
+    """Return the published name of the layer to which the trained rows of single tokens belong."""
     return key.removeprefix(prefix).removesuffix(_ENDING)
 
 
