@@ -158,7 +158,7 @@ def load_checkpoint(
 
 
 def _candidates(path: Path) -> tuple[bool, list[Path]]:
-    """Return whether `path` is a single checkpoint, and the checkpoints to try, in order."""
+    """Return a flag, True for a single checkpoint, and the checkpoints to try, in order."""
     if path.is_dir() and (step_of(path) is not None or (path / MANIFEST_NAME).exists()):
         return True, [path]
     return False, find_checkpoints(path) or find_checkpoints(path / "checkpoints")
