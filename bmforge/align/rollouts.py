@@ -51,7 +51,7 @@ class Scores(Protocol):
     """Interface that computes log-probabilities and values of answers."""
 
     def score(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return the required ones of ``old``, ``reference`` and ``values``, (B, T) each."""
+        """Return those of ``old``, ``reference`` and ``values`` that are required, (B, T) each."""
 
 
 class RolloutLoader:

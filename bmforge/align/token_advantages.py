@@ -48,7 +48,7 @@ def set_token_advantages(
 
 
 def _tabulate(rows: TokenTable, answers: Sequence[RolloutAnswer]) -> Tensor:
-    """Return the numbers of all answers' tokens, (N, T), padded with 0 on the right."""
+    """Return the values of all answers' tokens as a tensor (N, T), padded with 0 on the right."""
     table = torch.zeros(len(answers), max(len(a.ids) for a in answers), dtype=torch.float64)
     for number, row in rows.items():
         table[number, : len(row)] = torch.tensor(row, dtype=torch.float64)

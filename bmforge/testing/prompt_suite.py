@@ -50,8 +50,8 @@ class PromptSuite:
     def test_prompt(self) -> None:
         """Class logits are correct for label words of one and of several tokens.
 
-        They are compared with values computed from the logits at all positions. Training soft
-        tokens lowers the loss.
+        The reference is computed from the logits at all positions. Training soft tokens lowers the
+        loss.
         """
         model, tokenizer = open_prompted(self.model_class, self.tiny_config())
         template = Template(PROMPT, tokenizer, model)

@@ -32,8 +32,8 @@ def place_blocks_(
     Args:
         model: model in memory; parameters of its blocks are frozen.
         blocks: blocks that may be streamed, by name.
-        limit_bytes: limit of weights, buffers and slots (default: 0.9 of the free memory of an
-            accelerator; no limit on a CPU).
+        limit_bytes: limit of weights, buffers and streaming slots (device memory for streamed
+            blocks) in bytes (default: 0.9 of the free memory of an accelerator; no limit on a CPU).
         device: compute device.
 
     Raises:

@@ -1,7 +1,7 @@
-"""BMTrain's learning-rate schedules (n: `num_iter`, w: `warmup_iter`, e: `end_iter`).
+"""BMTrain's learning-rate schedules.
 
-With s as `start_lr`, every schedule except Noam warms up with ``s n / w`` while n < w. No rate
-rises again after e.
+In the formulas, n is `num_iter`, w `warmup_iter`, e `end_iter` and s `start_lr`. Every schedule
+except Noam warms up with ``s n / w`` while n < w. After step e no schedule increases the rate.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class PipelineModule(nn.Module):
 
     Args:
         layers: specs, modules, or functions of the previous layer's output.
-        num_stages: accepted and ignored; the layout has the number.
-        topology: accepted and ignored, likewise.
+        num_stages: accepted and ignored; the layout determines the number of stages.
+        topology: accepted and ignored; the layout determines the process groups.
         loss_fn: function of the last layer's output and the labels.
         partition_method: accepted and ignored; stages are balanced by cost.
         activation_checkpoint_interval: above 0, `pretrain` recomputes every layer in backward.

@@ -40,9 +40,10 @@ class Visualization:
             rootname: name of the root.
             expand_params: accepted and ignored; parameters are shown with their modules.
             keep_non_params: also show modules without parameters.
-            common_structure: not supported; common module names are only supported as targets.
-            mapping: not supported, likewise.
-            only_common: not supported, likewise.
+            common_structure: not supported; must be False. Common module names can only be used
+                as targets.
+            mapping: not supported; must be None.
+            only_common: not supported; must be False.
             printTree: print the tree.
         """
         if common_structure or mapping is not None or only_common:

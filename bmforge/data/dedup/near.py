@@ -78,8 +78,8 @@ class NearDuplicates:
 class NearPlaces(NamedTuple):
     """Documents to drop as near duplicates, by position in the corpus.
 
-    Shape: each (D,), sorted by position. The similarity is NaN if nothing was compared. `survivors`
-    are cluster numbers: equal within a cluster and different between clusters.
+    Shape: all arrays (D,), sorted by position. The similarity is NaN if nothing was compared.
+    `survivors` are cluster numbers: equal within a cluster and different between clusters.
     """
 
     places: NDArray[np.int64]
@@ -175,8 +175,9 @@ def find_near_places(
         work_dir: folder of temporary files: a band's keys, and the candidates' n-grams.
         bound_bytes: largest size of a band's keys in memory, at 32 bytes a document; larger ones
             are sorted in files.
-        names: dict to fill with the id of each candidate by position, and with ``~number`` for
-            documents of the corpora in `index_folders`.
+        names: dict to fill with the document ids of all candidates, by position and by
+            ``~number`` (their candidate number); candidates from `index_folders` only have the
+            latter.
     """
     config = config or DedupConfig()
     hasher = MinHasher(config, shingle)

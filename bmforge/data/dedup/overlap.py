@@ -47,7 +47,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class OverlapLengths:
-    """Smallest length of a match, in words and Chinese characters, and of a whole short example."""
+    """Minimum length of a match, and of a shorter example that must match as a whole."""
 
     words: int = 13
     characters: int = 30

@@ -52,8 +52,8 @@ class DocumentStage:
         run: module-level function (so that it can be pickled) that returns the document, changed or
             not, or a `Drop`.
         version: string that changes with the behavior of the function, settings included.
-        hides: True if the text that the step masks must also be masked in the samples of documents
-            that another step drops.
+        hides: True for a step that masks private text; it also masks the samples of documents
+            that other steps drop.
     """
 
     name: str

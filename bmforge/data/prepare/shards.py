@@ -37,7 +37,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class FileRange:
-    """Range of a file: bytes (or rows) `begin` to `end` (-1: to the end), from line `line` on."""
+    """Range of a file in bytes or rows, `begin` to `end` (-1: end of file), from line `line` on."""
 
     path: str
     begin: int = 0

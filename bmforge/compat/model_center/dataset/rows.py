@@ -27,7 +27,7 @@ class TaskRows(Dataset[dict[str, Tensor]]):
         path: folder of the benchmark or the task.
         split: "train", "dev" or "test". A test split without labels is empty.
         rank: accepted and ignored; every process has all samples.
-        world_size: accepted and ignored, likewise.
+        world_size: accepted and ignored; `DistributedDataLoader` splits the samples.
         tokenizer: tokenizer of the model.
         lengths: max_encoder_length and max_decoder_length, by position or name.
 
