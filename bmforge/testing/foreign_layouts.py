@@ -128,7 +128,7 @@ def compare_stages(directory: Path) -> str:
 
 
 def _compute(directory: Path, layout: Layout) -> tuple[Tensor, dict[str, Tensor]] | str:
-    """Return the loss and the gradients of two micro-batches, or the message of a refusal."""
+    """Return the loss and the gradients of two micro-batches, or the layout's error message."""
     model, files = AutoModel.describe_pretrained(directory, backend="transformers")
     try:
         parallelize(model, layout)

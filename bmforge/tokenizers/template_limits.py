@@ -40,7 +40,7 @@ def run_template(template: Any, variables: Mapping[str, Any], limits: TemplateLi
     Raises:
         TimeoutError: the time limit is exceeded.
         ValueError: the output limit is exceeded.
-        Exception: an error of the template.
+        Exception: any error that the template itself raises.
     """
     if limits is None:
         return template.render(**variables)

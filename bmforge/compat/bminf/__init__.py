@@ -1,4 +1,4 @@
-"""BMInf's API over bmforge, for programs with changed import lines.
+"""BMInf's API, implemented with bmforge, for programs that only change their imports.
 
 Start at `wrap` (`wrapper` limits the memory of any module), then `blocks` and `linear`, which it
 uses, `models` (CPM-1, CPM-2 and EVA of BMInf 1.0) and `torch` (their differentiable forms).

@@ -1,4 +1,4 @@
-"""OpenDelta's API over bmforge's adapters, for programs with changed import lines.
+"""OpenDelta's API, implemented with bmforge, for programs that only change their imports.
 
     import bmforge.compat.opendelta as opendelta
 

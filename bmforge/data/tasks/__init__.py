@@ -1,8 +1,8 @@
 """Reads published evaluation tasks as plain examples with labels.
 
-Start reading at `task.py` (the types), then at a table of tasks: `superglue`, `clue`, `reading`
-(reading comprehension), `sentences`, `cloze` (entities, facts, triples). `user_tasks.py` builds a
-task from a user's file. Templates, tokenization and metrics are up to the caller.
+Start reading at `task.py` (the types), then at a table of tasks: `superglue`, `clue`,
+`reading_comprehension`, `sentences`, `pairs`, `cloze` (entities, facts, triples). `user_tasks.py`
+builds a task from a user's file. Templates, tokenization and metrics are up to the caller.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class TaskMixture:
 
     Attributes:
         samples_per_epoch: number of samples per epoch.
-        skipped: reason by the number of each skipped sample.
+        skipped: reason why a sample is skipped, by sample number.
         instances_of: error message of the first skipped sample, by reason.
 
     Raises:

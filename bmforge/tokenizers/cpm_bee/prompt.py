@@ -41,7 +41,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.
+    """One encoded prompt.
 
     Attributes:
         document: the document as passed in.

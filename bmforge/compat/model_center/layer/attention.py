@@ -87,7 +87,7 @@ class Attention(DistributedModule):
         use_cache: bool = False,
         past_key_value: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
-        """Attend; with `use_cache` also return the keys and values so far, (B, K, S, H) each."""
+        """Compute attention; with `use_cache` also return keys and values, (B, K, S, H) each."""
         q, k, v = (
             x.unflatten(-1, (-1, self.dim_head)).transpose(1, 2)
             for x in (self.project_q(query), self.project_k(key_value), self.project_v(key_value))
@@ -159,7 +159,7 @@ class SparseSelfAttention(Attention):
         use_cache: bool = False,
         past_key_value: Any = None,
     ) -> Tensor:
-        """Attend; position bias and cache are not supported."""
+        """Compute attention; a position bias and a cache are not supported."""
         if position_bias is not None or use_cache or past_key_value is not None:
             raise ConfigError(
                 "position_bias and cached keys and values are not supported with attention_window."

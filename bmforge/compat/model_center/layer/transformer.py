@@ -59,7 +59,7 @@ class _Stack(nn.Module):
         use_cache: bool = False,
         past_key_values: Any = None,
     ) -> Any:
-        """Run all layers; with `use_cache`, without gradients, also return their keys and values.
+        """Run all layers; with `use_cache` (only without gradients) also return keys and values.
 
         Shape:
             hidden_states: (B, T, D) -> same; cross_hidden_states: (B, S, D);
@@ -106,7 +106,7 @@ class Encoder(_Stack):
         use_cache: bool = False,
         past_key_values: Any = None,
     ) -> Any:
-        """Run all layers; with `use_cache`, without gradients, also return their keys and values.
+        """Run all layers; with `use_cache` (only without gradients) also return keys and values.
 
         Shape:
             hidden_states: (B, T, D) -> same; attention_mask: (B, T, past + T)

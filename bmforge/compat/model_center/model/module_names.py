@@ -41,7 +41,7 @@ def module_names(model: Model, family: str, before: str = "") -> dict[str, list[
 
 
 class OldModules(dict[str, nn.Module]):
-    """Child modules of a ModelCenter model (`_modules`), also readable by the original's names."""
+    """Child modules of a model (`_modules`), which can also be read by ModelCenter's names."""
 
     def __missing__(self, name: str) -> nn.Module:
         model = self.get("model")

@@ -46,7 +46,7 @@ def get_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cut_document(line: str, tokenizer: Any) -> list[list[int]]:
-    """Return the pieces of one document.
+    """Encode one document and split it into pieces of token ids.
 
     Args:
         line: text of the document; "<n>" marks a line break.
