@@ -1,12 +1,13 @@
 """Complete training, compression and evaluation runs as Python functions.
 
 Start reading at `run.py`, which every training run goes through: a recipe is a config and a
-function that opens its data. `pretrain.py` reads token stores, `documents.py` CPM-Bee's documents,
-`images.py` image folders, the others examples (`inputs/examples.py`): `spans.py`, `masked.py`,
-`blank_infilling.py` and `cpm_ant.py` denoising objectives, `finetune.py` tasks, `sft.py`
-conversations. `registry.py` lists the tasks of `bmforge train` and the older recipe names;
-`start.py` resolves the model name. `evaluate.py` measures a model without training it;
-`task_prompts.py` has the task prompts and metrics of both.
+function that opens its data. `pretrain.py` reads token stores, `documents.py` reads CPM-Bee's
+documents and `images.py` reads image folders. All other recipes read examples
+(`inputs/examples.py`): `spans.py`, `masked.py`, `blank_infilling.py` and `cpm_ant.py` for denoising
+objectives, `finetune.py` for tasks, `sft.py` for conversations. `registry.py` lists the tasks of
+`bmforge train` and the older recipe names; `start.py` resolves the model name. `evaluate.py`
+measures a model without training it; `task_prompts.py` has the task prompts and metrics for
+fine-tuning and evaluation.
 """
 
 from bmforge.recipes.compress import CompressRunConfig, run_compress

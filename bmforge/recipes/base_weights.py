@@ -83,13 +83,14 @@ def _check_packed(config: Any) -> None:
 
 
 def store_frozen_(model: nn.Module, config: Any) -> None:
-    """Convert frozen floating-point parameters to ``base_dtype``, or the precision, in place.
+    """Convert frozen floating-point parameters to ``base_dtype``, in place.
 
-    The blocks compute in the precision anyway, so the results are those of a run that keeps the
-    frozen weights in fp32 and casts them for every step, with at most half the memory.
+    Without ``base_dtype`` they get the precision of the computation. The results then equal those
+    of a run that keeps frozen weights in fp32 and casts them in every step, with at most half the
+    memory.
 
     Args:
-        model: on meta, with its adapter; nothing happens without one.
+        model: model on meta, with its adapter; a model without an adapter is not changed.
         config: the run's config.
     """
     precision = config.train.precision

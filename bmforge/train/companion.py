@@ -20,7 +20,7 @@ class Companion(Protocol):
     Attributes:
         name: prefix of its tensors in checkpoints.
         model: the model, in the layout of the run's model.
-        optimizers: its optimizers.
+        optimizers: optimizers of the second model.
     """
 
     name: str
@@ -43,7 +43,7 @@ def join_for_checkpoint(
 
     Args:
         model: trained model, not pipelined if there is a companion.
-        optimizers: its optimizers.
+        optimizers: optimizers of the trained model.
         companion: second model; None returns the model itself.
     """
     if companion is None:

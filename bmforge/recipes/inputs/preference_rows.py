@@ -184,7 +184,7 @@ def _has_answer(row: EncodedRow) -> bool:
 
 
 class PreferencePairs(_Rows):
-    """Preference pairs as an `ExampleSource`: two rows for each, the chosen answer first.
+    """Preference pairs as an `ExampleSource`: two rows per pair, the chosen answer first.
 
     A pair with a completely truncated answer, or with equal answers after truncation, teaches
     nothing and is skipped; `dropped` counts such pairs.

@@ -119,7 +119,7 @@ def publish(
 
     Args:
         directory: parent of the step directories; created if missing.
-        snapshot: this process's share.
+        snapshot: this process's share of the state.
         peers: all processes that save; they call this together.
         fault: function called with the name of each phase.
         sound: names of frozen files known to be valid, which are not verified again; updated in

@@ -63,7 +63,7 @@ class Names:
 
         Args:
             published_name: published name of the parameter.
-            tensor: its value.
+            tensor: value of the parameter.
 
         Raises:
             CheckpointError: a value of another shape.

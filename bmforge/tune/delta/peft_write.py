@@ -50,7 +50,7 @@ def can_write(delta: AttachedDelta) -> bool:
 
 
 def _can_fold(delta: AttachedDelta) -> bool:
-    """Return True if PEFT can represent the adapter's weight: it is 0, 1, or a factor of alpha."""
+    """Return True if PEFT can represent the adapter's weight: 0, 1, or multiplied into alpha."""
     is_sum = delta.kind == "low_rank" and not delta.options.get("magnitude")
     is_sum = is_sum and not delta.options.get("trainable_token_indices")
     return delta.weight in (0, 1) or is_sum

@@ -74,13 +74,13 @@ class ModuleRun:
     """A run of modules with equal structure, and the contents of one of them.
 
     Args:
-        name: ``attn``, ``layers.0-11`` or ``q_proj, k_proj``.
+        name: displayed name, such as ``attn``, ``layers.0-11`` or ``q_proj, k_proj``.
         kind: class name of the modules.
         targets: adapter targets that match the modules; () for the root and for modules of an
             adapter.
         tensors: parameters registered directly on one of the modules.
         counts: parameters of all the modules.
-        children: rows inside one of the modules.
+        children: contents of one of the modules, as further runs.
     """
 
     name: str

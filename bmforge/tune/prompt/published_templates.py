@@ -55,7 +55,7 @@ def find_published(task: BenchmarkTask, example: TaskExample) -> Published:
 
     Args:
         task: any task.
-        example: one of its examples.
+        example: an example of the task.
     """
     own = read_published().get(task.name, Published(()))
     if own.words:
