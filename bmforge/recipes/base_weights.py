@@ -83,10 +83,10 @@ def _check_packed(config: Any) -> None:
 
 
 def store_frozen_(model: nn.Module, config: Any) -> None:
-    """Convert frozen floating-point parameters to ``base_dtype``, in place.
+    """Cast frozen fp32 parameters to the run's precision in place, unless ``base_dtype`` is fp32.
 
-    Without ``base_dtype`` they get the precision of the computation. The results then equal those
-    of a run that keeps frozen weights in fp32 and casts them in every step, with at most half the
+    The blocks compute in this precision anyway, so the results equal those of a run that keeps the
+    frozen weights in fp32 and casts them in every step. The frozen weights need at most half the
     memory.
 
     Args:
