@@ -206,7 +206,7 @@ class PolicyScores:
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Return those of ``old``, ``reference`` and ``values`` that are required, (B, T) each."""
+        """Return ``old``, ``reference`` and ``values`` as far as required, (B, T) each."""
         device = next(self._model.parameters()).device
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         scores: dict[str, Tensor] = {}

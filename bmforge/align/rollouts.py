@@ -51,7 +51,7 @@ class Scores(Protocol):
     """Interface that computes log-probabilities and values of answers."""
 
     def score(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return those of ``old``, ``reference`` and ``values`` that are required, (B, T) each."""
+        """Return ``old``, ``reference`` and ``values`` as far as required, (B, T) each."""
 
 
 class RolloutLoader:
