@@ -92,7 +92,7 @@ class BloomConfig(ModelConfig):
     attn_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Derive F = 4 D and the base class's values."""
+        """Set the default MLP width (4 D) and derive the fields of the base class."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__()
 
@@ -126,7 +126,7 @@ class BloomConfig(ModelConfig):
         return {"seq_length": self.max_seq_len} if is_stated else {}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names, without the former ones."""
+        """Return the config with transformers' present names, without those of old versions."""
         return {name: value for name, value in super().to_hf().items() if name not in _FORMER}
 
 

@@ -54,10 +54,12 @@ class DecoderSpec(StackSpec):
     Args:
         rope: rotary positions; None for learned absolute positions (`embed_positions`).
         local_rope: rotary positions of the layers with `AttentionSpec.rotary` "local".
-        learned_positions: with rope=None, use `embed_positions`; False for a bias on the scores.
+        learned_positions: with rope=None, use `embed_positions`; False if a bias on the attention
+            scores replaces them.
         num_positions: number of rows of `embed_positions`; 0 means max_seq_len.
         position_offset: row of the first position.
-        positions_from_mask: count positions from the tokens of `attention_mask`; padding gets -1.
+        positions_from_mask: count only tokens, not the padding of `attention_mask`; padding has
+            position -1.
         extra_tokens: number of rows of embedding and head beyond vocab_size.
         embed_size: width of the embedding, which is projected to D and back; 0 means D.
         padding_id: token whose embedding gets no gradient.
@@ -291,7 +293,7 @@ class CausalLM(Model):
         weight = self.spec.balance_weight
         if weight is None or self.sum_statistics is None or callable(num_items):
             return out
-        # As in transformers, every token counts that is not masked, with a label or without.
+        # As in transformers, all unmasked tokens count, whether or not they have a label.
         counted = None if attention_mask is None or attention_mask.dim() != 2 else attention_mask
         if counted is not None and out.last_hidden_state is not None:
             counted = counted[:, -out.last_hidden_state.shape[1] :]

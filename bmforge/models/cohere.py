@@ -1,6 +1,6 @@
 """Command R and Aya (Cohere, 2024): parallel attention and MLP after one norm without bias.
 
-Command R+ normalizes q and k per head with a layer norm; it runs by transformers' implementation.
+Command R+ normalizes q and k per head with a layer norm; it runs with transformers' implementation.
 """
 
 from __future__ import annotations

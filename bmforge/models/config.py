@@ -127,7 +127,7 @@ class ModelConfig:
         self.check()
 
     def says(self, name: str) -> bool:
-        """Return True if config.json contains this size, although published configs derive it."""
+        """Return True if config.json contains a size that published configs omit and derive."""
         is_own = name in _OWN_SIZES and name not in self.hf_names
         return is_own and self.raw.get(name) == getattr(self, name)
 
@@ -228,7 +228,7 @@ class ModelConfig:
         return values
 
     def _give_head(self) -> dict[str, Any]:
-        """Return the fields that `_take_head` reads; label names are kept if their number fits."""
+        """Return the fields that `_take_head` reads; keeps label names if their number fits."""
         head = self.heads[self.head]
         architectures = self.raw.get("architectures") or []
         same = bool(set(architectures) & {head.architecture, *head.aliases})
@@ -343,7 +343,7 @@ class ModelConfig:
     def stack_sizes(self) -> dict[str, list[LayerSizes]]:
         """Return the sizes of every layer by stack name; the last stack is the decoder.
 
-        These are the sizes of `own_sizes` after the changes of the config are applied.
+        These are the sizes of `own_sizes` after applying the config's `changes`, such as pruning.
         """
         stacks = self.own_sizes()
         for change in self.changes:
@@ -358,7 +358,7 @@ class ModelConfig:
         return stacks
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Return the layer sizes before changes; families with differing layers override this."""
+        """Return the layer sizes before `changes`; families with differing layers override this."""
         return {"layers": [self.layer_sizes()] * self.num_layers}
 
     def layer_sizes(self) -> LayerSizes:

@@ -1,7 +1,8 @@
 """Shared code of CPM-Ant and CPM-Bee: config names, blocks with muP scales, weight names.
 
 Linear weights have standard deviation 1, and their inputs are divided by the square root of the
-width, as are embeddings and the head's input. There are no biases, and the head is the embedding.
+width, as are embeddings and the head's input. There are no biases, and the head is tied to the
+embedding.
 Compressed models lack attention or MLP in some layers (`mask_modules`).
 
 Source: OpenBMB/CPM-Live; Yang et al., "Tensor Programs V" (2022) for the scales.
@@ -240,7 +241,8 @@ class CPMLive(CausalLM):
     def init_std(self, name: str) -> float:
         """Return the standard deviation of a parameter's initialization.
 
-        It is small for embeddings, and divided by the muP scale for folded weights.
+        Embeddings have a standard deviation of 0.02. If the weights include the muP scales
+        (`folded`), it is divided by the square root of the input width.
         """
         inside = name.startswith(("layers.", "rel_bias"))
         std = self.config.init_std if inside else _EMBED_STD

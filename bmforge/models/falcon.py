@@ -1,6 +1,6 @@
 """Falcon (Almazrouei et al., "The Falcon Series of Open Language Models", arXiv 2311.16867).
 
-Falcon-RW adds a bias to the scores (ALiBi) instead of rotating q and k; it runs by transformers'
+Falcon-RW adds a bias to the scores (ALiBi) instead of rotating q and k; it runs with transformers'
 implementation.
 """
 
@@ -31,9 +31,9 @@ class FalconConfig(LlamaLikeConfig):
     """Config of Falcon; other fields are those of the base class.
 
     Args:
-        new_decoder_architecture: the fused projection has the rows of each key-value head and its
-            query heads together (Falcon-40B, 180B and 11B); False for Falcon-7B, whose keys and
-            values have one head, and for models with as many as query heads.
+        new_decoder_architecture: in the fused projection, the rows of each key-value head follow
+            those of its query heads (Falcon-40B, 180B and 11B); False for Falcon-7B, which has one
+            key-value head, and for models with as many key-value heads as query heads.
         parallel_norms: attention and MLP have a norm each (Falcon-40B, 180B).
         parallel_attn: attention and MLP both read the block's input.
         bias: biases on all projections.
@@ -107,7 +107,7 @@ class FalconConfig(LlamaLikeConfig):
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Derive F = 4 D and the base class's values."""
+        """Set the default MLP width (4 D) and derive the fields of the base class."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__()
 

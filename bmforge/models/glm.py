@@ -127,7 +127,7 @@ class GLMConfig(ModelConfig):
     mask_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        """Derive F = 4 D and the base class's values."""
+        """Set the default MLP width (4 D) and derive the fields of the base class."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__()
 
@@ -182,7 +182,8 @@ class GLM(CausalLM):
 
     Args:
         attention_mask: length of part A, to which all tokens attend, as (B,) or one number; or
-            a mask over pairs of tokens, (B, 1, T, past + T); or 0 for padding, (B, past + T).
+            a mask over pairs of tokens, (B, 1, T, past + T); or 1 for tokens and 0 for padding,
+            (B, past + T).
             Without lengths, part A is derived from the ids if the config has `sop_token_id`;
             otherwise it is empty.
         position_ids: positions and positions within blanks, (B or 1, 2, T); or positions alone,
@@ -226,7 +227,7 @@ class GLM(CausalLM):
         return blank_positions(input_ids, *ids, padding)
 
     def row_positions(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        """Return the positions of whole sequences, in which each new token's blank is found."""
+        """Return the positions of whole sequences; a token's position depends on its blank."""
         if self.config.sop_token_id is None:
             return None
         return self.derive_positions(input_ids, attention_mask)[0]

@@ -22,7 +22,7 @@ __all__ = ["GLM4", "GLM4Config"]
 
 
 def _heads() -> dict[str, Head]:
-    """Return the heads; transformers has a second class of each for older models (GlmFor...)."""
+    """Return the heads, each with its classes in transformers: Glm4For... and, older, GlmFor..."""
     heads = llama_heads("Glm4")
     del heads["question_answering"]
     return {
@@ -36,7 +36,7 @@ class GLM4Config(PartialRotaryConfig):
     """Config of GLM-4; other fields are those of the base class.
 
     Args:
-        model_type: "glm4", or "glm" without norms behind the sublayers.
+        model_type: "glm4", or "glm" for models without norms after the sublayers.
         qkv_bias: biases on q, k and v.
     """
 

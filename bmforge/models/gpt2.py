@@ -106,7 +106,7 @@ class GPT2Config(ModelConfig):
     bias: bool = True
 
     def __post_init__(self) -> None:
-        """Derive F = 4 D and the base class's values."""
+        """Set the default MLP width (4 D) and derive the fields of the base class."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__()
 

@@ -106,10 +106,12 @@ def weight_drawer(model: Any, seed: int = 0) -> Callable[[str, Tensor], None]:
 
 
 def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
-    """Initialize a tensor by its note, or else norms with 1, biases with 0, others N(0, std^2).
+    """Initialize a tensor as its module's `tensor_notes` define.
+
+    Without such a rule, norm weights are 1, biases are 0, and other weights N(0, std^2).
 
     Raises:
-        TypeError: there is no note for a buffer.
+        TypeError: a buffer has no rule.
     """
     initial_value = getattr(model, "initial_value", None)  # a model of the user's has none
     if initial_value is not None and (value := initial_value(name)) is not None:

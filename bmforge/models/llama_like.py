@@ -68,8 +68,8 @@ def fused_qkv_rules(published: str, config: Any, groups: int = 1) -> list[Weight
     Args:
         published: transformers' name of the layer.
         config: config with the numbers of heads and their width.
-        groups: number of groups of heads; the layer has the rows of q, k and v of one group after
-            those of another. 1 means all of q, then all of k, then all of v.
+        groups: number of groups of heads. The rows are ordered by group, and within a group by
+            q, k and v; 1 means all of q, then all of k, then all of v.
     """
     heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
     rows = {part: count * config.head_dim for part, count in heads.items()}
@@ -89,7 +89,7 @@ def fused_qkv_rules(published: str, config: Any, groups: int = 1) -> list[Weight
 
 
 def check_implied_head_dim(config: Any) -> None:
-    """Raise `ConfigError` if a family without a field for the width of a head has another one."""
+    """Raise `ConfigError` unless head_dim is D / N, for families without a config field for it."""
     if config.num_heads * config.head_dim != config.hidden_size and not config.says("head_dim"):
         raise ConfigError(
             f"{type(config).__name__}: hidden_size={config.hidden_size} must be "

@@ -1,8 +1,7 @@
 """Loads published weights into a model on any layout; each rank reads only its shards.
 
-In a new, unsharded model on the CPU, tensors that the file stores in the right form are
-memory-mapped: they are not copied, and pages are read on first use. Other tensors are read into
-newly allocated memory.
+Tensors are read directly into the parameter if dtype and layout match, otherwise through a small
+buffer (see `formats.safe_file`).
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ def load_weights_(
     reads = []
     for rule, name in pairs:
         tensor = tensors[rule.ours]
-        # Weights are read, never mapped: a mapped file that is cut while the process lives ends it
-        # with SIGBUS at the next access.
+        # Weights are read, not memory-mapped: if another process truncates a mapped file, the next
+        # access ends this process with SIGBUS.
         if not is_streamed(tensor):
             reads += _plan_reads(tensor, rule, name, files)
     run_reads(reads, "load weights", threads)
@@ -125,7 +124,7 @@ class WeightReader:
 
         Args:
             tensor_name: name of the tensor.
-            box: box of the tensor with whole rows; for a stacked tensor, rows of one entry.
+            box: region of the tensor, with whole rows; for a stacked tensor, rows of one entry.
         """
         for rule, name in self._rules[tensor_name]:
             slices = rule.source_slices(box)

@@ -21,7 +21,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def _mistral_heads() -> dict[str, Head]:
-    """Return the heads; Ministral's classes differ only in their names."""
+    """Return the heads, each with its class names for Mistral and Ministral in transformers."""
     return {
         name: replace(head, aliases=(head.architecture.replace("Mistral", "Ministral"),))
         for name, head in llama_heads("Mistral").items()

@@ -1,6 +1,6 @@
 """Mixtral, a Llama with a mixture of experts (Jiang et al., "Mixtral of experts", 2024).
 
-The Qwen-MoE families (`qwen_moe.py`) are built by the same class from more config fields.
+The Qwen-MoE families (`qwen_moe.py`) derive from this class and have more config fields.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _OUTPUT_NORMS = {
     "attn_norm": "post_attention_layernorm",
     "mlp_norm": "post_feedforward_layernorm",
 }
-# A norm over all heads needs all of them, so that attention is whole on every rank.
+# The norms of q and k cover all heads, so attention is replicated on every rank.
 _WHOLE_PARTS = ("attn", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "prefix")
 
 

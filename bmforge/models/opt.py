@@ -105,7 +105,7 @@ class OPTConfig(ModelConfig):
     layer_drop: float = 0.0
 
     def __post_init__(self) -> None:
-        """Derive F = 4 D and the base class's values."""
+        """Set the default MLP width (4 D) and derive the fields of the base class."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__()
 
@@ -141,7 +141,7 @@ class OPTConfig(ModelConfig):
         return {"word_embed_proj_dim": self.embed_size or self.hidden_size}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names; init_std keeps its name."""
+        """Return the config with transformers' names, which for OPT include `init_std`."""
         return {n: v for n, v in super().to_hf().items() if n != "initializer_range"}
 
 

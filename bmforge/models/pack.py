@@ -103,7 +103,7 @@ def _is_packable(module: nn.Module) -> bool:
 
 
 def _warn_of_floats(model: Any) -> None:
-    """Log which weights of the blocks remain floats, if they are more than a twentieth."""
+    """Log which weights of the blocks remain floats, if they are more than 5 %."""
     blocks = tuple(f"{name}." for name in find_repeated_blocks(model))
     stores = {n for n, module in model.named_modules() if isinstance(module, PackedStore)}
     packed, floats = 0, Counter[str]()

@@ -117,7 +117,7 @@ class Phi3(LlamaLike):
         )
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names, where q, k and v are fused, and gate and up."""
+        """Return the map to transformers' names, with fused q, k and v, and fused gate and up."""
         config: Any = self.config
         head, sizes = config.head_dim, (config.num_heads, *[config.num_kv_heads] * 2)
         fused = "gate_proj", "up_proj", *(f"{part}_proj" for part in "qkv")

@@ -24,7 +24,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def _qwen_heads() -> dict[str, Head]:
-    """Return the heads; the classes of Qwen2 and Qwen3 differ only in their names."""
+    """Return the heads, each with its class names for Qwen2 and Qwen3 in transformers."""
     heads = llama_heads("Qwen2", question_prefix="transformer.")
     return {
         name: replace(head, aliases=(head.architecture.replace("Qwen2", "Qwen3"),))

@@ -130,7 +130,7 @@ class Qwen3MoeConfig(MixtralConfig):
         return fields
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names; the number of experts appears only once."""
+        """Return the config with transformers' names, without Mixtral's `num_local_experts`."""
         out = super().to_hf()
         out.pop("num_local_experts", None)
         return out

@@ -119,7 +119,7 @@ class Seq2SeqStack(nn.Module):
                 shape, x.device, past=past, attention_mask=attention_mask, causal=self.causal
             )
         if mask is not None and not torch.is_grad_enabled():
-            # The fused kernel takes one of them; joining here does it once for all layers.
+            # The fused kernel accepts a bias or a mask; they are merged here once for all layers.
             shown = F.pad(mask, (front, 0), value=True)
             bias, mask = bias.masked_fill(~shown, -torch.inf), None
         x, states = run_layers(

@@ -1,6 +1,6 @@
 """StableLM 2 and StableLM 3B (Bellagamba et al., "Stable LM 2 1.6B Technical Report", 2402.17834).
 
-StableLM 2 12B has parallel attention and MLP and normalizes q and k; it runs by transformers'
+StableLM 2 12B has parallel attention and MLP and normalizes q and k; it runs with transformers'
 implementation.
 """
 

@@ -181,7 +181,7 @@ class T5Config(ModelConfig):
     eos_token_id: int = 1
 
     def __post_init__(self) -> None:
-        """Derive the decoder's depth and the base class's values."""
+        """Set the default number of decoder layers, and derive the fields of the base class."""
         self.num_decoder_layers = self.num_decoder_layers or self.num_layers
         super().__post_init__()
 
@@ -212,7 +212,7 @@ class T5Config(ModelConfig):
         if kind == "mt5":
             raw = {**_MT5_DEFAULTS, **{n: v for n, v in raw.items() if v is not None}}
         tied = raw.pop("tie_word_embeddings", None) is not False
-        # Before transformers 5 one field meant tied and scaled.
+        # Before transformers 5, tie_word_embeddings also enabled the scaling of the head's input.
         scaled = raw.pop("scale_decoder_outputs", tied) and kind == "t5"
         implied = cls(feed_forward=raw.get("feed_forward_proj") or "relu")._implied()
         conflicts = {n: v for n in implied if (v := raw.pop(n, None)) not in (None, implied[n])}

@@ -152,7 +152,7 @@ def _tie_as_requested(model: Any, files: WeightFiles, value: bool) -> ModelConfi
 
 
 def _find_tied(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Return the embedding's name as source of the head, if a tied checkpoint is loaded untied."""
+    """Return the embedding's stored name if an untied model's head is loaded from a tied one."""
     config = model.config
     if rule.ours != model.tied_head[0] or config.tie_word_embeddings:
         return None
@@ -164,7 +164,7 @@ def _find_tied(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]])
 
 
 def _is_of_delta(model: Any, name: str) -> bool:
-    """Return True if a tensor belongs to an adapter that was added to a finished model."""
+    """Return True for a tensor of an adapter whose weights are not in the base model's files."""
     return bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_delta", False))
 
 

@@ -115,7 +115,7 @@ class ViTConfig(ModelConfig):
     add_pooling_layer: bool = True
 
     def __post_init__(self) -> None:
-        """Derive F = 4 D, the number of tokens, and the base class's values."""
+        """Set the default MLP width (4 D); derive the token count and the base class's fields."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         self.pooler_size = self.pooler_size or self.hidden_size
         super().__post_init__()

@@ -88,7 +88,7 @@ class WeightRule:
         return tuple(reversed(full_shape)) if self.transpose else tuple(full_shape)
 
     def source_slices(self, box: Box) -> tuple[slice, ...] | None:
-        """Return the slices of `theirs` for a box of the parameter; None if they do not overlap."""
+        """Return the slices of `theirs` for a region of the parameter; None without an overlap."""
         slices = [slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True)]
         if self.index is not None:
             stack = slices.pop(0)
@@ -105,14 +105,14 @@ class WeightRule:
         return tuple(reversed(slices)) if self.transpose else tuple(slices)
 
     def target(self, local: Tensor, box: Box) -> Tensor:
-        """Return the elements of the local box of a parameter that `theirs` fills."""
+        """Return a view of the elements of a rank's shard (`local`) that `theirs` fills."""
         if self.rows is not None:
             shared, first = self._shared_rows(box), box.offsets[0]
             return local[shared.start - first : shared.stop - first]
         return local if self.index is None else local[self.index - box.offsets[0]]
 
     def _shared_rows(self, box: Box) -> slice:
-        """Return the rows of `ours` that are both in the box and in `rows`."""
+        """Return the rows of `ours` that are both in the region `box` and in `rows`."""
         assert self.rows is not None
         first, end = box.offsets[0], box.offsets[0] + box.lengths[0]
         return slice(max(first, self.rows[0]), min(end, sum(self.rows)))
@@ -148,7 +148,7 @@ def linear_rules(
 
 # Prefix of tensors that no published checkpoint has.
 OWN_PREFIX = "bmforge."
-# Tensors of a quantized weight; in files their names extend the weight's.
+# Tensors of a quantized weight; in files each is named after the weight, with this suffix.
 PACKED_KEYS = frozenset({"packed", "scales", "minima", "outlier_columns", "outlier_weight"})
 
 
@@ -250,7 +250,7 @@ def _fit_parts_(
 def _split_groups(rule: WeightRule, shape: tuple[int, ...]) -> list[WeightRule]:
     """Return one rule for each group of rows of an interleaved tensor; else the rule itself.
 
-    `part` of the rule is its place in the concatenation of all parts.
+    The rule's `part` is its row range in the concatenation of all parts.
     """
     if rule.groups == 1:
         return [rule]

@@ -41,8 +41,8 @@ __all__ = ["check_compressed", "save_compressed"]
 # Families with the original checkpoints' names, for which neither library has a class.
 _WITHOUT_READERS = ("CPM1", "CPM2", "CPMAnt", "CPMBee", "EVA", "GLM")
 
-# Families whose modules transformers 5 renames while it loads them. Weights alone are unpacked by
-# their names in the file, but a scheme with rounded tokens is applied by the names of modules.
+# Families whose modules transformers 5 renames while it loads them. Weight-only schemes are applied
+# by tensor names in the file, but schemes that quantize activations by module names.
 _RENAMED_MODULES = ("ViT",)
 
 
@@ -93,7 +93,7 @@ def check_compressed(model: Any) -> None:
 
 
 class _Source:
-    """Reads a model as tensors of the format: one packed layer or published tensor at a time.
+    """Converts a model to tensors of this format, one packed layer or other tensor at a time.
 
     Attributes:
         stems: published names of all packed layers by module name.
@@ -268,7 +268,7 @@ def _write_config(model: Any, out: Path, stems: dict[str, str], spec: QuantSpec)
 
 
 def _as_targets(names: Sequence[str], modules: Sequence[str]) -> list[str]:
-    """Return few patterns that match exactly these published names."""
+    """Return a short list of patterns that match exactly these published names."""
     patterns: dict[str, None] = {}
     for name in names:
         pattern = re.escape(re.sub(r"\.\d+(?=\.)", ".#", name)).replace(r"\#", r"\d+")

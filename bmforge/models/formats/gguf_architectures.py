@@ -50,7 +50,7 @@ _T5 = {
     _RMS: "layer_norm_epsilon",
     "decoder_start_token_id": "decoder_start_token_id",
 }
-# raw field -> (tensor, dim) whose size it is
+# config.json field -> (tensor, dim) from whose size it is derived
 _Sizes = dict[str, tuple[str, int]]
 
 

@@ -75,7 +75,7 @@ def read_values(kind: str, rows: Tensor) -> Tensor:
 
 
 def _dequantize(kind: str, rows: Tensor) -> Tensor:
-    """Decode a type that no packed layer supports, by the package `gguf`.
+    """Decode a type that no packed layer supports, with the package `gguf`.
 
     Raises:
         MissingDependencyError: the package `gguf` is not installed.

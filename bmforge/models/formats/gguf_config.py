@@ -109,7 +109,7 @@ def to_raw(header: GgufHeader) -> dict[str, Any]:
     return {**raw, "generation_config": generation} if generation else raw
 
 
-# Published sampling options: their key behind "general.sampling." -> transformers' field.
+# Published sampling options: key after "general.sampling." -> transformers' field.
 SAMPLING_KEYS = {
     "top_k": "top_k",
     "top_p": "top_p",

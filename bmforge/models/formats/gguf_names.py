@@ -56,7 +56,7 @@ _DECODER = [
 _FUSED = [
     WeightRule(f"layers.{{i}}.attn.{part}_proj.{kind}", f"blk.{{i}}.attn_qkv.{kind}", False, index)
     for kind in ("weight", "bias")
-    # The rows themselves are the layer's own; only their order counts here.
+    # (index, count) instead of row ranges: the row counts depend on the layer, the order does not.
     for part, index in (("q", (0, 3)), ("k", (1, 3)), ("v", (2, 3)))
 ]
 _SPLIT = re.compile(r"layers\.\{i\}\.attn\.[qkv]_proj\.")
@@ -98,7 +98,7 @@ _OLMO2 = [*(rule for rule in _DECODER if rule.ours not in _NORMS), *_OUTPUT_NORM
 _UP = "layers.{i}.mlp.%s_proj.weight"
 _GLM4 = [
     *(rule for rule in _DECODER if rule.ours not in (_UP % "gate", _UP % "up")),
-    # The rows themselves are the layer's own; only their order counts here.
+    # (index, count) instead of row ranges: the row counts depend on the layer, the order does not.
     WeightRule(_UP % "gate", "blk.{i}.ffn_up.weight", part=(0, 2)),
     WeightRule(_UP % "up", "blk.{i}.ffn_up.weight", part=(1, 2)),
 ]

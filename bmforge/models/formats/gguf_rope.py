@@ -54,7 +54,7 @@ def read_rope(header: GgufHeader, kind: str, head_dim: int) -> tuple[dict[str, A
     return {"rope_theta": theta, "rope_scaling": fields}, keys
 
 
-# Values of keys with which they have no effect in llama.cpp.
+# Values with which a key has no effect in llama.cpp.
 _NEUTRAL = {
     "scaling.factor": 1.0,
     "scaling.attn_factor": 1.0,
@@ -103,7 +103,7 @@ def _read_scaling(
         if f"scaling.yarn_{beta}" in values:
             fields[beta] = _number(header, values, f"scaling.yarn_{beta}", 0.0)
     if "scaling.attn_factor" in values:
-        # llama.cpp multiplies YaRN's own factor on cosines and sines by it.
+        # llama.cpp multiplies YaRN's own factor on cos and sin by this value.
         own = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
         fields["attention_factor"] = own * _number(header, values, "scaling.attn_factor", 1.0)
     return fields, (*_YARN, "scaling.factor", "scaling.attn_factor")

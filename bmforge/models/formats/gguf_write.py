@@ -1,4 +1,4 @@
-"""Writes models as GGUF files for llama.cpp, by the package `gguf`.
+"""Writes models as GGUF files for llama.cpp, with the package `gguf`.
 
 Before any tensor is written, bmforge's own reader reads the metadata back: if GGUF cannot represent
 the config, an error names the fields.
@@ -166,7 +166,7 @@ def _find(model: Model) -> Architecture:
 
 
 def _stem(architecture: Architecture) -> str:
-    """Return the prefix of the family's class name; EVA and CPM-1 share names in configs."""
+    """Return the lowercase prefix of the family's class name, derived from `model_type`."""
     kind = str(architecture.raw["model_type"]).removesuffix("_text").replace("_", "")
     return kind if "moe" in kind else kind.rstrip("23") if kind.startswith("qwen") else kind
 

@@ -231,7 +231,7 @@ def plan_files(
     Args:
         sizes: size of each tensor in bytes by name, in the order of writing.
         max_file_bytes: maximum size of a file, except for a single larger tensor.
-        homes: number of each tensor by name; tensors with different numbers are in different files.
+        homes: pipeline stage of each tensor by name; a file contains tensors of only one stage.
 
     Returns:
         names of the tensors by file name, in transformers' naming

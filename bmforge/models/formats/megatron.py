@@ -70,7 +70,7 @@ def find_shards(directory: Path) -> list[Path]:
     """Return the shard files, in order, of a directory or of the directory in its tracker file.
 
     Raises:
-        CheckpointError: shards are missing, or they are those of CPM-2's experts.
+        CheckpointError: shards are missing, or they belong to CPM-2's model with experts.
     """
     tracker = directory / _TRACKER
     if tracker.is_file():

@@ -41,7 +41,7 @@ __all__ = [
 
 _WEIGHTS = "pytorch_model.pt"
 _T5_FACTOR = 100.0
-# The root mean square of T5's embeddings is above this as published, and below when divided.
+# The root mean square of T5's published embeddings is above this, that of scaled-down ones below.
 _SMALL_EMBEDDING = 0.3
 _ROWS = 4096
 _LISTED = 20

@@ -156,7 +156,7 @@ OLD_FAMILIES: dict[str, OldFamily] = {
         _GELU,
     ),
     "ViT": OldFamily(
-        # Its norms always had this epsilon, and its scores were scaled, whatever the config said.
+        # ModelCenter's ViT ignored the config: this epsilon, and scaled attention scores.
         {"num_classes": 1000, "norm_eps": 1e-5, "attn_scale": None},
         {"attn_bias": True, "norm_bias": True, "ffn_bias": True, "representation_size": None},
         {"": "gelu"},

@@ -1,4 +1,4 @@
-"""Safetensors files: reading into existing memory, mapping, and aligned writing.
+"""Safetensors files: reading into existing memory, and aligned writing.
 
 A tensor is read at its offset in the file: directly into the parameter if both have the same dtype
 and layout, otherwise through a small buffer. A rank therefore needs memory only for its shards and

@@ -2,8 +2,8 @@
 
 transformers 5 renames, splits and merges tensors when it loads and saves. Its saving code is run
 once on meta tensors, whose views reveal offsets, shapes and strides. Every stored tensor is thus
-identified as a box of one parameter or a concatenation of boxes, and can be read and written by
-slices.
+identified as a rectangular region (box) of one parameter or a concatenation of such regions, and
+can be read and written by slices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["BoxRule", "StoredNames", "find_stored_names"]
 
 @dataclass(frozen=True)
 class BoxRule(WeightRule):
-    """Rule for a stored tensor, or a part of one, that is a box of a permuted parameter.
+    """Rule for a stored tensor, or a part of one, that is a region (box) of a permuted parameter.
 
     Args:
         box: (start, stop, step, whether the dim is kept) for every dim of the parameter.
@@ -68,7 +68,7 @@ class BoxRule(WeightRule):
         return tuple(slices)
 
     def _overlap(self, dim: int, box: Box) -> tuple[int, int]:
-        """Return the range (first, last + 1) of a stored dim within a box of the parameter."""
+        """Return the range (first, last + 1) of a stored dim within a region of the parameter."""
         start, stop, step, _ = self.box[dim]
         low, high = box.offsets[dim], box.offsets[dim] + box.lengths[dim]
         first = max(0, -(-(low - start) // step))
@@ -76,7 +76,7 @@ class BoxRule(WeightRule):
         return first, last
 
     def target(self, local: Tensor, box: Box) -> Tensor:
-        """Return the elements of the local parameter that the stored tensor fills."""
+        """Return a view of the elements of a rank's shard that the stored tensor fills."""
         index: list[Any] = []
         for dim, (start, _, step, keeps) in enumerate(self.box):
             first, last = self._overlap(dim, box)
@@ -107,7 +107,7 @@ class _Tracking(TorchFunctionMode):
     """Mode that runs a conversion on meta tensors: copies remain views, joins are recorded.
 
     Attributes:
-        joined: for the id of each concatenated tensor, the tensor, its members and the dim.
+        joined: each concatenated tensor by id, with the tensors it was made from and the dim.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,8 @@ class StoredNames:
 
     Args:
         rules: rules of all stored tensors.
-        opaque: stored tensors that are not boxes of parameters and can be neither read nor written.
+        opaque: stored tensors that are not regions of parameters and can be neither read nor
+            written.
     """
 
     rules: tuple[WeightRule, ...]
@@ -257,7 +258,7 @@ def _rules_of_parts(
 def _find_box(
     view: Tensor, owner: Tensor
 ) -> tuple[tuple[tuple[int, int, int, bool], ...], tuple[int, ...]] | None:
-    """Return the box of the contiguous tensor `owner` that a view covers; None if impossible."""
+    """Return the region of the contiguous tensor `owner` that a view covers; None if it is none."""
     offset, starts = view.storage_offset(), []
     for stride in owner.stride():
         starts.append(offset // stride if stride else 0)

@@ -2,7 +2,7 @@
 
 A config does not show how logits are computed from hidden states, how packed documents can be
 separated, whether decoding with the cache is exact (also with padding), which layers are never
-called, and whether one tensor passes between blocks.
+called, and whether each block passes only one tensor to the next.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ _HEAD_FIELDS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KIND_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
 _LAYER_LISTS = (*_KIND_LISTS, "no_rope_layers", "attention_layers", "moe_layers", "_block_types")
 _DROPOUT = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "router_jitter_noise")
-# What follows from the sizes above in an architecture, and its config does not derive by itself.
+# Fields that must match the small sizes above, in architectures that do not derive them.
 _RANK_HEAD = {"head_dim": 8}
 _SPECIAL: dict[str, dict[str, Any]] = {
     "xlnet": {"d_head": 16},

@@ -28,7 +28,7 @@ _ATOL = 1e-5
 
 
 class StageEnd(Exception):  # noqa: N818 - it ends a forward that succeeded
-    """Ends the forward of a stage; `carry` is the input of the next stage."""
+    """Exception that ends the forward of a stage; `carry` is the input of the next stage."""
 
     def __init__(self, carry: Tensor) -> None:
         super().__init__("the last block of the stage")
@@ -157,7 +157,7 @@ def run_stage(modules: Any, run: Callable[[], T]) -> T | Tensor:
 
 
 def _observe(foreign: Any, structure: Structure, run: Callable[[], Any]) -> Joints:
-    """Return the outputs of blocks and the modules after them, as one call shows them."""
+    """Run the model once; return the number of outputs per block class, and the modules after."""
     if not structure.stacks or not structure.embed:
         return Joints("it has no stack of blocks after a token embedding")
     owner_name, _, leaf = structure.stacks[0].rpartition(".")
@@ -192,8 +192,8 @@ def find_joints(twin: Any, structure: Structure, run: Callable[[], Tensor]) -> J
 
     Args:
         twin: small copy of the model.
-        structure: names of its main modules.
-        run: function that returns its logits.
+        structure: names of the model's main modules.
+        run: function that returns the model's logits.
     """
     expected, joints = run(), _observe(twin, structure, run)
     if joints.refusal:

@@ -61,7 +61,7 @@ def find_tensor_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
 def _make_cuts(
     modules: Mapping[str, nn.Module], styles: Mapping[str, str], config: Any
 ) -> tuple[tuple[TensorCut, ...], str]:
-    """Return one cut per planned module, and the first unsupported style."""
+    """Return a `TensorCut` for each planned module, and the first unsupported style."""
     cuts = []
     for name, style in styles.items():
         module = modules[name]
@@ -78,7 +78,7 @@ def _make_cuts(
 
 
 def _cut_linear(name: str, module: nn.Linear, style: str, config: Any) -> TensorCut:
-    """Return the cut of a linear layer; its units are heads or indivisible rows."""
+    """Return the `TensorCut` of a linear layer; the units are heads or indivisible rows."""
     units = 0
     if style == "shared_tail":
         units = int(config.qk_rope_head_dim)
@@ -94,7 +94,7 @@ def _cut_linear(name: str, module: nn.Linear, style: str, config: Any) -> Tensor
 
 def _find_uncovered(model: Any, modules: Mapping[str, nn.Module], styles: Mapping[str, str]) -> str:
     """Return the first parameter of a sharded sublayer that the plan misses; "" if none."""
-    # Between a gathered and a split layer every process has everything.
+    # Only "colwise": between a gathered and a split layer, activations are whole on every rank.
     sharded = {n for n, s in styles.items() if s == "colwise" and type(modules[n]) is nn.Linear}
     parts = {name.rpartition(".")[0] for name in sharded}
     for name in _parameter_owners(modules):
