@@ -319,7 +319,7 @@ class Attention(nn.Module):
         )
 
     def _slopes(self, query: Tensor) -> Tensor:
-        """Return the slopes of the queries' heads, which are this rank's."""
+        """Return ALiBi's slopes of this rank's query heads."""
         rank, size = self.head_share
         slopes, local = alibi_slopes(self.num_heads), self.num_heads // size
         return query.new_tensor(slopes[rank * local : (rank + 1) * local], dtype=torch.float32)
@@ -330,7 +330,7 @@ class Attention(nn.Module):
         """Compute attention, (B, N, T, H), with the layer's dropout, scale and prefix."""
         dropout = self.dropout if self.training else 0.0
         arguments = (query, key, value, mask, bias, self.causal, self.scale, dropout)
-        # Without a prefix, `mix` gets no such argument: a user's own need not support it.
+        # Without a prefix the argument is omitted: a user-defined `mix` need not support it.
         prefix = self.prefix
         if prefix is None or weight_of(prefix) == 0:
             return self.mix(*arguments)

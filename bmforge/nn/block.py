@@ -23,7 +23,7 @@ __all__ = ["Block", "BlockSpec", "NormPlace", "Weigh"]
 
 NormPlace = Literal["pre", "post", "parallel", "parallel_norms", "output", "sandwich"]
 
-# (x before a part of a block, x after it) -> what goes on
+# (x before a sublayer, x after it) -> input of the next sublayer
 Weigh = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -73,8 +73,8 @@ class Block(nn.Module):
         layer_index: index of the block in the stack, and initially in the KV cache.
 
     Attributes:
-        agree: function that makes all processes that share a row use the same random number;
-            set by layouts.
+        agree: function that makes all ranks that share a sequence use the same random number; set
+            by layouts.
         attn_share: pruning gate of attention and its norm, a function (x before, x after) -> x;
             or None.
         mlp_share: pruning gate of the MLP, of the same form; or None.
@@ -320,7 +320,7 @@ def _times(x: Tensor, factor: float) -> Tensor:
 
 
 def _scales(part: AttentionSpec | MLPSpec | MoESpec | None) -> tuple[float, float]:
-    """Return two factors of a sublayer: on the input of its first and of its last projections."""
+    """Return a sublayer's factors on the inputs of its first and of its last projections."""
     if part is None:
         return 1.0, 1.0
     # The last projection is linear, so its factor is applied to its output, the smaller tensor.

@@ -64,7 +64,7 @@ class BottleneckOptions:
         """Return the resolved options of one module's bottleneck, from `ins` to `outs` features.
 
         Raises:
-            ConfigError: options that do not fit these sizes.
+            ConfigError: the options do not fit these sizes.
         """
         if self.reduction < 0:
             raise ConfigError(f"reduction={self.reduction} must be at least 0.")

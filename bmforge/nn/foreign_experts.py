@@ -50,8 +50,8 @@ def run_foreign_grouped(module: Any, x: Tensor, ends: Tensor) -> Tensor:
     """Run plain experts on rows sorted by expert, with one grouped product per matrix.
 
     Args:
-        module: module for which `is_foreign_experts` is true; its stacks may be a part of all
-            experts.
+        module: module for which `is_foreign_experts` is true; its stacks may contain only some of
+            the experts.
         x: rows sorted by expert.
         ends: end of each expert's rows.
 
@@ -171,7 +171,7 @@ class PackedForeignExperts(PackedStore):
         return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the tensors' initialization: that of the plain stacks, then packed."""
+        """Return the tensors' initialization: the plain stacks are sampled, then packed."""
         notes: dict[str, TensorNote] = {}
         for key, shape in self._stacks.items():
             notes |= self._notes(f"{key}_", key, shape)

@@ -127,9 +127,10 @@ class HardConcrete(nn.Module):
 class HeadDims(HardConcrete):
     """Gates on head dimensions: a unit is one dimension of a key-value head, or one rotary pair.
 
-    The gate scales the input of `o_proj` and, with `asks`, the queries, so that a unit covers the
-    dimensions of both. A pruned rotary head keeps the frequencies of the first pairs, so the pairs
-    of queries are ordered: the most open gate scales the first pair, and so on.
+    The gate scales the input of `o_proj` and, if called with `asks`, the queries: pruning a unit
+    removes a dimension of values and of queries. A pruned rotary head keeps the frequencies of the
+    first pairs, so the gates are sorted for queries: the most open gate scales the first pair, and
+    so on.
 
     Args:
         name: name of the gate.

@@ -129,7 +129,7 @@ class LMHead(nn.Linear):
             return HeadInput(x, rows, bias, tuple(added), self.softcap)
         weight = self.matrix(x.dtype)
         if vocab is not None:
-            # They follow the last row of the last rank. The other ranks take an empty slice,
+            # They follow the last row of the last rank. The other ranks use an empty slice,
             # which keeps the gradient's all-reduce in their graphs.
             more_rows = vocab.enter(more_rows)[: None if vocab.is_last else 0]
         weight = torch.cat((weight, more_rows))

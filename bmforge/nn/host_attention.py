@@ -1,6 +1,6 @@
 """CPU attention kernel of this project for whole sequences, forward and backward.
 
-Torch's CPU kernel multiplies small tiles by BLAS, whose call overhead is as large as the product;
+Torch's CPU kernel multiplies small tiles with BLAS, whose call overhead is as large as the product;
 with dropout it stores all weights. This kernel accumulates in registers; see
 `kernels/attention.cpp`.
 """
@@ -21,7 +21,7 @@ __all__ = ["host_attention", "takes_host_attention"]
 
 _FOLDER = Path(__file__).with_name("kernels")
 _SOURCES = ("floats.hpp", "attention.cpp")
-# Results need not have the same bits on every processor, so fused multiply-add is allowed.
+# Results need not be bit-identical on all processors, so fused multiply-add is allowed.
 _FLAGS = "-march=native -ffp-contract=fast"
 _DTYPES = (torch.float32, torch.bfloat16)
 _VECTOR = 16

@@ -28,7 +28,7 @@ __all__ = [
 
 _FOLDER = Path(__file__).with_name("kernels")
 _SOURCES = ("floats.hpp", "host_rows.cpp")
-# As in `host_attention`: these need not have the same bits on every processor.
+# As in `host_attention`: results need not be bit-identical on all processors.
 _FLAGS = "-march=native -ffp-contract=fast"
 _DTYPES = (torch.float32, torch.bfloat16)
 _VECTOR = 16

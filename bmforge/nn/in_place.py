@@ -1,7 +1,7 @@
 """In-place mul and add into a temporary tensor, used when autograd and tracing are off.
 
 A large new tensor is allocated page by page, and the page faults cost several times as much as the
-arithmetic. Instead the result overwrites the first operand; its bits are the same.
+arithmetic. Instead the result, which is bit-identical, overwrites the first operand.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bmforge.nn.products import is_watched
 __all__ = ["add_temporary", "multiply_temporary"]
 
 
-# Below this size the check costs more than the memory.
+# Below this size the check costs more than allocating a new tensor.
 _FEWEST_NUMBERS = 1 << 14
 
 

@@ -5,7 +5,7 @@ bit-identical to those of a plain layer with the weight ``rows * scale`` in the 
 rows are plain parameters without gradient, so layouts, streaming and checkpoints handle them like
 any other tensor; gradients flow to the input, so that attached adapters can be trained.
 
-Source: absmax quantisation by rows, as in Dettmers et al., "LLM.int8()" (2022), without outliers.
+Source: absmax quantization by rows, as in Dettmers et al., "LLM.int8()" (2022), without outliers.
 """
 
 from __future__ import annotations

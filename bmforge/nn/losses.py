@@ -38,7 +38,7 @@ _CHUNK_ELEMENTS = 1 << 26
 # On a CPU tiles that fit into the cache (16 MiB) are faster; 144 MiB of them are stored at most.
 # Each pass over the head's weight must serve at least some tokens, or reading the weight dominates.
 _HOST_CHUNK_ELEMENTS, _HOST_TILE_ELEMENTS, _FEW_TOKENS, _MANY_TOKENS = 9 << 22, 1 << 22, 200, 2048
-# Rows per step when a product is added to a sum of a wider dtype, for the same reason.
+# Rows per step when a product is added to a sum of a wider dtype; also sized for the cache.
 _WIDENED_ROWS = 512
 
 

@@ -34,9 +34,10 @@ def takes_low_rank_sum(*tensors: Tensor) -> bool:
 class AddLowRank(torch.autograd.Function):
     """``out + scale * x @ down.T @ up.T``, without the update as a separate tensor.
 
-    `addmm` adds it while it writes the sum, which saves two passes over a tensor of the output's
-    size. The gradient of `up` is computed transposed, (R, T) times (T, out): libraries take a
-    third to a half of the time of (out, T) times (T, R), whose result is R numbers wide.
+    `addmm` adds the update while it writes the sum, which saves two passes over a tensor of the
+    output's size. The gradient of `up` is computed transposed, as (R, T) times (T, out): this takes
+    BLAS libraries a third to half of the time of (out, T) times (T, R), whose result has rows of
+    only R numbers.
     """
 
     @staticmethod

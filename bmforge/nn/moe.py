@@ -69,8 +69,8 @@ class MoESpec:
             unweighted expert (the router gets no gradient), assigned evenly over the tokens in
             training and by argmax otherwise; "per_call": the same k experts for all tokens of a
             call, with the largest sum of sigmoids.
-        capacity_factor: limit of an expert's tokens in training, in even shares of a rank's
-            tokens (see `limit_loads`); None means no limit.
+        capacity_factor: maximum number of tokens per expert in training, as a multiple of an even
+            share of the rank's tokens (see `limit_loads`); None means no limit.
         in_scale: factor on the input of the router and the experts; see `AttentionSpec`.
         out_scale: factor on the input of the experts' last projections.
         weighs: weight the selected experts' outputs; otherwise sum them unweighted, and the

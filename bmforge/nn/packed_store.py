@@ -262,9 +262,9 @@ class MatrixStore(PackedStore):
             setattr(self, key, getattr(other, key))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the tensors' initialization: that of the plain weight, then packed.
+        """Return the tensors' initialization: the plain weight is sampled, then packed.
 
-        The first columns are stored as outliers.
+        The first columns of a sampled weight are stored as outliers.
         """
         shape = self.rows, self.columns
         if self.outlier_columns is None:

@@ -209,7 +209,7 @@ def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
 
 
 def detach_part_(module: nn.Module, name: str) -> BesidePart:
-    """Remove an adapter from a module, which is then as before, and return the adapter."""
+    """Remove an adapter from a module, which restores the module, and return the adapter."""
     part = module._modules.pop(name)
     assert isinstance(part, BesidePart)
     left = [other for _, other in beside_parts(module)]

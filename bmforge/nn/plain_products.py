@@ -26,7 +26,7 @@ __all__ = ["gives_torchs_bits", "multiply_plain", "multiply_rows_plain", "quanti
 _LARGEST = 127
 # The sum of so many products is exact in fp32, in any order.
 _EXACT_COLUMNS = 1024
-# Columns of a plain weight that no nearest cache holds with what goes in.
+# Columns of a test weight whose rows, with the activations, exceed the L1 cache.
 _LONG_ROW = 20001
 
 

@@ -19,8 +19,8 @@ __all__ = [
     "runnable_variants",
 ]
 
-# Variant -> compiler flags and what the processor must have, the fastest first. One source, one
-# result; the last one runs everywhere.
+# Variant -> compiler flags and required CPU features, fastest first. All variants are compiled from
+# the same source and give bit-identical results; the last one runs on every processor.
 _VARIANTS: dict[str, tuple[str, frozenset[str]]] = {
     "avx512-vnni": (
         "-mavx512f -mavx512bw -mavx512vl -mavx512vnni",
@@ -29,7 +29,7 @@ _VARIANTS: dict[str, tuple[str, frozenset[str]]] = {
     "avx2": ("-mavx2 -mf16c", frozenset({"avx2", "f16c"})),
     "plain": ("", frozenset()),
 }
-# AMD's family 25, measured on Zen 4, reads ahead by itself and is held up by requests far beyond.
+# AMD's family 25 (measured on Zen 4) prefetches in hardware; distant software prefetches slow it.
 _AHEAD_BYTES = {("AuthenticAMD", "25"): 256}
 _SOURCES = ("lanes.hpp", "products.cpp", "packing.cpp", "rows.cpp")
 # As `Kind` of rows.cpp.

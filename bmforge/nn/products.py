@@ -1,8 +1,9 @@
 """Products of packed matrices and activations: compiled kernels, with torch as fallback.
 
 The result is bit-identical for every implementation and batch size: activations are quantized by
-groups, products within a group are summed as integers, and the groups' sums, times both scales, are
-added sequentially in fp32. The exception is float activations, which torch sums in its own order.
+groups, products within a group are summed as integers, and the groups' sums, multiplied by the
+scales of weight and activations, are added sequentially in fp32. Float activations are the
+exception: torch sums them in its own order.
 """
 
 from __future__ import annotations
@@ -162,10 +163,10 @@ def _multiply_on_device(
 def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """Return ``x @ weight.T + bias`` for a plain CPU weight; None if torch should compute it.
 
-    Torch reads 16-bit weights at little more than half the memory bandwidth. For 2 to 16 tokens in
-    fp32 it takes twice as long on processors for which its library is not optimized. So a kernel
-    computes small batches; a token's result is then bit-identical for every batch size. Large
-    16-bit batches are multiplied in fp32 if no library supports 16 bits.
+    Small batches are computed by a kernel; a token's result is then bit-identical for every batch
+    size. Torch reads 16-bit weights at little more than half the memory bandwidth, and for 2 to 16
+    tokens in fp32 takes twice as long as the kernel on processors for which its library is not
+    optimized. Large 16-bit batches are multiplied in fp32 if no library supports 16 bits.
 
     Shape:
         x: (..., columns) -> (..., rows), in the dtype of x
@@ -260,7 +261,7 @@ def numbers_of(spec: QuantSpec) -> list[int]:
     return [spec.bits, spec.group_size, int(spec.activations == "float")]
 
 
-# Defined by hand, not as a `custom_op`, whose wrapping costs thrice as much for every call.
+# Defined by hand, not as a `custom_op`, whose wrapper triples the overhead of a call.
 _LIBRARY = torch.library.Library("bmforge", "FRAGMENT")
 _TENSORS = "Tensor packed, Tensor scales, Tensor? minima, int rows, int[] spec"
 _LIBRARY.define(f"multiply_packed(Tensor x, {_TENSORS}, Tensor? bias) -> Tensor")

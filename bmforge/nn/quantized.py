@@ -199,7 +199,7 @@ class QuantizedExperts(PackedStore, Experts):
         return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the tensors' initialization: that of the plain stacks, then packed."""
+        """Return the tensors' initialization: the plain stacks are sampled, then packed."""
         notes: dict[str, TensorNote] = {}
         for key, shape in self._sizes.items():
             notes |= self._notes(f"{key}_", key, shape)

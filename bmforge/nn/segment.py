@@ -138,13 +138,13 @@ def find_relations(
 def see_context(
     context: Tensor, distance: Tensor, allowed: Tensor | None, real: Tensor | None
 ) -> Tensor:
-    """Build the mask in which queries see all context and answer tokens up to themselves.
+    """Build the mask of CPM-Ant and CPM-Bee: bidirectional context, causal answers.
 
-    Context tokens attend to context only. Every token, even padding, attends to itself, so that no
-    softmax is empty.
+    Context tokens attend to all context tokens; answer tokens also to earlier answer tokens. Every
+    token, even padding, attends to itself, so that no softmax is empty.
 
     Args:
-        context: True for context tokens, which are given and not predicted.
+        context: True for context tokens, which are not predicted.
         distance: see `find_distances`.
         allowed: further condition on a (query, key) pair, such as the same span; None for no
             condition.

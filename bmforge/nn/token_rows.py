@@ -104,8 +104,8 @@ def attach_token_rows_(model: nn.Module, name: str, indices: Mapping[str, Any]) 
         the names of the modules with rows.
 
     Raises:
-        ConfigError: ids that repeat or are not in the table, or another module; the model is
-            unchanged then.
+        ConfigError: an id repeats or is not in the table, or a module is not an embedding or head.
+            The model is then unchanged.
     """
     parts: dict[str, TokenRows] = {}
     tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -1,4 +1,4 @@
-"""Mixture of experts in calls where all tokens use the same experts: no sorting, no copies."""
+"""Mixture of experts for calls in which all tokens use the same experts, without sorting tokens."""
 
 from __future__ import annotations
 

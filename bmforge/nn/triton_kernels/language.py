@@ -17,7 +17,7 @@ def _import_language() -> tuple[Any, Any]:
     try:
         return import_module("triton").jit, import_module("triton.language")
     except ImportError:
-        # The annotation of arguments that are known at compile time is all that a definition reads.
+        # Defining a kernel reads only `tl.constexpr`, the annotation of compile-time arguments.
         return (lambda function: function), SimpleNamespace(constexpr=None)
 
 

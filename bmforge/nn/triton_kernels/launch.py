@@ -19,10 +19,10 @@ from bmforge.nn.triton_kernels.rows import add_rms_norm, quantize_rows
 
 __all__ = ["TritonKernels"]
 
-# Wider groups than this do not fit into registers in one turn.
+# Wider groups than this do not fit into registers in one iteration.
 _WIDEST_GROUP = 256
 _PART_TOKENS = 256
-# The CPU's bits need separate multiplications and additions; attention is equal up to rounding.
+# Separate multiplications and additions for bit-identity with the CPU; not needed for attention.
 _EXACT, _FUSED = {"enable_fp_fusion": False}, {"enable_fp_fusion": True}
 
 
@@ -97,7 +97,7 @@ class TritonKernels:
         columns, at_once = values.shape[1], 1 if tokens == 1 else 2 if tokens == 2 else 4
         group, is_plain = spec.group_of(columns), matrix.minima is None
         scales, minima = _in_pairs(matrix)
-        # Turns of 128 words of a row, of 64 with several tokens: more spill registers.
+        # 128 words of a row per iteration, 64 with several tokens: more would spill registers.
         words = (128 if at_once == 1 else 64) * 32 // (group * spec.bits)
         turn = min(32 if is_plain else 16, max(8 if is_plain else 4, words))
         grid = (-(-rows // PANEL_ROWS), -(-tokens // at_once))
@@ -156,7 +156,7 @@ class TritonKernels:
     def dequantize(
         self, matrix: PackedMatrix, rows: int, spec: QuantSpec, dtype: torch.dtype
     ) -> Tensor:
-        """Return a packed matrix in a dtype, as `packing.unpack_matrix`: (rows, columns)."""
+        """Dequantize a packed matrix to a dtype, (rows, columns); see `packing.unpack_matrix`."""
         panels, blocks, _ = matrix.packed.shape
         columns = blocks * 32 // spec.bits
         out = matrix.packed.new_empty(rows, columns, dtype=dtype)

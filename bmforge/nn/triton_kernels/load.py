@@ -39,8 +39,8 @@ _TOKENS = (1, 3, 17)
 def load_triton(device: torch.device) -> TritonKernels | None:
     """Return the Triton kernels for an accelerator; None if torch computes instead.
 
-    A warning states the reason if the device could run them. The first call compiles the kernels
-    and compares their results with the CPU's.
+    If the device supports them but they are not used, a warning states the reason. The first call
+    compiles the kernels and compares their results with the CPU's.
     """
     features = triton_features(device)
     if features is None:

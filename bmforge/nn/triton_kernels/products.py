@@ -12,7 +12,7 @@ __all__ = ["multiply_few", "multiply_tiles", "multiply_wide_groups"]
 
 @jit
 def dot4(a, b, c, IS_UNSIGNED: tl.constexpr, EMULATE: tl.constexpr):
-    """Return c + the dot product of four bytes of `a`, signed or not, and four signed ones of `b`.
+    """Return c + the dot product of four bytes of `a`, signed or not, and four signed bytes of `b`.
 
     Emulated in the interpreter and on GPUs without NVIDIA's instruction.
     """
@@ -139,7 +139,7 @@ def multiply_few(
     PLAIN: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRS: tl.constexpr, EMULATE: tl.constexpr,
     STAGES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Multiply T tokens by one panel of 16 rows by dp4a; each iteration multiplies C groups.
+    """Multiply T tokens by one panel of 16 rows with dp4a; each iteration multiplies C groups.
 
     Args:
         packed: (panels, blocks, 16) int32 words.
@@ -284,8 +284,8 @@ def multiply_tiles(
 ):  # fmt: skip
     """Multiply at least 16 tokens by one weight panel on int8 tensor cores.
 
-    Each iteration multiplies C groups. Args as `multiply_few`, but packed (panels, blocks, 64)
-    uint8 and values (tokens, K) int8.
+    Each iteration multiplies C groups. The args are those of `multiply_few`, but `packed` is
+    (panels, blocks, 64) uint8 and `values` is (tokens, K) int8.
     """
     GROUPS: tl.constexpr = K // G
     B: tl.constexpr = G * BITS // 32
@@ -325,7 +325,7 @@ def dequantize(
     N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr,
     BB: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize BB blocks of one panel to the dtype of the output, (N, K), as `unpack_matrix`."""
+    """Dequantize BB blocks of one panel to the output's dtype, (N, K), like `unpack_matrix`."""
     BLOCKS: tl.constexpr = K * BITS // 32
     COLUMNS: tl.constexpr = BB * 32 // BITS
     panel = tl.program_id(0).to(tl.int64)

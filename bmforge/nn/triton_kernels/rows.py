@@ -32,7 +32,7 @@ def quantize_rows(
     largest_bits = tl.max(tl.abs(v).to(tl.int32, bitcast=True), 1)
     is_finite = largest_bits < 0x7F800000
     largest = tl.where(is_finite, largest_bits, 0).to(tl.float32, bitcast=True)
-    # `/` is approximate in Triton; the CPU's bits need IEEE division.
+    # `/` is approximate in Triton; bit-identical results need IEEE division.
     scale = tl.math.div_rn(largest, 127.0)
     is_zero = scale < 1.1754943508222875e-38
     inverse = tl.where(is_zero, 0.0, tl.math.div_rn(127.0, tl.where(is_zero, 1.0, largest)))
