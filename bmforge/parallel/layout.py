@@ -112,7 +112,7 @@ class Layout:
 
     @property
     def splits_stages_or_tokens(self) -> str:
-        """Option that splits a model into stages, or rows into parts; "" without one."""
+        """Option that splits the model into stages (pp) or sequences over ranks (cp), or ""."""
         axes = {"layout.pp": self.pp, "layout.cp": self.cp}
         return next((f"{name}={size}" for name, size in axes.items() if size > 1), "")
 

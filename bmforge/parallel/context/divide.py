@@ -1,9 +1,9 @@
 """Context parallelism: all blocks run on sequences whose tokens are sharded over processes.
 
 Before a stack of blocks every process selects its share of the tokens (`token_share.py`); after the
-stack the tokens are all-gathered. Only attention needs the tokens of other processes, by one of
-three methods. A causal sequence is cut into twice as many chunks as there are processes, and each
-process takes an early and a late chunk, so that all have the same work (zigzag).
+stack the tokens are all-gathered. Only attention needs the tokens of other processes, and gets them
+by one of three methods. A causal sequence is cut into twice as many chunks as there are processes,
+and each process takes an early and a late chunk, so that all have the same work (zigzag).
 
 The backward of each process computes a partial gradient, and ZeRO sums these. So selecting tokens
 needs no collective in backward; the all-gather needs a reduce-scatter. The loss of a language model
@@ -308,7 +308,7 @@ def _own_tokens(group: dist.ProcessGroup, total: int) -> slice:
 
 
 def _join_tokens(group: dist.ProcessGroup, scores: Tensor, total: int) -> Tensor:
-    """All-gather the scores, of which every process computed a share of the tokens.
+    """All-gather the scores of all tokens; every process computed those of its share.
 
     All processes then compute the same loss over all tokens, and their gradients of a token's
     scores are summed, which scales them by the number of processes.

@@ -152,7 +152,7 @@ class PipelinedModel:
             micro_batches: micro-batches, the same on every rank of the pipeline.
 
         Raises:
-            ConfigError: fewer micro-batches than the schedule needs.
+            ConfigError: there are fewer micro-batches than the schedule needs.
         """
         pipeline = self._pipeline(len(micro_batches))
         sharded = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
@@ -306,8 +306,8 @@ def _build_groups(
 def reduce_gradients_(model: nn.Module, sharded: Sequence[FSDPModule]) -> None:
     """Reduce the accumulated gradients of FSDP2 modules and reshard their parameters.
 
-    The schedule runs one backward per stage and micro-batch, and FSDP2 cannot know which is the
-    last of a module. torch.distributed.pipelining does the same at the end of a step.
+    The schedule runs one backward per stage and micro-batch, and FSDP2 cannot know which of them is
+    the last for a module. torch.distributed.pipelining does the same at the end of a step.
     """
     if not sharded:
         return

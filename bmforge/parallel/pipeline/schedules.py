@@ -5,9 +5,9 @@ of models and process groups: `run.py` executes the lists, `replay.py` simulates
 
 Source: GPipe, Huang et al. 2018; 1F1B and interleaved 1F1B, Narayanan et al. 2021 (2104.04473);
 zero bubble (ZB-H1, interleaved) and ZBV, Qi et al. 2023 (2401.10241); DualPipeV, DeepSeek-V3 2024
-(2412.19437) and its released code, with the overlapped pairs written one after the other. A number
-of micro-batches that the number of ranks does not divide runs in equal rounds, as in torch's
-pipelining.
+(2412.19437) and its released code, with the overlapped pairs written one after the other. If the
+number of micro-batches is not divisible by the number of ranks, they run in equal rounds, as in
+torch's pipelining.
 """
 
 from __future__ import annotations

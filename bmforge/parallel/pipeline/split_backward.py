@@ -11,8 +11,8 @@ the second half. With recomputed activations each call recomputes them, and a co
 single node that would run twice; do not split the backward of such blocks (`Pipeline(split=())`).
 
 Source: the idea of stage_backward_input and stage_backward_weight in torch.distributed.pipelining,
-Qi et al. 2023 (2401.10241); reimplemented because those (2.13) lose weights that reach an output
-off the input's path and raise on tied ones.
+Qi et al. 2023 (2401.10241); reimplemented because torch 2.13 omits the gradients of weights that
+reach an output outside of the path from the input, and raises an error for tied weights.
 """
 
 from __future__ import annotations

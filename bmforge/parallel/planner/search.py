@@ -248,7 +248,7 @@ class _Looker:
 def _largest(layout: Layout, share: int) -> int:
     """Return the fastest micro-batch size, a power of two, regardless of memory.
 
-    The bubble of a pipeline is proportional to the micro-batch, so a pipeline uses the smallest.
+    The bubble of a pipeline is proportional to the micro-batch size, so it is 1 in a pipeline.
     """
     return 1 if layout.pp > 1 else share & -share
 

@@ -17,9 +17,9 @@ __all__ = ["OURS", "TrainingEngine", "Times", "StepWork", "compute_time", "step_
 
 # Fraction of the nominal link or memory bandwidth that collectives and kernels reach.
 _LINK, _MEMORY = 0.8, 0.8
-# Fraction of the operators' reads and writes that reaches memory on an accelerator, whose caches
+# Fraction of the operators' reads and writes that reaches memory on an accelerator, where caches
 # and fused kernels avoid the rest, and in compiled blocks. Tuned by hand to torchtitan's results
-# for 8 GPUs with and without compiling, which are therefore no test of the planner.
+# for 8 GPUs with and without compiling, so these results do not test the planner.
 _EAGER, _COMPILED = 0.66, 0.28
 # Fraction of forward in a step's compute time, without and with recompute.
 _FORWARD, _FORWARD_OF_RECOMPUTED = 1 / 3, 1 / 4

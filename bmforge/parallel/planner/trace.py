@@ -282,7 +282,7 @@ def _assign(follower: Follower, model: nn.Module, owners: dict[int, int]) -> Non
 
 
 class _Marks:
-    """Block hooks that record the start of each forward and backward, and the active end.
+    """Block hooks that record the start of each forward and backward, and the active model end.
 
     Args:
         model: parallelized model.

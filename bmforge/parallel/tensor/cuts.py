@@ -148,7 +148,7 @@ def _cut_around(name: str, module: nn.Module, styles: Mapping[str, Cut]) -> Cut 
 
 
 def _dims_of(module: Any, cut: Cut | None) -> Mapping[str, int]:
-    """Return the sharded dim of each parameter, given by an adapter's notes or by the style."""
+    """Return the sharded dim of each parameter, by an adapter's `tensor_notes` or the style."""
     if cut is None:
         return {}
     if not callable(getattr(module, "tensor_notes", None)):
