@@ -70,7 +70,7 @@ class Device:
 
 # A context with its kernels, and the buffers of the collectives, on every device.
 CONTEXT_GIB = 0.9
-# What the caching allocator cannot hand out again at once.
+# Fraction of the memory that the caching allocator cannot reuse because of fragmentation.
 FRAGMENTED = 0.02
 _BMTRAIN = "BMTrain README, 13B on 32 V100, batch 16: 26.94 samples/s"
 _MEGATRON = "Megatron-LM (2104.04473) table 1, 7.5B on 128 GPUs: 142 TFLOP/s"

@@ -77,7 +77,7 @@ _COMMONS = re.compile(
     r"(?:licenses/([a-z-]+)/(\d\.\d)(?:/(?:[a-z]{2}|igo|scotland))?|publicdomain/(zero|mark)/1\.0)"
     r"(?:/|/(?:deed|legalcode)(?:[.-][a-z]{2}(?:[-_][a-z]{2,4})?)?)?(?:[?#]\S*)?"
 )
-# What may follow the version: a port to a country's law. All else may take rights away.
+# Allowed text after the version: a port to a country's law. Any other text may remove rights.
 _PORT = (
     r"unported|international|intl|generic|igo|universal|public domain dedication|licen[cs]e|deed|"
     r"germany|deutschland|france|japan|spain|italy|austria|switzerland|china|china mainland|taiwan|"
@@ -300,7 +300,7 @@ def _compare(first: License, second: License) -> Conflict | None:
             return Conflict(this.id, other.id, (what, what), clauses)
     if _joinable(first, second):
         return None
-    # What one asks for in addition says more than that both want their own terms.
+    # Report an additional restriction first: it explains more than two share-alike clauses do.
     for added in (_added, lambda other_terms, own_terms: ["share-alike"]):
         for this, other in both:
             if "share-alike" not in this.terms:

@@ -31,14 +31,14 @@ except ImportError:  # not a POSIX system
 
 __all__ = ["load_kernels_of", "load_native", "processor_features", "processor_field", "say_once"]
 
-# -ffp-contract=off: product and sum are rounded separately on every instruction set, for equal
-# bits.
+# -ffp-contract=off: product and sum are rounded separately, so that results are bit-identical on
+# every instruction set.
 _FLAGS = "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -fPIC"
 _COMPILE_LIMIT_S = 300
 
 
 class _RefusedError(Exception):
-    """A library is not loaded, for the reason in the message."""
+    """Raised if a library is not loaded; the message states the reason."""
 
 
 def load_kernels_of(

@@ -39,7 +39,7 @@ __all__ = [
 
 
 class Span(NamedTuple):
-    """The blocks of a stack on this pipeline stage: from `first` to before `last`, of `total`.
+    """Range of a stack's blocks on this pipeline stage: `first` to `last` - 1, of `total`.
 
     Earlier stages compute the input of block `first`; later stages continue with block `last`.
     """
@@ -187,7 +187,7 @@ def record_of(model: nn.Module) -> LaidOut:
 
 
 class Keeper(Protocol):
-    """Stores a tensor's local values somewhere else than in the tensor's memory.
+    """Stores a tensor's local values outside of the tensor's own memory.
 
     Attributes:
         dtype: dtype of the stored values.

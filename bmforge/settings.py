@@ -213,7 +213,7 @@ class CollectConfig:
     Args:
         hosts: other hosts that may be crawled besides those of the given addresses, as HOST or
             HOST:PORT.
-        private_hosts: hosts to read although their addresses are private or of this machine.
+        private_hosts: hosts that are allowed although their addresses are private or loopback.
         most_pages: maximum number of requests in a run.
         most_bytes: maximum total size of the responses in a run.
         most_page_bytes: maximum size of a response; larger ones are skipped.

@@ -1,9 +1,9 @@
 """The local shard of a global tensor; the only module that reads a DTensor's internals.
 
-Initialization, loading and checkpointing all need to know which box of the global tensor a rank
-holds, and where its values are. A box is one (offset, length) pair per tensor dim; the box of a
-plain tensor is the whole tensor. Values are in the tensor's own memory or in another storage
-(`Source`).
+Initialization, loading and checkpointing all need to know which rectangular region (box) of the
+global tensor a rank holds, and where its values are. A box is one (offset, length) pair per tensor
+dim; the box of a plain tensor is the whole tensor. Values are in the tensor's own memory or in
+another storage (`Source`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
     "whole_tensor",
 ]
 
-# Number of values by which tensors are told apart.
+# Number of values per tensor that are compared to distinguish models.
 _SAMPLES = 64
 
 

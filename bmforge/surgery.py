@@ -228,7 +228,7 @@ class _Wrapping:
 
     Args:
         own: instance attribute `forward` before wrapping, if any.
-        wrappers: dictionary from place to wrapper.
+        wrappers: dictionary from order key (see `PLACES`) to wrapper.
         composed: the forward that calls all wrappers.
     """
 
@@ -238,7 +238,7 @@ class _Wrapping:
 
 
 def wrap_forward_(module: nn.Module, wrapper: Wrapper, order_key: str) -> None:
-    """Wrap a module's forward; `order_key` determines the order of several wrappers.
+    """Wrap a module's forward: calls of the module call the wrapper instead.
 
     Hooks, `module.compile()` and FSDP are outside of all wrappers. Copies of the module have copies
     of the wrappers.
@@ -246,10 +246,11 @@ def wrap_forward_(module: nn.Module, wrapper: Wrapper, order_key: str) -> None:
     Args:
         module: module to wrap; its class and parameter names do not change.
         wrapper: module-level function, or a `partial` that binds the arguments before `inner`.
-        order_key: one of `PLACES`; each place has at most one wrapper.
+        order_key: one of `PLACES`, which are the kinds of wrappers from the innermost to the
+            outermost; a module has at most one of each kind.
 
     Raises:
-        ConfigError: the place already has a wrapper.
+        ConfigError: the module already has a wrapper with this `order_key`.
     """
     if order_key in (wrapping := _wrapping_of(module)).wrappers:
         raise ConfigError(
@@ -261,10 +262,10 @@ def wrap_forward_(module: nn.Module, wrapper: Wrapper, order_key: str) -> None:
 
 
 def unwrap_forward_(module: nn.Module, order_key: str) -> Wrapper:
-    """Remove and return the wrapper at a place; without wrappers the original forward is restored.
+    """Remove and return a wrapper of a module's forward.
 
     Raises:
-        ConfigError: the place has no wrapper.
+        ConfigError: the module has no wrapper with this `order_key`.
     """
     wrapping = _wrapping_of(module)
     if order_key not in wrapping.wrappers:
@@ -278,7 +279,7 @@ def unwrap_forward_(module: nn.Module, order_key: str) -> Wrapper:
 
 
 def wrappers_of(module: nn.Module) -> list[tuple[str, Wrapper]]:
-    """Return the places and wrappers of a module's forward, innermost first."""
+    """Return the order keys and wrappers of a module's forward, innermost first."""
     wrapping = module.__dict__.get(_WRAPPING)
     if wrapping is None:
         return []
@@ -328,10 +329,10 @@ def view_parameters_(module: nn.Module, views: Mapping[str, View], order_key: st
     Args:
         module: module; its parameters themselves do not change.
         views: dictionary from parameter name to the function that computes the value.
-        order_key: one of `PLACES`; determines the order if the module has other wrappers.
+        order_key: one of `PLACES`; determines the order if the module has several wrappers.
 
     Raises:
-        ConfigError: the place already has a wrapper.
+        ConfigError: the module already has a wrapper with this `order_key`.
     """
     wrap_forward_(module, partial(_on_views, module, views), order_key)
 

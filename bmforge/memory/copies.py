@@ -220,7 +220,7 @@ class CopyEngine(ABC):
 
 
 class _ThreadCopies(CopyEngine):
-    """Copy engine for the host: a thread copies."""
+    """Copy engine for the host, which copies in a thread."""
 
     def mark(self) -> torch.Event | None:
         return None
@@ -235,7 +235,7 @@ class _ThreadCopies(CopyEngine):
 
 
 class _StreamCopies(CopyEngine):
-    """Copy engine for an accelerator: a separate stream copies."""
+    """Copy engine for an accelerator, which copies in a separate stream."""
 
     def __init__(self, name: str, device: torch.device, records: bool = False) -> None:
         super().__init__(name, records, device)
