@@ -36,7 +36,8 @@ class MemoryOptions:
         max_tokens: longest sequence, including new tokens, that device_budget must be enough
             for (default: 1024, or the model's maximum).
         quantize: quantize weights while loading: int8, int8-dynamic, int4 or int4-128; keep
-            loads the integers of a GGUF, GPTQ or AWQ file.
+            loads the integers of a GGUF, GPTQ or AWQ file, and none dequantizes them (default:
+            keep for a file with integers of a native family, else none).
         devices: accelerators that share the model's blocks, by index or name, such as 0,1; the
             budget applies to each of them (default: one).
         backend: implementation of the architecture: native for the families of bmforge,

@@ -15,8 +15,12 @@ from rich.console import Console
 from safetensors import safe_open
 
 from bmforge.errors import ConfigError
+from bmforge.gguf_header import is_gguf
 from bmforge.infer.engine import Engine, EngineConfig
 from bmforge.models import AutoModel
+from bmforge.models.config_file import read_config_file
+from bmforge.models.integer_weights import KEEP, layers_with_integers
+from bmforge.models.load import weight_reader
 from bmforge.recipes.adapter_dirs import ModelSource
 from bmforge.settings import MemoryOptions
 from bmforge.tune.delta import load_delta, use_deltas
@@ -30,6 +34,7 @@ __all__ = [
     "opened_model",
     "put_deltas_",
     "put_named_deltas_",
+    "with_file_scheme",
     "with_own_adapter",
 ]
 
@@ -52,6 +57,31 @@ def with_own_adapter(source: ModelSource, adapters: Sequence[str]) -> tuple[str,
             "it. Give the base model, and this adapter as --adapter NAME=DIR too."
         )
     return (str(source.adapter), *adapters)
+
+
+def with_file_scheme(memory: MemoryOptions, directory: Path) -> MemoryOptions:
+    """Replace a missing quantization scheme by the one that suits the model's file.
+
+    The integers of a GGUF, GPTQ or AWQ file are kept, because dequantized weights need two to
+    eight times the memory, and decoding reads all of it for each token.
+
+    Args:
+        memory: memory limits of the model.
+        directory: model directory or GGUF file.
+    """
+    if memory.quantize is None and memory.backend != "transformers" and _keeps_integers(directory):
+        return replace(memory, quantize=KEEP)
+    return replace(memory, quantize=None) if memory.quantize == "none" else memory
+
+
+def _keeps_integers(directory: Path) -> bool:
+    """Return True if the file has integer weights that bmforge's quantized layers can hold."""
+    if not is_gguf(directory) and "quantization_config" not in read_config_file(directory):
+        return False
+    plain, files = AutoModel.describe_pretrained(directory)
+    if plain.keeps_foreign_cache or plain.config.changes:  # bmforge's files state their scheme
+        return False
+    return bool(layers_with_integers(plain, weight_reader(plain, files)))
 
 
 def put_deltas_(
@@ -175,6 +205,7 @@ def open_beside(
         ConfigError: the budget is too small for the model with its adapters, or an adapter does not
             fit the model.
     """
+    memory = with_file_scheme(memory, directory)
     config = replace(config, beside_bytes=delta_bytes(deltas))
     engine = Engine(
         directory,
@@ -209,6 +240,7 @@ def opened_model(
 
     Adapters stay in memory and count toward the budget.
     """
+    memory = with_file_scheme(memory, directory)
     quantize = memory.quantize
     put_ = partial(put_deltas_, deltas=deltas, allow_other_base=quantize is not None)
     if memory.device_budget is None and memory.devices is None:

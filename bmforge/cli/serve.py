@@ -18,6 +18,7 @@ from bmforge.cli.open_model import (
     open_beside,
     put_deltas_,
     put_named_deltas_,
+    with_file_scheme,
     with_own_adapter,
 )
 from bmforge.cli.options import ServeCommand
@@ -57,7 +58,9 @@ def run_serve(command: ServeCommand) -> None:
     find_names(command.adapter)
     load_keys(command.config, os.environ)
     load_admin_key(command.config, os.environ)
-    source, memory = find_source(command.model), command.memory
+    source = find_source(command.model)
+    memory = with_file_scheme(command.memory, source.model)
+    command = replace(command, memory=memory)
     with_own_adapter(source, command.adapter)
     budget = memory.budget_bytes
     with ExitStack() as stack:
@@ -131,12 +134,12 @@ def _open_engine(command: ServeCommand, source: ModelSource, budget: int | None)
             directory, command.memory, budget, command.adapter, put_, config, tokenizer
         )
     backend = command.memory.backend
-    if not command.adapter:
-        return Engine(
-            directory, quantize=quantize, tokenizer=tokenizer, config=config, backend=backend
-        )
+    if not command.adapter and quantize is None:
+        return Engine(directory, tokenizer=tokenizer, config=config, backend=backend)
+    # Quantized in memory: the engine would write the quantized weights to a directory first.
     model = AutoModel.from_pretrained(directory, quantize=quantize, backend=backend)
-    put_(model)
+    if command.adapter:
+        put_(model)
     return Engine(model.eval(), tokenizer=tokenizer, config=config)
 
 

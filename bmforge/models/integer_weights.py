@@ -22,7 +22,7 @@ from bmforge.nn.quantized import PackedStore
 from bmforge.shards import Box
 from bmforge.surgery import match_glob, persistent_tensors
 
-__all__ = ["KEEP", "fill_kept_", "keep_"]
+__all__ = ["KEEP", "fill_kept_", "keep_", "layers_with_integers"]
 
 KEEP = "keep"
 # Integers that are packed at a time.
@@ -39,12 +39,7 @@ def keep_(plain: Any, read: WeightReader) -> Any:
     Raises:
         ConfigError: the checkpoint has no such integers.
     """
-    layers: dict[QuantSpec, list[str]] = {}
-    for name, tensors in _targets(plain):
-        specs = {read.stored_spec(tensor) for tensor in tensors}
-        spec = next(iter(specs))
-        if len(specs) == 1 and spec is not None:
-            layers.setdefault(spec, []).append(name)
+    layers = layers_with_integers(plain, read)
     if not layers:
         raise ConfigError(
             "quantize='keep': the checkpoint has no integer weights that quantized layers "
@@ -54,6 +49,22 @@ def keep_(plain: Any, read: WeightReader) -> Any:
         plain.change_(Change("quantize", tuple(names), asdict(spec)))
         get_logger().info("%d layers keep their integer weights (%s)", len(names), _describe(spec))
     return plain
+
+
+def layers_with_integers(plain: Any, read: WeightReader) -> dict[QuantSpec, list[str]]:
+    """Return the layers whose stored integers can be kept, by their quantization scheme.
+
+    Args:
+        plain: model on the meta device.
+        read: reader of the checkpoint.
+    """
+    layers: dict[QuantSpec, list[str]] = {}
+    for name, tensors in _targets(plain):
+        specs = {read.stored_spec(tensor) for tensor in tensors}
+        spec = next(iter(specs))
+        if len(specs) == 1 and spec is not None:
+            layers.setdefault(spec, []).append(name)
+    return layers
 
 
 def _describe(spec: QuantSpec) -> str:
