@@ -54,12 +54,10 @@ class DecoderSpec(StackSpec):
     Args:
         rope: rotary positions; None for learned absolute positions (`embed_positions`).
         local_rope: rotary positions of the layers with `AttentionSpec.rotary` "local".
-        learned_positions: with rope=None, use `embed_positions`; False if a bias on the attention
-            scores replaces them.
+        learned_positions: with rope=None, use `embed_positions`; False for a bias on the scores.
         num_positions: number of rows of `embed_positions`; 0 means max_seq_len.
         position_offset: row of the first position.
-        positions_from_mask: count only tokens, not the padding of `attention_mask`; padding has
-            position -1.
+        positions_from_mask: count only the tokens of `attention_mask`; padding has position -1.
         extra_tokens: number of rows of embedding and head beyond vocab_size.
         embed_size: width of the embedding, which is projected to D and back; 0 means D.
         padding_id: token whose embedding gets no gradient.

@@ -277,8 +277,7 @@ def _settle_run(
 def ask_teacher(config: CompressRunConfig, count: int) -> Path:
     """Store a teacher's top tokens for all rows that a recipe trains on, without compressing.
 
-    All phases of a recipe read the same rows from the first row on, so the rows of the longest
-    phase cover the other phases as well.
+    All phases of a recipe read the same rows from the first on, so those of the longest suffice.
 
     Args:
         config: a recipe with `distill.teacher`.

@@ -3,8 +3,7 @@
 The stages are documents (per shard) -> duplicates -> split -> tokenizer -> encode (per shard).
 Optional stages before the split are sketches (per shard) -> near_duplicates, which drop near
 duplicates, and spans, which cuts repeated spans. The key of a stage is a hash of its settings and
-of the key of the previous stage, so a changed setting invalidates the first stage that reads it,
-and all later ones.
+of the previous key, so a changed setting invalidates the first stage that reads it, and all later.
 """
 
 from __future__ import annotations
