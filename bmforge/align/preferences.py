@@ -17,6 +17,13 @@ from bmforge.align.losses import (
     odds_ratio,
     preference_loss,
 )
+from bmforge.align.prefix_sharing import (
+    chosen_rows,
+    is_shared,
+    model_inputs,
+    pairs_of,
+    sum_answers,
+)
 from bmforge.align.reference import Reference, score_rows
 from bmforge.align.scoring import TokenScores, score_tokens
 from bmforge.batch import IGNORE_INDEX, Batch
@@ -47,7 +54,8 @@ class PairObjective:
 
     Row 2i of a batch is the chosen and row 2i + 1 the rejected answer of pair i. Batches have
     ``input_ids`` and ``labels``, (2B, T), with labels on the tokens of the answers; a pair without
-    labels is padding. ``reference_logps``, (2B,), are computed if they are missing.
+    labels is padding. ``reference_logps``, (2B,), are computed if they are missing. Batches of
+    `prefix_sharing` have both answers of a pair in one row.
 
     Args:
         method: name of the method, a key of `METHODS`.
@@ -73,7 +81,7 @@ class PairObjective:
 
     def count(self, batch: Batch) -> int:
         """Return the number of pairs in a batch."""
-        return int(_is_real(batch).sum())
+        return int(pairs_of(batch).sum())
 
     @property
     def _compares(self) -> bool:
@@ -87,23 +95,23 @@ class PairObjective:
 
     def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> LossAndMetrics | None:
         """Return the loss of a micro-batch divided by the number of pairs, and its metrics."""
-        labels, is_real = batch["labels"], _is_real(batch)
+        labels, is_real = batch["labels"], pairs_of(batch)
         targets = self._targets(batch)
-        scores = score_tokens(model, {"input_ids": batch["input_ids"]}, targets, with_entropy=True)
+        scores = score_tokens(model, model_inputs(batch), targets, with_entropy=True)
         if scores is None:
             return None
         is_answer = (labels != IGNORE_INDEX) & _has_score(labels)
-        sums = scores.logprobs.where(is_answer, 0).sum(1)
+        sums = sum_answers(scores.logprobs.where(is_answer, 0), batch)
         # A placeholder at which the losses of padding pairs are finite.
         sums = sums.where(is_real.repeat_interleave(2), -1.0)
-        lengths = is_answer.sum(1).clamp(min=1)
+        lengths = sum_answers(is_answer.long(), batch).clamp(min=1)
         reference = batch.get(_REFERENCE, torch.zeros_like(sums)).to(sums.dtype)
         pairs = PairScores(
             *(part for both in (sums, reference, lengths) for part in (both[::2], both[1::2]))
         )
         loss, metrics = self._measure(pairs, is_real)
         if self._options.nll_weight:
-            nll = _nll_of_chosen(scores, targets if self._nll_on_prompt else labels)
+            nll = _nll_of_chosen(scores, targets if self._nll_on_prompt else labels, batch)
             loss = loss + self._options.nll_weight * nll
             metrics["nll_loss"] = _mean(nll, is_real)
         metrics |= _token_metrics(scores, is_answer)
@@ -115,9 +123,15 @@ class PairObjective:
         if not (self._nll_on_prompt and self._options.nll_weight):
             return labels
         width = torch.arange(labels.shape[1], device=labels.device)
-        last = ((labels != IGNORE_INDEX) * width).amax(1, keepdim=True)
-        is_chosen = (torch.arange(labels.shape[0], device=labels.device) % 2 == 0)[:, None]
-        return torch.where(is_chosen & (width <= last) & (last > 0), batch["input_ids"], labels)
+        is_label = labels != IGNORE_INDEX
+        if is_shared(batch):
+            is_label = chosen_rows(is_label, batch)
+            is_chosen = is_label.any(1, keepdim=True)
+        else:
+            rows = torch.arange(labels.shape[0], device=labels.device)
+            is_chosen = ((rows % 2 == 0) & is_label.any(1))[:, None]
+        last = (is_label * width).amax(1, keepdim=True)
+        return torch.where(is_chosen & (width <= last), batch["input_ids"], labels)
 
     def _measure(self, pairs: PairScores, is_real: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of every pair, and metrics of the implicit rewards."""
@@ -162,7 +176,7 @@ class UnpairedObjective:
 
     def count(self, batch: Batch) -> int:
         """Return the number of answers in a batch."""
-        return int(_is_real(batch).sum())
+        return int(pairs_of(batch).sum())
 
     def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
         """Add the reference model's log-probabilities, and z, to the micro-batches.
@@ -175,7 +189,7 @@ class UnpairedObjective:
             batch = _with_reference(self._reference, model, batch)
             other = {name: batch[name][1::2] for name in ("input_ids", "labels", _REFERENCE)}
             ratio = score_rows(model, other).double() - other[_REFERENCE].double()
-            is_real = _is_real(batch)
+            is_real = pairs_of(batch)
             sums += torch.stack((ratio.where(is_real, 0).sum(), is_real.sum().double()))
             added.append(batch)
         total, count = sum_over_axes(sums, mesh, *ROW_AXES)
@@ -184,7 +198,7 @@ class UnpairedObjective:
 
     def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> LossAndMetrics | None:
         """Return the loss of a micro-batch divided by the number of answers, and its metrics."""
-        labels, is_real = batch["labels"][::2], _is_real(batch)
+        labels, is_real = batch["labels"][::2], pairs_of(batch)
         ids = batch["input_ids"][::2]
         scores = score_tokens(model, {"input_ids": ids}, labels, with_entropy=True)
         if scores is None:
@@ -213,11 +227,6 @@ def _with_reference(reference: Reference | None, model: nn.Module, batch: Batch)
     return {**batch, _REFERENCE: reference(model, batch)}
 
 
-def _is_real(batch: Batch) -> Tensor:
-    """Return a mask (B,) of the pairs that have labels; pairs without labels are padding."""
-    return (batch["labels"][::2] != IGNORE_INDEX).any(1)
-
-
 def _has_score(labels: Tensor) -> Tensor:
     """Return a mask (1, T) of the positions that are scored: all but the first."""
     return (torch.arange(labels.shape[1], device=labels.device) > 0)[None]
@@ -228,10 +237,10 @@ def _mean(values: Tensor, is_real: Tensor) -> tuple[Tensor, Tensor]:
     return values.detach().where(is_real, 0).sum(), is_real.sum()
 
 
-def _nll_of_chosen(scores: TokenScores, targets: Tensor) -> Tensor:
+def _nll_of_chosen(scores: TokenScores, targets: Tensor, batch: Batch) -> Tensor:
     """Return the mean negative log-likelihood per token of every chosen row, (B,)."""
-    is_scored = ((targets != IGNORE_INDEX) & _has_score(targets))[::2]
-    sums = scores.logprobs[::2].where(is_scored, 0).sum(1)
+    is_scored = chosen_rows((targets != IGNORE_INDEX) & _has_score(targets), batch)
+    sums = chosen_rows(scores.logprobs, batch).where(is_scored, 0).sum(1)
     return -sums / is_scored.sum(1).clamp(min=1)
 
 

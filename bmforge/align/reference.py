@@ -6,19 +6,30 @@ before the forward and backward of a step, so it works on every layout, pipeline
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bmforge.align.prefix_sharing import model_inputs, sum_answers
 from bmforge.align.scoring import score_tokens
 from bmforge.errors import ConfigError
 from bmforge.parallel.zero import reshard_
-from bmforge.surgery import evaluating
+from bmforge.shards import local_tensor
+from bmforge.surgery import evaluating, persistent_tensors
 from bmforge.tune.delta.selection import choosing_deltas, list_deltas
 
-__all__ = ["Reference", "adapter_off", "base_adapters", "frozen_copy", "score_rows", "score_start"]
+__all__ = [
+    "HostWeights",
+    "Reference",
+    "adapter_off",
+    "base_adapters",
+    "frozen_copy",
+    "score_rows",
+    "score_start",
+]
 
 # Function (policy, batch of input_ids and labels) -> summed log-probability of every row, (B,).
 Reference = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
@@ -30,15 +41,15 @@ def score_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
     Args:
         model: model on any layout; all ranks call this together, outside of a training step.
-        batch: dict with ``input_ids`` and ``labels``.
+        batch: dict with ``input_ids`` and ``labels``; or rows of `prefix_sharing`.
 
     Shape:
-        batch: (B, T); returns (B,)
+        batch: (B, T); returns (B,), or (2B,) for rows of `prefix_sharing`
     """
     with evaluating(model):
-        scores = score_tokens(model, {"input_ids": batch["input_ids"]}, batch["labels"])
+        scores = score_tokens(model, model_inputs(batch), batch["labels"])
     assert scores is not None  # outside of a step every pipeline stage gets the outputs
-    return scores.logprobs.sum(1)
+    return sum_answers(scores.logprobs, batch)
 
 
 def adapter_off(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -90,13 +101,60 @@ def _frozen_adapters(model: nn.Module) -> tuple[str, ...]:
     )
 
 
-def frozen_copy(reference: Any) -> Reference:
-    """Freeze a second model; return a reference function that scores rows with it."""
+def frozen_copy(reference: Any, is_offloaded: bool = False) -> Reference:
+    """Freeze a second model; return a reference function that scores rows with it.
+
+    Args:
+        reference: model with the initial weights, on the layout of the policy.
+        is_offloaded: keep the weights in host memory, and copy them to the device for the time of
+            each call.
+    """
     reference.requires_grad_(False)
+    weights = HostWeights(reference) if is_offloaded else None
 
     def score(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        sums = score_rows(reference, batch)
-        reshard_(reference)  # without a backward, gathered weights are not freed
+        with nullcontext() if weights is None else weights.on_device():
+            sums = score_rows(reference, batch)
+            reshard_(reference)  # without a backward, gathered weights are not freed
         return sums
 
     return score
+
+
+class HostWeights:
+    """Weights of a frozen model that are on the device only within a context manager.
+
+    Outside of it the storages on the device are empty, and the values are in host memory (pinned
+    with CUDA). Every tensor keeps its identity, so parallelized models work as they are.
+
+    Args:
+        model: frozen model on its device, which is emptied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        copies: dict[int, tuple[Tensor, Tensor]] = {}
+        for tensor in persistent_tensors(model).values():
+            local = local_tensor(tensor.detach())
+            storage = local.untyped_storage()
+            on_device = torch.empty(0, dtype=torch.uint8, device=local.device).set_(storage)
+            on_host = torch.empty(len(on_device), dtype=torch.uint8, pin_memory=local.is_cuda)
+            copies.setdefault(storage._cdata, (on_device, on_host))
+        self._copies = list(copies.values())
+        for on_device, on_host in self._copies:
+            on_host.copy_(on_device)
+        self._free()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Context manager within which the weights are on the device."""
+        for on_device, on_host in self._copies:
+            on_device.untyped_storage().resize_(len(on_host))
+            on_device.copy_(on_host, non_blocking=True)
+        try:
+            yield
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        for on_device, _ in self._copies:
+            on_device.untyped_storage().resize_(0)

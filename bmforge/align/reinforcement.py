@@ -100,8 +100,13 @@ class PolicyObjective:
         self._policy, self._temperature, self._max_tokens = policy, temperature, max_tokens
         names, self._rollout_metrics = rollout_metrics
         means = (*names, *_NAMES.values(), *VALUE_METRICS)
-        self.metrics: dict[str, MetricKind] = dict.fromkeys(means, "mean")
-        self.metrics |= _EXTREMES
+        self._metrics: dict[str, MetricKind] = dict.fromkeys(means, "mean")
+        self._metrics |= _EXTREMES
+
+    @property
+    def metrics(self) -> Mapping[str, MetricKind]:
+        """Kind of each metric, including those that reward functions log in this rollout."""
+        return {**dict.fromkeys(self._rollout_metrics(), "mean"), **self._metrics}
 
     def count(self, batch: Batch) -> int:
         """Return the number of scored answers or tokens, as the policy's normalization requires."""

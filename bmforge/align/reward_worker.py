@@ -16,9 +16,11 @@ import os
 import sys
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bmforge.align.reward_calls import LOG_ARGUMENTS, STATE_ARGUMENT, call_reward
 from bmforge.align.tool_schema import describe_function
 from bmforge.align.verifiers import VERIFIERS, make_verifier
 from bmforge.errors import ConfigError
@@ -41,7 +43,7 @@ def load_function(spec: str) -> Callable[..., Any]:
         ConfigError: the module, file or function does not exist.
     """
     if spec.startswith(("http://", "https://")):
-        return lambda **batch: _post(spec, batch)
+        return partial(_post_all, spec)
     origin, _, name = spec.rpartition(":")
     kind, _, argument = spec.partition(":")
     if kind in VERIFIERS:
@@ -73,6 +75,14 @@ def _import_file(origin: str) -> Any:
     return module
 
 
+def _post_all(address: str, **batch: Any) -> Any:
+    """Send everything but the log functions to a reward server."""
+    data = {name: value for name, value in batch.items() if name not in LOG_ARGUMENTS}
+    if STATE_ARGUMENT in data:
+        data[STATE_ARGUMENT] = vars(data[STATE_ARGUMENT])
+    return _post(address, data)
+
+
 def _post(address: str, batch: dict[str, Any]) -> Any:
     """Send a batch to a reward server and return the ``rewards`` in its response."""
     data = json.dumps(batch).encode()
@@ -87,18 +97,15 @@ def _post(address: str, batch: dict[str, Any]) -> Any:
     return None
 
 
-def _call(function: Callable[..., Any], batch: dict[str, Any]) -> Any:
-    """Call a reward function with the arguments that it accepts; await it if it is async."""
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        names = {parameter.name for parameter in parameters}
-        batch = {name: value for name, value in batch.items() if name in names}
-    out = function(**batch)
-    return asyncio.run(_wait_for(out)) if inspect.isawaitable(out) else out
-
-
 async def _wait_for(out: Any) -> Any:
     return await out
+
+
+def _score(function: Callable[..., Any], batch: dict[str, Any]) -> dict[str, Any]:
+    """Call a reward function, and return its rewards and logged values as plain data."""
+    reply = call_reward(function, batch)
+    rewards = [_plain(value) for value in reply.rewards]
+    return {"rewards": rewards, "columns": reply.columns, "metrics": reply.metrics}
 
 
 def _run_tool(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
@@ -138,11 +145,11 @@ def main() -> None:
             reply: dict[str, Any] = (
                 {"result": _run_tool(function, json.loads(line))}
                 if is_tool
-                else {"rewards": [_plain(value) for value in _call(function, json.loads(line))]}
+                else _score(function, json.loads(line))
             )
         except Exception as error:  # a user's function may raise anything
             reply = {"error": repr(error)[:500]}
-        print(json.dumps(reply), file=replies, flush=True)
+        print(json.dumps(reply, default=str), file=replies, flush=True)
 
 
 if __name__ == "__main__":

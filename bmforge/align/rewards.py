@@ -8,8 +8,6 @@ logged with its name, and the run continues.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 import math
 import os
@@ -23,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from bmforge.align.reward_calls import STATE_ARGUMENT, RewardReply, call_reward
 from bmforge.align.verifiers import VERIFIERS
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
@@ -46,7 +45,7 @@ class Scorer(Protocol):
     """Interface of reward sources, which score batches of answers."""
 
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
-        """Return the reward of each answer; an exception counts as a failure of the call."""
+        """Return the rewards, or a `RewardReply`; an exception counts as a failure of the call."""
 
     def close(self) -> None:
         """Release the processes and models of the source."""
@@ -91,13 +90,13 @@ class RewardProcess:
         self._start(timeout_s)
 
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
-        """Return the reward of each answer.
+        """Return a `RewardReply` with the reward of each answer.
 
         Raises:
             TimeoutError: the function has not returned in time; its process is killed.
             RuntimeError: the function raises, or its process has ended.
         """
-        return self._exchange(batch, timeout_s)["rewards"]
+        return RewardReply(**self._exchange(batch, timeout_s))
 
     def _exchange(self, values: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a call and return the reply; start the process if it has ended."""
@@ -211,15 +210,12 @@ class CallableReward:
         self._function = function
 
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
-        """Return the reward of each answer; raise the function's exception or `TimeoutError`."""
+        """Return a `RewardReply`; raise the function's exception or `TimeoutError`."""
         results: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
 
         def work() -> None:
             try:
-                out = self._function(**batch)
-                if inspect.isawaitable(out):
-                    out = asyncio.run(_wait_for(out))
-                results.put((out, None))
+                results.put((call_reward(self._function, batch), None))
             except BaseException as error:  # a user's function may raise anything
                 results.put((None, error))
 
@@ -234,10 +230,6 @@ class CallableReward:
 
     def close(self) -> None:
         """Do nothing: the function belongs to the caller."""
-
-
-async def _wait_for(out: Any) -> Any:
-    return await out
 
 
 class RewardSet:
@@ -271,30 +263,51 @@ class RewardSet:
         return list(self._sources)
 
     def score(self, batch: Mapping[str, Any]) -> dict[str, Rewards]:
+        """Return the rewards from every source; see `score_and_log`."""
+        return self.score_and_log(batch)[0]
+
+    def score_and_log(
+        self, batch: Mapping[str, Any], state: Mapping[str, int] | None = None
+    ) -> tuple[dict[str, Rewards], RewardReply]:
         """Return the rewards from every source; None for an answer that the source did not score.
 
         Args:
             batch: ``prompts``, ``completions``, ``completion_ids`` and columns, of equal lengths.
-        """
-        count = len(batch["completions"])
-        return {name: self._score(name, batch, count) for name in self._sources}
+            state: fields of ``trainer_state``, which functions may take.
 
-    def _score(self, name: str, batch: Mapping[str, Any], count: int) -> Rewards:
+        Returns:
+            rewards by source, and a reply with the columns and metrics that all sources logged
+        """
+        if state is not None:
+            batch = {**batch, STATE_ARGUMENT: dict(state)}
+        logged, rewards = RewardReply(None, {}, {}), {}
+        for name in self._sources:
+            rewards[name], reply = self._score(name, batch, len(batch["completions"]))
+            logged.columns.update(reply.columns)
+            logged.metrics.update(reply.metrics)
+        return rewards, logged
+
+    def _score(
+        self, name: str, batch: Mapping[str, Any], count: int
+    ) -> tuple[Rewards, RewardReply]:
+        nothing = RewardReply([], {}, {})
         if not count:
-            return []
+            return [], nothing
         try:
-            values = list(self._sources[name].score(batch, self._timeout_s))
+            out = self._sources[name].score(batch, self._timeout_s)
+            reply = out if isinstance(out, RewardReply) else nothing._replace(rewards=out)
+            values = list(reply.rewards)
         except Exception as error:  # a reward must never stop the run
             self._report(name, f"{error}")
-            return [None] * count
+            return [None] * count, nothing
         if len(values) != count:
             self._report(name, f"{len(values)} rewards for {count} answers")
-            return [None] * count
+            return [None] * count, nothing
         rewards = [_read_reward(value) for value in values]
         wrong = [v for v, r in zip(values, rewards, strict=True) if r is None and v is not None]
         if wrong:
             self._report(name, f"{len(wrong)} of {count} rewards are not finite: {wrong[0]!r}")
-        return rewards
+        return rewards, reply
 
     def _report(self, name: str, what: str) -> None:
         self.failures[name] += 1

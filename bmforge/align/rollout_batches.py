@@ -36,6 +36,8 @@ class RolloutAnswer:
         reference: log-probabilities of the reference; empty if not needed.
         values: value before each token at the time of the rollout; empty without a value model.
         returns: targets of the value model; empty without one.
+        logged: values that reward functions have logged for this answer, by column.
+        logged_metrics: metrics that they have logged in the call that scored this answer.
     """
 
     prompt: int
@@ -56,6 +58,8 @@ class RolloutAnswer:
     messages: list[dict[str, Any]] = field(default_factory=list)
     tool_calls: int = 0
     tool_failures: int = 0
+    logged: dict[str, Any] = field(default_factory=dict)
+    logged_metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def mask(self) -> list[bool]:

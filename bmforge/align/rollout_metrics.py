@@ -36,7 +36,8 @@ def measure_rollout(
     rewards = [reward for group in scored for reward in group]
     lengths = [sum(answer.mask) for answer in answers]
     ended = [sum(answer.mask) for answer in answers if answer.finish_reason == "stop"]
-    metrics: dict[str, float] = {"completions/clipped_ratio": 1 - len(ended) / len(answers)}
+    metrics = _mean_logged(answers)
+    metrics["completions/clipped_ratio"] = 1 - len(ended) / len(answers)
     if names:
         metrics["frac_reward_zero_std"] = statistics.fmean(len(set(group)) < 2 for group in scored)
         metrics["frac_scored"] = len(rewards) / len(answers)
@@ -60,6 +61,17 @@ def measure_rollout(
             metrics[f"completions/min_{kind}length"] = min(some)
             metrics[f"completions/max_{kind}length"] = max(some)
     return metrics
+
+
+def _mean_logged(answers: Sequence[RolloutAnswer]) -> dict[str, float]:
+    """Return the mean over answers of each metric that reward functions have logged."""
+    names = sorted({name for answer in answers for name in answer.logged_metrics})
+    return {
+        name: statistics.fmean(
+            answer.logged_metrics[name] for answer in answers if name in answer.logged_metrics
+        )
+        for name in names
+    }
 
 
 def metric_names(names: Sequence[str]) -> list[str]:
@@ -120,6 +132,7 @@ class CompletionLog:
                 "reward": answer.reward,
                 "advantage": answer.advantage[0] if answer.advantage else 0.0,
                 "finish_reason": answer.finish_reason,
+                **({"logged": answer.logged} if answer.logged else {}),
             }
             for answer, prompt in zip(answers, prompts, strict=True)
             if answer.prompt in first

@@ -108,6 +108,7 @@ class RolloutLoader:
         self._answers: list[RolloutAnswer] = []
         self._used = 0  # optimizer steps of the current answers
         self.rollouts = 0
+        self._max_steps = 0
         self.metrics: dict[str, float] = {}
 
     @property
@@ -130,6 +131,7 @@ class RolloutLoader:
         writer: AnswerWriter,
         scores: Scores | None,
         watch: Callable[[int, Sequence[RolloutAnswer], Mapping[str, Any]], None] | None = None,
+        max_steps: int = 0,
     ) -> None:
         """Set the generator of answers and the scores, since both need the model.
 
@@ -137,8 +139,10 @@ class RolloutLoader:
             writer: generator of answers.
             scores: log-probabilities of the policies; None if no method needs them.
             watch: function called with (first step, answers, metrics) after every rollout.
+            max_steps: optimizer steps of the run, which reward functions may ask for.
         """
         self._writer, self._scores, self._watch = writer, scores, watch
+        self._max_steps = max_steps
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
@@ -241,9 +245,15 @@ class RolloutLoader:
             "completion_ids": [answer.ids for answer in answers],
             **{name: [row.columns.get(name) for row in rows] for name in names},
         }
-        for name, values in rewards.score(batch).items():
+        done = self.rollouts * self.steps_per_rollout
+        state = {"global_step": done, "max_steps": self._max_steps}
+        scored, logged = rewards.score_and_log(batch, state)
+        for name, values in scored.items():
             for answer, value in zip(answers, values, strict=True):
                 answer.rewards[name] = value
+        for number, answer in enumerate(answers):
+            answer.logged = {name: values[number] for name, values in logged.columns.items()}
+            answer.logged_metrics = dict(logged.metrics)
 
     def _gather(self, own: dict[int, Any]) -> dict[int, Any]:
         """Merge the entries of all ranks.

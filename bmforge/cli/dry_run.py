@@ -65,7 +65,8 @@ def show_dry_run(config: Any, world_size: int) -> str:
     described = _describe(family.__name__, result, world_size)
     for resident in list_resident_models(config, build(), world_size):
         size = resident.bytes_per_process(result.holders) / 2**30
-        described += f"\n{resident.name:>10}: {size:.2f} GiB on every process"
+        memory = "of host memory for" if resident.is_offloaded else "on"
+        described += f"\n{resident.name:>10}: {size:.2f} GiB {memory} every process"
     return described
 
 

@@ -327,6 +327,8 @@ class PlanCommand:
             of answers; rl and distill also generate rollouts.
         reference: reference model of preferences, or of rl with rl.beta above 0: adapter (the
             base model without the adapter), copy or precomputed; none uses the task's default.
+        reference_dtype: quantize the copy of preferences to int8 or int4; none is fp32.
+        reference_offload: keep the copy of preferences in host memory during steps.
         value_model: count the value model of --task rl with --method ppo (default: off).
         teacher: model of --task distill: a preset, or a model directory.
         max_num_seqs: number of answers that rl and distill generate at once (default: 64).
@@ -363,6 +365,8 @@ class PlanCommand:
         "pretrain"
     )
     reference: Literal["adapter", "copy", "precomputed"] | None = None
+    reference_dtype: Literal["int8", "int4"] | None = None
+    reference_offload: bool = False
     value_model: bool = False
     teacher: str | None = None
     max_num_seqs: int | None = None

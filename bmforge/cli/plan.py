@@ -304,6 +304,8 @@ def _model_options(command: PlanCommand) -> list[str]:
     options = []
     if command.reference is not None and command.task == "preferences":
         options.append(f"--reference {command.reference}")
+    options += [f"--reference-dtype {command.reference_dtype}"] if command.reference_dtype else []
+    options += ["--reference-offload"] if command.reference_offload else []
     if command.teacher is not None:
         options.append(f"--teacher {shlex.quote(command.teacher)}")
     if command.task == "rl":
@@ -360,7 +362,7 @@ def auto_layout(
         ConfigError: no layout fits.
     """
     task, sequence_tokens = planned_task(config)
-    config = with_reward_head(config) if task == "reward" else config
+    config = with_reward_head(config) if task in ("reward", "process-reward") else config
     trained = None
     if config.freeze_base or config.adapter.kind is not None:
         trained = config.model.heads[config.model.head].names if config.new_head else ()

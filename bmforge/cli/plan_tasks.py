@@ -19,6 +19,7 @@ from bmforge.nn import HeadInput
 from bmforge.nn.jensen_shannon import linear_jsd
 from bmforge.parallel import Layout
 from bmforge.parallel.planner.workload import Resident
+from bmforge.recipes.reference_model import store_reference_
 from bmforge.recipes.resident_models import (
     reference_copy,
     rollout_cache,
@@ -95,6 +96,8 @@ TASK_STEPS: Mapping[str, TaskStep] = {
     "conversations": TaskStep(_cross_entropy),
     "preferences": TaskStep(_logprobs, sequences=2),
     "reward": TaskStep(_reward, sequences=2, has_mask=True),
+    # `train reward --supervision process`; not a task of the command line
+    "process-reward": TaskStep(_reward, has_mask=True),
     "rl": TaskStep(_logprobs, has_mask=True),
     "distill": TaskStep(_divergence, has_mask=True),
 }
@@ -126,6 +129,7 @@ def check_task(command: Any) -> None:
             f"--reference {command.reference} has no effect with --task {task} (allowed: "
             f"{allowed}). Leave it out."
         )
+    _check_reference_copy(command)
     if command.reference == "adapter" and command.adapter is None:
         raise ConfigError("--reference adapter needs --adapter lora. Or use --reference copy.")
     if task == "rl" and command.reference == "copy" and command.gpus > 1:
@@ -143,6 +147,36 @@ def check_task(command: Any) -> None:
         raise ConfigError(
             "--max-num-seqs has no effect without --task rl or distill. Leave it out."
         )
+
+
+def _is_copied(command: Any) -> bool:
+    """Return True if the planned run has a copy of the model as its reference."""
+    is_default = command.reference is None and command.adapter is None
+    return command.reference == "copy" or (command.task == "preferences" and is_default)
+
+
+def _check_reference_copy(command: Any) -> None:
+    """Raise `ConfigError` for options of the reference copy that have no effect."""
+    options = {"--reference-dtype": command.reference_dtype}
+    options["--reference-offload"] = command.reference_offload or None
+    for name, value in options.items():
+        if value is not None and (command.task != "preferences" or not _is_copied(command)):
+            raise ConfigError(
+                f"{name} has no effect: it needs --task preferences with a copy as reference "
+                "(--reference copy). Leave it out."
+            )
+    if command.reference_dtype is not None and (command.adapter or command.changes):
+        raise ConfigError(
+            "--reference-dtype is planned for a model that is trained whole, without --adapter or "
+            "--changes. Use --reference adapter, which needs no memory."
+        )
+
+
+def _reference(command: Any, model: nn.Module, precision: str) -> Resident:
+    is_quantized = command.reference_dtype is not None
+    if is_quantized:
+        store_reference_(model, command.reference_dtype, precision)
+    return reference_copy(model, is_stored=is_quantized, is_offloaded=command.reference_offload)
 
 
 def head_of_task(task: str, config: Any) -> Any:
@@ -170,12 +204,7 @@ def plan_residents(
         precision: precision of the computation.
         row_tokens: tokens per sequence, prompt and answer together.
     """
-    residents = []
-    is_copied = command.reference == "copy" or (
-        command.task == "preferences" and command.reference is None and command.adapter is None
-    )
-    if is_copied:
-        residents.append(reference_copy(make_policy()))
+    residents = [_reference(command, make_policy(), precision)] if _is_copied(command) else []
     if command.task not in ("rl", "distill"):
         return tuple(residents)
     if command.teacher is not None:

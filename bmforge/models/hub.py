@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.gguf_header import is_gguf
-from bmforge.models.adapter_dirs import find_base, find_export, is_adapter
+from bmforge.models.adapter_dirs import find_base, find_export, head_of_adapter, is_adapter
 from bmforge.models.base import Model
 from bmforge.models.changes import CHANGES_KEY
 from bmforge.models.config import ModelConfig, read_config_file
@@ -26,6 +26,7 @@ __all__ = [
     "find_config",
     "find_model",
     "find_preset",
+    "head_options",
 ]
 
 Backend = Literal["auto", "native", "transformers"]
@@ -97,6 +98,24 @@ def _hub_ids() -> dict[str, str]:
     return {k: v for f in FAMILIES.values() for k, v in f.config_class.hub_ids.items()}
 
 
+def head_options(
+    adapter: str | Path, base: str | Path, backend: Backend = "auto"
+) -> dict[str, Any]:
+    """Return the options with which the base model of an adapter is loaded.
+
+    A classifier's adapter holds the head, which the base model may lack.
+
+    Args:
+        adapter: adapter directory.
+        base: directory of the base model.
+        backend: see `AutoModel.family_of`.
+    """
+    head = head_of_adapter(Path(adapter))
+    if head is None or find_config(str(base), backend)[1].head == head[0]:
+        return {}
+    return {"head": head[0], "num_labels": head[1], "new_head": True}
+
+
 class AutoModel:
     """Loads checkpoints of any family, selected by `model_type` in config.json."""
 
@@ -142,7 +161,9 @@ class AutoModel:
         if not is_adapter(name):
             family, directory = cls._find(name, backend)
             return family.from_pretrained(directory, **options)
-        model = cls.from_pretrained(find_base_model(name), backend=backend, **options)
+        base = find_base_model(name)
+        options = {**head_options(name, base, backend), **options}
+        model = cls.from_pretrained(base, backend=backend, **options)
         # Adapters are built on models, so `models` must not import `tune` at import time.
         tune: Any = importlib.import_module("bmforge.tune.delta")
         is_other = options.get("quantize") is not None

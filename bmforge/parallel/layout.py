@@ -111,6 +111,11 @@ class Layout:
         return self.tp > 1
 
     @property
+    def is_context_parallel(self) -> bool:
+        """Whether the tokens of a row are sharded (cp > 1)."""
+        return self.cp > 1
+
+    @property
     def splits_stages_or_tokens(self) -> str:
         """Option that splits the model into stages (pp) or sequences over ranks (cp), or ""."""
         axes = {"layout.pp": self.pp, "layout.cp": self.cp}

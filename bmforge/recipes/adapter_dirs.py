@@ -25,7 +25,7 @@ from bmforge.models.adapter_dirs import ADAPTER_CONFIG, find_export, is_adapter
 from bmforge.models.config import read_config_file
 from bmforge.models.formats.convert import find_companions, find_dtype
 from bmforge.models.formats.hf_format import WeightFiles
-from bmforge.models.hub import find_base_model, find_model
+from bmforge.models.hub import find_base_model, find_model, head_options
 from bmforge.recipes.export import copy_side_files, read_dtypes, swapped_directory
 from bmforge.tune.delta import load_delta
 from bmforge.tune.delta.merge import merge_
@@ -117,7 +117,7 @@ def merge_adapter(
         )
     source = find_model(base) if base is not None else find_base_model(directory)
     with swapped_directory(target) as partial:
-        model = _open_base(source)
+        model = _open_base(source, directory)
         merge_(model, [load_delta(model, directory, allow_other_base=base is not None)])
         model.save_pretrained(partial, dtype=dtype or read_dtypes(source))
         _copy_companions(source, directory, partial)
@@ -125,10 +125,12 @@ def merge_adapter(
     return target
 
 
-def _open_base(source: Path) -> Any:
-    """Open a base model in the dtype of its weights, or in fp32 for a GGUF file."""
-    dtype = torch.float32 if is_gguf(source) else find_dtype(WeightFiles(source))
-    return AutoModel.from_pretrained(source, dtype=dtype)
+def _open_base(source: Path, adapter: Path) -> Any:
+    """Open an adapter's base in the dtype of its weights, or in fp32 for a GGUF file."""
+    if is_gguf(source):
+        return AutoModel.from_pretrained(source)
+    dtype = find_dtype(WeightFiles(source))
+    return AutoModel.from_pretrained(source, dtype=dtype, **head_options(adapter, source))
 
 
 def _copy_companions(base: Path, adapter: Path, target: Path) -> None:

@@ -13,18 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from bmforge.align.kept_reference import keep_reference_
 from bmforge.align.losses import METHODS, MethodOptions
 from bmforge.align.preferences import PairObjective, UnpairedObjective
-from bmforge.align.reference import Reference, adapter_off, frozen_copy
+from bmforge.align.reference import Reference, adapter_off
 from bmforge.data.sources.preferences import PreferenceExample, read_preferences
 from bmforge.errors import ConfigError, suggest
 from bmforge.files import replace_file
-from bmforge.parallel import World, build_mesh
-from bmforge.recipes.adapters import AdapterConfig
-from bmforge.recipes.build import build_model
+from bmforge.parallel import World
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
 from bmforge.recipes.inputs.pieces import find_tokenizer, open_tokenizer
 from bmforge.recipes.inputs.preference_rows import (
@@ -34,6 +30,12 @@ from bmforge.recipes.inputs.preference_rows import (
     encode_preference,
 )
 from bmforge.recipes.inputs.splitting import refuse_split
+from bmforge.recipes.prefix_sharing import check_prefix_sharing, check_shared_width
+from bmforge.recipes.reference_model import (
+    ReferenceDtype,
+    check_reference_copy,
+    open_reference_copy,
+)
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.sft import read_template
 from bmforge.recipes.start import check_length, traits_of
@@ -61,11 +63,14 @@ class PairData(ExampleConfig):
         global_batch_size, micro_batch_size: pairs (two rows each) instead of rows.
         ignore: fields of the records to ignore; any other field that the chat template does not
             read is an error.
+        prefix_sharing: put both answers of a pair behind one copy of their prompt, which is then
+            computed once; same loss and gradients. For `train preferences` with pairs.
     """
 
     seq_len: int = 1024
     micro_batch_size: int = 4
     ignore: tuple[str, ...] = ("id",)
+    prefix_sharing: bool = False
 
 
 @dataclass(kw_only=True)
@@ -91,6 +96,10 @@ class PreferencesConfig(RunConfig):
         reference: adapter (the model with its adapter off), copy (a frozen second model) or
             precomputed (log-probabilities computed once before training and kept in the run
             directory); None is adapter with an adapter, else copy.
+        reference_dtype: quantize the linear layers of a copy to int8 or int4; None keeps the
+            weights in fp32.
+        reference_offload: keep a copy's weights in host memory, and on the device only while it
+            scores the answers of a step.
     """
 
     run_dir: Path = Path("runs/preferences")
@@ -110,6 +119,8 @@ class PreferencesConfig(RunConfig):
     desirable_weight: float | None = None
     undesirable_weight: float | None = None
     reference: ReferenceKind | None = None
+    reference_dtype: ReferenceDtype | None = None
+    reference_offload: bool = False
 
 
 def train_preferences(config: Any) -> RunResult:
@@ -123,7 +134,8 @@ def train_preferences(config: Any) -> RunResult:
         BmforgeError: see `run_recipe`.
     """
     read_options(config)
-    reference_kind(config)
+    check_reference_copy(config, reference_kind(config) == "copy")
+    check_prefix_sharing(config)
     return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
 
 
@@ -211,12 +223,15 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     refuse_split(data.split)
     check_length(config)
     tokenizer, template, save = open_template(config)
-    source = MarkedAnswers if config.method == "kto" else PreferencePairs
+    pairs = partial(PreferencePairs, shares_prefix=data.prefix_sharing)
+    source: Any = MarkedAnswers if config.method == "kto" else pairs
     learned, held_out = (
         source(encode_files(paths, config, tokenizer, template), data.seq_len) if paths else None
         for paths in (data.paths, data.validation)
     )
     assert learned is not None  # data.check() refuses a run without paths
+    for each in filter(None, (learned, held_out)):
+        check_shared_width(config, each.width)
     reference = None if kind is None else _open_reference(config, kind, rows)
     objective: Any = (
         UnpairedObjective(options, reference)
@@ -229,20 +244,13 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         begin = partial(keep_reference_, sources, config.run_dir, data.micro_batch_size)
     return dataclasses.replace(
         open_examples(learned, held_out, data, rows, save_tokenizer=save, objective=objective),
-        row_tokens=2 * learned.width,
+        row_tokens=learned.width if data.prefix_sharing else 2 * learned.width,
         begin=begin,
     )
 
 
 def _open_reference(config: Any, kind: ReferenceKind, rows: World) -> Reference | None:
     """Build the reference model of a run; None if its log-probabilities are precomputed."""
-    if kind == "adapter":
-        return adapter_off
-    if kind == "precomputed":
-        return None
-    plain = dataclasses.replace(config, adapter=AdapterConfig(), base_dtype=None, freeze_base=False)
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    mesh = build_mesh(config.layout, rows.device)
-    model, _, _ = build_model(plain, World(rank, size, rows.device), mesh)
-    return frozen_copy(model)
+    if kind == "copy":
+        return open_reference_copy(config, rows)
+    return adapter_off if kind == "adapter" else None

@@ -28,9 +28,20 @@ __all__ = [
 _WIDE_BYTES = 4
 
 
-def reference_copy(model: nn.Module) -> Resident:
-    """Return the memory of the policy's frozen reference: fp32 weights in the policy's layout."""
-    return Resident("reference", _fp32_bytes(model), is_sharded=True)
+def reference_copy(
+    model: nn.Module, *, is_stored: bool = False, is_offloaded: bool = False
+) -> Resident:
+    """Return the memory of the policy's frozen reference, in the policy's layout.
+
+    Args:
+        model: reference on meta, or a model of the same sizes.
+        is_stored: whether the weights have the dtypes of `model`; otherwise they are in fp32.
+        is_offloaded: whether the weights are on the device between steps only.
+    """
+    tensors = persistent_tensors(model).values()
+    stored = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    size = stored if is_stored else _fp32_bytes(model)
+    return Resident("reference", size, is_sharded=True, is_offloaded=is_offloaded)
 
 
 def teacher_copy(model: nn.Module) -> Resident:
@@ -97,7 +108,7 @@ def list_resident_models(config: Any, policy: nn.Module, processes: int) -> tupl
     from bmforge.recipes.value_model import describe_value_model
 
     if isinstance(config, PreferencesConfig):
-        return (reference_copy(policy),) if reference_kind(config) == "copy" else ()
+        return (_copied_reference(config, policy),) if reference_kind(config) == "copy" else ()
     residents: list[Resident] = []
     if isinstance(config, OnPolicyDistillationConfig):
         residents.append(teacher_copy(describe_teacher(config)[1]))
@@ -117,6 +128,15 @@ def list_resident_models(config: Any, policy: nn.Module, processes: int) -> tupl
     return (*residents, cache)
 
 
+def _copied_reference(config: Any, policy: nn.Module) -> Resident:
+    from bmforge.recipes.reference_model import describe_reference
+
+    if config.reference_dtype is None:
+        return reference_copy(policy, is_offloaded=config.reference_offload)
+    model = describe_reference(config)
+    return reference_copy(model, is_stored=True, is_offloaded=config.reference_offload)
+
+
 def planned_task(config: Any) -> tuple[str, int]:
     """Return the planner's task of a recipe's run, and the tokens of one of its sequences."""
     from bmforge.recipes.distill import OnPolicyDistillationConfig
@@ -128,7 +148,7 @@ def planned_task(config: Any) -> tuple[str, int]:
     if isinstance(config, PreferencesConfig):
         return "preferences", length
     if isinstance(config, RewardConfig):
-        return "reward", length
+        return ("process-reward" if config.supervision == "process" else "reward"), length
     if isinstance(config, ReinforcementConfig):
         return "rl", length + config.rollout.max_new_tokens
     if isinstance(config, OnPolicyDistillationConfig):

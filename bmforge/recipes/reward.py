@@ -1,23 +1,30 @@
-"""Training of reward models (`bmforge train reward`) on pairs of answers.
+"""Training of reward models (`bmforge train reward`).
 
-A reward model is a sequence classifier with one output.
+An outcome reward model is a sequence classifier with one output, trained on pairs of answers. A
+process reward model is a token classifier with two classes, trained on labels of reasoning steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from bmforge.align.reward import RewardObjective
+from bmforge.align.reward import ProcessRewardObjective, RewardObjective
+from bmforge.data.sources.step_labels import read_step_labels
 from bmforge.errors import ConfigError
+from bmforge.files import replace_file
 from bmforge.logging import get_logger
 from bmforge.parallel import World
 from bmforge.recipes.inputs.examples import open_examples
 from bmforge.recipes.inputs.preference_rows import PreferencePairs
 from bmforge.recipes.inputs.splitting import refuse_split
+from bmforge.recipes.inputs.step_rows import LabeledSteps, encode_steps
 from bmforge.recipes.preferences import PairData, encode_files, open_template
+from bmforge.recipes.prefix_sharing import refuse_prefix_sharing
+from bmforge.recipes.reward_scores import PROCESS_HEAD, STEP_FILE, STEP_SEPARATOR
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import change_model, check_length
 from bmforge.train import OptimConfig, TrainConfig
@@ -36,6 +43,11 @@ class RewardConfig(RunConfig):
             `chosen` and `rejected` (texts or messages), and optionally `margin` or scores.
         template: chat template: a file, or a name (chatml, llama3, ...); None selects the
             tokenizer's own, or a plain one. The template is exported with the model.
+        supervision: outcome (pairs of answers), or process (reasoning steps): then the records of
+            `data.paths` have `prompt`, `completions` (the texts of the steps) and `labels` (true
+            or false for each step), and batch sizes count answers.
+        step_separator: text after each step in process supervision; None is a line break. It is
+            exported with the model.
         center_rewards_coefficient: factor of the squared sum of both rewards, which keeps
             rewards near 0 (default: 0; 0.01 is usual).
     """
@@ -49,6 +61,8 @@ class RewardConfig(RunConfig):
         )
     )
     template: Path | None = None
+    supervision: Literal["outcome", "process"] = "outcome"
+    step_separator: str | None = None
     center_rewards_coefficient: float = 0.0
 
 
@@ -61,19 +75,42 @@ def train_reward(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    if config.center_rewards_coefficient < 0:
+    _check(config)
+    is_process = config.supervision == "process"
+    open_data = _open_steps if is_process else _open_pairs
+    return run_recipe(
+        with_reward_head(config), open_data, head=PROCESS_HEAD if is_process else _HEAD
+    )
+
+
+def _check(config: Any) -> None:
+    """Raise `ConfigError` for an option out of range or without effect."""
+    refuse_prefix_sharing(config, "in reward models, which read the last token of a row")
+    center = config.center_rewards_coefficient
+    if center < 0:
+        raise ConfigError(f"center_rewards_coefficient={center} must be at least 0.")
+    if center and config.supervision == "process":
         raise ConfigError(
-            f"center_rewards_coefficient={config.center_rewards_coefficient} must be at least 0."
+            f"center_rewards_coefficient={center} has no effect with supervision=process, which "
+            "has no pairs. Leave it out."
         )
-    return run_recipe(with_reward_head(config), _open_data, head=_HEAD)
+    if config.step_separator is not None and config.supervision == "outcome":
+        raise ConfigError(
+            f"step_separator={config.step_separator!r} has no effect with supervision=outcome. Add "
+            "--supervision process, or leave it out."
+        )
+    if config.step_separator == "":
+        raise ConfigError("step_separator='' has no tokens. Choose another text.")
 
 
 def with_reward_head(config: Any) -> Any:
     """Return a run's config with the head of a reward model."""
+    if config.supervision == "process":
+        return change_model(config, head=PROCESS_HEAD, num_labels=2)
     return change_model(config, head=_HEAD, num_labels=1)
 
 
-def _open_data(config: Any, rows: World) -> TrainingData:
+def _open_pairs(config: Any, rows: World) -> TrainingData:
     data = config.data
     data.check()
     refuse_split(data.split)
@@ -97,6 +134,39 @@ def _open_data(config: Any, rows: World) -> TrainingData:
             special_ids=_padding(tokenizer),
         ),
         row_tokens=2 * learned.width,
+    )
+
+
+def _open_steps(config: Any, rows: World) -> TrainingData:
+    data = config.data
+    data.check()
+    refuse_split(data.split)
+    check_length(config)
+    if config.model.num_labels != 2:
+        raise ConfigError(
+            f"init_from={config.init_from!r} has num_labels={config.model.num_labels} (needed: 2, "
+            "wrong and right). Start from a language model or a process reward model."
+        )
+    tokenizer, template, save_both = open_template(config)
+    separator = STEP_SEPARATOR if config.step_separator is None else config.step_separator
+
+    def read(paths: tuple[str, ...]) -> LabeledSteps:
+        examples = [example for path in paths for example in read_step_labels(path)]
+        encoded = [
+            encode_steps(each, template, tokenizer, separator, data.ignore) for each in examples
+        ]
+        return LabeledSteps(encoded, data.seq_len)
+
+    def save(directory: Path) -> None:
+        save_both(directory)
+        replace_file(directory / STEP_FILE, json.dumps({"step_separator": separator}) + "\n")
+
+    learned, held_out = (read(paths) if paths else None for paths in (data.paths, data.validation))
+    assert learned is not None  # data.check() refuses a run without paths
+    objective = ProcessRewardObjective()
+    return dataclasses.replace(
+        open_examples(learned, held_out, data, rows, save_tokenizer=save, objective=objective),
+        row_tokens=learned.width,
     )
 
 

@@ -1,55 +1,117 @@
-"""Scores answers with a reward model: a sequence classifier with one output."""
+"""Scores answers with reward models: of whole answers (outcome) or of their steps (process)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
+from bmforge.align.rewards import RewardSet, open_rewards
+from bmforge.batch import IGNORE_INDEX
 from bmforge.data.sources.preferences import PreferenceExample
+from bmforge.data.sources.step_labels import StepExample
 from bmforge.errors import ConfigError
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
+from bmforge.recipes.inputs.conversation_rows import EncodedRow
 from bmforge.recipes.inputs.preference_rows import encode_preference
+from bmforge.recipes.inputs.step_rows import encode_steps, split_steps
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 
-__all__ = ["RewardModel"]
+__all__ = [
+    "PROCESS_HEAD",
+    "STEP_FILE",
+    "STEP_SEPARATOR",
+    "ProcessRewardModel",
+    "RewardModel",
+    "StepAggregation",
+    "open_reward_model",
+    "open_reward_sources",
+]
 
 # Answers per forward pass.
 _ROWS = 8
+_HEAD, PROCESS_HEAD = "sequence_classification", "token_classification"
+# File of an exported process reward model with its separator, and the separator without it.
+STEP_FILE, STEP_SEPARATOR = "process_reward.json", "\n"
+
+StepAggregation = Literal["min", "product", "mean", "last"]
 
 
-class RewardModel:
-    """Reward model that scores answers at the last token of prompt and answer.
+def open_reward_sources(
+    rewards: Sequence[str | Callable[..., Any]],
+    timeout_s: float,
+    aggregation: StepAggregation | None,
+    device: torch.device | str,
+) -> RewardSet:
+    """Open the reward functions and reward models of a run.
 
-    Prompts and answers are encoded as `train reward` encodes pairs, with the tokenizer and the chat
-    template of the reward model.
+    Args:
+        rewards, timeout_s: see `open_rewards`.
+        aggregation: how process reward models combine the rewards of the steps; None is min.
+        device: device of reward models.
+
+    Raises:
+        ConfigError: see `open_rewards`, or `aggregation` has no effect.
+    """
+    models: list[_Scorer] = []
+
+    def open_model(name: str) -> _Scorer:
+        models.append(open_reward_model(name, aggregation, device))
+        return models[-1]
+
+    sources = open_rewards(rewards, timeout_s, open_model)
+    if aggregation is not None and not any(isinstance(m, ProcessRewardModel) for m in models):
+        sources.close()
+        raise ConfigError(
+            f"step_aggregation={aggregation!r} has no effect: no reward is a process reward model. "
+            "Leave it out."
+        )
+    return sources
+
+
+def open_reward_model(
+    name: str, aggregation: StepAggregation | None = None, device: torch.device | str = "cpu"
+) -> _Scorer:
+    """Open a reward model as a source of rewards.
 
     Args:
         name: directory, hub id or short name of the reward model.
+        aggregation: how a process reward model combines the rewards of the steps; None is min.
         device: device of the model.
 
     Raises:
-        ConfigError: the model has not exactly one output.
+        ConfigError: the model is neither a sequence classifier with one output nor a token
+            classifier with two classes.
     """
+    directory = Path(find_model(name))
+    model = AutoModel.from_pretrained(directory, device=device).eval()
+    kind = model.config.head, getattr(model.config, "num_labels", None)
+    if kind == (PROCESS_HEAD, 2):
+        return ProcessRewardModel(directory, model, aggregation or "min")
+    if kind != (_HEAD, 1):
+        raise ConfigError(
+            f"--reward dir:{name}: the model has the head {kind[0]!r} with num_labels={kind[1]} "
+            "(needed: a sequence classification model with num_labels=1, or a token "
+            "classification model with num_labels=2, as exported by `bmforge train reward`)."
+        )
+    return RewardModel(directory, model)
 
-    def __init__(self, name: str, device: torch.device | str = "cpu") -> None:
-        directory = Path(find_model(name))
-        self._model = AutoModel.from_pretrained(directory, device=device).eval()
-        config: Any = self._model.config
-        if config.head != "sequence_classification" or config.num_labels != 1:
-            raise ConfigError(
-                f"--reward dir:{name}: the model has the head {config.head!r} with "
-                f"num_labels={getattr(config, 'num_labels', None)} (needed: a sequence "
-                "classification model with num_labels=1, as exported by `bmforge train "
-                "reward`)."
-            )
+
+class _Scorer:
+    """Base class of reward models: opens the tokenizer, and runs batches of rows."""
+
+    def __init__(self, directory: Path, model: Any) -> None:
+        self._model = model
         self._tokenizer = AutoTokenizer.from_pretrained(directory)
         self._template = ChatTemplate(find_template(directory), self._tokenizer)
-        self._device = device
+        self._device = next(model.parameters()).device
 
     @torch.no_grad()
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> list[float]:
@@ -58,19 +120,20 @@ class RewardModel:
         rows = [self._encode(prompt, completion) for prompt, completion in pairs]
         rewards: list[float] = []
         for start in range(0, len(rows), _ROWS):
-            rewards += self._run(rows[start : start + _ROWS])
+            chunk = rows[start : start + _ROWS]
+            rewards += self._read(self._run([row.ids for row in chunk]), chunk)
         return rewards
 
     def close(self) -> None:
         """Do nothing: the model has no processes to end."""
 
-    def _encode(self, prompt: Any, completion: Any) -> list[int]:
-        example = PreferenceExample("a completion", prompt, completion, None)
-        row = encode_preference(example, self._template, self._tokenizer).chosen
-        assert row is not None
-        return row.ids
+    def _encode(self, prompt: Any, completion: Any) -> EncodedRow:
+        raise NotImplementedError
 
-    def _run(self, rows: Sequence[Sequence[int]]) -> list[float]:
+    def _read(self, logits: Tensor, rows: Sequence[EncodedRow]) -> list[float]:
+        raise NotImplementedError
+
+    def _run(self, rows: Sequence[Sequence[int]]) -> Tensor:
         width = max(len(row) for row in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -78,4 +141,80 @@ class RewardModel:
             ids[number, : len(row)] = torch.tensor(row)
             mask[number, : len(row)] = 1
         inputs = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device)}
-        return self._model(**inputs).logits[:, 0].float().tolist()
+        logits: Tensor = self._model(**inputs).logits.float()
+        return logits
+
+
+class RewardModel(_Scorer):
+    """Outcome reward model, which scores answers at the last token of prompt and answer.
+
+    Prompts and answers are encoded as `train reward` encodes pairs, with the tokenizer and the chat
+    template of the reward model.
+
+    Args:
+        directory: directory of the tokenizer and the chat template.
+        model: sequence classifier with one output.
+    """
+
+    def _encode(self, prompt: Any, completion: Any) -> EncodedRow:
+        example = PreferenceExample("a completion", prompt, completion, None)
+        row = encode_preference(example, self._template, self._tokenizer).chosen
+        assert row is not None
+        return row
+
+    def _read(self, logits: Tensor, rows: Sequence[EncodedRow]) -> list[float]:
+        return logits[:, 0].tolist()
+
+
+class ProcessRewardModel(_Scorer):
+    """Process reward model, which scores the steps of answers.
+
+    The reward of a step is the probability of the class "right" at the end of its separator; the
+    steps of an answer are the texts between separators, encoded as `train reward` encodes them.
+
+    Args:
+        directory: directory of the tokenizer, the chat template and the separator.
+        model: token classifier with the classes wrong (0) and right (1).
+        aggregation: reward of an answer: the minimum, product or mean of its steps' rewards, or
+            the reward of the last step.
+    """
+
+    def __init__(self, directory: Path, model: Any, aggregation: StepAggregation = "min") -> None:
+        super().__init__(directory, model)
+        file = directory / STEP_FILE
+        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        self._separator: str = settings.get("step_separator", STEP_SEPARATOR)
+        self._aggregation = aggregation
+
+    def _encode(self, prompt: Any, completion: Any) -> EncodedRow:
+        steps = split_steps(_text_of(completion), self._separator)
+        # Labels mark the ends of the steps; their values have no meaning here.
+        example = StepExample("a completion", prompt, tuple(steps), (True,) * len(steps))
+        return encode_steps(example, self._template, self._tokenizer, self._separator)
+
+    def _read(self, logits: Tensor, rows: Sequence[EncodedRow]) -> list[float]:
+        table = logits.softmax(-1)[..., 1].tolist()
+        return [
+            _aggregate(
+                [p for p, label in zip(line, row.labels, strict=False) if label != IGNORE_INDEX],
+                self._aggregation,
+            )
+            for line, row in zip(table, rows, strict=True)
+        ]
+
+
+def _text_of(completion: Any) -> str:
+    """Return the text of an answer: a text, or the content of its messages, in order."""
+    if isinstance(completion, str):
+        return completion
+    contents = [message.get("content") for message in completion]
+    return "".join(text for text in contents if isinstance(text, str))
+
+
+def _aggregate(rewards: Sequence[float], aggregation: StepAggregation) -> float:
+    """Combine the rewards of an answer's steps."""
+    if aggregation == "min":
+        return min(rewards)
+    if aggregation == "product":
+        return math.prod(rewards)
+    return rewards[-1] if aggregation == "last" else sum(rewards) / len(rewards)

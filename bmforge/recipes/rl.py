@@ -7,20 +7,18 @@ combination of the options in `rl`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bmforge.align.policy import PolicyConfig
 from bmforge.align.reinforcement import PolicyObjective, PolicyScores, open_reference
-from bmforge.align.rewards import open_rewards
 from bmforge.align.rollout_config import RolloutConfig
 from bmforge.align.rollout_metrics import metric_names
 from bmforge.align.value import ValueConfig
 from bmforge.errors import ConfigError
 from bmforge.parallel import World
 from bmforge.recipes.inputs.prompt_rows import PromptConfig
-from bmforge.recipes.reward_scores import RewardModel
+from bmforge.recipes.reward_scores import StepAggregation, open_reward_sources
 from bmforge.recipes.rollout_run import RolloutRun, default_training
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import traits_of
@@ -43,6 +41,8 @@ class ReinforcementConfig(RunConfig):
         reward: reward functions NAME[=WEIGHT]: module:function or file.py:function with TRL's
             signature; the verifiers exact:COLUMN, number:COLUMN, choice:COLUMN, regex:PATTERN,
             length:TOKENS and json_schema:FILE; dir:REWARD_MODEL; or an http address.
+        step_aggregation: reward of an answer from a process reward model: the min (default),
+            product or mean of the rewards of its steps, or that of the last step.
         reward_timeout_s: time limit in seconds of one call of a reward function, which gives no
             reward to the answers of a call that times out (default: 60).
         template: chat template of prompts that are conversations, as in `train conversations`.
@@ -55,6 +55,7 @@ class ReinforcementConfig(RunConfig):
     value: ValueConfig = field(default_factory=ValueConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: tuple[str, ...] = ()
+    step_aggregation: StepAggregation | None = None
     reward_timeout_s: float = 60.0
     template: Path | None = None
 
@@ -81,8 +82,9 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         )
     check_value(config, policy)
     run = RolloutRun(config, rows)
-    open_model = partial(RewardModel, device=rows.device)
-    rewards = open_rewards(config.reward, config.reward_timeout_s, open_model)
+    rewards = open_reward_sources(
+        config.reward, config.reward_timeout_s, config.step_aggregation, rows.device
+    )
     loader, rollout = run.open_loader(rewards, policy), config.rollout
     metrics = metric_names(rewards.names), lambda: loader.metrics
     objective = PolicyObjective(

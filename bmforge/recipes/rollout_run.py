@@ -186,7 +186,8 @@ class RolloutRun:
                 "rollout.exact_logprobs=True needs blocks that the native kernels support, but "
                 f"those of this {type(model).__name__} are not supported. Leave it out."
             )
-        self.loader.begin(self._writer, open_scores(model), self._note)
+        steps = self._config.train.steps
+        self.loader.begin(self._writer, open_scores(model), self._note, steps)
 
     def score_rows(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probabilities of rows by the engine, after `training_data`'s `begin`."""

@@ -122,7 +122,7 @@ def _score_slowly(rewards: Any) -> Any:
         if process._process is None:
             process._start(20)
         rewards._timeout_s = limit
-        found[name] = rewards._score(name, BATCH, 5)
+        found[name] = rewards._score(name, BATCH, 5)[0]
     return found
 
 

@@ -163,6 +163,14 @@ PAIRS = [
     }
     for chat in CHATS
 ]
+STEPS = [
+    {
+        "prompt": f"Compute {n} + 1.",
+        "completions": [f"{n} + 1", str(n + 2)],
+        "labels": [True, False],
+    }
+    for n in range(8)
+]
 DOCUMENTS = [{"input": f"count to {n}", "<ans>": str(n)} for n in range(24)]
 
 PLACES: dict[str, Writer] = {
@@ -172,6 +180,7 @@ PLACES: dict[str, Writer] = {
     "photos": write_photos,
     "chats.jsonl": write_lines("chats.jsonl", *CHATS),
     "pairs.jsonl": write_lines("pairs.jsonl", *PAIRS),
+    "steps.jsonl": write_lines("steps.jsonl", *STEPS),
     "held-out.jsonl": write_lines("held-out.jsonl", *CHATS[:4]),
     "train.jsonl": write_lines("train.jsonl", *DOCUMENTS),
     "held.jsonl": write_lines("held.jsonl", *DOCUMENTS[:6]),

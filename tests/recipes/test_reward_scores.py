@@ -10,7 +10,7 @@ from test_rl_runs import write_model
 
 from bmforge.errors import ConfigError
 from bmforge.models import Llama, LlamaConfig
-from bmforge.recipes.reward_scores import RewardModel
+from bmforge.recipes.reward_scores import RewardModel, open_reward_model
 from bmforge.tokenizers import AutoTokenizer
 
 
@@ -28,7 +28,8 @@ def test_rewards_are_those_of_transformers_at_the_last_token(folder: Path) -> No
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     pairs = [("1+2=", "3"), ("abc", "0123456789"), ("a", ""), *[("12", "ab" * n) for n in range(9)]]
-    model = RewardModel(str(folder))
+    model = open_reward_model(str(folder))
+    assert isinstance(model, RewardModel)
     batch = {"prompts": [p for p, _ in pairs], "completions": [c for _, c in pairs]}
     found = model.score(batch, 1.0)
     for reward, (prompt, completion) in zip(found, pairs, strict=True):
@@ -41,4 +42,4 @@ def test_rewards_are_those_of_transformers_at_the_last_token(folder: Path) -> No
 def test_a_language_model_is_refused(tmp_path: Path) -> None:
     place = write_model(tmp_path / "language")
     with pytest.raises(ConfigError, match="num_labels=1"):
-        RewardModel(str(place))
+        open_reward_model(str(place))

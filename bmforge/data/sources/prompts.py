@@ -18,7 +18,9 @@ from bmforge.tokenizers.chat_messages import Message, normalize_message
 __all__ = ["PromptRecord", "read_prompts"]
 
 # Names that the arguments of reward functions already have.
-_RESERVED = frozenset(("prompts", "completions", "completion_ids"))
+_RESERVED = frozenset(
+    ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+)
 
 
 @dataclass(frozen=True)

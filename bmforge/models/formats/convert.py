@@ -44,6 +44,7 @@ _COMPANIONS = (
     "generation_config.json",
     "preprocessor_config.json",
     "chat_template*",
+    "process_reward.json",
 )
 
 

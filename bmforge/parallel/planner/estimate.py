@@ -162,10 +162,12 @@ class Estimator:
         trace = self._trace(setting)
         ratio = setting.shards / shards if layout.zero else 1.0
         memory = self._memory(trace, choice, count, ratio, ranks)
-        memory = Memory({**memory.parts, **self._residents(layout, shards)})
+        unused = memory.parts["gradients"] + memory.parts["activations"]  # between steps
+        memory = Memory({**memory.parts, **self._residents(layout, shards, unused)})
         times, trained = self._times(trace, choice, count, shards, ranks)
         beside = min(cluster.per_node, cluster.count)
         host = _HOST_BYTES * trained / shards * choice.offloaded * beside
+        host += beside * self._offloaded_bytes(layout, shards)
         return PlanRow(
             choice,
             memory,
@@ -173,7 +175,7 @@ class Estimator:
             times,
             request.batch * workload.row_tokens / times.total,
             count,
-            host - cluster.host_memory_gib * 2**30 if choice.offloaded else 0.0,
+            host - cluster.host_memory_gib * 2**30 if host else 0.0,
         )
 
     def _trace(self, setting: Setting) -> StepTrace:
@@ -187,10 +189,27 @@ class Estimator:
             self.traces[setting] = trace
         return self.traces[setting]
 
-    def _residents(self, layout: Layout, shards: int) -> dict[str, float]:
-        """Return the bytes of every frozen model and buffer on a process."""
+    def _residents(self, layout: Layout, shards: int, unused: float) -> dict[str, float]:
+        """Return the bytes that every frozen model and buffer adds to the peak of a process.
+
+        Args:
+            layout: layout of the run.
+            shards: number of shards of the trained model.
+            unused: bytes of the peak that are free between steps.
+        """
         parts = shards * layout.tp * layout.pp
-        return {r.name: r.bytes_per_process(parts) for r in self.request.residents}
+        return {
+            resident.name: max(0.0, resident.bytes_per_process(parts) - unused)
+            if resident.is_offloaded
+            else resident.bytes_per_process(parts)
+            for resident in self.request.residents
+        }
+
+    def _offloaded_bytes(self, layout: Layout, shards: int) -> float:
+        """Return the host memory of a process for offloaded frozen models."""
+        parts = shards * layout.tp * layout.pp
+        offloaded = (each for each in self.request.residents if each.is_offloaded)
+        return sum(each.bytes_per_process(parts) for each in offloaded)
 
     def _cut(self, layout: Layout) -> tuple[Rank, ...]:
         """Return the blocks and end modules on every pipeline rank."""

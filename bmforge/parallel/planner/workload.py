@@ -23,11 +23,14 @@ class Resident:
         nbytes: size in bytes before sharding.
         is_sharded: whether it is sharded like the trained model; otherwise every process has a
             full copy.
+        is_offloaded: whether it is on the device only between steps, when no activations and
+            gradients are there, and in host memory during steps.
     """
 
     name: str
     nbytes: int
     is_sharded: bool
+    is_offloaded: bool = False
 
     def bytes_per_process(self, shards: int) -> float:
         """Return the bytes on one of `shards` processes that hold the trained model together."""

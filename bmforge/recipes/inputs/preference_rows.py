@@ -7,13 +7,14 @@ the answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from bmforge.align.prefix_sharing import SEGMENTS, SharedRow, share_prompt
 from bmforge.batch import IGNORE_INDEX, Batch
 from bmforge.data.load.example import Example, fingerprint_of
 from bmforge.data.sources.conversations import ChatExample
@@ -21,14 +22,24 @@ from bmforge.data.sources.preferences import PreferenceExample
 from bmforge.errors import DataError
 from bmforge.logging import get_logger
 from bmforge.recipes.inputs.conversation_rows import EncodedRow, encode_turns, render_conversation
+from bmforge.recipes.inputs.padded_rows import (
+    PaddedRows,
+    has_labels,
+    is_real_row,
+    report_rows,
+    truncate_row,
+)
 from bmforge.tokenizers import Tokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate
 from bmforge.tokenizers.chat_turns import AnswerText
 
-__all__ = ["EncodedPair", "MarkedAnswers", "PreferencePairs", "encode_preference"]
-
-# Rows are padded to a multiple of this, which sequence parallelism can divide.
-_WIDTH_UNIT = 32
+__all__ = [
+    "EncodedPair",
+    "MarkedAnswers",
+    "PreferencePairs",
+    "encode_preference",
+    "encode_start",
+]
 
 
 class EncodedPair(NamedTuple):
@@ -113,7 +124,7 @@ def _end_of(tokenizer: Tokenizer) -> list[int]:
     return [] if tokenizer.eos_id is None else [tokenizer.eos_id]
 
 
-def _start(text: str, tokenizer: Tokenizer) -> list[int]:
+def encode_start(text: str, tokenizer: Tokenizer) -> list[int]:
     """Encode the beginning of a plain text, preceded by one BOS token if the tokenizer has it."""
     ids, prefix = tokenizer.encode(text), tokenizer.prompt_prefix
     return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
@@ -133,7 +144,7 @@ def _label(ids: list[int], prompt: int) -> EncodedRow:
 
 def _encode_text(prompt: str, answer: str, tokenizer: Tokenizer) -> EncodedRow:
     """Encode a plain prompt with its answer; the prompt has the same ids as in generation."""
-    before, joined = _start(prompt, tokenizer), _start(prompt + answer, tokenizer)
+    before, joined = encode_start(prompt, tokenizer), encode_start(prompt + answer, tokenizer)
     fits = joined[: len(before)] == before
     after = joined[len(before) :] if fits else tokenizer.encode(answer)
     return _label([*before, *_finish(after, tokenizer)], len(before))
@@ -141,49 +152,14 @@ def _encode_text(prompt: str, answer: str, tokenizer: Tokenizer) -> EncodedRow:
 
 def _encode_whole(texts: Sequence[Any], tokenizer: Tokenizer) -> Iterable[EncodedRow | None]:
     """Encode two whole texts; their prompt is the common beginning, cut between two tokens."""
-    ids = [_finish(_start(text, tokenizer), tokenizer) for text in texts]
+    ids = [_finish(encode_start(text, tokenizer), tokenizer) for text in texts]
     shared = next(
         (n for n, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), min(map(len, ids))
     )
     return (_label(row, shared) for row in ids)
 
 
-class _Rows:
-    """Base class of the example sources in this module: truncates and batches rows."""
-
-    columns: Mapping[str, tuple[int, int]] = {"labels": (1, IGNORE_INDEX)}
-
-    def _set_width(self, rows: Iterable[EncodedRow], seq_len: int) -> None:
-        longest = max((len(row.ids) for row in rows), default=1)
-        self.width = min(seq_len, -(-longest // _WIDTH_UNIT) * _WIDTH_UNIT)
-
-    def _stack(self, rows: Sequence[EncodedRow], is_real: Sequence[bool]) -> dict[str, Tensor]:
-        """Stack rows to tensors, padded at the end; padding examples get no labels."""
-        ids = torch.zeros(len(rows), self.width, dtype=torch.int64)
-        labels = torch.full_like(ids, IGNORE_INDEX)
-        mask = torch.zeros_like(ids)
-        for number, (row, real) in enumerate(zip(rows, is_real, strict=True)):
-            ids[number, : len(row.ids)] = torch.tensor(row.ids)
-            mask[number, : len(row.ids)] = 1
-            if real:
-                labels[number, : len(row.labels)] = torch.tensor(row.labels)
-        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
-
-
-def _is_real(row: Example) -> bool:
-    """Return False for a padding example, whose labels were removed."""
-    return row["labels"][0] != IGNORE_INDEX
-
-
-def _truncate(row: EncodedRow, seq_len: int) -> EncodedRow:
-    return EncodedRow(row.ids[:seq_len], row.labels[:seq_len])
-
-
-def _has_answer(row: EncodedRow) -> bool:
-    return any(label != IGNORE_INDEX for label in row.labels)
-
-
-class PreferencePairs(_Rows):
+class PreferencePairs(PaddedRows):
     """Preference pairs as an `ExampleSource`: two rows per pair, the chosen answer first.
 
     A pair with a completely truncated answer, or with equal answers after truncation, teaches
@@ -191,10 +167,13 @@ class PreferencePairs(_Rows):
 
     Args:
         pairs: encoded pairs.
-        seq_len: maximum tokens of a row; longer ones are truncated at the end.
+        seq_len: maximum tokens of a prompt with its answer; longer ones are truncated at the end.
+        shares_prefix: True for one row per pair, with the prompt once; see `prefix_sharing`.
     """
 
-    def __init__(self, pairs: Sequence[EncodedPair], seq_len: int) -> None:
+    def __init__(
+        self, pairs: Sequence[EncodedPair], seq_len: int, shares_prefix: bool = False
+    ) -> None:
         self._pairs: list[tuple[EncodedRow, EncodedRow, float]] = []
         cut = 0
         self.dropped = 0
@@ -204,16 +183,28 @@ class PreferencePairs(_Rows):
                     "the data has answers labeled good or bad instead of pairs. Use the method kto."
                 )
             cut += max(len(pair.chosen.ids), len(pair.rejected.ids)) > seq_len
-            chosen, rejected = (_truncate(row, seq_len) for row in pair[:2] if row is not None)
-            if not _has_answer(chosen) or not _has_answer(rejected) or chosen.ids == rejected.ids:
+            chosen, rejected = (truncate_row(row, seq_len) for row in pair[:2] if row is not None)
+            if not has_labels(chosen) or not has_labels(rejected) or chosen.ids == rejected.ids:
                 self.dropped += 1
             else:
                 self._pairs.append((chosen, rejected, pair.margin or 0.0))
-        self._set_width((row for pair in self._pairs for row in pair[:2]), seq_len)
         plain = [(tuple(map(tuple, c)), tuple(map(tuple, r)), m) for c, r, m in self._pairs]
         self.fingerprint = fingerprint_of(plain)
         self.reference: Tensor | None = None
-        _report(len(pairs), self.dropped, cut, seq_len, "pairs")
+        report_rows(len(pairs), self.dropped, cut, seq_len, "pairs")
+        self._shared = [share_prompt(pair[:2]) for pair in self._pairs] if shares_prefix else []
+        if shares_prefix:
+            self.set_width(self._shared, 2 * seq_len)
+            self._report_sharing()
+        else:
+            self.set_width((row for pair in self._pairs for row in pair[:2]), seq_len)
+
+    def _report_sharing(self) -> None:
+        separate = sum(len(row.ids) for pair in self._pairs for row in pair[:2])
+        tokens = sum(len(row.ids) for row in self._shared)
+        get_logger().info(
+            "prefix sharing: %d tokens instead of %d, rows of %d", tokens, separate, self.width
+        )
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -223,16 +214,32 @@ class PreferencePairs(_Rows):
         return {"labels": [1], "index": [index]}
 
     def collate(self, rows: Sequence[Example]) -> Batch:
-        """Return a batch of pairs, in which rows 2i and 2i + 1 are the answers of pair i."""
+        """Return a batch of pairs, in which rows 2i and 2i + 1 are the answers of pair i.
+
+        With a shared prefix, row i has both answers.
+        """
         numbers = [row["index"][0] for row in rows]
-        answers = [row for number in numbers for row in self._pairs[number][:2]]
-        is_real = [_is_real(row) for row in rows for _ in range(2)]
-        batch = self._stack(answers, is_real)
+        is_real = [is_real_row(row) for row in rows]
+        if self._shared:
+            batch = self._stack_shared([self._shared[n] for n in numbers], is_real)
+        else:
+            answers = [row for number in numbers for row in self._pairs[number][:2]]
+            batch = self.stack(answers, [real for real in is_real for _ in range(2)])
         batch["margin"] = torch.tensor([self._pairs[n][2] for n in numbers], dtype=torch.float32)
         return _with_reference(batch, self.reference, numbers)
 
+    def _stack_shared(
+        self, rows: Sequence[SharedRow], is_real: Sequence[bool]
+    ) -> dict[str, Tensor]:
+        batch = self.stack([EncodedRow(row.ids, row.labels) for row in rows], is_real)
+        segments, positions = batch.pop("attention_mask"), torch.zeros_like(batch["input_ids"])
+        for number, row in enumerate(rows):
+            segments[number, : len(row.ids)] = torch.tensor(row.segments)
+            positions[number, : len(row.ids)] = torch.tensor(row.positions)
+        return {**batch, SEGMENTS: segments, "position_ids": positions}
 
-class MarkedAnswers(_Rows):
+
+class MarkedAnswers(PaddedRows):
     """Answers rated good or bad as an `ExampleSource`, each with a mismatched answer.
 
     The mismatched row has the prompt of the answer and the answer of the next example with another
@@ -252,7 +259,7 @@ class MarkedAnswers(_Rows):
         ]
         cut = sum(len(row.ids) > seq_len for row, _ in answers)
         usable = [
-            (row, is_good) for row, is_good in answers if _has_answer(_truncate(row, seq_len))
+            (row, is_good) for row, is_good in answers if has_labels(truncate_row(row, seq_len))
         ]
         prompts = [tuple(row.ids[: _prompt_length(row)]) for row, _ in usable]
         self.dropped = len(answers) - len(usable)
@@ -260,14 +267,14 @@ class MarkedAnswers(_Rows):
         for number, (row, is_good) in enumerate(usable):
             other = usable[_next_prompt(prompts, number)][0]
             mixed = _mix(row, other)
-            rows = (_truncate(row, seq_len), _truncate(mixed, seq_len))
+            rows = (truncate_row(row, seq_len), truncate_row(mixed, seq_len))
             self._answers.append((*rows, is_good))
-        self._set_width((row for each in self._answers for row in each[:2]), seq_len)
+        self.set_width((row for each in self._answers for row in each[:2]), seq_len)
         plain = [(tuple(map(tuple, a)), tuple(map(tuple, b)), g) for a, b, g in self._answers]
         self.fingerprint = fingerprint_of(plain)
         self.reference: Tensor | None = None
         good = sum(is_good for *_, is_good in self._answers)
-        _report(len(answers), self.dropped, cut, seq_len, "answers")
+        report_rows(len(answers), self.dropped, cut, seq_len, "answers")
         get_logger().info("%d answers are good, %d bad", good, len(self._answers) - good)
 
     def __len__(self) -> int:
@@ -281,8 +288,8 @@ class MarkedAnswers(_Rows):
         """Return a batch of answers: row 2i is answer i, row 2i + 1 its mismatched answer."""
         numbers = [row["index"][0] for row in rows]
         answers = [row for number in numbers for row in self._answers[number][:2]]
-        is_real = [_is_real(row) for row in rows for _ in range(2)]
-        batch = self._stack(answers, is_real)
+        is_real = [is_real_row(row) for row in rows for _ in range(2)]
+        batch = self.stack(answers, is_real)
         batch["is_good"] = torch.tensor([int(self._answers[n][2]) for n in numbers])
         return _with_reference(batch, self.reference, numbers)
 
@@ -318,17 +325,3 @@ def _mix(row: EncodedRow, other: EncodedRow) -> EncodedRow:
     before, start = _prompt_length(row), _prompt_length(other)
     labels = [IGNORE_INDEX] * before + other.labels[start:]
     return EncodedRow(row.ids[:before] + other.ids[start:], labels)
-
-
-def _report(count: int, dropped: int, cut: int, seq_len: int, what: str) -> None:
-    log = get_logger()
-    if cut:
-        log.warning(
-            "%d of %d %s are longer than data.seq_len=%d and were truncated",
-            *(cut, count, what, seq_len),
-        )
-    if dropped:
-        log.warning(
-            "%d of %d %s have no effect on the loss and were left out", dropped, count, what
-        )
-    log.info("%d %s", count - dropped, what)

@@ -1,0 +1,68 @@
+"""Checks whether a run can put both answers of a pair into one row (`data.prefix_sharing`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bmforge.errors import ConfigError
+from bmforge.recipes.start import family_of, traits_of, with_changes
+
+__all__ = ["check_prefix_sharing", "check_shared_width", "refuse_prefix_sharing"]
+
+
+def refuse_prefix_sharing(config: Any, reason: str) -> None:
+    """Raise `ConfigError` if a run without pairs of language-model rows shares prefixes.
+
+    Args:
+        config: config of the run.
+        reason: why the option has no effect, as the end of a sentence.
+    """
+    if config.data.prefix_sharing:
+        raise ConfigError(f"data.prefix_sharing has no effect {reason}. Leave it out.")
+
+
+def check_prefix_sharing(config: Any) -> None:
+    """Raise `ConfigError` if the model or layout of a preferences run cannot share prefixes.
+
+    Shared rows have an attention mask and positions of their own, so attention must depend on
+    nothing else: no sliding window or bias, which count the tokens of a row.
+    """
+    if not config.data.prefix_sharing:
+        return
+    if config.method == "kto":
+        refuse_prefix_sharing(config, "with method=kto, whose answers are not pairs")
+    problem = _find_problem(config)
+    if problem is not None:
+        raise ConfigError(
+            f"data.prefix_sharing=True does not work with {problem}. Set data.prefix_sharing=False."
+        )
+
+
+def _find_problem(config: Any) -> str | None:
+    if config.layout.is_context_parallel:
+        return f"{config.layout}, which shards the tokens of a row"
+    sizes = with_changes(config)
+    family = family_of(sizes)
+    modules = list(family.from_config(sizes, device="meta").modules())
+    attentions: list[Any] = [module for module in modules if hasattr(module, "mix")]
+    if not attentions or any(getattr(each, "alibi", False) for each in attentions):
+        return f"{family.__name__}, whose attention does not take positions and a mask of rows"
+    windows = [each.window for each in attentions if each.window]
+    if windows and min(windows) < 2 * config.data.seq_len:
+        return f"the sliding window of {family.__name__}, {min(windows)} tokens"
+    return None
+
+
+def check_shared_width(config: Any, width: int) -> None:
+    """Raise `ConfigError` if shared rows are longer than the table of learned positions.
+
+    Args:
+        config: config of the run.
+        width: tokens of a row with both answers.
+    """
+    limit = traits_of(config.model).row_limit(config.model)
+    if config.data.prefix_sharing and limit is not None and width > limit:
+        raise ConfigError(
+            f"data.prefix_sharing makes rows of {width} tokens, more than model.max_seq_len="
+            f"{limit}. Set data.prefix_sharing=False, or reduce data.seq_len."
+        )

@@ -1,0 +1,126 @@
+"""Builds the frozen reference model of preference optimization, quantized or offloaded."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from bmforge.align.reference import Reference, frozen_copy
+from bmforge.device import is_host, parse_dtype
+from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
+from bmforge.models.config import read_config_file
+from bmforge.models.hub import find_model
+from bmforge.parallel import World, build_mesh, parallelize
+from bmforge.recipes.adapters import AdapterConfig
+from bmforge.recipes.base_weights import cast_frozen_, fill_packed_, open_packed, quantize_base_
+from bmforge.recipes.build import build_model
+from bmforge.recipes.start import family_of, with_changes
+
+__all__ = [
+    "ReferenceDtype",
+    "check_reference_copy",
+    "describe_reference",
+    "open_reference_copy",
+    "store_reference_",
+]
+
+ReferenceDtype = Literal["int8", "int4"]
+
+
+def check_reference_copy(config: Any, is_copied: bool) -> None:
+    """Raise `ConfigError` for an option of the copy that has no effect or is not supported.
+
+    Args:
+        config: config of a run with ``reference_dtype`` and ``reference_offload``.
+        is_copied: whether the run's reference is a copy.
+    """
+    options = {"reference_dtype": config.reference_dtype}
+    options["reference_offload"] = config.reference_offload or None
+    for name, value in options.items():
+        if value is not None and not is_copied:
+            raise ConfigError(
+                f"{name}={value} has no effect: the reference is not a copy of the model. Add "
+                "--reference copy, or leave it out."
+            )
+    dtype = config.reference_dtype
+    if dtype is None:
+        return
+    if config.init_from is None:
+        raise ConfigError(
+            f"reference_dtype={dtype!r} quantizes pretrained weights. Give the directory or hub id "
+            "of a model with --model."
+        )
+    if config.changes or config.layout.is_tensor_parallel:
+        raise ConfigError(
+            f"reference_dtype={dtype!r} does not support changes or layout.tp. Leave one out."
+        )
+
+
+def open_reference_copy(config: Any, rows: World) -> Reference:
+    """Build a frozen copy of a run's initial model, on the layout of the policy.
+
+    Args:
+        config: settled config of the run.
+        rows: this process among the data-parallel ranks.
+
+    Raises:
+        ConfigError: `reference_offload` without an accelerator.
+    """
+    if config.reference_offload and is_host(rows.device):
+        raise ConfigError(
+            "reference_offload=True has no effect on a CPU, whose memory is the host's. Leave it "
+            "out; --reference-dtype int8 makes the reference smaller."
+        )
+    rank, size = 0, 1
+    if torch.distributed.is_initialized():
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    world, mesh = World(rank, size, rows.device), build_mesh(config.layout, rows.device)
+    plain = dataclasses.replace(config, adapter=AdapterConfig(), base_dtype=None, freeze_base=False)
+    if config.reference_dtype is None:
+        model: nn.Module = build_model(plain, world, mesh)[0]
+    else:
+        model = _build_quantized(plain, world, mesh)
+    return frozen_copy(model, is_offloaded=config.reference_offload)
+
+
+def _build_quantized(config: Any, world: World, mesh: Any) -> nn.Module:
+    """Build the copy in ``reference_dtype``; other weights are stored in the precision."""
+    start = find_model(config.init_from)
+    sizes = config.model.replace(raw=read_config_file(start))
+    model = family_of(sizes).from_config(sizes, device="meta")
+    packed = open_packed(
+        model, start, dataclasses.replace(config, base_dtype=config.reference_dtype)
+    )
+    assert packed is not None
+    model = copy.deepcopy(packed.model)  # the reader needs a separate copy, which stays on meta
+    _freeze_(model, config.train.precision)
+    parallelize(
+        model, config.layout, mesh=mesh, precision=config.train.precision, compile=config.compile
+    )
+    fill_packed_(model, packed, world.device)
+    get_logger().info("the reference is a copy in %s", config.reference_dtype)
+    return model
+
+
+def describe_reference(config: Any) -> nn.Module:
+    """Return the quantized reference copy of a run on meta, for memory estimates."""
+    sizes = with_changes(config)
+    model = family_of(sizes).from_config(sizes, device="meta")
+    store_reference_(model, config.reference_dtype, config.train.precision)
+    return model
+
+
+def store_reference_(model: nn.Module, dtype: ReferenceDtype, precision: str) -> None:
+    """Quantize a model on meta like a reference copy, for memory estimates."""
+    quantize_base_(model, dtype)
+    _freeze_(model, precision)
+
+
+def _freeze_(model: nn.Module, precision: str) -> None:
+    model.requires_grad_(False)
+    cast_frozen_(model, parse_dtype(precision))
