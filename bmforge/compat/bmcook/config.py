@@ -23,52 +23,20 @@ __all__ = [
     "structure_table",
 ]
 
-# Default values by section and key.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "distillation": {
-        "ce_scale": 0,
-        "ce_temp": 1,
-        "mse_hidn_scale": 0,
-        "mse_hidn_module": [],
-        "mse_hidn_proj": False,
-        "mse_att_scale": 0,
-        "mse_att_module": [],
-    },
-    "pruning": {
-        "is_pruning": False,
-        "pruning_mask_path": None,
-        "pruned_module": [],
-        "mask_method": "m4n2_1d",
-        "sprune": {},
-    },
-    "quantization": {"is_quant": False, "quantized_module": []},
-    "MoEfication": {"is_moefy": False, "first_FFN_module": []},
-}
-_SPRUNE = {
-    "criterion": "l0",
-    "training_mask": [],
-    "mask_path": "",
-    "is_training": True,
-    "target_mode": "sparsity",
-    "target_sparsity": 0.5,
-    "start_sparsity": None,
-    "hard_binarize": False,
-    "tuning": None,
-}
+# Default values by section and key, and those of the section pruning.sprune.
+_KEYS = json.loads(Path(__file__).with_name("config_keys.json").read_text("utf-8"))
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = _KEYS["sections"]
+_SPRUNE: Mapping[str, Any] = _KEYS["sprune"]
 # Maps older keys to (current key, function that converts the value).
 _OLDER = {
     "fixed_mask_path": ("mask_path", lambda value: value),
     "mask_mode": ("is_training", lambda value: value == "train_mask"),
 }
-_METHODS = ("m4n2_1d", "m4n2_2d", "sprune")
 _PATTERNS = {"m4n2_1d": "2:4", "m4n2_2d": "2:4-both-greedy"}
+_METHODS = (*_PATTERNS, "sprune")
 _GATES = {
-    "transformer": "block",
-    "att": "attn",
-    "ffn": "mlp",
-    "num_heads": "heads",
-    "dim_ff": "features",
-}
+    "transformer": "block", "att": "attn", "ffn": "mlp", "num_heads": "heads", "dim_ff": "features",
+}  # fmt: skip
 _PLACEHOLDER = "[placehold]"
 # JSON key of additional recipe settings.
 _OWN = "bmforge"
@@ -150,7 +118,7 @@ def check_cook_config(raw: Any) -> dict[str, Any]:
 
 def _check_sprune(values: Mapping[str, Any]) -> dict[str, Any]:
     """Check the ``sprune`` settings, and return them with all keys in their current spelling."""
-    out = dict(_SPRUNE)
+    out = copy.deepcopy(dict(_SPRUNE))
     for key, value in values.items():
         name, turn = _OLDER.get(key, (key, lambda same: same))
         if name not in _SPRUNE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -145,103 +146,30 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     return fields
 
 
-class LoraConfig(BaseDeltaConfig):
-    """Config of `LoraModel`."""
-
-    delta_type = "lora"
-    fields = MappingProxyType({"lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0})
-    aliases = MappingProxyType({"rank": "lora_r", "alpha": "lora_alpha", **BaseDeltaConfig.aliases})
-
-
-class AdapterConfig(BaseDeltaConfig):
-    """Config of `AdapterModel`."""
-
-    delta_type = "adapter"
-    fields = MappingProxyType({"bottleneck_dim": 24, "non_linearity": "gelu_new"})
-
-
-class LowRankAdapterConfig(BaseDeltaConfig):
-    """Config of `LowRankAdapterModel`."""
-
-    delta_type = "low_rank_adapter"
-    fields = MappingProxyType(
-        {
-            "reduction_factor": 32,
-            "low_rank_rank": 1,
-            "low_rank_w_init": "glorot-uniform",
-            "non_linearity": "gelu_new",
-        }
-    )
-    fixed = frozenset({"low_rank_w_init"})
-
-
-class CompacterConfig(BaseDeltaConfig):
-    """Config of `CompacterModel`."""
-
-    delta_type = "compacter"
-    fields = MappingProxyType(
-        {
-            "reduction_factor": 16,
-            "non_linearity": "gelu_new",
-            "hypercomplex_division": 4,
-            "phm_rank": 1,
-            "factorized_phm": True,
-            "phm_c_init": "normal",
-            "phm_init_range": 0.0001,
-            "learn_phm": True,
-            "hypercomplex_nonlinearity": "glorot-uniform",
-            "shared_phm_rule": False,
-            "shared_W_phm": False,
-            "factorized_phm_rule": False,
-            "kronecker_prod": None,
-            "bottleneck_dim": None,
-            "use_bias_up_sampler": True,
-            "use_bias_down_sampler": True,
-        }
-    )
-    fixed = frozenset(fields) - {
-        *("reduction_factor", "non_linearity", "hypercomplex_division", "phm_rank"),
-        "factorized_phm",
+def _define(name: str, delta_type: str) -> type[BaseDeltaConfig]:
+    """Create the config class of a type from its table in `delta_configs.toml`."""
+    table = _TABLES[delta_type]
+    fields = {**table.get("fields", {}), **dict.fromkeys(table.get("unset", ()))}
+    attributes = {
+        "__doc__": f"Config of `{name.removesuffix('Config')}Model`.",
+        "__module__": __name__,
+        "delta_type": delta_type,
+        "fields": MappingProxyType(fields),
+        "fixed": frozenset(table.get("fixed", ())),
+        "aliases": MappingProxyType({**table.get("aliases", {}), **BaseDeltaConfig.aliases}),
     }
+    return type(name, (BaseDeltaConfig,), attributes)
 
 
-class ParallelAdapterConfig(BaseDeltaConfig):
-    """Config of `ParallelAdapterModel`."""
-
-    delta_type = "parallel_adapter"
-    fields = MappingProxyType({"bottleneck_dim": 24, "non_linearity": "gelu_new", "scaled": 1.0})
-
-
-class BitFitConfig(BaseDeltaConfig):
-    """Config of `BitFitModel`."""
-
-    delta_type = "bitfit"
-
-
-class PrefixConfig(BaseDeltaConfig):
-    """Config of `PrefixModel`."""
-
-    delta_type = "prefix"
-    fields = MappingProxyType(
-        {"prefix_token_num": 6, "reparameterize": True, "embed_dim": 512, "mid_dim": 512}
-    )
-
-
-class SoftPromptConfig(BaseDeltaConfig):
-    """Config of `SoftPromptModel`."""
-
-    delta_type = "soft_prompt"
-    fields = MappingProxyType(
-        {
-            "soft_token_num": 100,
-            "init_range": 0.5,
-            "token_init": True,
-            "other_expand_ids": {"attention_mask": 1, "token_type_ids": 0},
-        }
-    )
-    fixed = frozenset({"other_expand_ids"})
-
-
+_TABLES = tomllib.loads(Path(__file__).with_name("delta_configs.toml").read_text("utf-8"))
+LoraConfig = _define("LoraConfig", "lora")
+AdapterConfig = _define("AdapterConfig", "adapter")
+LowRankAdapterConfig = _define("LowRankAdapterConfig", "low_rank_adapter")
+CompacterConfig = _define("CompacterConfig", "compacter")
+ParallelAdapterConfig = _define("ParallelAdapterConfig", "parallel_adapter")
+BitFitConfig = _define("BitFitConfig", "bitfit")
+PrefixConfig = _define("PrefixConfig", "prefix")
+SoftPromptConfig = _define("SoftPromptConfig", "soft_prompt")
 CONFIGS: Mapping[str, type[BaseDeltaConfig]] = {
     kind.delta_type: kind
     for kind in (

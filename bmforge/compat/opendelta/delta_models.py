@@ -11,6 +11,7 @@ from bmforge.compat.opendelta.backbone import zoo_in
 from bmforge.compat.opendelta.basemodel import DeltaBase
 from bmforge.compat.opendelta.delta_configs import (
     AdapterConfig,
+    BaseDeltaConfig,
     BitFitConfig,
     CompacterConfig,
     LoraConfig,
@@ -34,40 +35,27 @@ __all__ = [
 ]
 
 
-class LoraModel(DeltaBase):
-    """Delta model with LoRA on linear layers."""
-
-    delta_type, config_class = "lora", LoraConfig
-
-
-class AdapterModel(DeltaBase):
-    """Delta model with bottleneck adapters after modules."""
-
-    delta_type, config_class = "adapter", AdapterConfig
+def _define(name: str, config_class: type[BaseDeltaConfig], what: str) -> type[DeltaBase]:
+    """Create the class of a type that needs nothing besides the base class."""
+    attributes = {"delta_type": config_class.delta_type, "config_class": config_class}
+    doc = f"Delta model with {what}."
+    return type(name, (DeltaBase,), {"__doc__": doc, "__module__": __name__, **attributes})
 
 
-class LowRankAdapterModel(DeltaBase):
-    """Delta model with bottleneck adapters of low-rank factors."""
-
-    delta_type, config_class = "low_rank_adapter", LowRankAdapterConfig
-
-
-class CompacterModel(DeltaBase):
-    """Delta model with bottleneck adapters of Kronecker products (Compacter)."""
-
-    delta_type, config_class = "compacter", CompacterConfig
-
-
-class ParallelAdapterModel(DeltaBase):
-    """Delta model with bottleneck adapters from one module's input to another's output."""
-
-    delta_type, config_class = "parallel_adapter", ParallelAdapterConfig
-
-
-class BitFitModel(DeltaBase):
-    """Delta model with trained biases, which can be detached."""
-
-    delta_type, config_class = "bitfit", BitFitConfig
+LoraModel = _define("LoraModel", LoraConfig, "LoRA on linear layers")
+AdapterModel = _define("AdapterModel", AdapterConfig, "bottleneck adapters after modules")
+LowRankAdapterModel = _define(
+    "LowRankAdapterModel", LowRankAdapterConfig, "bottleneck adapters of low-rank factors"
+)
+CompacterModel = _define(
+    "CompacterModel", CompacterConfig, "bottleneck adapters of Kronecker products"
+)
+ParallelAdapterModel = _define(
+    "ParallelAdapterModel",
+    ParallelAdapterConfig,
+    "bottleneck adapters from one module's input to another's output",
+)
+BitFitModel = _define("BitFitModel", BitFitConfig, "trained biases, which can be detached")
 
 
 class PrefixModel(DeltaBase):

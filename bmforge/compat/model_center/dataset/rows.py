@@ -6,8 +6,10 @@ A dataset reads a task and encodes a sample when it is indexed. Every process ha
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -106,47 +108,9 @@ class Prompt:
     words: tuple[str, ...]
 
 
-_TRUTH = ("No", "Yes")
-_ENTAILS = "Sentence 1: {0} Sentence 2: {1} Does sentence 1 entails sentence 2?"
-_ENTAILMENT = _ENTAILS.format("{premise}", "{hypothesis}")
-_WAHR = ("否", "是")
-_RELATION = Prompt("“{sentence1}”和“{sentence2}”的关系是", ("矛盾", "蕴含", "中立"))
-_ALIKE = Prompt("“{sentence1}”与“{sentence2}”的意思相同吗？", _WAHR)
-_TOPICS = "故事 文化 娱乐 体育 财经 房产 汽车 教育 科技 军事 旅游 国际 股票 农业 游戏"
-_REFERS = Prompt("{text} “{span2_text}”指的是“{span1_text}”吗？", _WAHR)
-_SAME_WORD = (
-    "Sentence 1: {sentence1} Sentence 2: {sentence2} Does the word {word} in sentence 1 express "
-    "the same meaning as in sentence 2?"
-)
-# The English prompts are ModelCenter's.
+_TABLES = tomllib.loads(Path(__file__).with_name("prompts.toml").read_text("utf-8"))
 PROMPTS: Mapping[str, Prompt] = {
-    "BoolQ": Prompt("{passage}. {question}?", _TRUTH),
-    "CB": Prompt(_ENTAILMENT, ("No", "Yes", "Maybe")),
-    "COPA": Prompt(
-        'Choice 1: {choice1} Choice 2: {choice2} The {question} of "{premise}" was choice',
-        ("1", "2"),
-    ),
-    "RTE": Prompt(_ENTAILMENT, _TRUTH),
-    "WiC": Prompt(_SAME_WORD, _TRUTH),
-    "WSC": Prompt("{text} Does {span2_text} refers to {span1_text}?", _TRUTH),
-    "MultiRC": Prompt(
-        '{passage} Is answer "{answer}" the answer to the question "{question}"?', _TRUTH
-    ),
-    "ReCoRD": Prompt(
-        "{passage} Question: {query} Entities: {entities} Can {entity} be filled in the "
-        "placeholder?",
-        _TRUTH,
-    ),
-    "eprstmt": Prompt("{sentence}。总之很", ("差", "好")),
-    "csl": Prompt("{abst} 这些关键词对吗：{keyword}？", _WAHR),
-    "ocnli": _RELATION,
-    "cmnli": _RELATION,
-    "afqmc": _ALIKE,
-    "bustm": _ALIKE,
-    "tnews": Prompt("{sentence} 这条新闻的主题是", tuple(_TOPICS.split())),
-    "cluewsc2020": _REFERS,
-    "cluewsc": _REFERS,
-    "LCQMC": Prompt("“{text_a}”与“{text_b}”是否有关？", ("无关", "有关")),
+    task: Prompt(table["text"], tuple(table["words"])) for task, table in _TABLES.items()
 }
 
 

@@ -33,79 +33,29 @@ __all__ = [
 ]
 
 
-class BertConfig(Config):
-    """Config of a BERT model."""
-
-    family = "Bert"
-
-
-class RobertaConfig(Config):
-    """Config of a RoBERTa model."""
-
-    family = "Roberta"
+def _define(name: str, family: str) -> type[Config]:
+    """Create the config class of a family that needs nothing besides the base class."""
+    doc = f"Config of a {family} model."
+    return type(
+        f"{name}Config", (Config,), {"__doc__": doc, "__module__": __name__, "family": family}
+    )
 
 
-class LongformerConfig(Config):
-    """Config of a Longformer model."""
-
-    family = "Longformer"
-
-
-class ViTConfig(Config):
-    """Config of a ViT model."""
-
-    family = "ViT"
-
-
-VitConfig = ViTConfig  # spelling in ModelCenter
-
-
-class GPT2Config(Config):
-    """Config of a GPT-2 model."""
-
-    family = "GPT2"
-
-
-class GPTjConfig(Config):
-    """Config of a GPT-J model."""
-
-    family = "GPTJ"
-
-
-class OPTConfig(Config):
-    """Config of an OPT model."""
-
-    family = "OPT"
-
-
-class LlamaConfig(Config):
-    """Config of a Llama model."""
-
-    family = "Llama"
-
-
-class QwenConfig(Config):
-    """Config of a Qwen model."""
-
-    family = "Qwen"
-
-
-class MiniCPMConfig(Config):
-    """Config of a MiniCPM model."""
-
-    family = "MiniCPM"
-
-
-class MixtralConfig(Config):
-    """Config of a Mixtral model."""
-
-    family = "Mixtral"
-
-
-class GLMConfig(Config):
-    """Config of a GLM model."""
-
-    family = "GLM"
+BertConfig = _define("Bert", "Bert")
+RobertaConfig = _define("Roberta", "Roberta")
+LongformerConfig = _define("Longformer", "Longformer")
+ViTConfig = VitConfig = _define("ViT", "ViT")
+GPT2Config = _define("GPT2", "GPT2")
+GPTjConfig = _define("GPTj", "GPTJ")
+OPTConfig = _define("OPT", "OPT")
+LlamaConfig = _define("Llama", "Llama")
+QwenConfig = _define("Qwen", "Qwen")
+MiniCPMConfig = _define("MiniCPM", "MiniCPM")
+MixtralConfig = _define("Mixtral", "Mixtral")
+GLMConfig = _define("GLM", "GLM")
+T5Config = _define("T5", "T5")
+CPM2Config = _define("CPM2", "CPM2")
+EVAConfig = _define("EVA", "EVA")
 
 
 class CPM1Config(Config):
@@ -165,21 +115,3 @@ class CPM3Config(Config):
         **{"max_exact_rate": 0.25, "max_distance_rate": 1.0, "absolute_inner_segment": True},
         "ffn_activate_fn": "gated_gelu",
     }
-
-
-class T5Config(Config):
-    """Config of T5, mT5 and Flan-T5."""
-
-    family = "T5"
-
-
-class CPM2Config(Config):
-    """Config of a CPM-2 model."""
-
-    family = "CPM2"
-
-
-class EVAConfig(Config):
-    """Config of an EVA model."""
-
-    family = "EVA"
