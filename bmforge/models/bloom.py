@@ -91,23 +91,15 @@ class BloomConfig(ModelConfig):
     dropout: float = 0.0
     attn_dropout: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Set the default MLP width (4 D) and derive the fields of the base class."""
-        self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
-        super().__post_init__()
-
     def check(self) -> None:
         """Raise `ConfigError` for inconsistent fields."""
         super().check()
-        fixed = {
-            "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
-            "head_dim": (self.head_dim, self.hidden_size // self.num_heads),
-        }
-        problems = [
-            f"{name}={value} must be {need}"
-            for name, (value, need) in fixed.items()
-            if value != need and not self.says(name)
-        ]
+        problems = self.find_unlike(
+            {
+                "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
+                "head_dim": (self.head_dim, self.hidden_size // self.num_heads),
+            }
+        )
         if self.num_kv_heads != self.num_heads:
             problems.append(f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}")
         if problems:

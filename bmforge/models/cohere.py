@@ -71,8 +71,7 @@ class CohereConfig(LlamaLikeConfig):
 def parallel_block(block: BlockSpec, config: Any) -> BlockSpec:
     """Return Cohere's block: Llama's with parallel sublayers and a layer norm without bias."""
     assert block.attn is not None
-    bias = config.attn_bias
-    attn = replace(block.attn, qkv_bias=bias, out_bias=bias, rope_interleaved=True)
+    attn = replace(block.attn, rope_interleaved=True)
     norm = NormSpec("layer", config.norm_eps, bias=False)
     return replace(block, attn=attn, norm=norm, norm_place="parallel")
 

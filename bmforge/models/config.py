@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -120,7 +121,9 @@ class ModelConfig:
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Derive missing values (K = N and H = D / N) and check all fields."""
+        """Derive missing sizes (K = N, H = D / N, F = 4 D if 0 is the default), and check them."""
+        if not self.intermediate_size and getattr(type(self), "intermediate_size", 1) == 0:
+            self.intermediate_size = 4 * self.hidden_size
         self.num_kv_heads = self.num_kv_heads or self.num_heads
         self.head_dim = self.head_dim or self.hidden_size // max(self.num_heads, 1)
         self.head = self.head or next(iter(self.heads))
@@ -142,6 +145,18 @@ class ModelConfig:
             return dict(self.raw[GENERATION_KEY] or {})
         names = set(_GENERATION_FIELDS.split())
         return {name: value for name, value in self.raw.items() if name in names}
+
+    def find_unlike(self, needed: Mapping[str, tuple[Any, Any]]) -> list[str]:
+        """Describe the fields whose value the family's config.json cannot express.
+
+        Args:
+            needed: value and needed value by field name, or by an expression that ends with one.
+        """
+        return [
+            f"{name}={value!r} must be {need!r}"
+            for name, (value, need) in needed.items()
+            if value != need and not self.says(name.split()[-1])
+        ]
 
     def check(self) -> None:
         """Raise a `ConfigError` that lists all inconsistencies among the fields."""

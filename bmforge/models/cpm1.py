@@ -74,24 +74,16 @@ class CPM1Config(ModelConfig):
     dropout: float = 0.0
     attn_dropout: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Set the default MLP width (4 D) and derive the fields of the base class."""
-        self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
-        super().__post_init__()
-
     def check(self) -> None:
         """Raise `ConfigError` for inconsistent fields."""
         super().check()
-        fixed = {
-            "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
-            "num_heads x head_dim": (self.num_heads * self.head_dim, self.hidden_size),
-            "tie_word_embeddings": (self.tie_word_embeddings, True),
-        }
-        problems = [
-            f"{name}={got} must be {need}"
-            for name, (got, need) in fixed.items()
-            if got != need and not self.says(name.split()[-1])
-        ]
+        problems = self.find_unlike(
+            {
+                "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
+                "num_heads x head_dim": (self.num_heads * self.head_dim, self.hidden_size),
+                "tie_word_embeddings": (self.tie_word_embeddings, True),
+            }
+        )
         if problems:
             raise ConfigError(f"CPM1Config: {'; '.join(problems)}.")
 

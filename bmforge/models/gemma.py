@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
 from bmforge.models.layer_types import LayerTypes, LayerTypesConfig, LocalRotaryConfig
-from bmforge.models.llama import llama_heads
 from bmforge.models.llama_like import (
     LlamaLike,
     LlamaLikeConfig,
+    llama_heads,
+    preset_size,
     renamed,
     rules_with_norms,
 )
@@ -52,11 +53,6 @@ def _heads(stem: str, classifier: str = "", body: str = "") -> dict[str, Head]:
     return heads
 
 
-def _size(hidden: int, intermediate: int, layers: int, heads: int, kv: int) -> dict[str, Any]:
-    names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
-    return dict(zip(names, (hidden, intermediate, layers, heads, kv), strict=True))
-
-
 @dataclass(kw_only=True)
 class GemmaConfig(LlamaLikeConfig):
     """Config of Gemma 1; other fields are those of the base class.
@@ -71,7 +67,7 @@ class GemmaConfig(LlamaLikeConfig):
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = _REQUIRED
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"hidden_activation"})
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "gemma-2b": _size(2048, 16384, 18, 8, 1),
+        "gemma-2b": preset_size(2048, 16384, 18, 8, 1),
         "gemma-7b": {},
     }
     hub_ids: ClassVar[dict[str, str]] = {name: f"google/{name}" for name in presets}
@@ -114,8 +110,8 @@ class Gemma2Config(LayerTypesConfig):
     hf_ignored: ClassVar[frozenset[str]] = _IGNORED2
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "gemma-2-2b": {},
-        "gemma-2-9b": _size(3584, 14336, 42, 16, 8),
-        "gemma-2-27b": {**_size(4608, 36864, 46, 32, 16), "head_dim": 128, "query_size": 144},
+        "gemma-2-9b": preset_size(3584, 14336, 42, 16, 8),
+        "gemma-2-27b": {**preset_size(4608, 36864, 46, 32, 16), "head_dim": 128, "query_size": 144},
     }
     hub_ids: ClassVar[dict[str, str]] = {name: f"google/{name}" for name in presets}
 
@@ -171,8 +167,8 @@ class Gemma3Config(LocalRotaryConfig):
     }
     hf_ignored: ClassVar[frozenset[str]] = _IGNORED2
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "gemma-3-270m": {**_size(640, 2048, 18, 4, 1), "window": 512, "max_seq_len": 32768},
-        "gemma-3-1b": {**_size(1152, 6912, 26, 4, 1), "window": 512, "max_seq_len": 32768},
+        "gemma-3-270m": {**preset_size(640, 2048, 18, 4, 1), "window": 512, "max_seq_len": 32768},
+        "gemma-3-1b": {**preset_size(1152, 6912, 26, 4, 1), "window": 512, "max_seq_len": 32768},
     }
     hub_ids: ClassVar[dict[str, str]] = {name: f"google/{name}-pt" for name in presets}
 
@@ -192,10 +188,8 @@ class Gemma3Config(LocalRotaryConfig):
 
 
 def _block(block: BlockSpec, config: Any) -> BlockSpec:
-    """Return Llama's block with Gemma's biases and norms."""
-    assert block.attn is not None
-    attn = replace(block.attn, qkv_bias=config.attn_bias, out_bias=config.attn_bias)
-    return replace(block, attn=attn, norm=NormSpec("rms", config.norm_eps, offset=1.0))
+    """Return Llama's block with Gemma's norms."""
+    return replace(block, norm=NormSpec("rms", config.norm_eps, offset=1.0))
 
 
 def _scaled(spec: DecoderSpec, config: Any) -> DecoderSpec:

@@ -126,25 +126,17 @@ class GLMConfig(ModelConfig):
     sop_token_id: int | None = None
     mask_token_id: int | None = None
 
-    def __post_init__(self) -> None:
-        """Set the default MLP width (4 D) and derive the fields of the base class."""
-        self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
-        super().__post_init__()
-
     def check(self) -> None:
         """Raise `ConfigError` for values that config.json cannot express."""
         super().check()
-        fixed = {
-            "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
-            "num_kv_heads": (self.num_kv_heads, self.num_heads),
-            "num_heads x head_dim": (self.num_heads * self.head_dim, self.hidden_size),
-            "tie_word_embeddings": (self.tie_word_embeddings, True),
-        }
-        problems = [
-            f"{n}={value!r} must be {needed!r}"
-            for n, (value, needed) in fixed.items()
-            if value != needed and not self.says(n.split()[-1])
-        ]
+        problems = self.find_unlike(
+            {
+                "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
+                "num_kv_heads": (self.num_kv_heads, self.num_heads),
+                "num_heads x head_dim": (self.num_heads * self.head_dim, self.hidden_size),
+                "tie_word_embeddings": (self.tie_word_embeddings, True),
+            }
+        )
         if (self.sop_token_id is None) != (self.mask_token_id is None):
             problems.append("sop_token_id and mask_token_id must be set together")
         if problems:

@@ -13,8 +13,14 @@ from typing import Any, ClassVar, Literal
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.glm import is_glm10b
 from bmforge.models.heads import Head
-from bmforge.models.llama import gate_up_rules, llama_heads
-from bmforge.models.llama_like import LlamaLike, PartialRotaryConfig, renamed, rules_with_norms
+from bmforge.models.llama_like import (
+    LlamaLike,
+    PartialRotaryConfig,
+    gate_up_rules,
+    llama_heads,
+    renamed,
+    rules_with_norms,
+)
 from bmforge.models.weights import WeightRule
 from bmforge.nn import BlockSpec
 

@@ -105,11 +105,6 @@ class GPT2Config(ModelConfig):
     attn_dropout: float = 0.0
     bias: bool = True
 
-    def __post_init__(self) -> None:
-        """Set the default MLP width (4 D) and derive the fields of the base class."""
-        self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
-        super().__post_init__()
-
     def check(self) -> None:
         """Raise `ConfigError` for inconsistent fields."""
         super().check()

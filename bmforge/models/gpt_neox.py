@@ -123,11 +123,9 @@ class GPTNeoX(LlamaLike):
     def make_block(cls, config: GPTNeoXConfig) -> BlockSpec:
         """Return the spec of a block with two layer norms, parallel or not."""
         block = super().make_block(config)
-        assert block.attn is not None
         assert block.mlp is not None
         return replace(
             block,
-            attn=replace(block.attn, qkv_bias=config.attn_bias, out_bias=config.attn_bias),
             mlp=replace(block.mlp, bias=True),
             norm=NormSpec("layer", config.norm_eps),
             norm_place="parallel_norms" if config.parallel_residual else "pre",

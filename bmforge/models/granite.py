@@ -97,17 +97,11 @@ class Granite(LlamaLike):
 
     @classmethod
     def make_block(cls, config: GraniteConfig) -> BlockSpec:
-        """Return the spec of Llama's block with Granite's biases and factors."""
+        """Return the spec of Llama's block with Granite's factors."""
         block = super().make_block(config)
-        bias = config.attn_bias
         assert block.attn is not None
-        assert block.mlp is not None
-        return replace(
-            block,
-            attn=replace(block.attn, qkv_bias=bias, out_bias=bias, scale=config.attn_scale),
-            mlp=replace(block.mlp, bias=config.mlp_bias),
-            residual_scale=config.residual_scale,
-        )
+        attn = replace(block.attn, scale=config.attn_scale)
+        return replace(block, attn=attn, residual_scale=config.residual_scale)
 
     @classmethod
     def make_spec(cls, config: GraniteConfig) -> DecoderSpec:

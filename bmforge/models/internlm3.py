@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 
 from bmforge.errors import ConfigError
 from bmforge.models.heads import Head
-from bmforge.models.llama import llama_heads
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
-from bmforge.nn import BlockSpec
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
 
 __all__ = ["InternLM3", "InternLM3Config"]
 
@@ -77,15 +75,3 @@ class InternLM3(LlamaLike):
     """InternLM3 with a language-model head."""
 
     config_class = InternLM3Config
-
-    @classmethod
-    def make_block(cls, config: InternLM3Config) -> BlockSpec:
-        """Return the spec of Llama's block with InternLM3's biases."""
-        block, bias = super().make_block(config), config.attn_bias
-        assert block.attn is not None
-        assert block.mlp is not None
-        return replace(
-            block,
-            attn=replace(block.attn, qkv_bias=bias, out_bias=bias),
-            mlp=replace(block.mlp, bias=config.mlp_bias),
-        )

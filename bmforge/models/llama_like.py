@@ -1,4 +1,4 @@
-"""Base classes of decoders that differ from Llama in config fields, names and few options.
+"""Base classes of Llama, and of decoders that differ in config fields, names and few options.
 
 Such a family overrides `make_block` (its block) and, if needed, `make_spec` (embedding, rotary
 positions and head) and `weight_rules`.
@@ -7,12 +7,12 @@ positions and head) and `weight_rules`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
-from bmforge.models.llama import llama_rules
+from bmforge.models.heads import Head, classifier_heads
 from bmforge.models.rotary import RotaryConfig
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
@@ -24,10 +24,15 @@ __all__ = [
     "PartialRotaryConfig",
     "check_implied_head_dim",
     "fused_qkv_rules",
+    "gate_up_rules",
+    "llama_heads",
+    "llama_rules",
+    "preset_size",
     "renamed",
     "rules_with_norms",
 ]
 
+_ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 # Config fields that these families share -> transformers' names.
 LLAMA_NAMES = {
     "vocab_size": "vocab_size",
@@ -46,9 +51,66 @@ LLAMA_NAMES = {
 }
 
 
+def preset_size(hidden: int, intermediate: int, layers: int, heads: int, kv: int) -> dict[str, Any]:
+    """Return the size fields of a preset."""
+    names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+    return dict(zip(names, (hidden, intermediate, layers, heads, kv), strict=True))
+
+
 def renamed(**names: str) -> dict[str, str]:
     """Return a copy of `LLAMA_NAMES` with some names replaced or added."""
     return {**LLAMA_NAMES, **names}
+
+
+def llama_heads(
+    stem: str, sequence: str = "score", question_prefix: str | None = None
+) -> dict[str, Head]:
+    """Return the heads of Llama and of families that transformers derives from it.
+
+    Args:
+        stem: prefix of transformers' class names.
+        sequence: published module of the sequence and token classifiers.
+        question_prefix: prefix of the body's parameter names in question answering checkpoints.
+    """
+    heads = classifier_heads(stem, sequence, sequence, "qa_outputs", sequence_bias=False)
+    heads["question_answering"] = replace(heads["question_answering"], prefix=question_prefix)
+    return {
+        "language_model": Head(f"{stem}ForCausalLM", {"lm_head.weight": "lm_head.weight"}),
+        **heads,
+        "none": Head(f"{stem}Model", prefix=""),
+    }
+
+
+def llama_rules() -> list[WeightRule]:
+    """Return the map of the body's weight names to transformers' names."""
+    block, published = "layers.{i}.", "model.layers.{i}."
+    parts = {f"{block}attn.{p}": f"{published}self_attn.{p}" for p in _ATTENTION_PARTS}
+    parts |= {
+        f"{block}mlp.{p}": f"{published}mlp.{p}" for p in ("gate_proj", "up_proj", "down_proj")
+    }
+    return [
+        WeightRule("embed.weight", "model.embed_tokens.weight"),
+        WeightRule("norm.weight", "model.norm.weight"),
+        WeightRule(f"{block}attn_norm.weight", f"{published}input_layernorm.weight"),
+        WeightRule(f"{block}mlp_norm.weight", f"{published}post_attention_layernorm.weight"),
+        *linear_rules(parts),
+    ]
+
+
+def gate_up_rules(width: int) -> list[WeightRule]:
+    """Return the weight rules of an MLP whose gate and up are one published tensor.
+
+    Args:
+        width: hidden width F of the MLP.
+    """
+    return [
+        WeightRule(
+            f"layers.{{i}}.mlp.{part}.weight",
+            "model.layers.{i}.mlp.gate_up_proj.weight",
+            part=(number * width, 2 * width),
+        )
+        for number, part in enumerate(("gate_proj", "up_proj"))
+    ]
 
 
 def rules_with_norms(names: dict[str, str]) -> list[WeightRule]:
@@ -182,17 +244,24 @@ class LlamaLike(CausalLM):
 
     @classmethod
     def make_block(cls, config: Any) -> BlockSpec:
-        """Return the spec of the family's block; the default is Llama's without biases."""
+        """Return the spec of the family's block; the default is Llama's.
+
+        Its biases are those of the config's fields `attn_bias` and `mlp_bias`, if it has them.
+        """
+        attn_bias = getattr(config, "attn_bias", False)
         attn = AttentionSpec(
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
-            qkv_bias=False,
-            out_bias=False,
+            qkv_bias=attn_bias,
+            out_bias=attn_bias,
             dropout=config.attn_dropout,
         )
         mlp = MLPSpec(
-            config.intermediate_size, config.activation, gated=config.has_gate, bias=False
+            config.intermediate_size,
+            config.activation,
+            gated=config.has_gate,
+            bias=getattr(config, "mlp_bias", False),
         )
         return BlockSpec(config.hidden_size, attn, mlp, norm=NormSpec("rms", config.norm_eps))
 

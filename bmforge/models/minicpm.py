@@ -8,17 +8,14 @@ published checkpoints contain remote code, which is never run. MiniCPM4's sparse
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from bmforge.errors import ConfigError
-from bmforge.models.causal_lm import CausalLM, DecoderSpec
+from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head, classifier_heads
-from bmforge.models.llama import llama_rules
-from bmforge.models.rotary import RotaryConfig
-from bmforge.models.traits import Traits
-from bmforge.models.weights import WeightRule
-from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
+from bmforge.nn import BlockSpec
 
 __all__ = ["MiniCPM", "MiniCPMConfig"]
 
@@ -70,7 +67,7 @@ def _minicpm_heads() -> dict[str, Head]:
 
 
 @dataclass(kw_only=True)
-class MiniCPMConfig(RotaryConfig):
+class MiniCPMConfig(LlamaLikeConfig):
     """Config of MiniCPM; other fields are those of the base class.
 
     Args:
@@ -78,33 +75,17 @@ class MiniCPMConfig(RotaryConfig):
         depth_scale: factor on each sublayer's output, divided by sqrt(num_layers).
         base_hidden_size: hidden size of the muP base model; the input of the language-model
             head is divided by hidden_size / base_hidden_size.
-        activation: activation of the gated MLP.
         attn_bias: biases on q, k, v and o.
-        attn_dropout: dropout probability of attention weights.
-        pad_token_id: token whose embedding gets no gradient; None if there is none.
     """
 
     family: ClassVar[str] = "minicpm"
     heads: ClassVar[dict[str, Head]] = _minicpm_heads()
-    hf_names: ClassVar[dict[str, str]] = {
-        "vocab_size": "vocab_size",
-        "hidden_size": "hidden_size",
-        "intermediate_size": "intermediate_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "max_seq_len": "max_position_embeddings",
-        "norm_eps": "rms_norm_eps",
-        "embed_scale": "scale_emb",
-        "depth_scale": "scale_depth",
-        "base_hidden_size": "dim_model_base",
-        "activation": "hidden_act",
-        "attn_bias": "attention_bias",
-        "attn_dropout": "attention_dropout",
-        "pad_token_id": "pad_token_id",
-        "init_std": "initializer_range",
-        "tie_word_embeddings": "tie_word_embeddings",
-    }
+    hf_names: ClassVar[dict[str, str]] = renamed(
+        embed_scale="scale_emb",
+        depth_scale="scale_depth",
+        base_hidden_size="dim_model_base",
+        attn_bias="attention_bias",
+    )
     # Read by the speculative decoding heads only, which are separate models.
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"mup_denominator"})
     # Defaults of the published code.
@@ -160,18 +141,14 @@ class MiniCPMConfig(RotaryConfig):
     intermediate_size: int = 5760
     num_layers: int = 40
     num_heads: int = 36
-    num_kv_heads: int = 0
-    head_dim: int = 0
     max_seq_len: int = 4096
     norm_eps: float = 1e-5
     init_std: float = 0.1
+    tie_word_embeddings: bool = True
     embed_scale: float = 12.0
     depth_scale: float = 1.4
     base_hidden_size: int = 256
-    activation: str = "silu"
     attn_bias: bool = False
-    attn_dropout: float = 0.0
-    pad_token_id: int | None = None
 
     def check(self) -> None:
         """Raise `ConfigError` for inconsistent fields."""
@@ -194,11 +171,6 @@ class MiniCPMConfig(RotaryConfig):
         has_class = bool(class_names & set(raw.get("architectures") or ()))
         return raw.get("model_type") == cls.family or ("model_type" not in raw and has_class)
 
-    @property
-    def is_gated(self) -> bool:
-        """True: MiniCPM's MLP has a gate."""
-        return True
-
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         scaling = raw.get("rope_scaling")
@@ -207,38 +179,22 @@ class MiniCPMConfig(RotaryConfig):
         return super()._take_special(raw)
 
 
-class MiniCPM(CausalLM):
+class MiniCPM(LlamaLike):
     """MiniCPM: Llama's blocks with scaled embeddings, residuals and logits."""
 
     config_class = MiniCPMConfig
-    family_traits = Traits("left", "next token", "rotary")
-    hf_prefix = "model."
 
-    def __init__(self, config: MiniCPMConfig) -> None:
-        attn = AttentionSpec(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            qkv_bias=config.attn_bias,
-            out_bias=config.attn_bias,
-            dropout=config.attn_dropout,
-        )
-        block = BlockSpec(
-            config.hidden_size,
-            attn,
-            MLPSpec(config.intermediate_size, config.activation, gated=True, bias=False),
-            norm=NormSpec("rms", config.norm_eps),
-            residual_scale=config.depth_scale / math.sqrt(config.num_layers),
-        )
-        spec = DecoderSpec(
-            block,
-            rope=config.rope_spec(),
+    @classmethod
+    def make_block(cls, config: MiniCPMConfig) -> BlockSpec:
+        """Return Llama's block with MiniCPM's factor on the sublayers' outputs."""
+        scale = config.depth_scale / math.sqrt(config.num_layers)
+        return replace(super().make_block(config), residual_scale=scale)
+
+    @classmethod
+    def make_spec(cls, config: MiniCPMConfig) -> DecoderSpec:
+        """Return the hyperparameters of the model, with the factors on embeddings and logits."""
+        return replace(
+            super().make_spec(config),
             embed_scale=config.embed_scale,
-            padding_id=config.pad_token_id,
             head_scale=config.base_hidden_size / config.hidden_size,
         )
-        super().__init__(config, spec)
-
-    def weight_rules(self) -> list[WeightRule]:
-        """Return the map to the published names, which are the same as Llama's."""
-        return llama_rules()

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Literal
 from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
-from bmforge.models.llama import llama_heads
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
 
 __all__ = ["Mistral", "MistralConfig"]
 

@@ -11,11 +11,9 @@ from typing import Any, ClassVar
 
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.heads import Head
-from bmforge.models.llama import llama_heads, llama_rules
-from bmforge.models.rotary import RotaryConfig
+from bmforge.models.llama_like import LlamaLikeConfig, llama_heads, llama_rules, renamed
 from bmforge.models.sizes import LayerSizes, feed_sizes
 from bmforge.models.stack import differing
-from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, MoESpec, NormSpec
 
@@ -38,42 +36,27 @@ def expert_rules(published: str, names: Mapping[str, str]) -> list[WeightRule]:
 
 
 @dataclass(kw_only=True)
-class MixtralConfig(RotaryConfig):
+class MixtralConfig(LlamaLikeConfig):
     """Config of Mixtral; other fields are those of the base class.
 
     Args:
         num_experts: number E of experts in every layer.
         experts_per_token: number k of experts per token.
-        activation: activation of the experts.
-        attn_dropout: dropout probability of attention weights.
         window: sliding window in tokens, including the token itself; 0 means no limit.
         output_router_logits: whether the load-balancing loss is added to the loss.
         router_aux_loss_coef: weight of the load-balancing loss.
-        pad_token_id: token whose embedding gets no gradient; None if there is none.
     """
 
     family: ClassVar[str] = "mixtral"
     heads: ClassVar[dict[str, Head]] = llama_heads("Mixtral")
-    hf_names: ClassVar[dict[str, str]] = {
-        "vocab_size": "vocab_size",
-        "hidden_size": "hidden_size",
-        "intermediate_size": "intermediate_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "max_seq_len": "max_position_embeddings",
-        "norm_eps": "rms_norm_eps",
-        "num_experts": "num_local_experts",
-        "experts_per_token": "num_experts_per_tok",
-        "activation": "hidden_act",
-        "attn_dropout": "attention_dropout",
-        "output_router_logits": "output_router_logits",
-        "router_aux_loss_coef": "router_aux_loss_coef",
-        "pad_token_id": "pad_token_id",
-        "init_std": "initializer_range",
-        "tie_word_embeddings": "tie_word_embeddings",
-    }
+    hf_names: ClassVar[dict[str, str]] = renamed(
+        head_dim="head_dim",
+        num_experts="num_local_experts",
+        experts_per_token="num_experts_per_tok",
+        output_router_logits="output_router_logits",
+        router_aux_loss_coef="router_aux_loss_coef",
+    )
+    default_theta: ClassVar[float] = 1e6
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {"router_jitter_noise": (0, 0.0, None)}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "mixtral-8x7b": {"max_seq_len": 32768, "router_aux_loss_coef": 0.02},
@@ -96,24 +79,14 @@ class MixtralConfig(RotaryConfig):
     num_layers: int = 32
     num_heads: int = 32
     num_kv_heads: int = 8
-    head_dim: int = 0
     max_seq_len: int = 131072
     norm_eps: float = 1e-5
     rope_theta: float = 1e6
-    tie_word_embeddings: bool = False
     num_experts: int = 8
     experts_per_token: int = 2
-    activation: str = "silu"
-    attn_dropout: float = 0.0
     window: int = 0
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
-    pad_token_id: int | None = None
-
-    @property
-    def is_gated(self) -> bool:
-        """True: the experts have a gate."""
-        return True
 
     def attn_spec(self) -> AttentionSpec:
         """Return the attention spec of all layers, without the window."""
@@ -144,9 +117,7 @@ class MixtralConfig(RotaryConfig):
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        theta = raw.get("rope_theta") or (raw.get("rope_parameters") or {}).get("rope_theta")
         values, raw = super()._take_special(raw)
-        values["rope_theta"] = theta or cls.rope_theta
         return {**values, **cls._take_windows(raw)}, raw
 
     @classmethod
@@ -170,7 +141,6 @@ class Mixtral(CausalLM):
     """Mixtral with a language-model head."""
 
     config_class = MixtralConfig
-    family_traits = Traits("left", "next token", "rotary")
     hf_prefix = "model."
 
     def __init__(self, config: MixtralConfig) -> None:

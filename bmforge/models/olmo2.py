@@ -11,8 +11,14 @@ from typing import Any, ClassVar
 
 from bmforge.models.heads import Head
 from bmforge.models.layer_types import LayerTypes, LocalRotaryConfig
-from bmforge.models.llama import llama_heads
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed, rules_with_norms
+from bmforge.models.llama_like import (
+    LlamaLike,
+    LlamaLikeConfig,
+    llama_heads,
+    preset_size,
+    renamed,
+    rules_with_norms,
+)
 from bmforge.models.rules import TensorCut
 from bmforge.models.weights import WeightRule
 from bmforge.nn import BlockSpec, NormSpec
@@ -33,11 +39,6 @@ def _heads(stem: str) -> dict[str, Head]:
     return heads
 
 
-def _size(hidden: int, intermediate: int, layers: int, heads: int, kv: int) -> dict[str, Any]:
-    names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
-    return dict(zip(names, (hidden, intermediate, layers, heads, kv), strict=True))
-
-
 @dataclass(kw_only=True)
 class OLMo2Config(LlamaLikeConfig):
     """Config of OLMo 2; other fields are those of the base class.
@@ -52,10 +53,10 @@ class OLMo2Config(LlamaLikeConfig):
     # transformers' defaults, which no published checkpoint has.
     hf_defaults: ClassVar[dict[str, Any]] = {"norm_eps": 1e-5}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "olmo-2-1b": _size(2048, 8192, 16, 16, 16),
+        "olmo-2-1b": preset_size(2048, 8192, 16, 16, 16),
         "olmo-2-7b": {},
-        "olmo-2-13b": _size(5120, 13824, 40, 40, 40),
-        "olmo-2-32b": _size(5120, 27648, 64, 40, 8),
+        "olmo-2-13b": preset_size(5120, 13824, 40, 40, 40),
+        "olmo-2-32b": preset_size(5120, 27648, 64, 40, 8),
     }
     hub_ids: ClassVar[dict[str, str]] = {
         "olmo-2-1b": "allenai/OLMo-2-0425-1B",
@@ -117,9 +118,7 @@ class OLMo3Config(LocalRotaryConfig):
 def _block(block: BlockSpec, config: Any) -> BlockSpec:
     """Return Llama's block with the norms of OLMo 2."""
     assert block.attn is not None
-    bias = config.attn_bias
-    attn = replace(block.attn, qkv_bias=bias, out_bias=bias, qk_norm_whole=True)
-    attn = replace(attn, qk_norm=NormSpec("rms", config.norm_eps))
+    attn = replace(block.attn, qk_norm=NormSpec("rms", config.norm_eps), qk_norm_whole=True)
     return replace(block, attn=attn, norm_place="output")
 
 

@@ -104,11 +104,6 @@ class OPTConfig(ModelConfig):
     attn_dropout: float = 0.0
     layer_drop: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Set the default MLP width (4 D) and derive the fields of the base class."""
-        self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
-        super().__post_init__()
-
     def check(self) -> None:
         """Raise `ConfigError` for inconsistent fields."""
         super().check()

@@ -10,8 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from bmforge.models.heads import Head
-from bmforge.models.llama import gate_up_rules, llama_heads, llama_rules
-from bmforge.models.llama_like import LlamaLike, PartialRotaryConfig, renamed
+from bmforge.models.llama_like import (
+    LlamaLike,
+    PartialRotaryConfig,
+    gate_up_rules,
+    llama_heads,
+    llama_rules,
+    renamed,
+)
 from bmforge.models.weights import WeightRule
 from bmforge.nn import BlockSpec
 

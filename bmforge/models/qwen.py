@@ -10,13 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from bmforge.errors import ConfigError
-from bmforge.models.causal_lm import CausalLM, DecoderSpec
+from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
-from bmforge.models.llama import llama_heads, llama_rules
-from bmforge.models.rotary import RotaryConfig
-from bmforge.models.traits import Traits
-from bmforge.models.weights import WeightRule
-from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
+from bmforge.nn import BlockSpec
 
 __all__ = ["Qwen", "QwenConfig"]
 
@@ -53,40 +50,22 @@ _128K, _40K = 131072, 40960
 
 
 @dataclass(kw_only=True)
-class QwenConfig(RotaryConfig):
+class QwenConfig(LlamaLikeConfig):
     """Config of Qwen; other fields are those of the base class.
 
     Args:
         model_type: "qwen2" (also Qwen2.5) has biases on q, k and v; "qwen3" normalizes q and k.
-        activation: activation of the gated MLP.
         attn_bias: biases on q, k, v and o (qwen3 only).
-        attn_dropout: dropout probability of attention weights.
         window: sliding window in `window_layers`, in tokens; 0 if there are no such layers.
         window_layers: indices of the layers with a window.
-        pad_token_id: token whose embedding gets no gradient; None if there is none.
     """
 
     family: ClassVar[str] = "qwen2"
     model_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen3")
     heads: ClassVar[dict[str, Head]] = _qwen_heads()
-    hf_names: ClassVar[dict[str, str]] = {
-        "model_type": "model_type",
-        "vocab_size": "vocab_size",
-        "hidden_size": "hidden_size",
-        "intermediate_size": "intermediate_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "max_seq_len": "max_position_embeddings",
-        "norm_eps": "rms_norm_eps",
-        "activation": "hidden_act",
-        "attn_bias": "attention_bias",
-        "attn_dropout": "attention_dropout",
-        "pad_token_id": "pad_token_id",
-        "init_std": "initializer_range",
-        "tie_word_embeddings": "tie_word_embeddings",
-    }
+    hf_names: ClassVar[dict[str, str]] = renamed(
+        model_type="model_type", head_dim="head_dim", attn_bias="attention_bias"
+    )
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "qwen2-0.5b": {**_size(896, 4864, 24, 14, 2, _128K), **_TIED},
         "qwen2-1.5b": {**_size(1536, 8960, 28, 12, 2, _128K), **_TIED},
@@ -116,17 +95,10 @@ class QwenConfig(RotaryConfig):
     intermediate_size: int = 22016
     num_layers: int = 32
     num_heads: int = 32
-    num_kv_heads: int = 0
-    head_dim: int = 0
     max_seq_len: int = 32768
-    norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    activation: str = "silu"
     attn_bias: bool = False
-    attn_dropout: float = 0.0
     window: int = 0
     window_layers: list[int] = field(default_factory=list)
-    pad_token_id: int | None = None
 
     def check(self) -> None:
         """Raise `ConfigError` for inconsistent fields."""
@@ -146,11 +118,6 @@ class QwenConfig(RotaryConfig):
             )
         if problems:
             raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
-
-    @property
-    def is_gated(self) -> bool:
-        """True: Qwen's MLP has a gate."""
-        return True
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -201,35 +168,24 @@ class QwenConfig(RotaryConfig):
         return out
 
 
-class Qwen(CausalLM):
+class Qwen(LlamaLike):
     """Qwen2, Qwen2.5 or Qwen3."""
 
     config_class = QwenConfig
-    family_traits = Traits("left", "next token", "rotary")
-    hf_prefix = "model."
 
-    def __init__(self, config: QwenConfig) -> None:
-        is_qwen2 = config.model_type == "qwen2"
-        attn = AttentionSpec(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            qkv_bias=is_qwen2 or config.attn_bias,
-            out_bias=config.attn_bias,
-            dropout=config.attn_dropout,
-            qk_norm=None if is_qwen2 else NormSpec("rms", config.norm_eps),
-        )
-        mlp = MLPSpec(config.intermediate_size, config.activation, gated=True, bias=False)
-        block = BlockSpec(config.hidden_size, attn, mlp, norm=NormSpec("rms", config.norm_eps))
-        slides = replace(block, attn=replace(attn, window=config.window))
-        spec = DecoderSpec(
-            block,
-            dict.fromkeys(config.window_layers, slides),
-            rope=config.rope_spec(),
-            padding_id=config.pad_token_id,
-        )
-        super().__init__(config, spec)
+    @classmethod
+    def make_block(cls, config: QwenConfig) -> BlockSpec:
+        """Return Llama's block with biases on q, k and v, or with norms of q and k (Qwen3)."""
+        block = super().make_block(config)
+        assert block.attn is not None
+        if config.model_type == "qwen2":
+            return replace(block, attn=replace(block.attn, qkv_bias=True))
+        return replace(block, attn=replace(block.attn, qk_norm=block.norm))
 
-    def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names, which are the same as Llama's."""
-        return llama_rules()
+    @classmethod
+    def make_spec(cls, config: QwenConfig) -> DecoderSpec:
+        """Return the hyperparameters of the model, with the window of some layers."""
+        spec = super().make_spec(config)
+        assert spec.block.attn is not None
+        slides = replace(spec.block, attn=replace(spec.block.attn, window=config.window))
+        return replace(spec, blocks=dict.fromkeys(config.window_layers, slides))

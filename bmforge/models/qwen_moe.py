@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from bmforge.errors import ConfigError
 from bmforge.models.heads import Head
-from bmforge.models.llama import llama_heads, llama_rules
+from bmforge.models.llama_like import llama_heads, llama_rules
 from bmforge.models.mixtral import Mixtral, MixtralConfig, expert_rules
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, MLPSpec, MoESpec, NormSpec
@@ -48,6 +48,7 @@ class Qwen3MoeConfig(MixtralConfig):
         "attn_bias": "attention_bias",
     }
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    default_theta: ClassVar[float] = 10000.0
     # Affects configs with windows only, which have layer_types for that.
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"max_window_layers"})
     presets: ClassVar[dict[str, dict[str, Any]]] = {

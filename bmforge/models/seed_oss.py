@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from bmforge.models.heads import Head
-from bmforge.models.llama import llama_heads
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
 from bmforge.nn import BlockSpec
 
 __all__ = ["SeedOss", "SeedOssConfig"]
@@ -61,10 +60,5 @@ class SeedOss(LlamaLike):
         """Return the spec of Llama's block with Seed-OSS's biases and dropout."""
         block = super().make_block(config)
         assert block.attn is not None
-        assert block.mlp is not None
-        return replace(
-            block,
-            attn=replace(block.attn, qkv_bias=config.attn_bias, out_bias=config.out_bias),
-            mlp=replace(block.mlp, bias=config.mlp_bias),
-            residual_dropout=config.dropout,
-        )
+        attn = replace(block.attn, out_bias=config.out_bias)
+        return replace(block, attn=attn, residual_dropout=config.dropout)

@@ -12,9 +12,7 @@ from typing import Any, ClassVar
 from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
-from bmforge.models.llama import llama_heads
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
-from bmforge.nn import BlockSpec
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
 
 __all__ = ["SmolLM3", "SmolLM3Config"]
 
@@ -98,18 +96,6 @@ class SmolLM3(LlamaLike):
     """SmolLM3 with a language-model head."""
 
     config_class = SmolLM3Config
-
-    @classmethod
-    def make_block(cls, config: SmolLM3Config) -> BlockSpec:
-        """Return Llama's block with SmolLM3's biases."""
-        block, bias = super().make_block(config), config.attn_bias
-        assert block.attn is not None
-        assert block.mlp is not None
-        return replace(
-            block,
-            attn=replace(block.attn, qkv_bias=bias, out_bias=bias),
-            mlp=replace(block.mlp, bias=config.mlp_bias),
-        )
 
     @classmethod
     def make_spec(cls, config: SmolLM3Config) -> DecoderSpec:

@@ -10,8 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from bmforge.models.heads import Head
-from bmforge.models.llama import llama_heads, llama_rules
-from bmforge.models.llama_like import LlamaLike, PartialRotaryConfig, renamed
+from bmforge.models.llama_like import (
+    LlamaLike,
+    PartialRotaryConfig,
+    llama_heads,
+    llama_rules,
+    renamed,
+)
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import BlockSpec, NormSpec
 
