@@ -7,9 +7,11 @@ field and the most similar known name. The command line (`cli/`) sets the same f
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tomllib
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,16 +21,81 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.files import replace_file
 
 __all__ = [
+    "GROUP",
+    "accept_ungrouped",
     "config_from_dict",
     "config_to_dict",
     "dump_toml",
     "load_toml",
     "plain_value",
     "save_toml",
+    "ungrouped_values",
 ]
 
 C = TypeVar("C")
 _NONE = "none"
+# Metadata of a field that holds a group of options, such as the limits of a server.
+GROUP: Mapping[str, bool] = types.MappingProxyType({"is_group": True})
+
+
+def _find_groups(cls: Any) -> dict[str, str]:
+    """Map each field in a group of a config class to the name of the group."""
+    return {
+        field.name: group.name
+        for group in dataclasses.fields(cls)
+        if "is_group" in group.metadata
+        for field in dataclasses.fields(typing.cast(Any, group.default_factory))
+    }
+
+
+def accept_ungrouped(cls: type[C]) -> type[C]:
+    """Class decorator: the constructor of a config also accepts the fields of its groups.
+
+    `PrepareConfig(rules="english")` means `PrepareConfig(filter=FilterConfig(rules="english"))`.
+    """
+    create, groups = cls.__init__, _find_groups(cls)
+
+    @functools.wraps(create)
+    def init(self: C, *args: Any, **values: Any) -> None:
+        changes: dict[str, dict[str, Any]] = {}
+        for name in [name for name in values if name in groups]:
+            changes.setdefault(groups[name], {})[name] = values.pop(name)
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            if field.name in changes:
+                group = values.get(field.name) or typing.cast(Any, field.default_factory)()
+                values[field.name] = dataclasses.replace(group, **changes[field.name])
+        create(self, *args, **values)
+
+    cls.__init__ = init  # type: ignore[assignment,method-assign]
+    return cls
+
+
+def ungrouped_values(config: Any) -> dict[str, Any]:
+    """Return the values of a config by field; fields of groups have no group name."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        values |= ungrouped_values(value) if "is_group" in field.metadata else {field.name: value}
+    return values
+
+
+def _group_tables(cls: Any, values: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return a table of a file with the fields of groups in the tables of their groups.
+
+    Files of earlier versions have these fields without groups.
+    """
+    groups = _find_groups(cls)
+    out = {name: value for name, value in values.items() if name not in groups}
+    for name in [name for name in values if name in groups]:
+        group = groups[name]
+        table = out.get(group, {})
+        if not isinstance(table, dict) or name in table:
+            raise ConfigError(
+                f"{path}{name} and {path}{group} cannot both be set: {path}{group}.{name} is the "
+                "current name of the field. Leave one of them out."
+            )
+        out[group] = {**table, name: values[name]}
+    return out
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
@@ -73,13 +140,13 @@ def config_from_dict(cls: type[C], values: dict[str, Any], path: str = "") -> C:
     Raises:
         ConfigError: a field is unknown, has the wrong type, or is missing.
     """
-    hints = typing.get_type_hints(cls)
+    hints, values = typing.get_type_hints(cls), _group_tables(cls, values, path)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for name in values:
         if name not in fields:
             raise ConfigError(
                 f"unknown field {path}{name!s} ({cls.__name__} has {', '.join(fields)})."
-                f"{suggest(name, fields)}"
+                f"{suggest(name, [*fields, *_find_groups(cls)])}"
             )
     required = [
         name

@@ -13,13 +13,12 @@ from typing import Any, Literal
 
 from bmforge.byte_sizes import parse_size
 from bmforge.errors import ConfigError
+from bmforge.prepare_settings import PrepareConfig
 
 __all__ = [
     "CollectConfig",
     "EvaluateConfig",
     "MemoryOptions",
-    "BpeConfig",
-    "PrepareConfig",
     "QualityConfig",
     "QuickstartConfig",
     "TalkConfig",
@@ -71,140 +70,6 @@ class MemoryOptions:
         if self.devices is None:
             return None
         return [name for name in map(str.strip, self.devices.split(",")) if name]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BpeConfig:
-    """Options of a BPE tokenizer that is trained during a preparation.
-
-    Args:
-        digits: how numbers are split before merges are learned: joined does not split them,
-            single makes each digit a token, triples makes groups of up to three digits.
-        han: single keeps each Chinese character separate, so that it is never merged with others.
-        special_tokens: additional special tokens, such as <|im_start|>; their ids start at 1.
-        min_frequency: minimum number of occurrences of a pair of tokens that is merged.
-        max_token_length: maximum length of a token in bytes; None for no limit.
-    """
-
-    digits: Literal["joined", "single", "triples"] = "joined"
-    han: Literal["joined", "single"] = "joined"
-    special_tokens: tuple[str, ...] = ()
-    min_frequency: int = 2
-    max_token_length: int | None = None
-
-
-@dataclass(frozen=True)
-class PrepareConfig:
-    """Options of the preparation of a corpus.
-
-    Args:
-        vocab_size: number of token ids if a BPE tokenizer is trained, at least 257.
-        validation_fraction: fraction of the text's bytes that is held out for validation, from
-            0 to below 1; if there are few documents, the end of one is used.
-        seed: random seed that selects the documents held out.
-        errors: what to do with bytes that cannot be decoded: replace inserts U+FFFD and counts
-            them; strict rejects the file or entry.
-        skip_bad: skip and count invalid lines and files instead of stopping.
-        skip_unread: continue even if more than half of the input's bytes are in unsupported
-            file formats.
-        text_field: field of a .jsonl line that contains the text.
-        tokenizer: directory of an existing tokenizer that `bmforge.tokenizers.AutoTokenizer`
-            can open, such as that of a model or of another corpus. Empty trains a new one.
-        bpe: options of the tokenizer that is trained.
-        html_reader: library that extracts the main text of web pages; trafilatura is slower but
-            finds more.
-        tidy: text repairs to apply: repair (text decoded with the wrong encoding), invisible
-            (zero-width characters), width (half-width letters and digits), simplified or
-            traditional (Chinese), boilerplate (lines of menus and notices), wrapped (lines broken
-            at a fixed width).
-        languages: keep only documents in these languages, given as codes such as en and zh; any
-            keeps all documents and records their language. Empty does not detect languages.
-        by_paragraph: also remove paragraphs in other languages from the documents that are
-            kept; needs languages.
-        mask_private: replace private data by <EMAIL>, <PHONE> and so on.
-        phone_regions: countries, such as US and DE, whose national phone numbers are treated as
-            private data, in addition to Chinese and international numbers.
-        rules: published filter rules to apply: those for English, for Chinese, or (mixed) those
-            for the language of each document.
-        bad_words: file with one word per line; documents with more than one such word per two
-            lines are dropped.
-        bad_hosts: file with one host per line; documents from these hosts and their subdomains
-            are dropped.
-        scores: files written by `bmforge data quality`: quality.npz records the score,
-            quality.npz>=0.5 drops documents with a lower score, and perplexity.npz=head,middle
-            drops the third of the documents with the highest perplexity.
-        decontaminate: test sets; a document that contains one of their examples is dropped.
-            Give .jsonl files, or TASK=DIRECTORY for all splits of a task that `evaluate` supports,
-            such as BoolQ=superglue.
-        cut_examples: remove the test examples from a document instead of dropping the document.
-        license: license of texts whose source states none: an SPDX id for all texts, or PATH=ID
-            for those of a file or directory.
-        license_policy: allowed licenses of documents: any, known (recognized licenses),
-            commercial (commercial use is allowed) or permissive (only attribution and notices
-            are required).
-        near_duplicates: keep only one of several documents whose sets of word 5-grams have at
-            least this Jaccard similarity, from 0.3 to 1; none drops only exact duplicates.
-        repeated_paragraphs: remove paragraphs of at least this many characters, such as 50,
-            that occurred before in any document.
-        repeated_spans: remove passages of at least this many words or Chinese characters, 50 or
-            more, that occurred before in any document.
-        earlier: directories of corpora prepared with keep_index; their documents are dropped,
-            and with near_duplicates also similar ones.
-        keep_index: store an index of the texts, so that later corpora can be compared with them.
-        workers: number of processes that read, clean and encode; 0 uses only the main process.
-            The output does not depend on it.
-        shard_bytes: approximate input size that a worker processes at a time; if the
-            preparation is killed, at most that much work per worker is lost.
-        document_seconds: documents that take longer than this are dropped; needs workers.
-        worker_memory_bytes: documents for which a worker needs more memory are dropped; needs
-            workers.
-        join_stores: copy the token stores of all shards into one; otherwise they stay separate,
-            which needs less disk space, and are read as one.
-        keep_dropped: write all dropped documents to dropped.jsonl instead of a sample.
-        keep_stages: keep the results of all stages, so that another preparation in the same
-            directory, with other settings and overwrite, repeats only what has changed.
-    """
-
-    vocab_size: int = 8192
-    validation_fraction: float = 0.05
-    seed: int = 0
-    errors: Literal["replace", "strict"] = "replace"
-    skip_bad: bool = False
-    skip_unread: bool = False
-    text_field: str = "text"
-    tokenizer: str = ""
-    bpe: BpeConfig = field(default_factory=BpeConfig)
-    html_reader: Literal["resiliparse", "trafilatura"] = "resiliparse"
-    tidy: tuple[
-        Literal[
-            "repair", "invisible", "width", "simplified", "traditional", "boilerplate", "wrapped"
-        ],
-        ...,
-    ] = ()
-    languages: tuple[str, ...] = ()
-    by_paragraph: bool = False
-    mask_private: bool = False
-    phone_regions: tuple[str, ...] = ()
-    rules: Literal["none", "english", "chinese", "mixed"] = "none"
-    bad_words: str = ""
-    bad_hosts: str = ""
-    scores: tuple[str, ...] = ()
-    decontaminate: tuple[str, ...] = ()
-    cut_examples: bool = False
-    license: tuple[str, ...] = ()
-    license_policy: Literal["any", "known", "commercial", "permissive"] = "any"
-    near_duplicates: float | None = None
-    repeated_paragraphs: int | None = None
-    repeated_spans: int | None = None
-    earlier: tuple[str, ...] = ()
-    keep_index: bool = False
-    workers: int = 0
-    shard_bytes: int = 1 << 26
-    document_seconds: float = 300.0
-    worker_memory_bytes: int = 1 << 32
-    join_stores: bool = True
-    keep_dropped: bool = False
-    keep_stages: bool = False
 
 
 @dataclass(frozen=True)

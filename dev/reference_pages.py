@@ -23,6 +23,7 @@ from bmforge import errors
 from bmforge.cli.commands import COMMANDS, Command
 from bmforge.cli.data import SUBCOMMANDS as DATA_COMMANDS
 from bmforge.cli.options import EvaluateCommand
+from bmforge.cli.parse import is_inlined
 from bmforge.parallel import Layout
 from bmforge.recipes.registry import TASKS, Task
 from bmforge.serve.metrics import Metrics
@@ -49,12 +50,16 @@ PACKAGES = {
 
 
 class Option(NamedTuple):
-    """One field of a dataclass of options, as a row of a table."""
+    """One field of a dataclass of options, as a row of a table.
+
+    `group` describes the group of the field, such as the limits of a server; "" is none.
+    """
 
     path: str
     type: str
     default: str
     help: str
+    group: str = ""
 
 
 def describe_type(hint: Any) -> str:
@@ -87,11 +92,12 @@ def describe_default(field: dataclasses.Field[Any]) -> str:
     return f"`{value.as_posix()}`" if isinstance(value, Path) else f"`{value}`"
 
 
-def find_options(kind: type[Any], prefix: str = "") -> Iterator[Option]:
+def find_options(kind: type[Any], prefix: str = "", group: str = "") -> Iterator[Option]:
     """Yield the fields of a dataclass, nested ones with dotted names."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    parsed = parse(inspect.getdoc(kind) or "", DocstringStyle.GOOGLE)
-    texts = {p.arg_name: " ".join((p.description or "").split()) for p in parsed.params}
+    docs = (inspect.getdoc(base) or "" for base in reversed(kind.__mro__))
+    parsed = (parse(doc, DocstringStyle.GOOGLE) for doc in docs)
+    texts = {p.arg_name: " ".join((p.description or "").split()) for d in parsed for p in d.params}
     for field in dataclasses.fields(kind):
         if not field.init:
             continue
@@ -101,22 +107,35 @@ def find_options(kind: type[Any], prefix: str = "") -> Iterator[Option]:
         name = prefix + renamed
         plain = typing.get_args(hint)[0] if marks else hint
         if dataclasses.is_dataclass(plain):
-            inlined = any(getattr(mark, "name", None) == "" for mark in marks)
-            inside = prefix if inlined else f"{name}."
-            yield from find_options(typing.cast(type[Any], plain), inside)
+            inside = prefix if is_inlined(marks) else f"{name}."
+            inner = typing.cast(type[Any], plain)
+            is_group = "is_group" in field.metadata
+            about = f"{field.name}: {first_sentence(inner)}" if is_group else group
+            yield from find_options(inner, inside, about)
         else:
             text = texts.get(field.name, "")
             name = name.upper() if tyro.conf.Positional in marks else name
-            yield Option(name, describe_type(hint), describe_default(field), text)
+            yield Option(name, describe_type(hint), describe_default(field), text, group)
 
 
 def table(options: list[Option], dashes: bool) -> str:
-    """Return options as a Markdown table.
+    """Return options as Markdown tables: one of those without a group, and one of each group.
 
     Args:
         options: the rows.
         dashes: spell names as on the command line, else as in a TOML file.
     """
+    groups: dict[str, list[Option]] = {}
+    for option in options:
+        groups.setdefault(option.group, []).append(option)
+    parts = [
+        (f"Group {group}\n\n" if group else "") + _rows(rows, dashes)
+        for group, rows in groups.items()
+    ]
+    return "\n".join(parts)
+
+
+def _rows(options: list[Option], dashes: bool) -> str:
     lines = ["| option | values | default | meaning |\n|---|---|---|---|\n"]
     for option in options:
         positional = option.path.isupper()

@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bmforge.cli import compress_options, data_options, options, parse, prompt_options, tree_options
+from bmforge.cli import (
+    compress_options,
+    data_options,
+    options,
+    parse,
+    prompt_options,
+    serve_options,
+    tree_options,
+)
 from bmforge.settings import QuickstartConfig
 
 __all__ = ["COMMANDS", "Command", "run_command"]
@@ -57,7 +65,7 @@ COMMANDS: Mapping[str, Command] = {
     "serve": Command(
         "serve a model over HTTP, with OpenAI's API and a chat page",
         "serve:run_serve",
-        options.ServeCommand,
+        serve_options.ServeCommand,
     ),
     "convert": Command(
         "convert a checkpoint to the Hugging Face format or to GGUF",

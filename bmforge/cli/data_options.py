@@ -8,7 +8,18 @@ from typing import Annotated, Literal
 
 import tyro
 
-from bmforge.settings import CollectConfig, PrepareConfig, QualityConfig
+from bmforge.cli.options import Inputs, Panel
+from bmforge.config import GROUP
+from bmforge.prepare_settings import (
+    CleanConfig,
+    CorpusFilesConfig,
+    DuplicatesConfig,
+    ExecutionConfig,
+    FilterConfig,
+    PrepareConfig,
+    ReadConfig,
+)
+from bmforge.settings import CollectConfig, QualityConfig
 
 __all__ = [
     "DataCollectCommand",
@@ -18,9 +29,20 @@ __all__ = [
     "DataShowCommand",
     "DataVerifyCommand",
     "PrepareCommand",
+    "PrepareOptions",
 ]
 
-Inputs = Annotated[tuple[str, ...], tyro.conf.Positional]
+
+@dataclass(frozen=True)
+class PrepareOptions(PrepareConfig):
+    """Options of the preparation, with the groups as panels of the help."""
+
+    read: Panel[ReadConfig] = field(default_factory=ReadConfig, metadata=GROUP)
+    clean: Panel[CleanConfig] = field(default_factory=CleanConfig, metadata=GROUP)
+    filter: Panel[FilterConfig] = field(default_factory=FilterConfig, metadata=GROUP)
+    duplicates: Panel[DuplicatesConfig] = field(default_factory=DuplicatesConfig, metadata=GROUP)
+    execution: Panel[ExecutionConfig] = field(default_factory=ExecutionConfig, metadata=GROUP)
+    files: Panel[CorpusFilesConfig] = field(default_factory=CorpusFilesConfig, metadata=GROUP)
 
 
 @dataclass(kw_only=True)
@@ -40,7 +62,9 @@ class PrepareCommand:
     out: Path
     overwrite: bool = False
     dry_run: bool = False
-    config: Annotated[PrepareConfig, tyro.conf.arg(name="")] = field(default_factory=PrepareConfig)
+    config: Annotated[PrepareOptions, tyro.conf.arg(name="")] = field(
+        default_factory=PrepareOptions
+    )
 
 
 @dataclass(kw_only=True)

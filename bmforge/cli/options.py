@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from bmforge.serve.settings import ServeConfig
 from bmforge.settings import (
     EvaluateConfig,
     MemoryOptions,
@@ -32,11 +31,12 @@ __all__ = [
     "MigrateCommand",
     "PlanCommand",
     "ReportCommand",
-    "ServeCommand",
 ]
 
 Inputs = Annotated[tuple[str, ...], tyro.conf.Positional]
 Memory = Annotated[MemoryOptions, tyro.conf.arg(name="")]
+# A group of options: a panel of the help, but no part of the options' names.
+Panel = tyro.conf.OmitArgPrefixes
 
 
 @dataclass(kw_only=True)
@@ -122,39 +122,6 @@ class ChatCommand:
     config: Annotated[TalkConfig, tyro.conf.arg(name="")] = field(default_factory=TalkConfig)
     adapter: tuple[str, ...] = ()
     hide_thoughts: bool = False
-    memory: Memory = field(default_factory=MemoryOptions)
-
-
-@dataclass(kw_only=True)
-class ServeCommand:
-    """Serve a model with an OpenAI-compatible API and a chat page.
-
-    Args:
-        model: directory, hub id or short name of a model, with its tokenizer.
-        config: address and limits of the server.
-        adapter: adapter directories to attach to the model; DIR=0.5 scales one. With NAME=DIR,
-            requests select the adapter by giving NAME as the model; other requests use the base
-            model.
-        context: maximum number of tokens of prompt and answer together; none uses the model's
-            maximum sequence length, or the longest that fits into memory.
-        max_num_seqs: maximum number of concurrent sequences; further requests wait.
-        speculate: use speculative decoding with tokens proposed by n-gram lookup.
-        draft: small model with the same vocabulary that proposes tokens for speculative decoding.
-        embedding_model: second model, for embeddings; both share the memory budget.
-        unload_after_s: seconds without a request after which the model is unloaded; the next
-            request loads it again.
-        memory: memory limits of the model.
-    """
-
-    model: Annotated[str, tyro.conf.Positional]
-    config: Annotated[ServeConfig, tyro.conf.arg(name="")] = field(default_factory=ServeConfig)
-    adapter: tuple[str, ...] = ()
-    context: int | None = None
-    max_num_seqs: int = 16
-    speculate: bool = False
-    draft: str | None = None
-    embedding_model: str | None = None
-    unload_after_s: float | None = None
     memory: Memory = field(default_factory=MemoryOptions)
 
 

@@ -17,6 +17,7 @@ from bmforge.errors import ConfigError
 
 __all__ = [
     "find_options",
+    "is_inlined",
     "is_switch",
     "parse_options",
     "spell_switches",
@@ -42,7 +43,7 @@ def parse_options(
     with _said_once():
         return tyro.cli(
             kind,
-            args=spell_switches(kind, arguments),
+            args=spell_switches(kind, _spell_groups(kind, arguments)),
             prog=f"bmforge {command}",
             description=about,
             default=default if default is not None else tyro.MISSING_NONPROP,
@@ -84,6 +85,20 @@ def spell_switches(kind: Any, arguments: Sequence[str]) -> list[str]:
     return out
 
 
+def _spell_groups(kind: Any, arguments: Sequence[str]) -> list[str]:
+    """Insert the names of groups into options that lack them: ``--prepare.filter.rules``."""
+    paths: dict[str, str] = {}
+    for path, short, _ in _walk_options(kind, "", "", True):
+        if path != short:
+            prefix, dot, name = short.rpartition(".")
+            paths |= {f"--{short}": f"--{path}", f"--no-{short}": f"--no-{path}"}
+            paths[f"--{prefix}{dot}no-{name}"] = f"--no-{path}"
+    parts = [argument.partition("=") for argument in arguments]
+    return [
+        paths.get(name.replace("_", "-"), name) + equals + value for name, equals, value in parts
+    ]
+
+
 def _find_switches(kind: Any) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield every spelling of every boolean field, with its option and its value."""
     for path, hint in find_options(kind):
@@ -104,6 +119,14 @@ def find_options(
         prefix: prefix of all names.
         positional: also yield the positional arguments.
     """
+    for path, _, hint in _walk_options(kind, prefix, prefix, positional):
+        yield path, hint
+
+
+def _walk_options(
+    kind: Any, prefix: str, short: str, positional: bool
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield the option name of every field, the same without names of groups, and its type."""
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         if not field.init:
@@ -113,11 +136,18 @@ def find_options(
         if typing.get_origin(hint) is typing.Annotated:
             hint, *notes = typing.get_args(hint)
         if dataclasses.is_dataclass(hint):
-            is_flat = any(getattr(note, "name", None) == "" for note in notes)
-            inner = prefix if is_flat else f"{prefix}{name}."
-            yield from find_options(hint, inner, positional=positional)
+            inner = "" if is_inlined(notes) else f"{name}."
+            inner_short = short if "is_group" in field.metadata else short + inner
+            yield from _walk_options(hint, prefix + inner, inner_short, positional)
         elif positional or not any(note is tyro.conf.Positional for note in notes):
-            yield f"{prefix}{name}", hint
+            yield prefix + name, short + name, hint
+
+
+def is_inlined(notes: Sequence[Any]) -> bool:
+    """Return True if the options of a nested dataclass do not begin with the field's name."""
+    return any(
+        note is tyro.conf.OmitArgPrefixes or getattr(note, "name", None) == "" for note in notes
+    )
 
 
 def is_switch(hint: Any) -> bool:

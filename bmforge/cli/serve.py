@@ -21,8 +21,8 @@ from bmforge.cli.open_model import (
     with_file_scheme,
     with_own_adapter,
 )
-from bmforge.cli.options import ServeCommand
 from bmforge.cli.serve_context import Context, choose_context
+from bmforge.cli.serve_options import ServeCommand
 from bmforge.device import find_devices
 from bmforge.errors import ConfigError, MissingDependencyError
 from bmforge.infer.engine import Engine, EngineConfig, RequestsConfig
@@ -96,7 +96,7 @@ def _check(command: ServeCommand) -> None:
         )
     if command.unload_after_s is not None and not 0 < command.unload_after_s < float("inf"):
         raise ConfigError(f"unload_after_s={command.unload_after_s} must be above 0.")
-    if command.config.allow_runtime_lora_updating:
+    if command.config.access.allow_runtime_lora_updating:
         planned = {
             "unload_after_s": command.unload_after_s,
             "device_budget": memory.budget_bytes,

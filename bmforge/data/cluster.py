@@ -289,9 +289,10 @@ class _Some:
             if part.number % self.world == self.rank
             and _read_done(self.folder, part.number, self.keys[part.number]) is None
         ]
-        limits = Limits(config.document_seconds, config.worker_memory_bytes)
+        execution = config.execution
+        limits = Limits(execution.document_seconds, execution.worker_memory_bytes)
         # Blamed entries are recorded with the result of the part that leaves them out.
-        for number, result in run_parts(run, own_parts, min(config.workers, 1), limits, _forget):
+        for number, result in run_parts(run, own_parts, min(execution.workers, 1), limits, _forget):
             files = result.pop("files")
             record = {"key": self.keys[number], "files": files, "result": result}
             replace_file(self.folder / _DONE.format(number), json.dumps(record))

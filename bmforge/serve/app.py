@@ -115,7 +115,7 @@ def _check(
             f"embedding_name={config.embedding_name!r} has no effect without a second "
             "model for embeddings. Give one, or remove it."
         )
-    if not config.allow_runtime_lora_updating:
+    if not config.access.allow_runtime_lora_updating:
         return
     if not admin:
         raise ConfigError(
@@ -146,7 +146,7 @@ async def _let_sleep(engine: AnyEngine) -> None:
 async def _reread_keys(serving: Serving) -> None:
     """Reload the API keys whenever the keys file changes."""
     file = KeysFile(serving.config, os.environ)
-    while serving.config.keys_file is not None:
+    while serving.config.access.keys_file is not None:
         await asyncio.sleep(_LOOK_S)
         serving.keys = file.reread() or serving.keys
 

@@ -104,36 +104,33 @@ def load_keys(config: ServeConfig, environment: Mapping[str, str]) -> ApiKeys:
         DataError: the file cannot be read.
     """
     texts = [text.strip() for text in environment.get(KEYS_VARIABLE, "").split(",")]
-    if config.keys_file is not None:
-        lines = read_bytes(config.keys_file, "a file with one key a line").decode(
-            "utf-8-sig", "replace"
-        )
+    access, file = config.access, config.access.keys_file
+    if file is not None:
+        lines = read_bytes(file, "a file with one key a line").decode("utf-8-sig", "replace")
         stripped = [line.strip() for line in lines.splitlines()]
         texts += [line for line in stripped if not line.startswith("#")]
-        if os.name == "posix" and config.keys_file.stat().st_mode & 0o077:
+        if os.name == "posix" and file.stat().st_mode & 0o077:
             get_logger().warning(
-                "other users can read keys_file=%s; restrict it with `chmod 600`", config.keys_file
+                "other users can read keys_file=%s; restrict it with `chmod 600`", file
             )
     keys = ApiKeys(text for text in texts if text)
-    if config.keys_file is not None and not keys:
-        raise ConfigError(
-            f"keys_file={str(config.keys_file)!r} contains no key. Write one key per line."
-        )
-    if keys and config.allow_no_key:
+    if file is not None and not keys:
+        raise ConfigError(f"keys_file={str(file)!r} contains no key. Write one key per line.")
+    if keys and access.allow_no_key:
         raise ConfigError(
             f"allow_no_key cannot be used with keys in {KEYS_VARIABLE}. Leave one of them out."
         )
-    if keys and config.allow_hosts:
+    if keys and access.allow_hosts:
         raise ConfigError(
-            f"allow_hosts={list(config.allow_hosts)} has no effect with keys. Leave it out."
+            f"allow_hosts={list(access.allow_hosts)} has no effect with keys. Leave it out."
         )
-    if not keys and "*" in config.allowed_origins:
+    if not keys and "*" in access.allowed_origins:
         raise ConfigError(
             "allowed_origins=* without API keys lets every web page send requests. Set keys, "
             "or list the allowed origins."
         )
     is_local = config.uds is not None or is_loopback(config.host)
-    if not keys and not is_local and not config.allow_no_key:
+    if not keys and not is_local and not access.allow_no_key:
         raise ConfigError(
             f"host={config.host!r} without API keys lets other machines send requests. Set "
             f"keys_file=FILE or {KEYS_VARIABLE}, listen at 127.0.0.1, or set allow_no_key if "
@@ -149,12 +146,12 @@ def load_admin_key(config: ServeConfig, environment: Mapping[str, str]) -> ApiKe
         ConfigError: the option is set and the key is not, or the key is too short.
     """
     text = environment.get(ADMIN_VARIABLE, "").strip()
-    if config.allow_runtime_lora_updating and not text:
+    if config.access.allow_runtime_lora_updating and not text:
         raise ConfigError(
             f"allow_runtime_lora_updating needs an admin key. Set {ADMIN_VARIABLE} to a random "
             "text, for example from `openssl rand -hex 24`."
         )
-    return ApiKeys([text]) if config.allow_runtime_lora_updating else ApiKeys()
+    return ApiKeys([text]) if config.access.allow_runtime_lora_updating else ApiKeys()
 
 
 class KeysFile:
@@ -184,7 +181,7 @@ class KeysFile:
         return keys
 
     def _read_version(self) -> tuple[int, int, int] | None:
-        file = self._config.keys_file
+        file = self._config.access.keys_file
         try:
             status = None if file is None else file.stat()
         except OSError:
@@ -232,7 +229,7 @@ def check_origin(
 
 def is_allowed_origin(config: ServeConfig, origin: str | None) -> bool:
     """Return True if pages of an origin may send requests and read the responses."""
-    allowed = config.allowed_origins
+    allowed = config.access.allowed_origins
     return origin is not None and ("*" in allowed or origin.lower() in map(str.lower, allowed))
 
 
@@ -242,7 +239,7 @@ def _is_ours(host: str, config: ServeConfig) -> bool:
     if match is None:
         return False
     name = match[1]
-    if is_loopback(name) or name.lower() in {allowed.lower() for allowed in config.allow_hosts}:
+    if is_loopback(name) or name.lower() in map(str.lower, config.access.allow_hosts):
         return True
     # Any host name can resolve to this machine; an address is the one that the browser connected
     # to.

@@ -92,7 +92,7 @@ async def received_pieces(
     """
     async for item in live.pieces():
         if item is not None and item[1].finish_reason == "cancelled":
-            raise overloaded("the server is stopping", serving.config.grace_s)
+            raise overloaded("the server is stopping", serving.config.timeouts.grace_s)
         yield item
     serving.metrics.note_answers(live.completions(), live.key)
 
@@ -112,7 +112,7 @@ async def open_chat(body: ChatRequest, request: Request) -> RunningChat:
         if rule is not None:
             await serving.rules.check(rule, client_of(request), "tools" if tools.rule else None)
         prompt = await serving.tokenize(partial(serving.prompter.write, body, tools))
-        most = longest_answer(body.most_tokens, len(prompt.ids), engine, config)
+        most = longest_answer(body.most_tokens, len(prompt.ids), engine, config.limits)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         options = await serving.tokenize(
             partial(to_options, body, engine, most, prompt.ends or None, top_logprobs, prompt.stops)
@@ -122,7 +122,7 @@ async def open_chat(body: ChatRequest, request: Request) -> RunningChat:
         form = tools.form
         marks = (*(prompt.thought_marks or ()), *((*form.open, form.close) if form else ()))
         hidden = hidden_ids(body, engine.tokenizer, marks)
-        limits = salt, config.request_s, served.delta, budget, hidden
+        limits = salt, config.timeouts.request_s, served.delta, budget, hidden
         engine_request = EngineRequest(prompt.ids, options, rule, *limits)
         live = await start(serving, [engine_request], len(prompt.ids), begin)
         live.key = key_of(request)
@@ -163,10 +163,10 @@ def find_budget(body: ChatRequest, prompt: EncodedPrompt, tokenizer: Any) -> Tho
 
 def _check(body: ChatRequest, serving: Serving) -> ToolUse:
     """Check the limits that can be checked before tokenizing; return the request's tool use."""
-    check_limits(body, serving.config)
+    check_limits(body, serving.config.limits)
     tools = find_tools(body, serving.prompter.tool_format)
     texts = (message.text for message in body.messages)
-    check_size(texts, serving.engine, serving.config, "messages")
+    check_size(texts, serving.engine, serving.config.limits, "messages")
     return tools
 
 

@@ -39,7 +39,7 @@ class DeadlineProtocol(H11Protocol):
 
     def __init__(self, limits: ServeConfig, **more: Any) -> None:
         super().__init__(**more)
-        self._limits = limits
+        self._timeouts, self._most_connections = limits.timeouts, limits.load.max_connections
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._probing: asyncio.TimerHandle | None = None
@@ -53,7 +53,7 @@ class DeadlineProtocol(H11Protocol):
         # Data that the kernel does not take immediately counts as unsent. With 0, a TLS transport
         # would count no data as unsent too.
         self.transport.set_write_buffer_limits(high=1)
-        if len(self.connections) > self._limits.max_connections:
+        if len(self.connections) > self._most_connections:
             self._turn_away(503, "the server has too many open connections")
             return
         self._await_request()
@@ -160,7 +160,7 @@ class DeadlineProtocol(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _await_request(self) -> None:
-        self._receiving = self.loop.call_later(self._limits.receive_s, self._give_up)
+        self._receiving = self.loop.call_later(self._timeouts.receive_s, self._give_up)
 
     def _stop_receiving(self) -> None:
         if self._receiving is not None:
@@ -169,7 +169,7 @@ class DeadlineProtocol(H11Protocol):
 
     def _give_up(self) -> None:
         self._receiving = None
-        self._turn_away(408, f"the request was not complete after {self._limits.receive_s:g} s")
+        self._turn_away(408, f"the request was not complete after {self._timeouts.receive_s:g} s")
 
     def _turn_away(self, status: int, message: str) -> None:
         """Send an error in OpenAI's format, if no response has begun, and close the connection."""
@@ -187,7 +187,7 @@ class DeadlineProtocol(H11Protocol):
     def _await_reader(self) -> None:
         self._stop_sending()
         self._unsent = self.transport.get_write_buffer_size()
-        self._sending = self.loop.call_later(self._limits.send_s, self._look_at_reader)
+        self._sending = self.loop.call_later(self._timeouts.send_s, self._look_at_reader)
 
     def _stop_sending(self) -> None:
         if self._sending is not None:

@@ -68,14 +68,15 @@ class Prompter:
         traits = engine.model.traits
         if traits.writes and traits.objective not in ("dialogues", "documents"):
             source = None if directory is None else find_template(directory)
-            limits = TemplateLimits(config.template_s, 2 * config.max_body_bytes)
-            self.template = ChatTemplate(source, engine.tokenizer, limits, config.parse_special)
+            chat = config.chat
+            limits = TemplateLimits(chat.template_s, 2 * config.body.max_body_bytes)
+            self.template = ChatTemplate(source, engine.tokenizer, limits, chat.parse_special)
 
         source = "" if self.template is None else self.template.source
         self.tool_format = find_format(source)
-        if config.tool_call_parser is not None and self.template is not None:
-            self.tool_format = FORMATS[config.tool_call_parser]
-        self.thought_marks = find_thought_marks(source) if config.split_reasoning else None
+        if config.chat.tool_call_parser is not None and self.template is not None:
+            self.tool_format = FORMATS[config.chat.tool_call_parser]
+        self.thought_marks = find_thought_marks(source) if config.chat.split_reasoning else None
 
     def write(self, body: ChatRequest, tools: ToolUse) -> EncodedPrompt:
         """Build the prompt of a conversation.

@@ -61,12 +61,12 @@ async def finish_task(
             raise
         except TimeoutError as error:
             reason = (
-                f"the request takes longer than {serving.config.request_s:g} s, or waits for "
-                "others that do"
+                f"the request takes longer than {serving.config.timeouts.request_s:g} s, or waits "
+                "for others that do"
             )
             raise overloaded(reason, _RETRY_S) from error
         except _StoppedError as error:
-            raise overloaded("the server is stopping", serving.config.grace_s) from error
+            raise overloaded("the server is stopping", serving.config.timeouts.grace_s) from error
         except (ConfigError, DataError, ShapeError) as error:
             raise RequestError(str(error), code="invalid_value") from error
         except BmforgeError as error:
@@ -96,9 +96,9 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Return the embedding of each text: the normalized mean of its last hidden states."""
     serving = serving_of(request)
     served, inputs = serving.find(body.model, "embeddings"), body.inputs
-    engine, config = served.engine, serving.config
-    check_at_most("input", len(inputs), config.max_inputs, "texts")
-    check_size((text for text in inputs if isinstance(text, str)), engine, config, "input")
+    engine, config, limits = served.engine, serving.config, serving.config.limits
+    check_at_most("input", len(inputs), limits.max_inputs, "texts")
+    check_size((text for text in inputs if isinstance(text, str)), engine, limits, "input")
     hidden = engine.model.config.hidden_size
     if body.dimensions not in (None, hidden):
         raise RequestError(
@@ -109,10 +109,10 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
             "dimensions",
         )
     # The engine computes many short texts in one batch, so a text is less work than a request.
-    work = -(-len(inputs) // config.max_prompts)
+    work = -(-len(inputs) // limits.max_prompts)
     with serving.admit(request, served, work):
         rows = await serving.tokenize(partial(encode_inputs, engine, inputs))
-        most = longest_prompt(engine, config)
+        most = longest_prompt(engine, limits)
         for ids in rows:
             if len(ids) > most:
                 raise RequestError(
@@ -120,7 +120,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
                     "input",
                     code="context_length_exceeded",
                 )
-        options = {"delta": served.delta, "deadline_s": config.request_s}
+        options = {"delta": served.delta, "deadline_s": config.timeouts.request_s}
         submit = partial(engine.submit_embed, rows, **options)
         try:
             embeddings_ = await finish_task(serving, request, engine, submit)
@@ -155,11 +155,11 @@ async def documents(body: DocumentsRequest, request: Request) -> Response:
     """Generate the missing texts under ``<ans>`` in CPM-Bee documents."""
     serving = serving_of(request)
     served, config = serving.find(body.model, "documents"), serving.config
-    check_at_most("documents", len(body.documents), config.max_prompts, "documents")
-    check_at_most("examples", len(body.examples or ()), config.max_prompts, "documents")
+    check_at_most("documents", len(body.documents), config.limits.max_prompts, "documents")
+    check_at_most("examples", len(body.examples or ()), config.limits.max_prompts, "documents")
     options = _read_options(body, serving)
     with serving.admit(request, served, len(body.documents)):
-        all_options = {"delta": served.delta, "deadline_s": config.request_s, **options}
+        all_options = {"delta": served.delta, "deadline_s": config.timeouts.request_s, **options}
         submit = partial(served.engine.submit_documents, body.documents, **all_options)
         try:
             filled = await finish_task(serving, request, served.engine, submit)
@@ -173,7 +173,7 @@ def _read_options(body: DocumentsRequest, serving: Serving) -> dict[str, Any]:
     config, engine = serving.config, serving.engine
     options: dict[str, Any] = {
         "examples": body.examples or (),
-        "max_length": longest_prompt(engine, config),
+        "max_length": longest_prompt(engine, config.limits),
     }
     sampling = ("temperature", "top_p", "top_k", "seed")
     values = {name: getattr(body, name) for name in sampling if getattr(body, name) is not None}
@@ -185,7 +185,7 @@ def _read_options(body: DocumentsRequest, serving: Serving) -> dict[str, Any]:
     ):
         if value is not None:
             options[name] = value
-    most = min(config.max_new_tokens or row_tokens(engine), row_tokens(engine))
+    most = min(config.limits.max_new_tokens or row_tokens(engine), row_tokens(engine))
     if body.max_tokens is not None and body.max_tokens > most:
         raise RequestError(
             f"max_tokens={body.max_tokens} is too large: this server generates at most {most}",

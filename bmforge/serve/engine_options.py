@@ -19,7 +19,7 @@ from bmforge.serve.openai_types import (
     StructuredOutputs,
     Writing,
 )
-from bmforge.serve.settings import ServeConfig
+from bmforge.serve.settings import RequestLimits
 from bmforge.serve.sleeping import AnyEngine
 
 __all__ = [
@@ -41,51 +41,51 @@ def row_tokens(engine: AnyEngine) -> int:
     return engine.config.tokens_of(engine.model)
 
 
-def longest_prompt(engine: AnyEngine, config: ServeConfig) -> int:
+def longest_prompt(engine: AnyEngine, limits: RequestLimits) -> int:
     """Return the maximum length of a prompt in tokens."""
-    return min(config.max_prompt_tokens or row_tokens(engine), row_tokens(engine))
+    return min(limits.max_prompt_tokens or row_tokens(engine), row_tokens(engine))
 
 
-def check_limits(body: Writing, config: ServeConfig) -> None:
+def check_limits(body: Writing, limits: RequestLimits) -> None:
     """Check the counts in a request against the limits.
 
     Raises:
         RequestError: a count exceeds its limit.
     """
-    check_at_most("n", body.count, config.max_choices, "answers")
-    check_at_most("stop", len(body.stops), config.max_stops, "texts")
-    check_at_most("logit_bias", len(body.logit_bias or ()), config.max_logit_bias, "tokens")
-    check_at_most("stop_token_ids", len(body.stop_token_ids or ()), config.max_logit_bias, "ids")
-    check_at_most("bad_words", len(body.bad_words or ()), config.max_logit_bias, "texts")
+    check_at_most("n", body.count, limits.max_choices, "answers")
+    check_at_most("stop", len(body.stops), limits.max_stops, "texts")
+    check_at_most("logit_bias", len(body.logit_bias or ()), limits.max_logit_bias, "tokens")
+    check_at_most("stop_token_ids", len(body.stop_token_ids or ()), limits.max_logit_bias, "ids")
+    check_at_most("bad_words", len(body.bad_words or ()), limits.max_logit_bias, "texts")
     for name, texts in (("stop", body.stops), ("bad_words", body.bad_words or [])):
         if not all(texts):
             raise RequestError(f"{name} contains an empty text", name, code="invalid_value")
         for text in texts:
-            check_at_most(name, len(text), config.max_stop_chars, "characters")
+            check_at_most(name, len(text), limits.max_stop_chars, "characters")
     if isinstance(body, ChatRequest):
-        check_at_most("top_logprobs", body.top_logprobs or 0, config.max_logprobs, "tokens")
-        check_at_most("tools", len(body.tools or ()), config.max_tools, "functions")
+        check_at_most("top_logprobs", body.top_logprobs or 0, limits.max_logprobs, "tokens")
+        check_at_most("tools", len(body.tools or ()), limits.max_tools, "functions")
     if isinstance(body, CompletionRequest):
-        check_at_most("logprobs", body.logprobs or 0, config.max_logprobs, "tokens")
-        check_at_most("prompt_logprobs", body.prompt_logprobs or 0, config.max_logprobs, "tokens")
-        check_at_most("prompt", len(body.prompts), config.max_prompts, "prompts")
-        check_at_most("n", body.count * len(body.prompts), config.max_prompts, "answers in all")
+        check_at_most("logprobs", body.logprobs or 0, limits.max_logprobs, "tokens")
+        check_at_most("prompt_logprobs", body.prompt_logprobs or 0, limits.max_logprobs, "tokens")
+        check_at_most("prompt", len(body.prompts), limits.max_prompts, "prompts")
+        check_at_most("n", body.count * len(body.prompts), limits.max_prompts, "answers in all")
 
 
-def check_size(texts: Iterable[str], engine: AnyEngine, config: ServeConfig, field: str) -> None:
+def check_size(texts: Iterable[str], engine: AnyEngine, limits: RequestLimits, field: str) -> None:
     """Reject texts that cannot fit the context, before time and memory are spent on tokenizing.
 
     Args:
         texts: one text per prompt; with the field "messages", all texts belong to one prompt.
         engine: engine with the tokenizer.
-        config: the limits.
+        limits: limits on the contents of a request.
         field: request field that holds the texts.
 
     Raises:
         RequestError: a prompt has more bytes than the maximum number of tokens can have, if all of
             them are as long as the longest token.
     """
-    tokens = longest_prompt(engine, config)
+    tokens = longest_prompt(engine, limits)
     longest = longest_token_bytes(engine.tokenizer)
     sizes = [len(text.encode("utf-8", "replace")) for text in texts]
     size = sum(sizes) if field == "messages" else max(sizes, default=0)
@@ -105,7 +105,7 @@ def longest_token_bytes(tokenizer: Any) -> int:
 
 
 def longest_answer(
-    requested: int | None, prompt_tokens: int, engine: AnyEngine, config: ServeConfig
+    requested: int | None, prompt_tokens: int, engine: AnyEngine, limits: RequestLimits
 ) -> int:
     """Return the maximum length of an answer in tokens.
 
@@ -113,21 +113,21 @@ def longest_answer(
         requested: requested length; None is the maximum.
         prompt_tokens: length of the prompt.
         engine: engine with the maximum sequence length.
-        config: limits.
+        limits: limits on the contents of a request.
 
     Raises:
         RequestError: the prompt is too long, or the request exceeds the limit.
     """
     apart = engine.model.traits.reads == "apart"  # prompt and answer are separate sequences
     limit = row_tokens(engine)
-    most_prompt = min(longest_prompt(engine, config), limit if apart else limit - 1)
+    most_prompt = min(longest_prompt(engine, limits), limit if apart else limit - 1)
     if prompt_tokens > most_prompt:
         raise RequestError(
             f"the prompt has {prompt_tokens} tokens, but this server accepts at most {most_prompt}",
             code="context_length_exceeded",
         )
     space = limit if apart else limit - prompt_tokens
-    most = min(space, config.max_new_tokens or space)
+    most = min(space, limits.max_new_tokens or space)
     if requested is None:
         return most
     if requested > most:

@@ -115,7 +115,7 @@ class Gate:
 
     def _check_admin(self, headers: Headers) -> None:
         """Check the admin key of a request that loads or removes an adapter."""
-        if not self._serving.config.allow_runtime_lora_updating:
+        if not self._serving.config.access.allow_runtime_lora_updating:
             raise RequestError(
                 (
                     "this server does not load adapters at run time; start it with "

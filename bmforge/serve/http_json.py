@@ -37,7 +37,7 @@ class StrictRequest(Request):
         """
         if not hasattr(self, "_body"):
             serving = serving_of(self)
-            most = serving.config.max_body_bytes
+            most = serving.config.body.max_body_bytes
             too_large = RequestError(f"the body has more than {most} bytes", status=413)
             expected = int(self.headers.get("content-length", most))  # chunked: not known before
             if expected > most:
@@ -58,9 +58,9 @@ class StrictRequest(Request):
         if not hasattr(self, "_json"):
             body, serving = await self.body(), serving_of(self)
             if len(body) > _LARGE:
-                self._json = await serving.tokenize(partial(parse_json, body, serving.config))
+                self._json = await serving.tokenize(partial(parse_json, body, serving.config.body))
             else:
-                self._json = parse_json(body, serving.config)
+                self._json = parse_json(body, serving.config.body)
             self.release()
         return self._json
 

@@ -97,7 +97,7 @@ class GracefulServer(uvicorn.Server):
 
 
 def _grace(serving: Serving) -> float:
-    return serving.config.grace_s
+    return serving.config.timeouts.grace_s
 
 
 def serve(
@@ -183,7 +183,7 @@ def make_server(app: FastAPI, listener: socket.socket) -> GracefulServer:
     serving: Serving = app.state.serving
     config = serving.config
     server = GracefulServer(_configure(app, config), serving)
-    listener.listen(config.max_connections)  # listen before the address is announced
+    listener.listen(config.load.max_connections)  # listen before the address is announced
     if config.uds is not None:
         get_logger().info("serving %s at the Unix socket %s", serving.name, config.uds)
         return server
@@ -210,10 +210,10 @@ def _configure(app: Any, config: ServeConfig) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=config.idle_s,  # type: ignore[arg-type]
-        timeout_graceful_shutdown=config.grace_s + _LAST_WORDS_S,  # type: ignore[arg-type]
+        timeout_keep_alive=config.timeouts.idle_s,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=config.timeouts.grace_s + _LAST_WORDS_S,  # type: ignore[arg-type]
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        backlog=config.max_connections,
+        backlog=config.load.max_connections,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
     )

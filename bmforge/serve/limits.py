@@ -30,7 +30,7 @@ class Admission:
     """
 
     def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._config, self._clock = config, clock
+        self._limits, self._grace_s, self._clock = config.load, config.timeouts.grace_s, clock
         self.is_closing = False
         self.count = 0
         self._by_key: dict[str, int] = {}
@@ -62,30 +62,30 @@ class Admission:
     @property
     def has_room(self) -> bool:
         """True if another request would be admitted."""
-        return not self.is_closing and self.count < self._config.max_requests
+        return not self.is_closing and self.count < self._limits.max_requests
 
     def _check(self, key: str, count: int) -> None:
-        config = self._config
+        limits = self._limits
         if self.is_closing:
-            raise overloaded("the server is stopping", config.grace_s)
-        if self._by_key.get(key, 0) + count > config.max_requests_per_key:
+            raise overloaded("the server is stopping", self._grace_s)
+        if self._by_key.get(key, 0) + count > limits.max_requests_per_key:
             raise overloaded(
                 (
-                    f"{config.max_requests_per_key} requests of this client are already running or "
+                    f"{limits.max_requests_per_key} requests of this client are already running or "
                     "waiting"
                 ),
                 _RETRY_S,
                 429,
             )
-        if self.count + count > config.max_requests:
+        if self.count + count > limits.max_requests:
             raise overloaded(
-                f"{config.max_requests} requests are already running or waiting", _RETRY_S
+                f"{limits.max_requests} requests are already running or waiting", _RETRY_S
             )
         self._take_turn(key)
 
     def _take_turn(self, key: str) -> None:
         """Take one request from the client's token bucket."""
-        most, now = self._config.max_rate_per_min, self._clock()
+        most, now = self._limits.max_rate_per_min, self._clock()
         left, since = self._left.get(key, (float(most), now))
         left = min(float(most), left + (now - since) * most / _MINUTE_S)
         if left < 1 - _ROUNDING:

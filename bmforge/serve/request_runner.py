@@ -60,7 +60,7 @@ async def start(
         raise RequestError(str(error), code="invalid_value") from error
     times = TokenTimes(serving.metrics, begin_s)
     key = requests[0].salt
-    live = LiveRequest(handles, serving.config.max_unread_bytes, prompt_tokens, times, key)
+    live = LiveRequest(handles, serving.config.load.max_unread_bytes, prompt_tokens, times, key)
     serving.live.add(live)
     return live
 
@@ -81,5 +81,5 @@ async def whole_answers(
     if any(
         answer.finish_reason == "cancelled" for completions in answers for answer in completions
     ):
-        raise overloaded("the server is stopping", serving.config.grace_s)
+        raise overloaded("the server is stopping", serving.config.timeouts.grace_s)
     return answers

@@ -63,10 +63,10 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
     begin = time.monotonic()
     serving = serving_of(request)
     served = serving.find(body.model, "completions")
-    check_limits(body, serving.config)
+    check_limits(body, serving.config.limits)
     rule = find_constraint(None, body.outputs)
     texts = (p for p in body.prompts if isinstance(p, str))
-    check_size(texts, serving.engine, serving.config, "prompt")
+    check_size(texts, serving.engine, serving.config.limits, "prompt")
     with ExitStack() as stack:
         stack.enter_context(serving.admit(request, served, len(body.prompts)))
         if rule is not None:
@@ -113,7 +113,7 @@ async def _ask(
     hidden = hidden_ids(body, engine.tokenizer)
     engine_requests = []
     for prompt, ids in zip(body.prompts, rows, strict=True):
-        most = longest_answer(max(length, 1), len(ids), engine, config)
+        most = longest_answer(max(length, 1), len(ids), engine, config.limits)
         options = await serving.tokenize(
             partial(to_options, body, engine, most, None, body.logprobs)
         )
@@ -121,7 +121,13 @@ async def _ask(
         text_or_ids = ids if body.add_special_tokens is False else prompt
         engine_requests.append(
             EngineRequest(
-                text_or_ids, options, rule, salt, config.request_s, delta, hidden_ids=hidden
+                text_or_ids,
+                options,
+                rule,
+                salt,
+                config.timeouts.request_s,
+                delta,
+                hidden_ids=hidden,
             )
         )
     return engine_requests

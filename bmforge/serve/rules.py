@@ -16,7 +16,7 @@ from bmforge.infer.engine.constraint import Constraint
 from bmforge.serve import schema_check
 from bmforge.serve.errors import RequestError, overloaded
 from bmforge.serve.limits import check_at_most
-from bmforge.serve.settings import ServeConfig
+from bmforge.serve.settings import SchemaLimits
 from bmforge.serve.strict_json import json_depth
 from bmforge.serve.tools import LITERAL_KEYWORDS
 
@@ -31,11 +31,11 @@ class RuleChecker:
     """Validates constraints by compiling them in separate processes, and caches the results.
 
     Args:
-        config: limits.
+        limits: limits on constraints.
     """
 
-    def __init__(self, config: ServeConfig) -> None:
-        self._config = config
+    def __init__(self, limits: SchemaLimits) -> None:
+        self._limits = limits
         self._verdicts: OrderedDict[Constraint, str | None] = OrderedDict()
         self._turns = asyncio.Semaphore(_AT_ONCE)
         # One rule per client at a time, so that no client takes both processes.
@@ -55,7 +55,7 @@ class RuleChecker:
         """
         name = name or _FIELD[rule.kind]
         size = len(rule.source.encode())
-        check_at_most(name, size, self._config.max_schema_bytes, "bytes of rules")
+        check_at_most(name, size, self._limits.max_schema_bytes, "bytes of rules")
         if rule.kind == "json":
             self._check_schema(json.loads(rule.source), name)
         if rule in self._verdicts:
@@ -74,7 +74,7 @@ class RuleChecker:
 
     def _check_schema(self, schema: Any, name: str) -> None:
         depth = json_depth(schema)
-        check_at_most(name, depth, self._config.max_schema_depth, "levels of the schema")
+        check_at_most(name, depth, self._limits.max_schema_depth, "levels of the schema")
         remaining = [schema]
         while remaining:
             item = remaining.pop()
@@ -92,7 +92,7 @@ class RuleChecker:
 
     async def _compile(self, rule: Constraint, client: str) -> str | None:
         """Compile a constraint in a process with limits; return the error message, or None."""
-        limits = self._config
+        limits = self._limits
         try:
             own_turn = self._client_turns.setdefault(client, asyncio.Lock())
             async with asyncio.timeout(limits.schema_s), own_turn, self._turns:
@@ -103,7 +103,7 @@ class RuleChecker:
             ) from None
 
     async def _run(self, rule: Constraint) -> str | None:
-        limits = self._config
+        limits = self._limits
         job = {
             "kind": rule.kind,
             "source": rule.source,
@@ -132,7 +132,7 @@ class RuleChecker:
         return None if error is None else str(error)
 
 
-def _tell_end(status: int, limits: ServeConfig) -> str:
+def _tell_end(status: int, limits: SchemaLimits) -> str:
     if -status in (signal.SIGXCPU, signal.SIGALRM, signal.SIGKILL):
         return f"its compilation takes longer than {limits.schema_cpu_s} s"
     return f"its compilation needs more than {limits.schema_memory_bytes >> 20} MiB"

@@ -101,7 +101,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         ids = (await read_prompt(body.as_chat(name), request)).ids
     else:
         text = body.prompt or ""
-        check_size([text], serving.engine, serving.config, "prompt")
+        check_size([text], serving.engine, serving.config.limits, "prompt")
         encode = tokenizer.encode_prompt if body.add_special_tokens else tokenizer.encode
         ids = await serving.tokenize(partial(encode, text))
     result: dict[str, Any] = {"count": len(ids), "max_model_len": row_tokens(serving.engine)}
@@ -115,7 +115,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     serving = serving_of(request)
     serving.find(serving.name if body.model is None else body.model)
     engine = serving.engine
-    check_at_most("tokens", len(body.tokens), longest_prompt(engine, serving.config), "ids")
+    check_at_most("tokens", len(body.tokens), longest_prompt(engine, serving.config.limits), "ids")
     unknown = [id for id in body.tokens if id >= len(engine.tokenizer)]
     if unknown:
         raise RequestError(
@@ -192,13 +192,13 @@ async def _embed(
     """Return the normalized embeddings and the token count of texts; None if the client left."""
     serving: Serving = serving_of(request)
     served, config = serving.find(model, "embeddings"), serving.config
-    check_at_most(field, len(texts), config.max_inputs, "texts")
+    check_at_most(field, len(texts), config.limits.max_inputs, "texts")
     if not all(texts):
         raise RequestError(f"{field} contains an empty text", field, code="invalid_value")
-    check_size(texts, served.engine, config, field)
-    with serving.admit(request, served, -(-len(texts) // config.max_prompts)):
+    check_size(texts, served.engine, config.limits, field)
+    with serving.admit(request, served, -(-len(texts) // config.limits.max_prompts)):
         rows = await serving.tokenize(partial(encode_inputs, served.engine, list(texts)))
-        longest = longest_prompt(served.engine, config)
+        longest = longest_prompt(served.engine, config.limits)
         if any(len(ids) > longest for ids in rows):
             raise RequestError(
                 f"a text has {max(map(len, rows))} tokens, but this server accepts at "
@@ -206,7 +206,7 @@ async def _embed(
                 field,
                 code="context_length_exceeded",
             )
-        options = {"delta": served.delta, "deadline_s": config.request_s}
+        options = {"delta": served.delta, "deadline_s": config.timeouts.request_s}
         submit = partial(served.engine.submit_embed, rows, **options)
         try:
             result = await finish_task(serving, request, served.engine, submit)

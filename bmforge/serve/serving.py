@@ -109,9 +109,9 @@ class Serving:
                 f"{twice[0]!r} is the name of more than one model or adapter. Rename one of them."
             )
         self.prompter = Prompter(self.main.engine, self.directory, self.config)
-        self.rules = RuleChecker(self.config)
+        self.rules = RuleChecker(self.config.schema)
         self.admission = Admission(self.config)
-        self.bodies = BodyBudget(_BODIES * self.config.max_body_bytes)
+        self.bodies = BodyBudget(_BODIES * self.config.body.max_body_bytes)
         # Tokenizing is work for a core; more threads would only hold more memory at once.
         self._tokenizing = CapacityLimiter(_TOKENIZING_THREADS)
 

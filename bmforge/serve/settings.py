@@ -1,17 +1,30 @@
-"""Address and limits of a server, in a module without heavy imports."""
+"""Address, options and limits of a server, in a module without heavy imports."""
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from bmforge.config import GROUP, accept_ungrouped, ungrouped_values
 from bmforge.errors import ConfigError
 
-__all__ = ["ADMIN_VARIABLE", "KEYS_VARIABLE", "MAX_HEAD_BYTES", "ServeConfig", "is_loopback"]
+__all__ = [
+    "ADMIN_VARIABLE",
+    "AccessConfig",
+    "BodyLimits",
+    "ConversationConfig",
+    "KEYS_VARIABLE",
+    "LoadLimits",
+    "MAX_HEAD_BYTES",
+    "RequestLimits",
+    "SchemaLimits",
+    "ServeConfig",
+    "TimeoutConfig",
+    "is_loopback",
+]
 
 ToolCallParser = Literal[
     "deepseek_v3", "glm45", "hermes", "llama3_json", "minicpm", "mistral", "qwen3_coder"
@@ -22,39 +35,89 @@ MAX_HEAD_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
-    """Address and limits of a server.
+class AccessConfig:
+    """Options for access control.
 
     Args:
-        host: address to listen on; other than loopback needs keys, or allow_no_key.
-        port: port to listen on; 0 is a free port, which the log names.
-        uds: path of a Unix socket to listen on instead of host and port.
-        ssl_certfile: file with the TLS certificate chain in PEM format; needs ssl_keyfile.
-        ssl_keyfile: file with the private key of the TLS certificate in PEM format.
-        root_path: path prefix under which a proxy serves this server, such as /llm.
-        name: model name in requests (default: name of its directory).
-        embedding_name: name of a second model for embeddings (default: embedding).
         keys_file: file with one API key per line; more keys come from the environment variable
             BMFORGE_API_KEYS, separated by commas.
         allow_no_key: serve all clients without a key.
         allow_hosts: host names that requests without a key may use, in addition to localhost.
         allowed_origins: origins of other sites whose pages may send requests, such as
             https://chat.example.org; * is all and needs keys.
+        allow_runtime_lora_updating: let the holder of the admin key, the environment variable
+            BMFORGE_ADMIN_KEY, load and remove adapters of the model with /v1/load_lora_adapter and
+            /v1/unload_lora_adapter.
+    """
+
+    keys_file: Path | None = None
+    allow_no_key: bool = False
+    allow_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    allow_runtime_lora_updating: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationConfig:
+    """Options for chat templates, tool calls and reasoning.
+
+    Args:
         tool_call_parser: format of tool calls (default: found from the chat template):
             deepseek_v3, glm45, hermes, llama3_json, minicpm, mistral or qwen3_coder.
         split_reasoning: return the reasoning of thinking models in reasoning_content instead of
             in the text.
         parse_special: encode names of special tokens in messages, such as <|im_end|>, as these
             tokens instead of as text; only for trusted clients, which can then forge turns.
+        template_s: time limit in seconds for rendering the chat template.
+    """
+
+    tool_call_parser: ToolCallParser | None = None
+    split_reasoning: bool = True
+    parse_special: bool = False
+    template_s: float = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeoutConfig:
+    """Time limits of requests and connections.
+
+    Args:
         grace_s: time in seconds for running requests when the server is stopped.
         receive_s: time limit in seconds for receiving a request.
         idle_s: time in seconds after which an idle connection is closed.
         send_s: time in seconds after which a client that reads nothing is disconnected.
         request_s: time limit in seconds of a request; the answer ends with the text so far.
+    """
+
+    grace_s: float = 20.0
+    receive_s: float = 20.0
+    idle_s: float = 15.0
+    send_s: float = 30.0
+    request_s: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BodyLimits:
+    """Limits on the bodies of requests.
+
+    Args:
         max_body_bytes: maximum size of a request body in bytes.
         max_json_depth: maximum nesting depth of a request body.
         max_json_values: maximum number of values in a request body.
         max_json_keys: maximum number of keys in a request body.
+    """
+
+    max_body_bytes: int = 2 << 20
+    max_json_depth: int = 64
+    max_json_values: int = 200_000
+    max_json_keys: int = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """Limits on the contents of a request.
+
+    Args:
         max_prompt_tokens: maximum prompt length in tokens (default: the engine's).
         max_new_tokens: maximum answer length in tokens (default: the engine's).
         max_choices: maximum number of answers per prompt (n).
@@ -65,48 +128,8 @@ class ServeConfig:
         max_logit_bias: maximum number of tokens in logit_bias.
         max_logprobs: maximum number of top_logprobs per token.
         max_tools: maximum number of tools per request.
-        max_schema_bytes: maximum size of a schema, regular expression or grammar in bytes.
-        max_schema_depth: maximum nesting depth of a schema.
-        schema_cpu_s: CPU time limit in seconds for compiling a schema.
-        schema_memory_bytes: memory limit in bytes for compiling a schema.
-        schema_s: time limit in seconds for compiling a schema, waiting included.
-        template_s: time limit in seconds for rendering the chat template.
-        allow_runtime_lora_updating: let the holder of the admin key, the environment variable
-            BMFORGE_ADMIN_KEY, load and remove adapters of the model with /v1/load_lora_adapter and
-            /v1/unload_lora_adapter.
-        max_connections: maximum number of open connections.
-        max_requests: maximum number of running and waiting requests; more are rejected (503).
-        max_requests_per_key: maximum number of running and waiting requests per key, or per
-            address without keys.
-        max_rate_per_min: maximum number of requests per key or address and minute.
-        max_unread_bytes: generated text buffered for a slow client before its request is cancelled.
-        log_requests: log path, status and duration of every request.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: Path | None = None
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
-    root_path: str = ""
-    name: str | None = None
-    embedding_name: str | None = None
-    keys_file: Path | None = None
-    allow_no_key: bool = False
-    allow_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    tool_call_parser: ToolCallParser | None = None
-    split_reasoning: bool = True
-    parse_special: bool = False
-    grace_s: float = 20.0
-    receive_s: float = 20.0
-    idle_s: float = 15.0
-    send_s: float = 30.0
-    request_s: float = 600.0
-    max_body_bytes: int = 2 << 20
-    max_json_depth: int = 64
-    max_json_values: int = 200_000
-    max_json_keys: int = 10_000
     max_prompt_tokens: int | None = None
     max_new_tokens: int | None = None
     max_choices: int = 8
@@ -117,47 +140,116 @@ class ServeConfig:
     max_logit_bias: int = 1024
     max_logprobs: int = 20
     max_tools: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaLimits:
+    """Limits on constraints of answers: schemas, regular expressions and grammars.
+
+    Args:
+        max_schema_bytes: maximum size of a schema, regular expression or grammar in bytes.
+        max_schema_depth: maximum nesting depth of a schema.
+        schema_cpu_s: CPU time limit in seconds for compiling a schema.
+        schema_memory_bytes: memory limit in bytes for compiling a schema.
+        schema_s: time limit in seconds for compiling a schema, waiting included.
+    """
+
     max_schema_bytes: int = 64 << 10
     max_schema_depth: int = 24
     schema_cpu_s: int = 2
     schema_memory_bytes: int = 512 << 20
     schema_s: float = 6.0
-    template_s: float = 2.0
-    allow_runtime_lora_updating: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadLimits:
+    """Limits on concurrent requests and connections.
+
+    Args:
+        max_connections: maximum number of open connections.
+        max_requests: maximum number of running and waiting requests; more are rejected (503).
+        max_requests_per_key: maximum number of running and waiting requests per key, or per
+            address without keys.
+        max_rate_per_min: maximum number of requests per key or address and minute.
+        max_unread_bytes: generated text buffered for a slow client before its request is cancelled.
+    """
+
     max_connections: int = 512
     max_requests: int = 128
     max_requests_per_key: int = 64
     max_rate_per_min: int = 6000
     max_unread_bytes: int = 1 << 20
+
+
+@accept_ungrouped
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Address, options and limits of a server.
+
+    The fields of the groups can also be given without the group: `ServeConfig(max_tools=8)`.
+
+    Args:
+        host: address to listen on; other than loopback needs keys, or allow_no_key.
+        port: port to listen on; 0 is a free port, which the log names.
+        uds: path of a Unix socket to listen on instead of host and port.
+        ssl_certfile: file with the TLS certificate chain in PEM format; needs ssl_keyfile.
+        ssl_keyfile: file with the private key of the TLS certificate in PEM format.
+        root_path: path prefix under which a proxy serves this server, such as /llm.
+        name: model name in requests (default: name of its directory).
+        embedding_name: name of a second model for embeddings (default: embedding).
+        log_requests: log path, status and duration of every request.
+        access: options for access control.
+        chat: options for chat templates, tool calls and reasoning.
+        timeouts: time limits of requests and connections.
+        body: limits on the bodies of requests.
+        limits: limits on the contents of a request.
+        schema: limits on constraints of answers: schemas, regular expressions and grammars.
+        load: limits on concurrent requests and connections.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: Path | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    root_path: str = ""
+    name: str | None = None
+    embedding_name: str | None = None
     log_requests: bool = True
+    access: AccessConfig = field(default_factory=AccessConfig, metadata=GROUP)
+    chat: ConversationConfig = field(default_factory=ConversationConfig, metadata=GROUP)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig, metadata=GROUP)
+    body: BodyLimits = field(default_factory=BodyLimits, metadata=GROUP)
+    limits: RequestLimits = field(default_factory=RequestLimits, metadata=GROUP)
+    schema: SchemaLimits = field(default_factory=SchemaLimits, metadata=GROUP)
+    load: LoadLimits = field(default_factory=LoadLimits, metadata=GROUP)
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` that lists all fields out of range or without effect."""
         problems = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name, value in ungrouped_values(self).items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            if field.name in ("port", "grace_s"):
+            if name in ("port", "grace_s"):
                 fits, needed = value >= 0, "at least 0"
             elif isinstance(value, int):
                 fits, needed = value >= 1, "at least 1"
             else:
                 fits, needed = value > 0, "above 0"
             if not (fits and value < float("inf")):
-                problems.append(f"{field.name}={value} must be {needed}, and finite")
+                problems.append(f"{name}={value} must be {needed}, and finite")
         if self.port > 65535:
             problems.append(f"port={self.port} must be at most 65535")
         if not self.host:
             problems.append("host is empty; use 0.0.0.0 or :: to listen at all addresses")
         if self.name is not None and not self.name.strip():
             problems.append(f"name={self.name!r} must be a non-empty name, or None")
-        if self.max_requests_per_key > self.max_requests:
+        if self.load.max_requests_per_key > self.load.max_requests:
             problems.append(
-                f"max_requests_per_key={self.max_requests_per_key} must be at most "
-                f"max_requests={self.max_requests}"
+                f"max_requests_per_key={self.load.max_requests_per_key} must be at most "
+                f"max_requests={self.load.max_requests}"
             )
-        if self.allow_no_key and self.keys_file is not None:
+        if self.access.allow_no_key and self.access.keys_file is not None:
             problems.append("allow_no_key and keys_file cannot be used together")
         problems += self._check_address()
         if problems:
@@ -170,7 +262,7 @@ class ServeConfig:
             problems.append("ssl_certfile and ssl_keyfile must be given together")
         if self.root_path and not (self.root_path.startswith("/") and self.root_path[-1] != "/"):
             problems.append(f"root_path={self.root_path!r} must begin with / and not end with it")
-        for origin in self.allowed_origins:
+        for origin in self.access.allowed_origins:
             if origin != "*" and not _is_origin(origin):
                 problems.append(
                     f"allowed_origins={origin!r} must be an origin, such as "

@@ -8,7 +8,7 @@ import re
 from typing import Any, NoReturn
 
 from bmforge.serve.errors import RequestError
-from bmforge.serve.settings import ServeConfig
+from bmforge.serve.settings import BodyLimits
 
 __all__ = ["json_depth", "parse_json"]
 
@@ -21,7 +21,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _MOST_DIGITS = 19  # digits of a 64-bit integer
 
 
-def parse_json(body: bytes, config: ServeConfig) -> Any:
+def parse_json(body: bytes, limits: BodyLimits) -> Any:
     """Parse a request body.
 
     Raises:
@@ -29,7 +29,7 @@ def parse_json(body: bytes, config: ServeConfig) -> Any:
             contains NaN, an infinity, an integer of more than 19 digits, a duplicate key, or half
             of a surrogate pair.
     """
-    _check_size(body, config)
+    _check_size(body, limits)
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -50,7 +50,7 @@ def parse_json(body: bytes, config: ServeConfig) -> Any:
     return value
 
 
-def _check_size(body: bytes, config: ServeConfig) -> None:
+def _check_size(body: bytes, limits: BodyLimits) -> None:
     """Count values and nesting before parsing, since deep nesting can overflow Python's stack."""
     depth = values = keys = 0
     for mark in _MARKS.finditer(body):
@@ -58,18 +58,18 @@ def _check_size(body: bytes, config: ServeConfig) -> None:
         if kind in b"[{":
             depth += 1
             values += 1
-            if depth > config.max_json_depth:
-                raise RequestError(f"the body is nested deeper than {config.max_json_depth}")
+            if depth > limits.max_json_depth:
+                raise RequestError(f"the body is nested deeper than {limits.max_json_depth}")
         elif kind in b"]}":
             depth -= 1
         elif kind in b",":
             values += 1
         elif kind in b":":
             keys += 1
-        if values > config.max_json_values:
-            raise RequestError(f"the body has more than {config.max_json_values} values")
-        if keys > config.max_json_keys:
-            raise RequestError(f"the body has more than {config.max_json_keys} field names")
+        if values > limits.max_json_values:
+            raise RequestError(f"the body has more than {limits.max_json_values} values")
+        if keys > limits.max_json_keys:
+            raise RequestError(f"the body has more than {limits.max_json_keys} field names")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

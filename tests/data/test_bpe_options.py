@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 from tokenizers import Tokenizer
 
 from bmforge.data import PrepareConfig, prepare
@@ -14,7 +16,7 @@ from bmforge.data.prepare.record import read_record
 from bmforge.data.prepare.tokenize import train_bpe
 from bmforge.data.store.sharded import open_store
 from bmforge.errors import ConfigError
-from bmforge.settings import BpeConfig
+from bmforge.prepare_settings import BpeConfig
 from bmforge.tokenizers import AutoTokenizer
 
 TEXTS = [f"In 20{n:02d} the ferry 12345{n} sailed, 渡轮准时离开码头。" for n in range(60)] * 3
@@ -117,6 +119,23 @@ def test_records_of_earlier_versions_are_read(tmp_path):
     lines = [line for line in (before + after).splitlines() if not line.startswith(added)]
     path.write_text("\n".join(lines))
     assert read_record(tmp_path / "out")[0].config == config
+
+
+def test_records_with_settings_outside_groups_are_read(tmp_path):
+    config = PrepareConfig(
+        vocab_size=400, validation_fraction=0, near_duplicates=0.9, tidy=("width",), workers=1
+    )
+    inputs = [write(tmp_path / "a.jsonl", TEXTS[:60])]
+    prepare(inputs, tmp_path / "out", config)
+    path = tmp_path / "out" / "prepared.toml"
+    record = tomllib.loads(path.read_text())
+    flat = {}
+    for name, value in record["settings"].items():
+        flat |= value if isinstance(value, dict) and name != "bpe" else {name: value}
+    assert {"near_duplicates", "tidy", "workers", "vocab_size"} <= flat.keys()
+    path.write_text(tomli_w.dumps(record | {"settings": flat}))
+    assert read_record(tmp_path / "out")[0].config == config
+    assert prepare(inputs, tmp_path / "out", config).reused
 
 
 @pytest.mark.parametrize("spans", [None, 50])

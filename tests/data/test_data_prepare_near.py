@@ -151,7 +151,7 @@ def test_a_text_that_a_worker_may_not_touch_stays(corpus: Path, tmp_path: Path) 
     """It gets keys that no other text has."""
     prepare(corpus, tmp_path, replace(CONFIG, keep_stages=True, shard_bytes=1 << 30))
     stages = tmp_path / "preparing.tmp" / "stages"
-    config = dedup_config(CONFIG)
+    config = dedup_config(CONFIG.duplicates)
     assert config is not None
     kept = stages / "duplicates" / "kept"
     task = SketchTask(0, stages / "documents", kept, 0, tmp_path / "again", config)

@@ -15,8 +15,8 @@ from chat_traits import TEMPLATES, write_bpe
 from test_talking import build
 
 from bmforge.cli import main
-from bmforge.cli.options import ServeCommand
 from bmforge.cli.serve import _open_engine
+from bmforge.cli.serve_options import ServeCommand
 from bmforge.recipes.adapter_dirs import find_source
 from bmforge.serve.app import create_app
 from bmforge.serve.settings import ServeConfig

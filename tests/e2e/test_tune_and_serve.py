@@ -18,8 +18,8 @@ from test_adapter_runs import write_qwen3
 
 from bmforge.cli import main
 from bmforge.cli.chat import talk
-from bmforge.cli.options import ServeCommand
 from bmforge.cli.serve import _open_engine
+from bmforge.cli.serve_options import ServeCommand
 from bmforge.infer.conversation import TalkConfig
 from bmforge.models import AutoModel
 from bmforge.recipes.adapter_dirs import find_source, merge_adapter

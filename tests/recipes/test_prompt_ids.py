@@ -17,8 +17,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bmforge.cli import main
 from bmforge.cli.chat import talk
-from bmforge.cli.options import ServeCommand
 from bmforge.cli.serve import _open_engine
+from bmforge.cli.serve_options import ServeCommand
 from bmforge.data.sources.conversations import ChatExample
 from bmforge.infer.conversation import TalkConfig, converse
 from bmforge.infer.harness import TextModel

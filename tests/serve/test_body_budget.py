@@ -49,8 +49,8 @@ def test_bodies_stay_within_the_budget_and_none_waits_forever(
 
 
 def test_many_large_bodies_at_once(start: Any) -> None:
-    config = ServeConfig()
-    text = "a" * (config.max_body_bytes - 1000)
+    limits = ServeConfig().body
+    text = "a" * (limits.max_body_bytes - 1000)
     with start() as server:
         reserved = []
         budget = server.serving.bodies
@@ -71,7 +71,7 @@ def test_many_large_bodies_at_once(start: Any) -> None:
         with ThreadPoolExecutor(12) as pool:
             assert set(pool.map(ask, range(12))) == {400}
         assert len(reserved) == 12
-        assert max(reserved) <= 4 * config.max_body_bytes
+        assert max(reserved) <= 4 * limits.max_body_bytes
         assert budget.reserved_bytes == 0
         # Bodies that are refused while they are received return their memory too.
         for content in (b"[" * 100_000, b"\xff" * 100_000, b" " * 100_000):

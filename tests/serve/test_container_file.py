@@ -9,7 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from bmforge.cli.options import ServeCommand
+from bmforge.cli.parse import find_options
+from bmforge.cli.serve_options import ServeCommand
 from bmforge.serve.settings import ServeConfig
 
 ROOT = Path(__file__).parents[2]
@@ -72,8 +73,7 @@ def test_the_server_runs_as_a_user_and_is_watched_at_its_own_path() -> None:
     assert names.index("USER") < names.index("ENTRYPOINT")
     entry = json.loads(steps["ENTRYPOINT"])
     assert entry[:2] == ["bmforge", "serve"]
-    options = {"--" + name.replace("_", "-") for name in ServeConfig.__dataclass_fields__}
-    options |= {"--" + name.replace("_", "-") for name in ServeCommand.__dataclass_fields__}
+    options = {f"--{name}" for name, _ in find_options(ServeCommand)}
     assert {word for word in entry if word.startswith("--")} <= options
     port = str(ServeConfig().port)
     assert steps["EXPOSE"] == port

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bmforge.infer.engine.constraint import Constraint
 from bmforge.serve.errors import RequestError
 from bmforge.serve.rules import RuleChecker
-from bmforge.serve.settings import ServeConfig
+from bmforge.serve.settings import SchemaLimits
 
 GOOD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 # Patterns that must all hold take time and memory that grow with each.
@@ -24,7 +24,7 @@ HEAVY = {
 
 
 def check(rule: Constraint, **limits: Any) -> None:
-    asyncio.run(RuleChecker(ServeConfig(**limits)).check(rule, "client"))
+    asyncio.run(RuleChecker(SchemaLimits(**limits)).check(rule, "client"))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_verdicts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RuleChecker, "_run", count)
 
     async def ask() -> None:
-        checker = RuleChecker(ServeConfig())
+        checker = RuleChecker(SchemaLimits())
         for _ in range(3):
             await checker.check(Constraint.regex("a+"), "client")
             with pytest.raises(RequestError):
@@ -100,7 +100,7 @@ def test_slow_rules_of_one_client_leave_a_process_to_others(slow: int, quick: in
             return None
 
     async def ask() -> int:
-        checker = Stalled(ServeConfig(schema_s=60.0))
+        checker = Stalled(SchemaLimits(schema_s=60.0))
         attack = [
             asyncio.create_task(checker.check(Constraint.regex(f"slow{number}"), "attacker"))
             for number in range(slow)

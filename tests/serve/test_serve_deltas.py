@@ -11,8 +11,8 @@ import torch
 from conftest import write_model
 
 from bmforge.cli.open_model import delta_names, find_names, put_named_deltas_
-from bmforge.cli.options import ServeCommand
 from bmforge.cli.serve import _open_engine
+from bmforge.cli.serve_options import ServeCommand
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig, GenerationConfig, Request
 from bmforge.models import AutoModel

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmforge.serve.errors import RequestError
-from bmforge.serve.settings import ServeConfig
+from bmforge.serve.settings import BodyLimits
 from bmforge.serve.strict_json import json_depth, parse_json
 
-CONFIG = ServeConfig()
+CONFIG = BodyLimits()
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(-(10**18), 10**18), TEXTS,

@@ -25,7 +25,7 @@ from bmforge.data.prepare.journal import write_hashed
 from bmforge.data.prepare.masks import new_mask, open_mask
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError
-from bmforge.settings import PrepareConfig
+from bmforge.prepare_settings import DuplicatesConfig
 
 __all__ = [
     "DROPS",
@@ -42,7 +42,7 @@ _ROW = np.dtype([("position", "<i8"), ("similarity", "<f8")])
 _NAMES = tuple(field.name for field in fields(Sketches))
 
 
-def dedup_config(config: PrepareConfig) -> DedupConfig | None:
+def dedup_config(config: DuplicatesConfig) -> DedupConfig | None:
     """Return the settings of near-duplicate detection, or None if it is off.
 
     Raises:

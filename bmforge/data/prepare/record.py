@@ -10,6 +10,7 @@ from typing import Any
 
 import tomli_w
 
+from bmforge.config import config_from_dict, config_to_dict
 from bmforge.data.prepare.funnel import Funnel
 from bmforge.data.prepare.outputs import OutputFile, output_from_record, output_to_record
 from bmforge.data.prepare.shards import InputFile
@@ -17,7 +18,7 @@ from bmforge.data.prepare.summary import Summary
 from bmforge.data.prepare.tokenize import EncodeCount
 from bmforge.data.sources.record import show_name
 from bmforge.errors import DataError
-from bmforge.settings import BpeConfig, PrepareConfig
+from bmforge.prepare_settings import PrepareConfig
 
 __all__ = [
     "RECORD_NAME",
@@ -103,7 +104,7 @@ def write_record(path: Path, report: PrepareReport, inputs: Sequence[InputFile])
         "format": _FORMAT,
         "steps": list(report.steps),
         "counts": counts,
-        "settings": _without_none(asdict(report.config)),
+        "settings": config_to_dict(report.config),
         "train": asdict(report.train),
         "validation": asdict(report.validation),
         "funnel": report.funnel.to_record(),
@@ -112,15 +113,6 @@ def write_record(path: Path, report: PrepareReport, inputs: Sequence[InputFile])
         "inputs": [asdict(entry) for entry in inputs],
     }
     path.write_bytes(tomli_w.dumps(_printable(record)).encode())
-
-
-def _without_none(settings: dict[str, Any]) -> dict[str, Any]:
-    """Remove None values from nested settings, since TOML cannot represent them."""
-    return {
-        name: _without_none(value) if isinstance(value, dict) else value
-        for name, value in settings.items()
-        if value is not None
-    }
 
 
 def _printable(value: Any) -> Any:
@@ -145,7 +137,7 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
             raise ValueError(f"format {record['format']}, but the supported formats are {_FORMATS}")
         report = PrepareReport(
             out_dir=out_dir,
-            config=_read_settings(record["settings"]),
+            config=config_from_dict(PrepareConfig, record["settings"], "settings."),
             train=EncodeCount(**record["train"]),
             validation=EncodeCount(**record["validation"]),
             funnel=Funnel.from_record(record["funnel"]) if "funnel" in record else None,
@@ -171,14 +163,3 @@ def _rename_old_keys(record: dict[str, Any]) -> dict[str, Any]:
         else value
         for key, value in record.items()
     }
-
-
-def _read_settings(settings: dict[str, Any]) -> PrepareConfig:
-    """Parse the settings of a record; records of earlier versions have no tokenizer options."""
-    bpe = BpeConfig(**_with_tuples(settings.pop("bpe", {})))
-    return PrepareConfig(bpe=bpe, **_with_tuples(settings))
-
-
-def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:
-    """Convert the lists in settings, which come from TOML, to tuples."""
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bmforge.config import ungrouped_values
 from bmforge.data.prepare.barriers import SORT_BYTES
 from bmforge.data.prepare.disk_space import check_room
 from bmforge.data.prepare.documents import UNREADABLE, DocumentStage
@@ -44,7 +45,7 @@ from bmforge.data.sources.unsupported_files import check_unread
 from bmforge.data.store.sharded import open_store
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import check_place
-from bmforge.settings import BpeConfig
+from bmforge.prepare_settings import BpeConfig
 from bmforge.tokenizers import Tokenizer
 
 __all__ = ["Paths", "plan_work", "prepare", "show_preparation", "work_dir"]
@@ -54,14 +55,6 @@ _FINISHED = "finished"  # subfolder of the work directory until the corpus is mo
 _DROPPED = "dropped.jsonl"
 _OLD_REPORT = "report.html"  # report of an earlier corpus
 _LEAST_MEMORY_BYTES = 1 << 29
-# Settings that do not affect the output.
-_HOW_IT_RUNS = (
-    "workers",
-    "shard_bytes",
-    "document_seconds",
-    "worker_memory_bytes",
-    "keep_stages",
-)
 _TOKENIZER = "tokenizer"  # folder whose files depend on the tokenizer
 _STORES = tuple(f"{side}/{STORE_NAME}.*" for side in SIDES)
 _PATTERNS = (f"{_TOKENIZER}/*", f"{INDEX}/*.*", f"{INDEX}/*/*", *_STORES)
@@ -115,9 +108,9 @@ def _prepare(
     files = _list_inputs(inputs, config)
     if not overwrite and (out / RECORD_NAME).exists():
         report, recorded = read_record(out)
-        now = plan_shards(files, config.shard_bytes, recorded=recorded).inputs
+        now = plan_shards(files, config.execution.shard_bytes, recorded=recorded).inputs
         _check_same(report, recorded, config, now, all_steps)
-        _remove_finished_work(out / _WORK_NAME, report.config.keep_stages)
+        _remove_finished_work(out / _WORK_NAME, report.config.execution.keep_stages)
         return report
     check_place(out, "out_dir")
     tokenizer = _open_tokenizer(config)
@@ -125,7 +118,7 @@ def _prepare(
     check_room(files, out, work)
     with Journal(work) as journal:
         try:
-            plan = plan_shards(files, config.shard_bytes, work)
+            plan = plan_shards(files, config.execution.shard_bytes, work)
             results = run_stages(plan, config, all_steps, tokenizer, journal)
             report = _finish(plan, results, config, all_steps, journal)
             write_record(work / _FINISHED / RECORD_NAME, report, plan.inputs)
@@ -134,7 +127,7 @@ def _prepare(
                 shutil.rmtree(out if is_new else work, ignore_errors=True)
             raise
         _move_into_place(work / _FINISHED, out)
-    if not config.keep_stages:
+    if not config.execution.keep_stages:
         shutil.rmtree(work)
     return replace(report, out_dir=out)
 
@@ -163,7 +156,7 @@ def show_preparation(
     _check_settings(out_dir, config)
     files = _list_inputs(inputs, config)
     work = Path(out_dir) / _WORK_NAME
-    plan = plan_shards(files, config.shard_bytes)
+    plan = plan_shards(files, config.execution.shard_bytes)
     keys = make_keys(plan, config, all_steps, _open_tokenizer(config))
     with Journal(work, for_reading=True) as journal:
         return stage_states(journal, keys)
@@ -193,23 +186,28 @@ def plan_work(
     files = _list_inputs(inputs, config)
     work = work_dir(out_dir)
     check_room(files, Path(out_dir), work)
-    return plan_shards(files, config.shard_bytes, work), all_steps, _open_tokenizer(config)
+    return (
+        plan_shards(files, config.execution.shard_bytes, work),
+        all_steps,
+        _open_tokenizer(config),
+    )
 
 
 def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> None:
     """Raise `ConfigError` for invalid settings before any input is read."""
     if Path(out_dir).exists() and not Path(out_dir).is_dir():
         raise ConfigError(f"out_dir={str(out_dir)!r} is a file. Choose a directory.")
-    if config.workers < 0:
-        raise ConfigError(f"workers={config.workers} (needed: at least 0 processes).")
-    if config.workers and config.worker_memory_bytes < _LEAST_MEMORY_BYTES:
+    workers, memory_bytes = config.execution.workers, config.execution.worker_memory_bytes
+    if workers < 0:
+        raise ConfigError(f"workers={workers} (needed: at least 0 processes).")
+    if workers and memory_bytes < _LEAST_MEMORY_BYTES:
         raise ConfigError(
-            f"worker_memory_bytes={config.worker_memory_bytes} is too small (a worker needs at "
+            f"worker_memory_bytes={memory_bytes} is too small (a worker needs at "
             f"least {_LEAST_MEMORY_BYTES} bytes to start)."
         )
     check_fraction(config.validation_fraction)
-    open_earlier(config.earlier, dedup_config(config))
-    check_spans(config)
+    open_earlier(config.duplicates.earlier, dedup_config(config.duplicates))
+    check_spans(config.duplicates)
     if config.tokenizer and config.bpe != BpeConfig():
         raise ConfigError("bpe has no effect together with a tokenizer. Leave one of them out.")
     if not config.tokenizer:
@@ -220,7 +218,7 @@ def _list_inputs(inputs: Paths | None, config: PrepareConfig) -> list[Path] | No
     """Return the input files, and report files of unsupported formats."""
     unread: list[Path] = []
     files = None if inputs is None else list_files(inputs, unread)
-    check_unread(files or (), unread, config.skip_unread)
+    check_unread(files or (), unread, config.read.skip_unread)
     return files
 
 
@@ -241,11 +239,10 @@ def _check_same(
     steps: Sequence[DocumentStage],
 ) -> None:
     """Raise `ConfigError` if the finished corpus has other settings, inputs or stores."""
-    was, requested = asdict(report.config), asdict(config)
-    names = [name for name in was if name not in _HOW_IT_RUNS]
-    changes = [
-        f"{k}={was[k]!r} there, {requested[k]!r} now" for k in names if was[k] != requested[k]
-    ]
+    was, requested = (
+        ungrouped_values(replace(c, execution=config.execution)) for c in (report.config, config)
+    )
+    changes = [f"{k}={was[k]!r} there, {v!r} now" for k, v in requested.items() if was[k] != v]
     if report.steps != _step_names(steps):
         changes.append(f"the steps are {report.steps} there and {_step_names(steps)} now")
     if [f.digest for f in recorded] != [f.digest for f in now]:
@@ -301,10 +298,10 @@ def _finish(
     tokenizer = load_tokenizer(finished / _TOKENIZER)
     funnel, summary = _sum_up(results)
     counts, cuts = join_stores(
-        plan, results["encode"], journal.folder("encode"), finished, config.join_stores
+        plan, results["encode"], journal.folder("encode"), finished, config.files.join_stores
     )
     _join_dropped(results, config, journal, finished)
-    if config.keep_index:
+    if config.files.keep_index:
         _keep_index(results, config, journal, finished)
     by_rule = {rule: amount.documents for rule, amount in funnel.dropped.items()}
     return PrepareReport(
@@ -349,7 +346,7 @@ def _sum_up(results: dict[str, list[Any]]) -> tuple[Funnel, Summary]:
 def _join_dropped(
     results: dict[str, list[Any]], config: PrepareConfig, journal: Journal, finished: Path
 ) -> None:
-    dropped = Dropped(config.keep_dropped)
+    dropped = Dropped(config.files.keep_dropped)
     for stage in ("documents", "encode"):
         for path in sorted(journal.folder(stage).glob("*.dropped.jsonl")):
             if int(path.name.partition(".")[0]) < len(results[stage]):
@@ -364,7 +361,7 @@ def _keep_index(
     last = next(stage for stage in ("near_duplicates", "duplicates") if results[stage])
     counts = [result["documents"] for result in results["documents"]]
     mask = journal.folder(last) / "kept"
-    near = dedup_config(config)
+    near = dedup_config(config.duplicates)
     write_earlier(finished, journal.folder("documents"), counts, mask, near, SORT_BYTES)
 
 

@@ -18,7 +18,7 @@ from bmforge.data.prepare.journal import write_hashed
 from bmforge.data.prepare.masks import new_mask, open_mask
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError
-from bmforge.settings import PrepareConfig
+from bmforge.prepare_settings import DuplicatesConfig
 
 __all__ = ["REPEATED", "SPANS", "LeastRepeats", "Repeats", "check_spans", "choose_spans", "without"]
 
@@ -35,7 +35,7 @@ class LeastRepeats(NamedTuple):
     characters: int | None
 
 
-def check_spans(config: PrepareConfig) -> None:
+def check_spans(config: DuplicatesConfig) -> None:
     """Raise `ConfigError` if the minimum length of spans or paragraphs is too small."""
     if config.repeated_paragraphs is not None and config.repeated_paragraphs < 1:
         raise ConfigError(

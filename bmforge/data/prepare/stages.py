@@ -40,7 +40,7 @@ from bmforge.data.prepare.tokenize import end_of_text_id, load_tokenizer, train_
 from bmforge.data.sources.record import ReadOptions
 from bmforge.errors import DataError
 from bmforge.logging import ProgressBar, get_logger
-from bmforge.settings import PrepareConfig
+from bmforge.prepare_settings import PrepareConfig
 from bmforge.tokenizers import Tokenizer
 
 __all__ = [
@@ -103,8 +103,8 @@ def run_here(
     on_blame: Callable[[int, Blame], None],
 ) -> Iterator[tuple[int, Any]]:
     """Run the parts of a stage in this process, or in worker processes of this machine."""
-    limits = Limits(config.document_seconds, config.worker_memory_bytes)
-    yield from run_parts(run, parts, config.workers, limits, on_blame)
+    limits = Limits(config.execution.document_seconds, config.execution.worker_memory_bytes)
+    yield from run_parts(run, parts, config.execution.workers, limits, on_blame)
 
 
 @dataclass(frozen=True)
@@ -133,18 +133,19 @@ def make_keys(
     own_tokenizer: Tokenizer | None,
 ) -> StageKeys:
     """Return the keys of all stages: hashes of all inputs and settings that affect the results."""
-    read = [_VERSION, config.text_field, config.errors, config.skip_bad, config.keep_dropped]
-    read += [config.html_reader, choose_grouping(plan.inputs)]
+    how, repeats = config.read, config.duplicates
+    read = [_VERSION, how.text_field, how.errors, how.skip_bad, config.files.keep_dropped]
+    read += [how.html_reader, choose_grouping(plan.inputs)]
     taken = [[step.name, step.version] for step in steps]
     documents = [make_key("documents", shard.key, read, taken) for shard in plan.shards]
-    near = dedup_config(config)
-    earlier = [index.digest for index in open_earlier(config.earlier, near)]
+    near = dedup_config(repeats)
+    earlier = [index.digest for index in open_earlier(repeats.earlier, near)]
     duplicates = make_key("duplicates", documents, *earlier)
     of_near = ("sketches", duplicates, near.version) if near else ()
     sketches = [make_key(*of_near, shard.number) for shard in plan.shards if near]
     near_duplicates = [make_key("near_duplicates", sketches)] if near else []
     left = near_duplicates[0] if near else duplicates
-    least = config.repeated_spans, config.repeated_paragraphs
+    least = repeats.repeated_spans, repeats.repeated_paragraphs
     spans = [make_key("spans", left, least)] if any(least) else []
     left = spans[0] if spans else left
     split = make_key("split", left, config.validation_fraction, config.seed)
@@ -202,7 +203,7 @@ def run_stages(
     work = _Work(journal, keys, config, runner)
     results: dict[str, list[Any]] = {}
     results["documents"] = _read_documents(plan, steps, work)
-    check_unread_members(results["documents"], config.skip_unread)
+    check_unread_members(results["documents"], config.read.skip_unread)
     check_any_left(results["documents"])
     counts = tuple(result["documents"] for result in results["documents"])
     chosen = _choose(counts, work, results)
@@ -236,8 +237,8 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
     documents = journal.folder("documents")
     mask_path = journal.folder("duplicates") / "kept"
     held_out = journal.folder("split") / "held_out"
-    near = dedup_config(config)
-    earlier = open_earlier(config.earlier, near)
+    near = dedup_config(config.duplicates)
+    earlier = open_earlier(config.duplicates.earlier, near)
     copies = _once(
         journal,
         "duplicates",
@@ -253,8 +254,8 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
         mask_path = journal.folder("near_duplicates") / "kept"
         drops = NearDrops(mask_path.parent / DROPS, near.threshold)
     repeats = None
-    if config.repeated_spans or config.repeated_paragraphs:
-        least = LeastRepeats(config.repeated_spans, config.repeated_paragraphs)
+    least = LeastRepeats(config.duplicates.repeated_spans, config.duplicates.repeated_paragraphs)
+    if any(least):
         folder, before = journal.folder("spans"), mask_path
         copies = _once(
             journal, "spans", keys, lambda: choose_spans(documents, counts, before, folder, least)
@@ -277,10 +278,8 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
     )
     if config.validation_fraction > 0 and not split["has_any"]:
         get_logger().warning(
-            (
-                "validation_fraction=%s of %d bytes is less than one document, so there is no "
-                "validation data"
-            ),
+            "validation_fraction=%s of %d bytes is less than one document, so there is no "
+            "validation data",
             config.validation_fraction,
             copies["text_bytes"],
         )
@@ -321,7 +320,7 @@ def _drop_near(
 
 
 def _read_documents(plan: ShardPlan, steps: Sequence[DocumentStage], work: _Work) -> list[Any]:
-    journal, config = work.journal, work.config
+    journal, config, read = work.journal, work.config, work.config.read
     # Two paths may name one file: the plan has its latest state.
     named = {Path(file.path): (file.size_bytes, file.modified_ns) for file in plan.inputs}
     tasks = []
@@ -332,9 +331,9 @@ def _read_documents(plan: ShardPlan, steps: Sequence[DocumentStage], work: _Work
                 shard=shard,
                 folder=journal.folder("documents"),
                 steps=tuple(steps),
-                options=ReadOptions(config.text_field, config.html_reader, config.errors),
-                skip_bad=config.skip_bad,
-                keep_dropped=config.keep_dropped,
+                options=ReadOptions(read.text_field, read.html_reader, read.errors),
+                skip_bad=read.skip_bad,
+                keep_dropped=config.files.keep_dropped,
                 seen={path: named[Path(path).absolute()] for path in paths},
                 by=choose_grouping(plan.inputs),
             )
@@ -351,10 +350,10 @@ def _encode(chosen: Chosen, work: _Work, by: str) -> list[Any]:
         EncodeTask(
             number,
             chosen,
-            tokenizer if config.workers == 0 else folder,
+            tokenizer if config.execution.workers == 0 else folder,
             eos_id,
             journal.folder("encode"),
-            config.keep_dropped,
+            config.files.keep_dropped,
             by,
         )
         for number in range(len(work.keys.encode))

@@ -20,7 +20,7 @@ from bmforge.data.prepare.documents import NORMALISE, DocumentStage
 from bmforge.data.prepare.examples import DropExamples
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, suggest
-from bmforge.settings import PrepareConfig
+from bmforge.prepare_settings import FilterConfig, PrepareConfig
 
 __all__ = ["choose_steps"]
 
@@ -41,55 +41,76 @@ def choose_steps(
     Raises:
         ConfigError: a setting of a step has an unknown value.
     """
-    tidy, judge = _choose_tidy(config.tidy), JudgeByRules(config.rules)
-    steps = []
-    if config.license:
-        say = SayLicense(read_licenses(config.license))
-        steps.append(DocumentStage("license", say, _short(say.version)))
-    if config.license_policy != ANY_LICENSE:
-        keep = KeepLicenses(config.license_policy)
-        steps.append(DocumentStage("license_policy", keep, _short(keep.version)))
-    if config.bad_hosts:
-        hosts = ListedHosts(read_list(config.bad_hosts, "bad_hosts"))
-        steps.append(DocumentStage("bad_hosts", hosts, _short(hosts.version)))
-    if "repair" in config.tidy:
+    clean, tidy = config.clean, _choose_tidy(config.clean.tidy)
+    steps = _source_steps(config.filter)
+    if "repair" in clean.tidy:
         repair = TidyText()
         steps.append(DocumentStage("repair", repair, repair.version))
     steps.append(NORMALISE)
-    if config.languages:
-        named = _named_languages(config.languages)
-        detect = DetectLanguage(named)
-        steps.append(DocumentStage("languages", detect, detect.version))
-        if config.by_paragraph:
-            cut = CutParagraphs(named)
-            steps.append(DocumentStage("paragraphs", cut, cut.version))
-    elif config.by_paragraph:
-        raise ConfigError("by_paragraph=True has no effect without languages. Set languages.")
+    steps += _language_steps(config.filter)
     if tidy != TidyText(repair=False):
         steps.append(DocumentStage("tidy", _Tidy(tidy), tidy.version))
-    if config.rules != "none":
-        steps.append(DocumentStage("rules", judge, judge.version))
-    if config.bad_words:
-        words = ListedWords(read_list(config.bad_words, "bad_words"))
-        steps.append(DocumentStage("bad_words", words, _short(words.version)))
-    for option in config.scores:
-        score = read_score(option)
-        steps.append(DocumentStage(f"score {Path(score.path).stem}", score, _short(score.version)))
-    if config.decontaminate:
-        drop = DropExamples(config.decontaminate, config.cut_examples).opened()
+    steps += _quality_steps(config.filter)
+    if config.duplicates.decontaminate:
+        examples, cut = config.duplicates.decontaminate, config.duplicates.cut_examples
+        drop = DropExamples(examples, cut).opened()
         steps.append(DocumentStage("decontaminate", drop, drop.version))
-    elif config.cut_examples:
+    elif config.duplicates.cut_examples:
         raise ConfigError(
             "cut_examples has no effect without decontaminate. Set decontaminate to the test sets."
         )
-    if config.mask_private:
-        mask = MaskPrivate(regions=tuple(region.upper() for region in config.phone_regions))
+    if clean.mask_private:
+        mask = MaskPrivate(regions=tuple(region.upper() for region in clean.phone_regions))
         steps.append(DocumentStage("mask_private", mask, mask.version, hides=True))
-    elif config.phone_regions:
+    elif clean.phone_regions:
         raise ConfigError(
             "phone_regions has no effect without mask_private. Set mask_private as well."
         )
     return (*steps, *own)
+
+
+def _source_steps(options: FilterConfig) -> list[DocumentStage]:
+    """Return the steps that judge a document by its license and host."""
+    steps = []
+    if options.license:
+        say = SayLicense(read_licenses(options.license))
+        steps.append(DocumentStage("license", say, _short(say.version)))
+    if options.license_policy != ANY_LICENSE:
+        keep = KeepLicenses(options.license_policy)
+        steps.append(DocumentStage("license_policy", keep, _short(keep.version)))
+    if options.bad_hosts:
+        hosts = ListedHosts(read_list(options.bad_hosts, "bad_hosts"))
+        steps.append(DocumentStage("bad_hosts", hosts, _short(hosts.version)))
+    return steps
+
+
+def _language_steps(options: FilterConfig) -> list[DocumentStage]:
+    """Return the steps that detect languages, and drop documents and paragraphs by them."""
+    if not options.languages:
+        if options.by_paragraph:
+            raise ConfigError("by_paragraph=True has no effect without languages. Set languages.")
+        return []
+    named = _named_languages(options.languages)
+    detect = DetectLanguage(named)
+    steps = [DocumentStage("languages", detect, detect.version)]
+    if options.by_paragraph:
+        cut = CutParagraphs(named)
+        steps.append(DocumentStage("paragraphs", cut, cut.version))
+    return steps
+
+
+def _quality_steps(options: FilterConfig) -> list[DocumentStage]:
+    """Return the steps that judge a document by filter rules, listed words and scores."""
+    steps, judge = [], JudgeByRules(options.rules)
+    if options.rules != "none":
+        steps.append(DocumentStage("rules", judge, judge.version))
+    if options.bad_words:
+        words = ListedWords(read_list(options.bad_words, "bad_words"))
+        steps.append(DocumentStage("bad_words", words, _short(words.version)))
+    for option in options.scores:
+        score = read_score(option)
+        steps.append(DocumentStage(f"score {Path(score.path).stem}", score, _short(score.version)))
+    return steps
 
 
 def _short(version: str) -> str:

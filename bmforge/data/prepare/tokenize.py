@@ -13,7 +13,7 @@ from bmforge.data.sources.document import Document
 from bmforge.data.store.writer import TokenStoreWriter
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import ProgressBar
-from bmforge.settings import BpeConfig
+from bmforge.prepare_settings import BpeConfig
 from bmforge.tokenizers import AutoTokenizer, FastTokenizer, Tokenizer
 from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
 

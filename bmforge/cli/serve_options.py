@@ -1,0 +1,70 @@
+"""Options of the command `serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from bmforge.cli.options import Memory, Panel
+from bmforge.config import GROUP
+from bmforge.serve.settings import (
+    AccessConfig,
+    BodyLimits,
+    ConversationConfig,
+    LoadLimits,
+    RequestLimits,
+    SchemaLimits,
+    ServeConfig,
+    TimeoutConfig,
+)
+from bmforge.settings import MemoryOptions
+
+__all__ = ["ServeCommand", "ServeOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(ServeConfig):
+    """Options of a server, with the groups as panels of the help."""
+
+    access: Panel[AccessConfig] = field(default_factory=AccessConfig, metadata=GROUP)
+    chat: Panel[ConversationConfig] = field(default_factory=ConversationConfig, metadata=GROUP)
+    timeouts: Panel[TimeoutConfig] = field(default_factory=TimeoutConfig, metadata=GROUP)
+    body: Panel[BodyLimits] = field(default_factory=BodyLimits, metadata=GROUP)
+    limits: Panel[RequestLimits] = field(default_factory=RequestLimits, metadata=GROUP)
+    schema: Panel[SchemaLimits] = field(default_factory=SchemaLimits, metadata=GROUP)
+    load: Panel[LoadLimits] = field(default_factory=LoadLimits, metadata=GROUP)
+
+
+@dataclass(kw_only=True)
+class ServeCommand:
+    """Serve a model with an OpenAI-compatible API and a chat page.
+
+    Args:
+        model: directory, hub id or short name of a model, with its tokenizer.
+        config: address and limits of the server.
+        adapter: adapter directories to attach to the model; DIR=0.5 scales one. With NAME=DIR,
+            requests select the adapter by giving NAME as the model; other requests use the base
+            model.
+        context: maximum number of tokens of prompt and answer together; none uses the model's
+            maximum sequence length, or the longest that fits into memory.
+        max_num_seqs: maximum number of concurrent sequences; further requests wait.
+        speculate: use speculative decoding with tokens proposed by n-gram lookup.
+        draft: small model with the same vocabulary that proposes tokens for speculative decoding.
+        embedding_model: second model, for embeddings; both share the memory budget.
+        unload_after_s: seconds without a request after which the model is unloaded; the next
+            request loads it again.
+        memory: memory limits of the model.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    config: Annotated[ServeOptions, tyro.conf.arg(name="")] = field(default_factory=ServeOptions)
+    adapter: tuple[str, ...] = ()
+    context: int | None = None
+    max_num_seqs: int = 16
+    speculate: bool = False
+    draft: str | None = None
+    embedding_model: str | None = None
+    unload_after_s: float | None = None
+    memory: Memory = field(default_factory=MemoryOptions)
