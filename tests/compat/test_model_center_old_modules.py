@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
 
+import bmforge.compat.bmtrain as bmt
 from bmforge.compat.model_center.model import GPT2, Bert, BertConfig, GPT2Config, ViT, VitConfig
+from bmforge.parallel import shutdown_distributed
 
 SIZES = {"vocab_size": 24, "dim_model": 16, "num_heads": 2, "dim_head": 8, "dim_ff": 32}
 
@@ -43,3 +46,23 @@ def test_the_patch_embedding_of_vit() -> None:
     sizes = {"img_size": 16, "patch_size": 8, "num_classes": 3, "hidden_size": 16, "mlp_size": 32}
     model = ViT(VitConfig(**sizes, num_layers=1, num_heads=2))
     assert model.patch_embed.proj is model.model.embed_patches
+
+
+@pytest.mark.parametrize(("kind", "config"), [(Bert, BertConfig), (GPT2, GPT2Config)])
+def test_a_directory_with_a_file_of_save_is_opened(kind, config, tmp_path) -> None:
+    """`bmt.save` writes pytorch_model.pt next to config.json, which `from_pretrained` opens."""
+    fields = {**SIZES, "num_layers": 1, "dropout_p": 0.0, "half": False}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    bmt.init_distributed(seed=3)
+    try:
+        model = kind(config.from_json_file(tmp_path / "config.json"))
+        bmt.init_parameters(model)
+        bmt.save(model, tmp_path / "pytorch_model.pt")
+        again = kind.from_pretrained(tmp_path)
+        ids, length = torch.tensor([[3, 4, 5]]), torch.tensor([3])
+        wanted = model.eval()(input_ids=ids, length=length, output_logits=True).logits
+        logits = again.eval()(input_ids=ids, length=length, output_logits=True).logits
+    finally:
+        shutdown_distributed()
+    assert wanted.std() > 0
+    assert torch.equal(logits, wanted)

@@ -99,12 +99,19 @@ class OptimManager:
         max_norm: float,
         norm_type: float | str = 2,
         eps: float = 1e-6,
+        *,
+        scale: float | None = None,
     ) -> Tensor:
         """Clip gradients to a norm of `max_norm`; return the unscaled norm before clipping.
 
+        Args:
+            param_groups, max_norm, norm_type, eps: see the function `clip_grad_norm`.
+            scale: loss scale, which programs for older versions give (default: the manager's).
+
         Comm: one all-reduce of a number.
         """
-        return clip_grad_norm(param_groups, max_norm, self.loss_scale, norm_type, eps)
+        scale = self.loss_scale if scale is None else scale
+        return clip_grad_norm(param_groups, max_norm, scale, norm_type, eps)
 
     def step(self) -> None:
         """Step optimizers and schedules; skip the step if a gradient is not finite.

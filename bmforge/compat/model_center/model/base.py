@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from bmforge.compat.bmtrain import store
 from bmforge.compat.bmtrain.runtime import is_initialized
 from bmforge.compat.bmtrain.wrapper import BMTrainModelWrapper
 from bmforge.compat.model_center.model.config.base import Config
@@ -23,6 +24,7 @@ from bmforge.compat.model_center.model.outputs import BaseModelOutput, Later
 from bmforge.errors import ConfigError
 from bmforge.infer.cache import KVCache
 from bmforge.models import Model, ModelConfig
+from bmforge.models.formats.hf_format import read_pickle
 from bmforge.models.formats.model_center import is_model_center, load_model_center
 from bmforge.models.hub import FAMILIES
 from bmforge.models.resolve import resolve_model
@@ -41,6 +43,9 @@ __all__ = [
 
 # Names of the head modules in bmforge's models.
 _HEADS = ("lm_head", "mlm_head")
+# File of a checkpoint in ModelCenter's form; first parts of the parameter names of these classes.
+_WEIGHTS = "pytorch_model.pt"
+_OWN_PARTS = ("model.", "head.", "cls_projection.")
 
 
 class TextInputs(NamedTuple):
@@ -58,6 +63,11 @@ class TextInputs(NamedTuple):
     given: Tensor
     width: int
     cache: KVCache | None
+
+
+def _is_saved_here(directory: Path) -> bool:
+    """Return True if `bmt.save` wrote the weights, with the parameter names of these classes."""
+    return all(name.startswith(_OWN_PARTS) for name in read_pickle(directory / _WEIGHTS))
 
 
 class BaseModel(nn.Module):
@@ -121,7 +131,7 @@ class BaseModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, config: Config | None = None, **fields: Any) -> Self:
-        """Load a checkpoint in Hugging Face's or ModelCenter's form.
+        """Load a checkpoint in Hugging Face's or ModelCenter's form, or a file of `bmt.save`.
 
         Args:
             name: directory, or id in the Hugging Face cache or on the hub.
@@ -139,6 +149,10 @@ class BaseModel(nn.Module):
         for field, value in fields.items():
             setattr(config, field, value)
         family = config.kind()
+        if is_model_center(directory) and _is_saved_here(directory):
+            saved = cls(config)
+            store.load(saved, directory / _WEIGHTS)
+            return saved.train()
         if is_model_center(directory):
             model = cls._open_old(family, directory, config)
         else:
