@@ -18,7 +18,9 @@ from bmforge.errors import ConfigError
 __all__ = [
     "find_options",
     "is_inlined",
+    "is_list",
     "is_switch",
+    "join_repeated",
     "parse_options",
     "spell_switches",
     "take_option",
@@ -43,7 +45,7 @@ def parse_options(
     with _said_once():
         return tyro.cli(
             kind,
-            args=spell_switches(kind, _spell_groups(kind, arguments)),
+            args=_spell_options(kind, arguments),
             prog=f"bmforge {command}",
             description=about,
             default=default if default is not None else tyro.MISSING_NONPROP,
@@ -85,6 +87,12 @@ def spell_switches(kind: Any, arguments: Sequence[str]) -> list[str]:
     return out
 
 
+def _spell_options(kind: Any, arguments: Sequence[str]) -> list[str]:
+    """Give options full names, switches a value, and repeated lists one option."""
+    spelled = spell_switches(kind, _spell_groups(kind, arguments))
+    return join_repeated(kind, spelled)
+
+
 def _spell_groups(kind: Any, arguments: Sequence[str]) -> list[str]:
     """Insert the names of groups into options that lack them: ``--prepare.filter.rules``."""
     paths: dict[str, str] = {}
@@ -97,6 +105,43 @@ def _spell_groups(kind: Any, arguments: Sequence[str]) -> list[str]:
     return [
         paths.get(name.replace("_", "-"), name) + equals + value for name, equals, value in parts
     ]
+
+
+def join_repeated(kind: Any, arguments: Sequence[str]) -> list[str]:
+    """Append the values of a repeated list option to those of its first use.
+
+    ``--adapter A --adapter B`` becomes ``--adapter A B``. The parser alone would drop A. A repeated
+    option with one value keeps the last one, as in other programs.
+
+    Args:
+        kind: dataclass of the options; the fields that are tuples or lists are list options.
+        arguments: command line arguments.
+    """
+    lists = {f"--{path}" for path, hint in find_options(kind, positional=False) if is_list(hint)}
+    groups: list[list[str]] = [[]]  # an option with its values
+    first: dict[str, list[str]] = {}
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        name = name.replace("_", "-")
+        if not argument.startswith("--"):
+            groups[-1].append(argument)
+        elif name in lists and name in first:
+            groups.append(first[name])  # the following values belong to it
+            groups[-1] += [value] if value else []
+        else:
+            groups.append([name, value] if name in lists and value else [argument])
+            first[name] = groups[-1]
+    unique = {id(group): group for group in groups}
+    return [argument for group in unique.values() for argument in group]
+
+
+def is_list(hint: Any) -> bool:
+    """Return True if options of this type take any number of values."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return any(
+        typing.get_origin(kind) is list or typing.get_args(kind)[1:] == (Ellipsis,)
+        for kind in kinds
+    )
 
 
 def _find_switches(kind: Any) -> Iterator[tuple[str, tuple[str, str]]]:
