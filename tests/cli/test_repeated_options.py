@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bmforge.cli.serve_options import ServeCommand
 from bmforge.cli.parse import parse_options
+from bmforge.cli.serve_options import ServeCommand
 
 
 @dataclass
