@@ -395,14 +395,15 @@ def test_bad_blocks_are_refused() -> None:
     run_distributed(bad_blocks, 1)
 
 
-def a_block_of_the_wrong_mode() -> None:
-    bmt.init_distributed(pipe_size=2)
+def a_block_of_the_wrong_mode(stages: int) -> None:
+    bmt.init_distributed(pipe_size=stages)
     with pytest.raises(AssertionError, match="PIPE"):
         bmt.PipelineTransformerBlockList([bmt.Block(old.OldLinear(4, 4)) for _ in range(2)])
 
 
-def test_a_pipeline_wants_its_own_blocks() -> None:
-    run_distributed(a_block_of_the_wrong_mode, 2)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_pipeline_wants_its_own_blocks(stages: int) -> None:
+    run_distributed(a_block_of_the_wrong_mode, stages, stages)
 
 
 def test_nothing_works_before_init_distributed() -> None:

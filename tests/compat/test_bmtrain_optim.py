@@ -219,8 +219,8 @@ def norms() -> list[float]:
         manager.backward(
             old.loss_of(model, old.own_rows(old.batch(0)), bmt.loss.FusedCrossEntropy())
         )
-        # Programs for older versions give the loss scale.
-        scale = {} if kind == 1 else {"scale": 64.0}
+        # Programs for older versions give the optimizer's scale, which is not the manager's.
+        scale = {} if kind == 1 else {"scale": 65536.0}
         manager.clip_grad_norm(optim.param_groups, 0.01, norm_type=kind, **scale)
         found.append(manager.clip_grad_norm(optim.param_groups, 1e9, norm_type=kind).item())
     return found

@@ -251,7 +251,7 @@ def as_blocks(modules: Iterable[nn.Module], mode: str) -> list[Block]:
                 f"Block {index} is already in the list. To use its weights twice, pass the "
                 "module itself."
             )
-        if mode == "PIPE" and block.mode != mode and config["pipe_size"] > 1:
+        if mode == "PIPE" and block.mode != mode:
             raise BlockError(
                 f'Block {index} has mode="BLOCK", but a PipelineTransformerBlockList needs '
                 'mode="PIPE". Use bmt.Block(module, mode="PIPE"), or pass the module itself.'

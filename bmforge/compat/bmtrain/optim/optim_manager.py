@@ -106,12 +106,12 @@ class OptimManager:
 
         Args:
             param_groups, max_norm, norm_type, eps: see the function `clip_grad_norm`.
-            scale: loss scale, which programs for older versions give (default: the manager's).
+            scale: accepted and ignored; programs for older versions give the optimizer's scale, but
+                gradients have the manager's loss scale.
 
         Comm: one all-reduce of a number.
         """
-        scale = self.loss_scale if scale is None else scale
-        return clip_grad_norm(param_groups, max_norm, scale, norm_type, eps)
+        return clip_grad_norm(param_groups, max_norm, self.loss_scale, norm_type, eps)
 
     def step(self) -> None:
         """Step optimizers and schedules; skip the step if a gradient is not finite.
