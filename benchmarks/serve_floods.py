@@ -2,8 +2,9 @@
 
     python benchmarks/serve_floods.py MODEL [--context 1024] [--counts 1 16 64]
 
-Starts `bmforge serve`, sends COUNT prompts of 2 MB at once, and prints the growth of the resident
-memory at its peak and the latency of `/health` before and during them. Linux only.
+Starts `bmforge serve`, sends COUNT prompts of 2 MB or conversations of 3,000 messages at once, and
+prints the growth of the resident memory at its peak and the latency of `/health` before and during
+them. Linux only.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from typing import Any
 import httpx
 
 TEXT = "a" * 2_000_000
-BODIES: dict[str, dict[str, Any]] = {
-    "completions": {"prompt": TEXT},
-    "chat/completions": {"messages": [{"role": "user", "content": TEXT}]},
-}
+MESSAGES = [{"role": role, "content": "a" * 40} for role in ("user", "assistant")] * 1500
+# (name, endpoint, fields)
+BODIES: list[tuple[str, str, dict[str, Any]]] = [
+    ("completions", "completions", {"prompt": TEXT}),
+    ("chat/completions", "chat/completions", {"messages": [{"role": "user", "content": TEXT}]}),
+    ("3,000 messages", "chat/completions", {"messages": MESSAGES}),
+]
 
 
 def memory(process: subprocess.Popen[bytes]) -> dict[str, float]:
@@ -53,38 +57,38 @@ async def measure(process: subprocess.Popen[bytes], url: str, counts: list[int])
                 await asyncio.sleep(0.3)
         print("| endpoint | at once | status | MiB | /health alone | during: median, worst |")
         print("|---|---|---|---|---|---|")
-        for path, fields in BODIES.items():
+        for name, path, fields in BODIES:
             data = json.dumps({"model": "served", **fields}).encode()
             for count in counts:
-                print(await measure_row(process, client, url, path, data, count), flush=True)
+                row = await measure_row(process, client, f"{url}/v1/{path}", data, count)
+                print(f"| {name} {row}", flush=True)
 
 
 async def measure_row(
     process: subprocess.Popen[bytes],
     client: httpx.AsyncClient,
     url: str,
-    path: str,
     data: bytes,
     count: int,
 ) -> str:
-    """Return the row of one number of prompts at once."""
-    alone = sorted([await latency_ms(client, url) for _ in range(30)])
+    """Return the row of one number of bodies that are sent to a URL at once, without its name."""
+    server = url.partition("/v1/")[0]
+    alone = sorted([await latency_ms(client, server) for _ in range(30)])
     Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # reset the peak
     before = memory(process)["VmRSS"]
     headers = {"content-type": "application/json"}
     tasks = [
-        asyncio.create_task(client.post(f"{url}/v1/{path}", content=data, headers=headers))
-        for _ in range(count)
+        asyncio.create_task(client.post(url, content=data, headers=headers)) for _ in range(count)
     ]
     during_ms = []
     while not all(task.done() for task in tasks):
-        during_ms.append(await latency_ms(client, url))
+        during_ms.append(await latency_ms(client, server))
         await asyncio.sleep(0.01)
     during_ms.sort()
     growth = memory(process)["VmHWM"] - before
     status = {task.result().status_code for task in tasks}
     return (
-        f"| {path} | {count} | {status} | {growth:.1f} | {alone[15]:.0f} ms | "
+        f"| {count} | {status} | {growth:.1f} | {alone[15]:.0f} ms | "
         f"{during_ms[(len(during_ms) - 1) // 2]:.0f} ms, {during_ms[-1]:.0f} ms |"
     )
 

@@ -7,12 +7,14 @@ from functools import partial
 from typing import Any
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from bmforge.serve.errors import RequestError
+from bmforge.serve.errors import RequestError, explain_types
 from bmforge.serve.serving import client_of, serving_of
+from bmforge.serve.settings import BodyLimits
 from bmforge.serve.strict_json import parse_json
 
 __all__ = ["GONE", "EventStream", "StrictRequest", "StrictRoute"]
@@ -24,10 +26,19 @@ GONE = 499  # nginx's status of a client that has disconnected
 class StrictRequest(Request):
     """HTTP request with a limited body size, parsed by `parse_json`.
 
-    A large body is received and parsed within the server's `BodyBudget`.
+    A large body is received, parsed and validated within the server's `BodyBudget`.
+
+    Args:
+        scope: ASGI scope.
+        receive: ASGI receive function.
+        field: FastAPI's field of the body, which validates it; None if the body has no type.
     """
 
     _reserved = 0
+
+    def __init__(self, scope: Scope, receive: Receive, field: Any = None) -> None:
+        super().__init__(scope, receive)
+        self._field = field
 
     async def body(self) -> bytes:
         """Read the request body.
@@ -54,11 +65,16 @@ class StrictRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        """Parse the request body; a large one is parsed in a thread."""
+        """Parse the request body; a large one is parsed and validated in a thread.
+
+        FastAPI validates bodies on the event loop, which takes 18 ms for 3,000 messages. It accepts
+        an instance of the body's type as it is.
+        """
         if not hasattr(self, "_json"):
             body, serving = await self.body(), serving_of(self)
             if len(body) > _LARGE:
-                self._json = await serving.tokenize(partial(parse_json, body, serving.config.body))
+                read = partial(_parse_and_validate, body, serving.config.body, self._field)
+                self._json = await serving.tokenize(read)
             else:
                 self._json = parse_json(body, serving.config.body)
             self.release()
@@ -71,15 +87,31 @@ class StrictRequest(Request):
             self._reserved = 0
 
 
+def _parse_and_validate(body: bytes, limits: BodyLimits, field: Any) -> Any:
+    """Parse a body and, if it has a type, convert it to an instance of its type.
+
+    Raises:
+        RequestError: the body is not valid JSON, or does not match the type.
+    """
+    value = parse_json(body, limits)
+    if field is None:
+        return value
+    instance, errors = field.validate(value, {}, loc=("body",))
+    if errors:
+        raise explain_types(RequestValidationError(errors))
+    return instance
+
+
 class StrictRoute(APIRoute):
     """A route with strict JSON parsing."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         """Return a handler that passes requests as `StrictRequest`."""
         handler = super().get_route_handler()
+        field = None if self._embed_body_fields else self.body_field
 
         async def handle(request: Request) -> Response:
-            strict = StrictRequest(request.scope, request.receive)
+            strict = StrictRequest(request.scope, request.receive, field)
             try:
                 return await handler(strict)
             finally:

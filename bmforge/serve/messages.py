@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,7 +18,9 @@ from bmforge.serve.chat_requests import RunningChat, open_chat, read_prompt
 from bmforge.serve.errors import RequestError, anthropic_error
 from bmforge.serve.http_json import GONE, EventStream, StrictRoute
 from bmforge.serve.messages_types import CountRequest, MessagesRequest, messages_chat
+from bmforge.serve.openai_types import ChatRequest
 from bmforge.serve.parts import CallPiece, CallStart, JoinedAnswer, Part, Thought
+from bmforge.serve.serving import serving_of
 
 __all__ = ["router"]
 
@@ -36,7 +39,7 @@ _PING = {"type": "ping"}
 async def messages(body: MessagesRequest, request: Request) -> Response:
     """Handle a request to ``/v1/messages``."""
     with _own_names():
-        chat = await open_chat(messages_chat(body), request)
+        chat = await open_chat(await _convert(body, request), request)
     if body.stream:
         return EventStream(_events(chat, body), chat.stack.close)
     answers = await chat.answers(request)
@@ -53,8 +56,13 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     """Count the tokens of a conversation."""
     with _own_names():
-        prompt = await read_prompt(messages_chat(body), request)
+        prompt = await read_prompt(await _convert(body, request), request)
     return JSONResponse({"input_tokens": len(prompt.ids)})
+
+
+async def _convert(body: CountRequest, request: Request) -> ChatRequest:
+    """Convert the request to a chat request in a thread, since a conversation may be long."""
+    return await serving_of(request).tokenize(partial(messages_chat, body))
 
 
 @contextmanager

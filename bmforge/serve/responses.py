@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,6 +18,7 @@ from bmforge.serve.events import PULSE
 from bmforge.serve.http_json import GONE, EventStream, StrictRoute
 from bmforge.serve.parts import CallPiece, CallStart, Part, Thought
 from bmforge.serve.responses_types import ResponsesRequest, responses_chat
+from bmforge.serve.serving import serving_of
 
 __all__ = ["Items", "router"]
 
@@ -26,7 +28,9 @@ router = APIRouter(route_class=StrictRoute)
 @router.post("/v1/responses")
 async def respond(body: ResponsesRequest, request: Request) -> Response:
     """Handle a request to ``/v1/responses``."""
-    chat = await open_chat(responses_chat(body), request)
+    # In a thread, since a conversation may be long.
+    converted = await serving_of(request).tokenize(partial(responses_chat, body))
+    chat = await open_chat(converted, request)
     head = _head(body)
     if body.stream:
         return EventStream(_events(chat, head), chat.stack.close)

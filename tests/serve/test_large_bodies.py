@@ -1,0 +1,89 @@
+"""Large bodies are validated in a thread, with the same answers as small ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from fastapi import APIRouter, FastAPI
+from pydantic import model_validator
+from starlette.testclient import TestClient
+
+from bmforge.serve.body_budget import BodyBudget
+from bmforge.serve.http_json import StrictRoute
+from bmforge.serve.message_types import Strict
+from bmforge.serve.settings import ServeConfig
+
+PADDING = "a" * (1 << 17)
+VALIDATED_IN: list[int] = []
+
+
+class Text(Strict):
+    """Part of a body that records the thread of its validation."""
+
+    text: str
+
+    @model_validator(mode="after")
+    def _record(self) -> Text:
+        VALIDATED_IN.append(threading.get_ident())
+        return self
+
+
+class Texts(Strict):
+    """Body of a request."""
+
+    texts: list[Text]
+
+
+async def count(body: Texts) -> dict[str, int]:
+    return {"count": len(body.texts), "loop": threading.get_ident()}
+
+
+@pytest.fixture
+def client() -> Iterator[TestClient]:
+    config, app, router = ServeConfig(), FastAPI(), APIRouter(route_class=StrictRoute)
+    router.post("/count")(count)
+    app.include_router(router)
+    bodies, run = BodyBudget(config.body.max_body_bytes), anyio.to_thread.run_sync
+    app.state.serving = SimpleNamespace(config=config, bodies=bodies, tokenize=run)
+    VALIDATED_IN.clear()
+    with TestClient(app) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("text", "is_large"), [("a", False), (PADDING, True)])
+def test_large_bodies_are_validated_once_and_off_the_event_loop(
+    client: TestClient, text: str, is_large: bool
+) -> None:
+    answer = client.post("/count", json={"texts": [{"text": text}]}).json()
+    assert answer["count"] == 1
+    assert len(VALIDATED_IN) == 1
+    assert (VALIDATED_IN[0] != answer["loop"]) == is_large
+
+
+FAULTS: list[tuple[str, dict[str, Any]]] = [
+    ("chat/completions", {"messages": [{"role": "user"}]}),
+    ("chat/completions", {"messages": [{"role": "nobody", "content": "a"}]}),
+    ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "nothing": 1}),
+    ("chat/completions", {"messages": "a"}),
+    ("messages", {"messages": [{"role": "user", "content": 1}], "max_tokens": 1}),
+    ("responses", {"input": [{"role": "user", "content": 1}]}),
+    ("completions", {"prompt": "a", "temperature": "hot"}),
+]
+
+
+def test_faults_have_the_same_errors_in_large_bodies(start: Any) -> None:
+    with start() as server, httpx.Client(timeout=60) as http:
+        for path, fields in FAULTS:
+            send = partial(http.post, f"{server.url}/v1/{path}")
+            small, large = (
+                send(json={"model": "tiny", "user": user, **fields}) for user in ("a", PADDING)
+            )
+            assert small.status_code == large.status_code == 400, (path, small.text)
+            assert small.json() == large.json()
