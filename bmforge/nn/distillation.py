@@ -8,6 +8,7 @@ in memory.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -102,10 +103,10 @@ class _LinearDistillation(TiledLoss):
             if not any(ctx.needs_input_grad):
                 continue
             for first, size in split_chunks(columns, tiling.columns):
-                tile, teacher_tile = (
-                    logits.again(tokens, first, size) for logits in (student_logits, teacher_logits)
-                )
-                pair.differentiate_(tile, teacher_tile, first, is_exponential=tiling.keeps)
+                both = student_logits, teacher_logits
+                tile, teacher_tile = (logits.again(tokens, first, size) for logits in both)
+                is_exponential = [logits.keeps_exponentials for logits in both]
+                pair.differentiate_(tile, teacher_tile, first, is_exponential)
                 head.collect_(
                     student_logits.narrow(tile, scale), tokens, slice(first, first + size)
                 )
@@ -163,14 +164,17 @@ class _Pair:
         return loss.where(self._kept, 0).sum() * self._temperature**2
 
     def differentiate_(
-        self, student: Tensor, teacher: Tensor, first: int, is_exponential: bool
+        self, student: Tensor, teacher: Tensor, first: int, is_exponential: Sequence[bool]
     ) -> None:
-        """Overwrite a tile of the student's logits with the gradient of the loss."""
+        """Overwrite a tile of the student's logits with the gradient of the loss.
+
+        `is_exponential` says of both tiles whether they hold exponentials instead of logits.
+        """
         weight = self._kept * self._temperature / self._mass
-        for tile, top, normalizer, part in zip(
-            (student, teacher), self._tops[first], self._top, weight, strict=True
+        for tile, top, normalizer, part, is_power in zip(
+            (student, teacher), self._tops[first], self._top, weight, is_exponential, strict=True
         ):
-            if is_exponential:
+            if is_power:
                 tile.mul_((top - normalizer).exp_().mul_(part))
             else:
                 tile.div_(self._temperature).sub_(normalizer).exp_().mul_(part)

@@ -35,7 +35,8 @@ __all__ = [
 
 # Logits per chunk, 256 MiB in fp32: an accelerator needs large matrix products.
 _CHUNK_ELEMENTS = 1 << 26
-# On a CPU tiles that fit into the cache (16 MiB) are faster; 144 MiB of them are stored at most.
+# On a CPU tiles that fit into the cache (16 MiB) are faster; 144 MiB of them are stored at most,
+# and 72 MiB if the logits have 16 bits.
 # Each pass over the head's weight must serve at least some tokens, or reading the weight dominates.
 _HOST_CHUNK_ELEMENTS, _HOST_TILE_ELEMENTS, _FEW_TOKENS, _MANY_TOKENS = 9 << 22, 1 << 22, 200, 2048
 # Rows per step when a product is added to a sum of a wider dtype; also sized for the cache.
@@ -141,7 +142,7 @@ class _LinearCrossEntropy(TiledLoss):
                 continue
             for first, size in split_chunks(columns, tiling.columns):
                 tile = logits.again(tokens, first, size)
-                softmax.differentiate_(tile, first, is_exponential=tiling.keeps)
+                softmax.differentiate_(tile, first, is_exponential=logits.keeps_exponentials)
                 head.collect_(logits.narrow(tile, scale), tokens, slice(first, first + size))
             head.finish_tokens_(tokens)
         TiledLoss.keep_(ctx, head, scale, (hidden, weight, bias, *added))
@@ -235,6 +236,10 @@ class TiledLogits:
         head: the head's inputs.
         tiling: sizes of the tiles; with a cap no tiles are kept.
         softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None is no cap.
+
+    Attributes:
+        keeps_exponentials: True if `again` returns what the caller left in the tile, which
+            `TiledSoftmax.add_` overwrites with exponentials; False if it returns logits.
     """
 
     def __init__(self, head: TiledHead, tiling: Tiling, softcap: float | None = None) -> None:
@@ -242,20 +247,26 @@ class TiledLogits:
         self._head, self._tiling, self._softcap = head, tiling, softcap
         # Derivative of the cap in the last tile.
         self._slope: Tensor | None = None
-        tiles = -(-weight.shape[0] // tiling.columns) if tiling.keeps else 1
+        count = -(-weight.shape[0] // tiling.columns) if tiling.keeps else 1
         size = tiling.tokens * tiling.columns
-        self._wide = hidden.new_empty((tiles, size), dtype=head.wide)
+        is_narrow = hidden.dtype != head.wide
+        # 16-bit logits are kept instead of their wide exponentials: 72 MiB less, for one more
+        # exponential per logit.
+        self.keeps_exponentials = tiling.keeps and not (is_narrow and count > 1)
+        kept = hidden.dtype if is_narrow and not self.keeps_exponentials else head.wide
+        self._number = 0  # of the last tile
+        self._wide = hidden.new_empty((count if kept == head.wide else 1, size), dtype=head.wide)
         self._narrow: Tensor | None = None
-        if hidden.dtype != head.wide:
-            self._narrow = hidden.new_empty((size,))
+        if is_narrow:
+            self._narrow = hidden.new_empty((count if kept == hidden.dtype else 1, size))
 
     def make(self, tokens: slice, first: int, size: int) -> Tensor:
         """Compute the logits of the given tokens and `size` columns, in the wide dtype."""
-        tile, columns = self._tile(tokens, first, size), slice(first, first + size)
-        if self._narrow is None:
+        tile, narrow = self._find(tokens, first, size)
+        columns = slice(first, first + size)
+        if narrow is None:
             self._head.score_(tile, tokens, columns)
         else:
-            narrow = self._narrow[: tile.numel()].view_as(tile)
             tile.copy_(self._head.score_(narrow, tokens, columns))
         if self._softcap is not None:
             tile.div_(self._softcap).tanh_()
@@ -264,23 +275,32 @@ class TiledLogits:
         return tile
 
     def again(self, tokens: slice, first: int, size: int) -> Tensor:
-        """Return a stored tile, overwritten by `TiledSoftmax.add_`, or recompute its logits."""
-        make = self._tile if self._tiling.keeps else self.make
-        return make(tokens, first, size)
+        """Return a kept tile, see `keeps_exponentials`, or compute its logits again."""
+        if not self._tiling.keeps:
+            return self.make(tokens, first, size)
+        tile, narrow = self._find(tokens, first, size)
+        if not self.keeps_exponentials and narrow is not None:
+            tile.copy_(narrow)
+        return tile
 
-    def _tile(self, tokens: slice, first: int, size: int) -> Tensor:
-        """Return the buffer of a tile."""
-        count = tokens.stop - tokens.start
-        number = first // self._tiling.columns if self._tiling.keeps else 0
-        return self._wide[number, : count * size].view(count, size)
+    def _find(self, tokens: slice, first: int, size: int) -> tuple[Tensor, Tensor | None]:
+        """Return the wide and the narrow buffer of a tile; they need not be its alone."""
+        shape = tokens.stop - tokens.start, size
+        self._number = first // self._tiling.columns if self._tiling.keeps else 0
+        narrow = None if self._narrow is None else self._view(self._narrow, shape)
+        return self._view(self._wide, shape), narrow
+
+    def _view(self, buffers: Tensor, shape: tuple[int, int]) -> Tensor:
+        buffer = buffers[self._number if buffers.shape[0] > 1 else 0]
+        return buffer[: shape[0] * shape[1]].view(shape)
 
     def narrow(self, tile: Tensor, scale: Tensor) -> Tensor:
-        """Return a tile's gradient times `scale`, in the dtype of the matrix products."""
+        """Return the last tile's gradient times `scale`, in the dtype of the matrix products."""
         if self._slope is not None:
             tile.mul_(self._slope)
         if self._narrow is None:
             return tile
-        out = self._narrow[: tile.numel()].view_as(tile)
+        out = self._view(self._narrow, (tile.shape[0], tile.shape[1]))
         # fp16: apply the scale here, in the wide dtype. Most values are far below fp16's smallest
         # number and would be rounded to zero before the loss scale is applied.
         return torch.mul(tile, scale, out=out) if out.dtype == torch.float16 else out.copy_(tile)
@@ -339,7 +359,8 @@ def linear_cross_entropy(
         ShapeError: a label is neither -100 nor a class (checked only if reading the labels
             needs no device synchronization).
 
-    Memory: one chunk of logits (144 MiB on a CPU), and one fp32 gradient the size of `weight`.
+    Memory: one chunk of logits (on a CPU 144 MiB, or 72 MiB in 16 bits), and one fp32 gradient the
+    size of `weight`.
     Source: computing the gradient in forward is the idea of Liger Kernel (Hsu et al. 2024).
     """
     if vocab is None:

@@ -139,6 +139,32 @@ def test_bf16_gradients_are_summed_over_tiles_in_fp32(
         assert (tiled - exact).norm() < 2 * (whole - exact).norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kept_16_bit_logits_give_the_gradients_of_logits_computed_again(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    labels, results = make_labels(64, "some"), []
+    for keeps in (True, False):
+        set_tiles(monkeypatch, 8, 2, keeps)
+        inputs = make_inputs(64, dtype, True)
+        loss = linear_cross_entropy(inputs["hidden"], inputs["weight"], labels, inputs["bias"])
+        loss.backward()
+        results.append([loss.detach(), *(tensor.grad for tensor in inputs.values())])
+    for kept, again in zip(*results, strict=True):
+        assert torch.equal(kept, again)
+
+
+def test_kept_logits_have_the_bytes_of_their_own_dtype() -> None:
+    tiling = losses.Tiling(tokens=4, columns=2, keeps=True)
+    for dtype, number_bytes in ((torch.float32, 4), (torch.bfloat16, 2)):
+        inputs = make_inputs(8, dtype, False)
+        given = inputs["hidden"], inputs["weight"], None, (), (False,) * 6
+        logits = losses.TiledLogits(losses.TiledHead(*given, torch.float32), tiling)
+        buffers = [t for t in vars(logits).values() if isinstance(t, torch.Tensor)]
+        spare = 0 if dtype == torch.float32 else 4 * 2 * 4  # one tile in fp32
+        assert sum(t.nbytes for t in buffers) == 4 * 12 * number_bytes + spare
+
+
 def test_num_items_as_tensor() -> None:
     """A count that is a tensor divides as a number does."""
     inputs, labels = make_inputs(8, torch.float32, False), make_labels(8, "some")
