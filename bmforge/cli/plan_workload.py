@@ -23,7 +23,16 @@ from bmforge.models.config import ModelConfig
 from bmforge.models.hub import find_config
 from bmforge.models.init import materialize_
 from bmforge.models.stack import StackSpec, number_places_
-from bmforge.nn import attention_bias, host_rows, jensen_shannon, logprobs, losses, norm, recompute
+from bmforge.nn import (
+    attention_bias,
+    host_rows,
+    jensen_shannon,
+    logprobs,
+    losses,
+    mlp,
+    norm,
+    recompute,
+)
 from bmforge.parallel import expert
 from bmforge.parallel.planner.storage_tracker import Follower
 from bmforge.parallel.planner.workload import Workload
@@ -239,8 +248,8 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
     Fake tensors have no address, so their storages identify them here. Attention with a trained
     bias loops over equal tiles, and the loss loops over equal chunks; only two iterations of each
     loop are traced, with the tile size of the planned device. If the planned device is a CPU,
-    RMSNorm counts as the host kernel, which saves only its input. All processes are assumed to have
-    the same number of tokens.
+    RMSNorm and gates count as the host kernels, which save only their inputs. All processes are
+    assumed to have the same number of tokens.
 
     Args:
         follower: recorder of the trace.
@@ -265,9 +274,11 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
         (logprobs, "split_chunks", few_chunks),
         (jensen_shannon, "split_chunks", few_chunks),
         (losses, "is_host", lambda device: follower.copies),  # fake tensors are on the CPU
-        (norm, "takes_host_rms_norm", partial(_takes_host_norm, follower.copies)),
         (norm, "host_rms_norm", _FakeHostNorm.apply),
+        (mlp, "host_gated", _FakeHostGated.apply),
     ]
+    for module, name, suits in _HOST_KERNELS:
+        swapped.append((module, name, partial(_takes_host_kernel, follower.copies, suits)))
     if not follower.copies:  # copies are made by processors
         tile = attention_bias._TILE_ELEMENTS // torch.get_num_threads()
         swapped.append((attention_bias, "_HOST_TILE_ELEMENTS", tile))
@@ -283,10 +294,16 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
         del kind.data_ptr
 
 
-def _takes_host_norm(is_host: bool, x: Tensor, weight: Tensor) -> bool:
-    """Return True if a CPU would run RMSNorm by its kernel, as `takes_host_rms_norm` decides."""
-    is_plain = not isinstance(weight, DTensor) and not isinstance(x, DTensor)
-    return is_host and is_plain and host_rows.suits_host_rms_norm(x, weight)
+_HOST_KERNELS: list[tuple[Any, str, Callable[..., bool]]] = [
+    (norm, "takes_host_rms_norm", host_rows.suits_host_rms_norm),
+    (mlp, "takes_host_gated", host_rows.suits_host_gated),
+]
+
+
+def _takes_host_kernel(is_host: bool, suits: Callable[..., bool], *tensors: Tensor) -> bool:
+    """Return True if a CPU would run its own kernel, as the function ``takes_host_...`` decides."""
+    is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors)
+    return is_host and is_plain and suits(*tensors)
 
 
 class _FakeHostNorm(torch.autograd.Function):
@@ -301,3 +318,17 @@ class _FakeHostNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight), None
+
+
+class _FakeHostGated(torch.autograd.Function):
+    """Allocates and saves the tensors of `host_gated`, without computing."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        return torch.empty_like(gate), torch.empty_like(up), None

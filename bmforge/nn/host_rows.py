@@ -1,8 +1,10 @@
-"""CPU kernels for elementwise operations (GELU, RMSNorm), with one memory pass each way.
+"""CPU kernels for GELU, gated activations and RMSNorm, with one memory pass each way.
 
 Torch's tanh GELU takes four times as long as a pass over its data, and its RMSNorm is several
-operations with a memory pass each. Under `torch.compile`, or without a C++ compiler, torch's
-operations are used; see `kernels/host_rows.cpp`.
+operations with a memory pass each. For gates autograd saves the output of the activation, which is
+a fifth of a Llama block's activations; here backward recomputes it in its one pass. Under
+`torch.compile`, or without a C++ compiler, torch's operations are used; see
+`kernels/host_rows.cpp`.
 """
 
 from __future__ import annotations
@@ -13,18 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bmforge.native import load_kernels_of
 
 __all__ = [
+    "GATES",
+    "host_gated",
     "host_gelu",
     "host_rms_norm",
+    "suits_host_gated",
     "suits_host_rms_norm",
+    "takes_host_gated",
     "takes_host_gelu",
     "takes_host_rms_norm",
 ]
+
+# Activations that the gated kernel supports, with their numbers there.
+GATES = {"gelu_tanh": 0, "silu": 1}
 
 _FOLDER = Path(__file__).with_name("kernels")
 _SOURCES = ("floats.hpp", "host_rows.cpp")
@@ -44,6 +54,16 @@ def takes_host_gelu(x: Tensor) -> bool:
 def takes_host_rms_norm(x: Tensor, weight: Tensor) -> bool:
     """Return True if `host_rms_norm` supports the tensors and its kernel is available."""
     return _are_plain(x, weight) and suits_host_rms_norm(x, weight)
+
+
+def takes_host_gated(gate: Tensor, up: Tensor) -> bool:
+    """Return True if `host_gated` supports the tensors and its kernel is available."""
+    return _are_plain(gate, up) and suits_host_gated(gate, up)
+
+
+def suits_host_gated(gate: Tensor, up: Tensor) -> bool:
+    """Return True if `host_gated` supports plain CPU tensors like these, for the planner."""
+    return gate.shape == up.shape and _are_alike(gate, up) and _kernel() is not None
 
 
 def suits_host_rms_norm(x: Tensor, weight: Tensor) -> bool:
@@ -91,6 +111,21 @@ def host_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def host_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Return ``activation(gate) * up``; backward needs only the two inputs.
+
+    Args:
+        gate: input of the activation, fp32 or bf16, on the CPU.
+        up: factor.
+        activation: a name in `GATES`.
+
+    Shape:
+        gate, up: (...) -> (...)
+    """
+    out: Tensor = _Gated.apply(gate, up, activation)
+    return out
+
+
 class _GELU(torch.autograd.Function):
     """GELU that saves only its input for backward."""
 
@@ -111,6 +146,28 @@ def _bend(x: Tensor, grad: Tensor | None) -> Tensor:
     out = torch.empty_like(x)
     _load().gelu(*_settings(x), x.numel(), *_at(x, grad, out))
     return out
+
+
+class _Gated(torch.autograd.Function):
+    """Gated activation that saves only its inputs, and recomputes the activation in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        ctx.kind = GATES[activation]
+        ctx.save_for_backward(gate, up)
+        # Torch's SiLU and product, which are as fast as one pass of a kernel.
+        out = F.silu(gate) if activation == "silu" else _bend(gate.contiguous(), None)
+        return out.mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = (tensor.contiguous() for tensor in ctx.saved_tensors)
+        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+        is_narrow, threads = _settings(gate)
+        places = _at(gate, up, grad.contiguous(), of_gate, of_up)
+        _load().gate_backward(is_narrow, ctx.kind, threads, gate.numel(), *places)
+        return of_gate, of_up, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -172,10 +229,11 @@ def _compile(flags: str) -> ctypes.CDLL | None:
         return None
     word, size, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
     library.gelu.argtypes = [word, word, size, *[pointer] * 3]
+    library.gate_backward.argtypes = [word, word, word, size, *[pointer] * 5]
     library.norm_forward.argtypes = [word, word, size, size, ctypes.c_float, *[pointer] * 4]
     library.norm_backward.argtypes = [word, word, size, size, ctypes.c_float, *[pointer] * 6]
     library.norm_scratch.argtypes = [size, size, word]
-    for name in ("gelu", "norm_forward", "norm_backward"):
+    for name in ("gelu", "gate_backward", "norm_forward", "norm_backward"):
         getattr(library, name).restype = None
     library.norm_scratch.restype = size
     return library

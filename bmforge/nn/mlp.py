@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.host_rows import host_gelu, takes_host_gelu
+from bmforge.nn.host_rows import host_gated, host_gelu, takes_host_gated, takes_host_gelu
 from bmforge.nn.in_place import multiply_temporary
 from bmforge.nn.linear import Linear
 from bmforge.nn.recompute import call_and_drop
 from bmforge.nn.shard_hooks import Pass, pass_on
 
-__all__ = ["ACTIVATIONS", "MLP", "MLPSpec", "WideLinear", "get_activation"]
+__all__ = ["ACTIVATIONS", "MLP", "MLPSpec", "WideLinear", "apply_gate", "get_activation"]
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -36,6 +36,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swish": F.silu,
     "tanh": torch.tanh,
 }
+# Activations of gates that have a CPU kernel, with their names in `host_rows.GATES`.
+_HOST_GATES: dict[Callable[[Tensor], Tensor], str] = {F.silu: "silu", _gelu_tanh: "gelu_tanh"}
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,14 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
             f"{suggest(name, ACTIVATIONS)}"
         )
     return ACTIVATIONS[name]
+
+
+def apply_gate(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    """Return ``activation(gate) * up``, on a CPU in one pass if the activation has a kernel."""
+    name = _HOST_GATES.get(activation)
+    if name is not None and takes_host_gated(gate, up):
+        return host_gated(gate, up, name)
+    return multiply_temporary(activation(gate), up, made_of=gate)
 
 
 class WideLinear(Linear):
@@ -127,7 +137,7 @@ class MLP(nn.Module):
         def inner() -> Tensor:
             if gate is None:
                 return self.activation(up)
-            return multiply_temporary(self.activation(gate), up, made_of=gate)
+            return apply_gate(self.activation, gate, up)
 
         if self.thin is not pass_on:  # a gate's values may differ when backward recomputes
             return self.down_proj(self.thin(self._drop(inner())))

@@ -25,8 +25,7 @@ from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError
 from bmforge.nn.balanced_assignment import assign_balanced
 from bmforge.nn.grouped import grouped_linear, take_rows
-from bmforge.nn.in_place import multiply_temporary
-from bmforge.nn.mlp import MLP, MLPSpec, get_activation
+from bmforge.nn.mlp import MLP, MLPSpec, apply_gate, get_activation
 from bmforge.nn.part import beside_parts
 from bmforge.nn.recompute import call_and_drop
 from bmforge.nn.router import RouterKind, build_router
@@ -226,7 +225,7 @@ class Experts(nn.Module):
         def inner() -> Tensor:
             if gate is None:
                 return self.activation(up)
-            return multiply_temporary(self.activation(gate), up, made_of=gate)
+            return apply_gate(self.activation, gate, up)
 
         return call_and_drop(lambda h: self.product("down_proj", h, ends), inner(), inner)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +11,16 @@ from torch import Tensor
 
 from bmforge.native import processor_features
 from bmforge.nn import host_rows as module
-from bmforge.nn.host_rows import host_gelu, host_rms_norm, takes_host_gelu, takes_host_rms_norm
-from bmforge.nn.mlp import get_activation
+from bmforge.nn.host_rows import (
+    GATES,
+    host_gated,
+    host_gelu,
+    host_rms_norm,
+    takes_host_gated,
+    takes_host_gelu,
+    takes_host_rms_norm,
+)
+from bmforge.nn.mlp import apply_gate, get_activation
 from bmforge.nn.norm import RMSNorm
 
 pytestmark = pytest.mark.skipif(module._kernel() is None, reason="no C++ compiler: torch is used")
@@ -52,6 +62,21 @@ def test_gelu_is_that_of_float64(variant: str, shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-6)
 
 
+def plain_gate(activation: str):
+    return lambda gate, up: get_activation(activation)(gate) * up
+
+
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize("shape", [(3, 7), (2, 5, 4111), (1, 0)])
+def test_gates_are_those_of_float64(variant: str, activation: str, shape: tuple[int, ...]) -> None:
+    gate = spread(*shape) if shape[-1] else torch.empty(shape)
+    up, grad = torch.randn(*shape), torch.randn(*shape)
+    ours = differentiate(lambda g, u: host_gated(g, u, activation), grad, gate, up)
+    exact = differentiate(plain_gate(activation), grad.double(), gate.double(), up.double())
+    for one, other in zip(ours, exact, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=2e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(3, 16), (2, 70, 48), (5, 768)])
 def test_norm_is_that_of_float64(variant: str, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -69,6 +94,10 @@ def test_bf16_is_within_its_rounding() -> None:
     cases = [
         (host_gelu, lambda x: F.gelu(x, approximate="tanh"), (x,)),
         (lambda x, w: host_rms_norm(x, w, 1e-5), plain_norm, (x, weight)),
+        *(
+            (partial(host_gated, activation=name), plain_gate(name), (x, x.flip(0)))
+            for name in GATES
+        ),
     ]
     for ours, plain, given in cases:
         exact = differentiate(plain, grad.double(), *(one.double() for one in given))
@@ -84,7 +113,8 @@ def test_threads_do_not_change_a_bit() -> None:
         for threads in (1, 3):
             torch.set_num_threads(threads)
             norm = differentiate(lambda x, w: host_rms_norm(x, w, 1e-5), grad, x[0], weight)
-            found.append([*norm, *differentiate(host_gelu, grad, x[1])])
+            gated = differentiate(lambda g, u: host_gated(g, u, "silu"), grad, x[1], x[2])
+            found.append([*norm, *gated, *differentiate(host_gelu, grad, x[1])])
     finally:
         torch.set_num_threads(count)
     for one, other in zip(*found, strict=True):
@@ -123,5 +153,32 @@ def test_what_is_not_known_goes_to_torch() -> None:
     assert not takes_host_rms_norm(torch.randn(1024, 24), torch.ones(24))
     assert not takes_host_gelu(rows.half())
     assert takes_host_gelu(rows)
+    assert takes_host_gated(rows, rows)
+    assert not takes_host_gated(rows, rows[:, :1])
+    assert not takes_host_gated(rows, rows.bfloat16())
     x = torch.randn(128, 128, dtype=torch.float64)
     assert torch.equal(get_activation("gelu_new")(x), F.gelu(x, approximate="tanh"))
+
+
+def saved_shapes(out: Tensor) -> list[tuple[torch.Size, int]]:
+    """Return the shape and address of every tensor that the graph of `out` saves."""
+    nodes, seen, saved = [out.grad_fn], set(), {}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [previous for previous, _ in node.next_functions]
+        tensors = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        for tensor in (*tensors, *getattr(node, "saved_tensors", ())):
+            if isinstance(tensor, Tensor):
+                saved[tensor.data_ptr()] = tensor.shape
+    return list(saved.items())
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_a_gate_saves_its_two_inputs_only(activation: str) -> None:
+    gate, up = (torch.randn(64, 512, requires_grad=True) for _ in range(2))
+    out = apply_gate(get_activation(activation), gate * 1, up * 1)
+    large = [place for place, shape in saved_shapes(out) if shape == gate.shape]
+    assert len(large) == 2

@@ -1,6 +1,6 @@
-// What a block does between its products, each in one pass forward and one backward: the tanh form
-// of GELU and the root-mean-square norm. Arithmetic is fp32, also of bf16.
-// floats.hpp stands before it.
+// Operations of a block between its products, each in one pass forward and one backward: the tanh
+// form of GELU and the root-mean-square norm; and the backward pass of gated activations. Arithmetic
+// is fp32, also of bf16. floats.hpp is included before this file.
 
 constexpr int64_t PART = 256;       // floats that are widened at a time
 constexpr int64_t CHUNK = 1 << 14;  // elements that one thread takes at a time
@@ -10,23 +10,35 @@ struct Slope {
   Vec value, slope;
 };
 
-// x s and its derivative, s = sigmoid(t), t = 2 sqrt(2 / pi) (x + 0.044715 x^3): GELU's tanh form
-// (Hendrycks and Gimpel 2016).
-static inline Slope bend(Vec x) {
-  constexpr float first = 1.5957691216f, third = first * 0.044715f;
-  const Vec square = x * x;
-  Vec t = x * (square * third + first);
+// x s and its derivative, where s = sigmoid(t) and `rate` is the derivative of t.
+static inline Slope times_sigmoid(Vec x, Vec t, Vec rate) {
   // Beyond 88 an exponential overflows; the sigmoid there is 0 or 1 to 38 digits.
   t = choose(t > -88.0f, t, Vec{} - 88.0f);
   t = choose(t < 88.0f, t, Vec{} + 88.0f);
   const Vec one = Vec{} + 1.0f, power = exponential(-t), s = one / (one + power);
   // power * s is 1 - s, without the digits that the difference loses.
-  return {x * s, s * (one + x * (power * s) * (square * (3 * third) + first))};
+  return {x * s, s * (one + x * (power * s) * rate)};
 }
+
+// GELU's tanh form (Hendrycks and Gimpel 2016): t = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+static inline Slope bend(Vec x) {
+  constexpr float first = 1.5957691216f, third = first * 0.044715f;
+  const Vec square = x * x;
+  return times_sigmoid(x, x * (square * third + first), square * (3 * third) + first);
+}
+
+static inline Slope silu(Vec x) { return times_sigmoid(x, x, Vec{} + 1.0f); }
 
 template <typename E>
 static void read(const E* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; i++) to[i] = widen(from[i]);
+}
+
+// Pads with zeros to whole vectors.
+template <typename E>
+static void read_padded(const E* from, int64_t count, float* to) {
+  read(from, count, to);
+  std::fill(to + count, to + (count + W - 1) / W * W, 0.0f);
 }
 
 template <typename E>
@@ -53,6 +65,35 @@ static void run_bend(int64_t size, int threads, const E* x, const E* grad, E* ou
   for (int64_t start = 0; start < size; start += CHUNK)
     for (int64_t at = start; at < std::min(size, start + CHUNK); at += PART)
       bend_part(std::min(PART, size - at), x + at, grad ? grad + at : nullptr, out + at);
+}
+
+struct Gated {
+  const void *gate, *up, *grad;
+  void *of_gate, *of_up;
+};
+
+// Gradients of gate and up from that of f(gate) up.
+template <typename E, Slope (*f)(Vec)>
+static void gate_part(int64_t at, int64_t count, const Gated& all) {
+  float gate[PART], up[PART], grad[PART], of_gate[PART], of_up[PART];
+  read_padded((const E*)all.gate + at, count, gate);
+  read_padded((const E*)all.up + at, count, up);
+  read_padded((const E*)all.grad + at, count, grad);
+  for (int64_t i = 0; i < count; i += W) {
+    const Slope part = f(load(gate + i));
+    store(of_gate + i, load(up + i) * load(grad + i) * part.slope);
+    store(of_up + i, load(grad + i) * part.value);
+  }
+  write(of_gate, count, (E*)all.of_gate + at);
+  write(of_up, count, (E*)all.of_up + at);
+}
+
+template <typename E, Slope (*f)(Vec)>
+static void run_gate(int64_t size, int threads, const Gated& all) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (size > CHUNK)
+  for (int64_t start = 0; start < size; start += CHUNK)
+    for (int64_t at = start; at < std::min(size, start + CHUNK); at += PART)
+      gate_part<E, f>(at, std::min(PART, size - at), all);
 }
 
 template <typename E>
@@ -130,6 +171,16 @@ extern "C" int64_t norm_scratch(int64_t rows, int64_t width, int threads) {
 extern "C" void gelu(int is_narrow, int threads, int64_t size, const void* x, const void* grad,
                      void* out) {
 #define CALL(E) run_bend(size, threads, (const E*)x, (const E*)grad, (E*)out)
+  BOTH(CALL);
+#undef CALL
+}
+
+extern "C" void gate_backward(int is_narrow, int is_silu, int threads, int64_t size,
+                              const void* gate, const void* up, const void* grad, void* of_gate,
+                              void* of_up) {
+  const Gated all = {gate, up, grad, of_gate, of_up};
+#define CALL(E) \
+  (is_silu ? run_gate<E, silu>(size, threads, all) : run_gate<E, bend>(size, threads, all))
   BOTH(CALL);
 #undef CALL
 }
