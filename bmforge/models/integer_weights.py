@@ -17,7 +17,8 @@ from bmforge.logging import get_logger
 from bmforge.models.changes import Change
 from bmforge.models.load import WeightReader
 from bmforge.nn.moe import Experts
-from bmforge.nn.packing import PANEL_ROWS, Integers, QuantSpec, narrow_scales, pack_matrix
+from bmforge.nn.packing import PANEL_ROWS, QuantSpec
+from bmforge.nn.products import pack_groups
 from bmforge.nn.quantized import PackedStore
 from bmforge.shards import Box
 from bmforge.surgery import match_glob, persistent_tensors
@@ -25,8 +26,8 @@ from bmforge.surgery import match_glob, persistent_tensors
 __all__ = ["KEEP", "fill_kept_", "keep_", "layers_with_integers"]
 
 KEEP = "keep"
-# Integers that are packed at a time.
-_INTEGERS_AT_ONCE = 1 << 22
+# Integers that are packed at a time: they stay in the cache from reading to packing.
+_INTEGERS_AT_ONCE = 1 << 20
 
 
 def keep_(plain: Any, read: WeightReader) -> Any:
@@ -109,9 +110,7 @@ def fill_kept_(store: nn.Module, base: str, name: str, read: WeightReader) -> No
             if number is not None:
                 box = Box((number, first, 0), (1, count, columns))
             groups = read.read_groups(name, box)
-            minima = None if groups.minima is None else narrow_scales(groups.minima, spec)
-            integers = Integers(
-                groups.integers.flatten(1), narrow_scales(groups.scales, spec), minima
-            )
             prefix = f"{base}_" if stack else ""
-            store.put_(prefix, pack_matrix(integers, spec), first // PANEL_ROWS, number)
+            panel, panels = first // PANEL_ROWS, -(-count // PANEL_ROWS)
+            out = store.panels(f"{prefix}packed", panel, panels, number)
+            store.put_(prefix, pack_groups(*groups, spec, out), panel, number)

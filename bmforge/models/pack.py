@@ -29,6 +29,7 @@ from bmforge.nn.moe import Experts
 from bmforge.nn.packing import QuantSpec, find_preset
 from bmforge.nn.quantized import PackedStore, QuantizedExperts
 from bmforge.nn.uncalled_modules import find_uncalled
+from bmforge.records import swap_
 from bmforge.surgery import find_repeated_blocks, match_glob, persistent_tensors
 
 __all__ = ["PackedReader", "find_targets", "load_quantized", "quantize_"]
@@ -151,10 +152,13 @@ def load_quantized(
     Memory: the quantized model and one tensor of the plain model.
     """
     read = PackedReader(plain, files, scheme, new_head)
-    model = copy.deepcopy(read.model)
-    materialize_(model, device)
+    model = read.model
     for name, target in track(list(persistent_tensors(model).items()), "quantize"):
-        target.data.copy_(read(name))
+        values = read(name).to(device or "cpu")
+        if isinstance(target, nn.Parameter):
+            values = nn.Parameter(values, requires_grad=target.requires_grad)
+        swap_(target, values)
+    materialize_(model, device)  # tensors that no checkpoint has
     return model
 
 

@@ -185,15 +185,22 @@ class PackedStore(nn.Module):
 
         Args:
             prefix: prefix of the parameters' names.
-            source: packed panels to copy.
+            source: packed panels to copy; tensors in the memory of `panels` stay there.
             panel: index of the first panel to overwrite.
             number: index of the matrix in a stack; None without a stack.
         """
         for key, values in source._asdict().items():
-            if values is not None:
-                target = getattr(self, prefix + key)
-                target = target.data if number is None else target.data[number]
-                target[panel : panel + values.shape[0]].copy_(values.view(torch.uint8))
+            if values is None:
+                continue
+            target = self.panels(prefix + key, panel, values.shape[0], number)
+            if target.data_ptr() != values.data_ptr():
+                target.copy_(values.view(torch.uint8))
+
+    def panels(self, name: str, first: int, count: int, number: int | None = None) -> Tensor:
+        """Return `count` panels of a parameter, from `first` on; `number` is that of `put_`."""
+        target: Tensor = getattr(self, name).data
+        target = target if number is None else target[number]
+        return target[first : first + count]
 
 
 def _rows_at_once(matrix: Tensor) -> int:

@@ -74,6 +74,7 @@ class Kernels:
         self._quantized, self._floats = library.multiply_quantized, library.multiply_floats
         self._unpack, self._room_bytes = library.unpack_floats, library.room_bytes
         self._quantize_rows, self._pack = library.quantize_rows, library.pack_floats
+        self._pack_integers = library.pack_integers
         self._rows, self._pick = library.multiply_rows, library.pick_rows
         self._pick.restype = ctypes.c_bool
         self._room_bytes.restype = ctypes.c_int64
@@ -158,6 +159,23 @@ class Kernels:
             ctypes.c_void_p(scales.data_ptr()),
         )
         return packed, scales
+
+    def pack_integers(self, values: Tensor, spec: QuantSpec, packed: Tensor) -> None:
+        """Pack integers as `packing.pack_values` does; the groups may be apart in memory.
+
+        Args:
+            values: integers in int8, with a contiguous last dim.
+            spec: quantization scheme.
+            packed: output, contiguous.
+
+        Shape:
+            values: (rows, G, W); packed: (panels, blocks, 64)
+        """
+        shift = 8 if spec.bits == 4 and spec.symmetric else 0
+        sizes = [ctypes.c_int64(n) for n in (*values.shape, *values.stride()[:2])]
+        options = [ctypes.c_int(n) for n in (spec.bits, shift, torch.get_num_threads())]
+        places = [ctypes.c_void_p(t.data_ptr()) for t in (values, packed)]
+        self._pack_integers(places[0], *sizes, *options, places[1])
 
     def quantize(self, x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the integers, scales and group sums of activations; see `quantize_activations`."""

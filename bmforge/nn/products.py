@@ -18,10 +18,13 @@ from torch.autograd import forward_ad
 
 from bmforge.native import say_once
 from bmforge.nn.packing import (
+    Integers,
     PackedMatrix,
     QuantSpec,
+    by_panels,
     narrow_scales,
     pack_matrix,
+    packed_shapes,
     quantize_groups,
     unpack_matrix,
 )
@@ -44,6 +47,7 @@ __all__ = [
     "multiply_dense",
     "multiply_packed",
     "numbers_of",
+    "pack_groups",
     "pack_weights",
     "runnable_variants",
     "runs_here",
@@ -89,6 +93,41 @@ def pack_weights(matrix: Tensor, spec: QuantSpec) -> PackedMatrix:
         return pack_matrix(quantize_groups(matrix, spec), spec)
     packed, scales = kernels.pack(matrix.detach().float().contiguous(), spec)
     return PackedMatrix(packed, narrow_scales(scales, spec), None)
+
+
+def pack_groups(
+    integers: Tensor,
+    scales: Tensor,
+    minima: Tensor | None,
+    spec: QuantSpec,
+    out: Tensor | None = None,
+) -> PackedMatrix:
+    """Pack the integers of a quantized matrix on the CPU.
+
+    Args:
+        integers: groups of adjacent integers of each row; groups need not follow each other.
+        scales: one scale per group.
+        minima: one minimum per group; None if they are 0.
+        spec: quantization scheme, with as many columns per group.
+        out: contiguous memory for the packed integers; None allocates it.
+
+    Shape:
+        integers: (rows, G, W) int8; scales, minima: (rows, G); out: as `packed_shapes` returns
+
+    Raises:
+        ConfigError: a scale or minimum is not finite in the scheme's dtype.
+    """
+    kernels = load_kernels()
+    scales = narrow_scales(scales, spec)
+    minima = None if minima is None else narrow_scales(minima, spec)
+    if kernels is None:
+        return pack_matrix(Integers(integers.flatten(1), scales, minima), spec)
+    integers = integers if integers.stride(-1) == 1 else integers.contiguous()
+    if out is None:
+        shape = packed_shapes(len(scales), integers[0].numel(), spec)["packed"]
+        out = torch.empty(shape, dtype=torch.uint8)
+    kernels.pack_integers(integers, spec, out)
+    return PackedMatrix(out, by_panels(scales), None if minima is None else by_panels(minima))
 
 
 def runs_here(*tensors: Tensor | None) -> bool:

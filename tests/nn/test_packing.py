@@ -21,6 +21,7 @@ from bmforge.nn.packing import (
     unpack_matrix,
     unpack_values,
 )
+from bmforge.nn.products import pack_groups
 
 SPECS = {
     **PRESETS,
@@ -70,6 +71,22 @@ def test_packing_and_back(spec: QuantSpec, rows: int) -> None:
     assert torch.equal(dense, want.view(rows, 256))
     index = torch.tensor([[rows - 1, 0], [0, rows // 2]])
     assert torch.equal(pick_rows(packed, index, spec), dense[index])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "gaps", "transposed"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("rows", [1, 16, 37])
+def test_packing_groups_that_are_apart_in_memory(spec: QuantSpec, rows: int, layout: str) -> None:
+    integers = quantize_groups(draw(max(rows, 2), 256)[:rows], spec)
+    groups = integers.values.view(rows, -1, spec.group_of(256))
+    if layout == "gaps":
+        groups = torch.nn.functional.pad(groups, (2, 1), value=77)[..., 2:-1]
+    elif layout == "transposed":
+        groups = groups.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    minima = None if integers.minima is None else integers.minima.float()
+    packed = pack_groups(groups, integers.scales.float(), minima, spec)
+    for part, expected in zip(packed, pack_matrix(integers, spec), strict=True):
+        assert (part is None and expected is None) or torch.equal(part, expected)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -97,11 +97,16 @@ class GgufFile(CheckedFile):
         rows, last = self._find_rows(name, slices)
         width = last.stop - last.start
         flat = target.as_strided((len(rows), width), (width, 1))
-        kind = self.kind(name)
-        step = max(1, _CHUNK_BYTES // self._row_bytes(name))
+        kind, size = self.kind(name), self._row_bytes(name)
+        step = max(1, _CHUNK_BYTES // size)
+        # Whole rows of floats are read into the target.
+        is_direct = kind in FLOAT_KINDS and width * flat.element_size() == size
         for first in range(0, len(rows), step):
-            stored = self._read_rows(name, rows[first : first + step])
-            flat[first : first + step] = read_values(kind, stored)[:, last]
+            part = flat[first : first + step]
+            into = part.view(torch.uint8) if is_direct else None
+            stored = self._read_rows(name, rows[first : first + step], into)
+            if stored is not into:
+                part.copy_(read_values(kind, stored)[:, last])
         if self.architecture.norm_offset and is_norm(name):
             flat -= self.architecture.norm_offset
 
@@ -156,13 +161,16 @@ class GgufFile(CheckedFile):
         head_dim = self._head_dims[name]
         return restore_rows(rows, head_dim) if head_dim else rows, slices[-1]
 
-    def _read_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Read stored rows by their indices: (R, bytes) in uint8."""
+    def _read_rows(self, name: str, rows: Tensor, into: Tensor | None = None) -> Tensor:
+        """Read stored rows by their indices: (R, bytes) in uint8.
+
+        Ascending rows are read into `into` if it is given, which is then returned.
+        """
         entry, size = self._entries[name], self._row_bytes(name)
         order = rows.sort()
         # Rows with at most one other between them are read in one go.
         breaks = (order.values.diff() > 2).nonzero().flatten() + 1
-        stored = torch.empty(len(rows), size, dtype=torch.uint8)
+        stored = torch.empty(len(rows), size, dtype=torch.uint8) if into is None else into
         try:
             checked = self if entry.path is None else self._parts[entry.path]
             with checked.path.open("rb", buffering=0) as file:

@@ -41,8 +41,9 @@ class QuantizedGroups(NamedTuple):
     """Quantized values of some rows.
 
     Shape:
-        integers: (R, G, W) in int8, R rows of G groups of W adjacent integers; scales: (R, G)
-            in fp32; minima: (R, G) in fp32, or None if they are 0
+        integers: (R, G, W) in int8, R rows of G groups of W adjacent integers, possibly with
+            gaps between the groups; scales: (R, G) in fp32, or fp16 if that is exact; minima:
+            (R, G) in fp32, or None if they are 0
     """
 
     integers: Tensor
@@ -142,7 +143,7 @@ def _q5_1(blocks: Tensor) -> _Unpacked:
 
 
 def _q8_0(blocks: Tensor) -> _Unpacked:
-    return blocks[:, 2:].contiguous().view(torch.int8), _half(blocks, 0), None
+    return blocks[:, 2:].view(torch.int8), blocks[:, :2].view(torch.float16), None
 
 
 def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:

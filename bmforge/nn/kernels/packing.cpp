@@ -67,3 +67,29 @@ extern "C" void pack_floats(const float* matrix, int64_t rows, int64_t columns, 
     }
   }
 }
+
+// Integers of rows and groups to panels; see `pack_values`. A group is contiguous; `row_size` and
+// `group_size` are the distances of two rows and groups.
+extern "C" void pack_integers(const int8_t* values, int64_t rows, int64_t groups, int64_t width,
+                              int64_t row_size, int64_t group_size, int bits, int shift,
+                              int threads, uint8_t* packed) {
+  const int64_t panels = (rows + PANEL - 1) / PANEL, columns = bits == 8 ? 4 : 8;
+  const int64_t panel_size = groups * width / columns * BLOCK;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t panel = 0; panel < panels; panel++) {
+    uint8_t* to = packed + panel * panel_size;
+    const int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, rows - first);
+    if (count < PANEL) memset(to, 0, panel_size);
+    for (int64_t g = 0; g < groups; g++)
+      for (int64_t r = 0; r < count; r++) {
+        const int8_t* from = values + (first + r) * row_size + g * group_size;
+        uint8_t* block = to + g * width / columns * BLOCK + 4 * r;
+        for (int64_t c = 0; c < width; c += columns, block += BLOCK)
+          if (bits == 8)
+            memcpy(block, from + c, 4);
+          else
+            for (int j = 0; j < 4; j++)
+              block[j] = (uint8_t)(from[c + j] + shift) | (uint8_t)((from[c + 4 + j] + shift) << 4);
+      }
+  }
+}
