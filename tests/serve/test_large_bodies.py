@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -65,6 +66,14 @@ def test_large_bodies_are_validated_once_and_off_the_event_loop(
     assert answer["count"] == 1
     assert len(VALIDATED_IN) == 1
     assert (VALIDATED_IN[0] != answer["loop"]) == is_large
+
+
+def test_answers_do_not_wait_for_acknowledgements(start: Any) -> None:
+    with start() as server, httpx.Client() as http:
+        http.get(f"{server.url}/health").raise_for_status()
+        (connection,) = server.connections()
+        own = connection.transport.get_extra_info("socket")
+        assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 FAULTS: list[tuple[str, dict[str, Any]]] = [
