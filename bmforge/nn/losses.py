@@ -253,12 +253,13 @@ class TiledLogits:
         # 16-bit logits are kept instead of their wide exponentials: 72 MiB less, for one more
         # exponential per logit.
         self.keeps_exponentials = tiling.keeps and not (is_narrow and count > 1)
-        kept = hidden.dtype if is_narrow and not self.keeps_exponentials else head.wide
+        tile_dtype = hidden.dtype if is_narrow and not self.keeps_exponentials else head.wide
         self._number = 0  # of the last tile
-        self._wide = hidden.new_empty((count if kept == head.wide else 1, size), dtype=head.wide)
+        wide_count = count if tile_dtype == head.wide else 1
+        self._wide = hidden.new_empty((wide_count, size), dtype=head.wide)
         self._narrow: Tensor | None = None
         if is_narrow:
-            self._narrow = hidden.new_empty((count if kept == hidden.dtype else 1, size))
+            self._narrow = hidden.new_empty((count if tile_dtype == hidden.dtype else 1, size))
 
     def make(self, tokens: slice, first: int, size: int) -> Tensor:
         """Compute the logits of the given tokens and `size` columns, in the wide dtype."""
