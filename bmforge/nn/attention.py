@@ -165,6 +165,9 @@ def mix_values(
         query: (B, N, T, H); key, value: (B, K, S, H); mask: (B or 1, 1, T or 1, S);
         bias: (B or 1, N, T, S); prefix: (K, P, H) each; returns (B, N, T, H)
     """
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (_autocast(tensor) for tensor in (query, key, value))
+        bias = None if bias is None else _autocast(bias)
     is_plain = bias is None and softcap is None and slopes is None
     if prefix is not None and is_plain and takes_one(query, dropout):
         return mix_behind(prefix, query, key, value, mask, scale)
@@ -187,7 +190,7 @@ def mix_values(
         return biased_attention(query, key, value, bias, mask, scale, dropout, softcap)
     # A branch, because a compiled graph with a free length needs a plain bool here.
     is_causal = True if causal and mask is None and query.shape[2] > 1 else False  # noqa: SIM210
-    if takes_host_attention(query, mask):
+    if takes_host_attention(query, mask, (key, value)):
         return host_attention(query, key, value, mask, is_causal, scale, dropout)
     return F.scaled_dot_product_attention(
         query,
@@ -199,6 +202,12 @@ def mix_values(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Convert a tensor as autocast does before torch's attention; fp64 stays fp64."""
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x if x.dtype == torch.float64 else x.to(dtype)
 
 
 class Attention(nn.Module):

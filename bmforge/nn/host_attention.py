@@ -49,8 +49,19 @@ class _Mask(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("row", ctypes.c_int64), ("query", ctypes.c_int64)]
 
 
-def takes_host_attention(query: Tensor, mask: Tensor | None = None) -> bool:
-    """Return True if `host_attention` supports these inputs and the kernel could be compiled."""
+def takes_host_attention(
+    query: Tensor, mask: Tensor | None = None, pair: tuple[Tensor, ...] = ()
+) -> bool:
+    """Return True if `host_attention` supports these inputs and the kernel could be compiled.
+
+    Args:
+        query: queries.
+        mask: attention mask.
+        pair: keys and values. Under autocast, rotated keys are fp32 and values bf16; torch's
+            attention converts both.
+    """
+    if any(tensor.dtype != query.dtype for tensor in pair):
+        return False
     is_plain = type(query) is Tensor or torch.compiler.is_compiling()
     is_supported = (
         is_plain and query.is_cpu and query.dtype in _DTYPES and query.shape[-1] % _VECTOR == 0
@@ -84,6 +95,7 @@ def host_attention(
         query: (B, N, T, H); key, value: (B, K, S, H), H a multiple of 16;
         mask: (B or 1, 1, T or 1, S); returns (B, N, T, H), stored in the order (B, T, N, H)
     """
+    assert query.dtype == key.dtype == value.dtype  # the kernel reads all with one type
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if mask is not None:
         mask = mask.expand(query.shape[0], 1, query.shape[2], key.shape[2])

@@ -366,6 +366,10 @@ def linear_cross_entropy(
     """
     if vocab is None:
         check_classes(labels, weight.shape[0])
+    if torch.is_autocast_enabled(hidden.device.type) and isinstance(weight, Tensor):
+        # The products below have preallocated outputs, which autocast does not convert.
+        hidden = hidden.to(weight.dtype)
+        added = [(low.to(weight.dtype), rows.to(weight.dtype)) for low, rows in added]
     if not torch.is_grad_enabled():
         # ctx.needs_input_grad ignores `torch.no_grad`, so detach to skip the gradients.
         hidden, weight = hidden.detach(), weight.detach()
