@@ -15,7 +15,6 @@ from bmforge.models.heads import Head, classifier_heads
 from bmforge.models.llama_like import (
     LlamaLike,
     LlamaLikeConfig,
-    check_implied_head_dim,
     fused_qkv_rules,
     renamed,
 )
@@ -109,7 +108,6 @@ class FalconConfig(LlamaLikeConfig):
     def check(self) -> None:
         """Raise `ConfigError` for inconsistent fields."""
         super().check()
-        check_implied_head_dim(self)
         if not self.new_decoder_architecture and self.num_kv_heads not in (1, self.num_heads):
             raise ConfigError(
                 f"FalconConfig: num_kv_heads={self.num_kv_heads} needs "

@@ -10,7 +10,6 @@ from bmforge.models.heads import Head, classifier_heads
 from bmforge.models.llama_like import (
     LlamaLike,
     PartialRotaryConfig,
-    check_implied_head_dim,
     fused_qkv_rules,
     renamed,
 )
@@ -89,11 +88,6 @@ class GPTNeoXConfig(PartialRotaryConfig):
     parallel_residual: bool = True
     attn_bias: bool = True
     dropout: float = 0.0
-
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        check_implied_head_dim(self)
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

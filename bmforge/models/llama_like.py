@@ -22,7 +22,6 @@ __all__ = [
     "LlamaLike",
     "LlamaLikeConfig",
     "PartialRotaryConfig",
-    "check_implied_head_dim",
     "fused_qkv_rules",
     "gate_up_rules",
     "llama_heads",
@@ -150,15 +149,6 @@ def fused_qkv_rules(published: str, config: Any, groups: int = 1) -> list[Weight
     return rules
 
 
-def check_implied_head_dim(config: Any) -> None:
-    """Raise `ConfigError` unless head_dim is D / N, for families without a config field for it."""
-    if config.num_heads * config.head_dim != config.hidden_size and not config.says("head_dim"):
-        raise ConfigError(
-            f"{type(config).__name__}: hidden_size={config.hidden_size} must be "
-            f"num_heads={config.num_heads} x head_dim={config.head_dim}."
-        )
-
-
 @dataclass(kw_only=True)
 class LlamaLikeConfig(RotaryConfig):
     """Config fields of Llama-like decoders; other fields are those of the base class.
@@ -186,6 +176,17 @@ class LlamaLikeConfig(RotaryConfig):
     def is_gated(self) -> bool:
         """Whether the family's MLP has a gate."""
         return self.has_gate
+
+    def check(self) -> None:
+        """Raise `ConfigError` for inconsistent fields, or a head width that cannot be saved."""
+        super().check()
+        width = self.num_heads * self.head_dim
+        is_saved = "head_dim" in self.hf_names or self.says("head_dim")
+        if width != self.hidden_size and not is_saved:
+            raise ConfigError(
+                f"{type(self).__name__}: hidden_size={self.hidden_size} must be "
+                f"num_heads={self.num_heads} x head_dim={self.head_dim}."
+            )
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
