@@ -142,6 +142,8 @@ def _byte_pairs(settings: dict[str, Any], tokens: list[str], types: list[int]) -
     if name is None:
         raise _unsaid(f"its rule to split text, {splits or 'GPT-2'!r}")
     merges = settings["model"]["merges"]
+    if not merges:
+        raise _unsaid("a byte-level BPE without merges, which llama.cpp cannot open")
     pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
     return {"pre": name, "merges": pairs}
 

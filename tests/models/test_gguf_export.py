@@ -105,6 +105,18 @@ def test_a_model_of_ours_with_and_without_its_tokenizer(directory, tmp_path):
         export_gguf(small, tmp_path / "d.gguf", tokenizer=tokenizer)
 
 
+def test_a_tokenizer_without_merges_is_refused(directory, tmp_path):
+    """llama.cpp requires the list of merges, which GGUF cannot store empty."""
+    path = directory / "tokenizer.json"
+    settings = json.loads(path.read_text())
+    settings["model"]["merges"] = []
+    path.write_text(json.dumps(settings))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match="a byte-level BPE without merges"):
+        export_gguf(directory, tmp_path / "a.gguf")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_file_in_pieces_or_gone(tmp_path, directory):
     with pytest.raises(ConfigError, match="is neither a directory"):
         export_gguf(tmp_path / "none", tmp_path / "a.gguf")
