@@ -22,7 +22,7 @@ from bmforge.device import wide_dtype
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
 
-__all__ = ["Fold", "find_folds", "fold_"]
+__all__ = ["Fold", "find_folds", "fold_", "widened"]
 
 # Last name parts of (producer, consumer): the producer's rows are the consumer's columns.
 _PAIRS = (("v_proj", "o_proj"), ("up_proj", "down_proj"))
@@ -143,7 +143,7 @@ def fold_(run: BlockRun, fold: Fold, scales: Tensor) -> bool:
     """
     if bool((scales == 1).all()):
         return True
-    with _widened(run.block):
+    with widened(run.block):
         before = next(run.run_wide())
         fold.scale_(scales)
         change = (next(run.run_wide()) - before).abs().max()
@@ -159,7 +159,7 @@ def fold_(run: BlockRun, fold: Fold, scales: Tensor) -> bool:
 
 
 @contextmanager
-def _widened(block: nn.Module) -> Iterator[None]:
+def widened(block: nn.Module) -> Iterator[None]:
     """Context manager: replace a block's 16-bit tensors with fp32 copies."""
     tensors = [*block.parameters(), *block.buffers()]
     originals = [(t, t.data) for t in tensors if t.is_floating_point()]

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.compress.calibrate import BlockRun, calibrate_blocks
-from bmforge.compress.matrices import Matrix
+from bmforge.compress.quantize.block_error import block_errors
 from bmforge.compress.quantize.config import QuantizeConfig
 from bmforge.compress.quantize.fold import Fold, find_folds, fold_
 from bmforge.compress.quantize.replace_layers import remember_, store_block_
-from bmforge.compress.rounding import round_matrix
 from bmforge.compress.statistics import InputSizes
 from bmforge.logging import get_logger
 from bmforge.nn.packing import Integers, QuantSpec, quantize_groups
@@ -58,11 +57,13 @@ def quantize_scaled_(
             if inputs is None:
                 continue
             if config.method == "smooth":
-                new_scales = smooth_scales(fold, inputs, config.strength)
+                new_scales = fold.settle(smooth_scales(fold, inputs, config.strength))
+                unscaled = torch.ones_like(new_scales)
+                new_scales = _best_scales(run, fold, specs, [unscaled, new_scales])
             else:
-                new_scales = awq_scales(fold, inputs, specs, config.grid)
-            if fold_(run, fold, settled := fold.settle(new_scales)):
-                scales |= {matrix.name: settled for matrix in fold.targets}
+                new_scales = awq_scales(run, fold, inputs, specs, config.grid)
+            if bool((new_scales != 1).any()) and fold_(run, fold, new_scales):
+                scales |= {matrix.name: new_scales for matrix in fold.targets}
         scaled.update(scales)
         integers = None
         if config.method == "awq" and not any(specs[m.owner].outlier_ratio for m in run.matrices):
@@ -161,29 +162,34 @@ def smooth_scales(fold: Fold, inputs: InputSizes, strength: float) -> Tensor:
     return _bound(scales, inputs.is_dead)
 
 
-def awq_scales(fold: Fold, inputs: InputSizes, specs: Mapping[str, QuantSpec], grid: int) -> Tensor:
-    """Return AWQ's scales: the power of mean input magnitudes with the smallest output error.
+def awq_scales(
+    run: BlockRun, fold: Fold, inputs: InputSizes, specs: Mapping[str, QuantSpec], grid: int
+) -> Tensor:
+    """Return AWQ's scales: the power of mean input magnitudes with the smallest block error.
 
     A channel that is zero for all calibration tokens has scale 1.
 
     Shape:
         returns (columns,)
     """
-    means, x, is_dead = inputs.means, inputs.sample(), inputs.is_dead
-    best, least = torch.ones_like(means), float("inf")
+    means, is_dead = inputs.means, inputs.is_dead
     if bool(is_dead.all()):
-        return best
+        return torch.ones_like(means)
+    candidates = []
     for number in range(grid):
         scales = means.pow(number / grid)
         live = scales[~is_dead]
         scales = _bound(scales / (live.max() * live.min()).sqrt(), is_dead)
-        scales = fold.settle(scales)
-        error = sum(
-            _product_error(matrix, specs[matrix.owner], x, scales) for matrix in fold.targets
-        )
-        if error < least:
-            best, least = scales, error
-    return best
+        candidates.append(fold.settle(scales))
+    return _best_scales(run, fold, specs, candidates)
+
+
+def _best_scales(
+    run: BlockRun, fold: Fold, specs: Mapping[str, QuantSpec], candidates: list[Tensor]
+) -> Tensor:
+    """Return the candidate with the smallest error of the block's output, the first if equal."""
+    errors = block_errors(run, fold, specs, candidates)
+    return candidates[min(range(len(errors)), key=errors.__getitem__)]
 
 
 def _bound(scales: Tensor, is_dead: Tensor) -> Tensor:
@@ -196,10 +202,3 @@ def _bound(scales: Tensor, is_dead: Tensor) -> Tensor:
     middle = scales[~is_dead].median()
     bounded = scales.clamp(middle / _LARGEST_SCALE_RATIO, middle * _LARGEST_SCALE_RATIO)
     return torch.where(is_dead, 1.0, bounded)
-
-
-def _product_error(matrix: Matrix, spec: QuantSpec, x: Tensor, scales: Tensor) -> float:
-    """Return the squared output error of a matrix that is rounded after scaling its columns."""
-    plain = matrix.read().to(x.dtype)
-    rounded = round_matrix(plain * scales, spec) / scales
-    return float((x @ (rounded - plain).t()).square().sum())
