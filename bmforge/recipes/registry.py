@@ -53,6 +53,7 @@ from bmforge.recipes.prompt import (
     train_classes,
     train_texts,
 )
+from bmforge.recipes.renamed_fields import rename_fields
 from bmforge.recipes.reward import RewardConfig, train_reward
 from bmforge.recipes.rl import ReinforcementConfig, train_rl
 from bmforge.recipes.sft import ConversationsConfig, LlamaSFTConfig, train_sft
@@ -328,8 +329,10 @@ def read_config(recipe: Recipe, file: str | None) -> Any:
     if file is None:
         return recipe.config()
     values = read_config_values(file)
-    if recipe in RECIPES.values() or not isinstance(values.get("model"), dict):
+    if not values:  # an empty or unreadable file
         return load_toml(recipe.config, file)
+    if recipe in RECIPES.values() or not isinstance(values.get("model"), dict):
+        return config_from_dict(recipe.config, values)
     usual = config_to_dict(recipe.config().model.with_implied())
     return config_from_dict(recipe.config, {**values, "model": {**usual, **values["model"]}})
 
@@ -358,9 +361,14 @@ def _capable(tasks: Sequence[tuple[str, str | None]]) -> list[str]:
 
 
 def read_config_values(file: str | None) -> dict[str, Any]:
-    """Parse a TOML file; {} without a file, or if it is invalid, which `read_config` reports."""
+    """Parse a TOML file; {} without a file, or if it is invalid, which `read_config` reports.
+
+    Fields that were renamed since the file was written have their current names.
+    """
     try:
-        return {} if file is None else tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        if file is None:
+            return {}
+        return rename_fields(tomllib.loads(Path(file).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
 

@@ -10,8 +10,19 @@ from typing import Any
 
 __all__ = ["RENAMED", "rename_fields"]
 
-# Dotted name of a field or table in old files -> its current name.
-RENAMED: Mapping[str, str] = {"licence": "license"}
+# Dotted name of a field or table in old files -> its current name. Later rows apply to the result
+# of earlier ones.
+RENAMED: Mapping[str, str] = {
+    "licence": "license",
+    "delta": "adapter",
+    "adapter.targets": "adapter.target_modules",
+    "adapter.exclude": "adapter.exclude_modules",
+    "adapter.train_also": "adapter.modules_to_save",
+    "adapter.root_scale": "adapter.use_rslora",
+    "adapter.magnitude": "adapter.use_dora",
+}
+# Layers that a LoRA without stated targets had in files with a `delta` table; now it has all.
+_FORMER_LORA_TARGETS = ("attn.q", "attn.v")
 
 
 def rename_fields(
@@ -24,6 +35,9 @@ def rename_fields(
         renamed: map from old to new dotted names; None selects `RENAMED`.
     """
     out = {key: rename_fields(v, {}) if isinstance(v, dict) else v for key, v in table.items()}
+    delta = out.get("delta")
+    if renamed is None and isinstance(delta, dict) and delta.get("kind") == "lora":
+        delta["targets"] = delta.get("targets") or list(_FORMER_LORA_TARGETS)
     for old, new in (RENAMED if renamed is None else renamed).items():
         holder, name = _find_holder(out, old, create=False)
         if holder is None or name not in holder:

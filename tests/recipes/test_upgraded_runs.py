@@ -17,6 +17,7 @@ from small_runs import write_counting, write_start
 from bmforge.cli import main
 from bmforge.config import config_from_dict, config_to_dict
 from bmforge.errors import ConfigError
+from bmforge.recipes.adapters import AdapterConfig
 from bmforge.recipes.renamed_fields import RENAMED, rename_fields
 from bmforge.recipes.run import RunConfig
 from bmforge.recipes.run_dir import check_run_dir, claim_run_dir, open_run_dir, record_overrides
@@ -112,6 +113,67 @@ def test_every_renamed_field_exists_today() -> None:
     for old, new in RENAMED.items():
         assert old != new
         assert new.partition(".")[0] in {one.name for one in fields(RunConfig)} | {"data", "model"}
+
+
+# The `delta` table of a run.toml of commit 9994bb2, whose other fields have their names still.
+_FORMER_DELTA: dict[str, Any] = {
+    **{"targets": [], "exclude": [], "train_also": [], "root_scale": False, "magnitude": False},
+    "merge": False,
+}
+
+
+@dataclass
+class _Adapters:
+    run_dir: str = "run"
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    override: tuple[str, ...] = ()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from((None, "lora", "ia3", "bitfit")),
+    targets=st.lists(st.sampled_from(("attn.q", "mlp.up")), unique=True),
+    also=st.lists(st.sampled_from(("embed", "norm")), unique=True),
+    flags=st.tuples(st.booleans(), st.booleans()),
+    rank=st.sampled_from((None, 4)),
+)
+def test_a_former_delta_table_is_an_adapter(
+    tmp_path_factory: pytest.TempPathFactory,
+    kind: str | None,
+    targets: list[str],
+    also: list[str],
+    flags: tuple[bool, bool],
+    rank: int | None,
+) -> None:
+    """A run of the earlier commit goes on with the same options under their present names."""
+    if kind is None:
+        targets, also, flags, rank = [], [], (False, False), None
+    if kind != "lora":
+        flags, rank = (False, False), None
+    run_dir = tmp_path_factory.mktemp("run")
+    delta = {
+        **_FORMER_DELTA,
+        **{"targets": targets, "train_also": also, "root_scale": flags[0], "magnitude": flags[1]},
+        **({} if kind is None else {"kind": kind}),
+        **({} if rank is None else {"rank": rank}),
+    }
+    (run_dir / "run.toml").write_text(tomli_w.dumps({"run_dir": "run", "delta": delta}))
+    # A LoRA without targets had attn.q and attn.v; now it has all linear layers.
+    present = tuple(targets) or (("attn.q", "attn.v") if kind == "lora" else ())
+    adapter = AdapterConfig(
+        kind=kind,
+        target_modules=present,
+        modules_to_save=tuple(also),
+        use_rslora=flags[0],
+        use_dora=flags[1],
+        rank=rank,
+    )
+    assert check_run_dir(run_dir, _Adapters(adapter=adapter), frozenset()) is None
+    if kind == "lora":
+        other = replace(adapter, rank=9)
+        problem = check_run_dir(run_dir, _Adapters(adapter=other), frozenset())
+        assert problem is not None
+        assert "adapter.rank" in problem
 
 
 def test_an_override_is_named_and_recorded(tmp_path: Path) -> None:
