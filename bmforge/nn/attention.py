@@ -165,7 +165,7 @@ def mix_values(
         query: (B, N, T, H); key, value: (B, K, S, H); mask: (B or 1, 1, T or 1, S);
         bias: (B or 1, N, T, S); prefix: (K, P, H) each; returns (B, N, T, H)
     """
-    if torch.is_autocast_enabled(query.device.type):
+    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
         bias = None if bias is None else _autocast(bias)
     is_plain = bias is None and softcap is None and slopes is None
