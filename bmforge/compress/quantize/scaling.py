@@ -177,9 +177,7 @@ def awq_scales(
         return torch.ones_like(means)
     candidates = []
     for number in range(grid):
-        scales = means.pow(number / grid)
-        live = scales[~is_dead]
-        scales = _bound(scales / (live.max() * live.min()).sqrt(), is_dead)
+        scales = _bound(means.pow(number / grid), is_dead)
         candidates.append(fold.settle(scales))
     return _best_scales(run, fold, specs, candidates)
 
@@ -193,12 +191,14 @@ def _best_scales(
 
 
 def _bound(scales: Tensor, is_dead: Tensor) -> Tensor:
-    """Clamp scales to within a factor of their median; dead channels get 1.
+    """Divide scales by their median and clamp them to 1/8 to 8; dead channels get 1.
 
-    Otherwise a channel with very small calibration inputs would be scaled to almost nothing.
+    A common factor cancels in rounding, but it would make dead channels smaller or larger than the
+    others of their group. Without the clamp, a channel with very small calibration inputs would be
+    scaled to almost nothing.
     """
     if bool(is_dead.all()):
         return torch.ones_like(scales)
-    middle = scales[~is_dead].median()
-    bounded = scales.clamp(middle / _LARGEST_SCALE_RATIO, middle * _LARGEST_SCALE_RATIO)
+    relative = scales / scales[~is_dead].median()
+    bounded = relative.clamp(1 / _LARGEST_SCALE_RATIO, _LARGEST_SCALE_RATIO)
     return torch.where(is_dead, 1.0, bounded)
