@@ -123,6 +123,14 @@ def _warn_of_changes(model: Any, out: Path) -> None:
             ),
             *(out, kinds),
         )
+    if any(change.kind == "prompt" for change in changes):
+        get_logger().warning(
+            (
+                "%s contains the rows of a soft prompt, but a loaded model does not prepend them: "
+                "save the adapter as well (Delta.save), and load it with load_delta"
+            ),
+            out,
+        )
 
 
 def _rank_and_world() -> tuple[int, int]:

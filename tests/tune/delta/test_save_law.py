@@ -210,5 +210,23 @@ def test_all_trained_parameters_open_again(
     print(f"{family} {kind.__name__}: {sum(held)} held, {len(held) - sum(held)} refused")
 
 
+def test_a_saved_model_says_that_it_prepends_no_prompt(
+    folder: Path, tmp_path: Path, caplog: Any
+) -> None:
+    """The model's directory has the rows; the adapter's directory prepends them."""
+    model = opened("llama", folder)
+    delta = SoftPrompt(model, length=3)
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        want = model(input_ids=ids).logits
+        model.save_pretrained(tmp_path / "model")
+        assert "does not prepend them" in caplog.text
+        assert AutoModel.from_pretrained(tmp_path / "model")(input_ids=ids).logits.shape[1] == 9
+        delta.save(tmp_path / "adapter")
+        again = opened("llama", folder)
+        load_delta(again, tmp_path / "adapter")
+        assert torch.equal(again.eval()(input_ids=ids).logits, want)
+
+
 def test_every_type_is_tried() -> None:
     assert set(adapter_types().values()) <= {*OPTIONS}, "add the new type to OPTIONS"
