@@ -48,7 +48,7 @@ def block_errors(
         count += 1
     with widened(run.block):
         want = list(islice(run.run_wide(), count))
-        errors = []
+        errors: list[float] = []
         for scales in candidates:
             with _rounded(fold, specs, scales):
                 outputs = islice(run.run_wide(), count)
