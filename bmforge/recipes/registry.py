@@ -329,10 +329,8 @@ def read_config(recipe: Recipe, file: str | None) -> Any:
     if file is None:
         return recipe.config()
     values = read_config_values(file)
-    if not values:  # an empty or unreadable file
-        return load_toml(recipe.config, file)
     if recipe in RECIPES.values() or not isinstance(values.get("model"), dict):
-        return config_from_dict(recipe.config, values)
+        return config_from_dict(recipe.config, values) if values else load_toml(recipe.config, file)
     usual = config_to_dict(recipe.config().model.with_implied())
     return config_from_dict(recipe.config, {**values, "model": {**usual, **values["model"]}})
 
@@ -361,14 +359,9 @@ def _capable(tasks: Sequence[tuple[str, str | None]]) -> list[str]:
 
 
 def read_config_values(file: str | None) -> dict[str, Any]:
-    """Parse a TOML file; {} without a file, or if it is invalid, which `read_config` reports.
-
-    Fields that were renamed since the file was written have their current names.
-    """
+    """Parse a TOML file; {} without a file, or if it is invalid, which `read_config` reports."""
     try:
-        if file is None:
-            return {}
-        return rename_fields(tomllib.loads(Path(file).read_text(encoding="utf-8")))
+        return {} if file is None else rename_fields(tomllib.loads(Path(file).read_text("utf-8")))
     except (OSError, ValueError):
         return {}
 
