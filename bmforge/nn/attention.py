@@ -165,7 +165,7 @@ def mix_values(
         query: (B, N, T, H); key, value: (B, K, S, H); mask: (B or 1, 1, T or 1, S);
         bias: (B or 1, N, T, S); prefix: (K, P, H) each; returns (B, N, T, H)
     """
-    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
+    if query.is_cpu and torch.is_autocast_enabled("cpu"):
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
         bias = None if bias is None else _autocast(bias)
     is_plain = bias is None and softcap is None and slopes is None
@@ -205,8 +205,8 @@ def mix_values(
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Convert a tensor as autocast does before torch's attention; fp64 stays fp64."""
-    dtype = torch.get_autocast_dtype(x.device.type)
+    """Convert a CPU tensor as autocast does before torch's attention; fp64 stays fp64."""
+    dtype = torch.get_autocast_dtype("cpu")
     return x if x.dtype == torch.float64 else x.to(dtype)
 
 

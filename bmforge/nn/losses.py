@@ -366,8 +366,7 @@ def linear_cross_entropy(
     """
     if vocab is None:
         check_classes(labels, weight.shape[0])
-    is_cast = not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type)
-    if is_cast and isinstance(weight, Tensor):
+    if hidden.is_cpu and torch.is_autocast_enabled("cpu") and isinstance(weight, Tensor):
         # The products below have preallocated outputs, which autocast does not convert.
         hidden = hidden.to(weight.dtype)
         added = [(low.to(weight.dtype), rows.to(weight.dtype)) for low, rows in added]
