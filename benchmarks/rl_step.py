@@ -132,7 +132,7 @@ def build_theirs(folder: str, new_tokens: int) -> Callable[[], float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step() -> float:
-        loss = trainer.training_step(model, rows)
+        loss = trainer.training_step(model, rows, None)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
