@@ -36,7 +36,7 @@ def balance_whole_step(
         run_all: function that runs the forward of all micro-batches.
         num_micro_batches: number of micro-batches; the same on every process.
 
-    Comm: collectives of one more forward, then one all-reduce of 2 E + 3 numbers.
+    Comm: collectives of one more forward, then one all-reduce of 2 E + 3 numbers for E experts.
     """
     if num_micro_batches == 1 or not getattr(model, "balances", False):
         yield

@@ -166,7 +166,7 @@ def has_fast_half(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def triton_features(device: torch.device) -> tuple[bool, bool] | None:
-    """Return two flags, dp4a and tensor cores in Triton kernels on `device`; None without Triton.
+    """Return two flags: Triton can use dp4a, and tensor cores, on `device`; None without Triton.
 
     Triton has no tensor cores on Turing (sm_75), which has NVIDIA's dot product of bytes. AMD's and
     Intel's GPUs have matrix cores and no such instruction in Triton.

@@ -286,7 +286,7 @@ class _Cursor:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def count(self, least_bytes: int, what: str) -> int:
-        """Read a number of items, and check that the rest of the file can contain them.
+        """Read a number of items, and check that the remaining bytes of the file can contain them.
 
         An item has at least `least_bytes` bytes.
         """

@@ -275,7 +275,7 @@ def merge_licenses(licenses: Iterable[str], handed_on: str = "") -> list[Conflic
     Args:
         licenses: licenses of the parts, as their sources state them.
         handed_on: license of the whole work when it is distributed; it must contain the
-        restrictions of all parts.
+            restrictions of all parts.
     """
     by_id = {part.id: part for reported in licenses for part in _choose_parts(reported) or ()}
     conflicts = []

@@ -75,7 +75,7 @@ class AnswerWriter:
 
     @property
     def runs_natively(self) -> bool:
-        """True if native kernels run all blocks; scores then equal sampling's bit for bit."""
+        """True if native kernels run all blocks; `score` is then bit-identical to sampling."""
         model = self._copy or self._model
         with evaluating(model):  # as in `write`: native kernels do not support dropout
             return NativeStep().knows(model.layers)
@@ -90,7 +90,7 @@ class AnswerWriter:
     ) -> list[list[Completion]]:
         """Generate `count` answers for each prompt.
 
-        An answer depends only on the weights, its prompt, the prompt's seed and its number.
+        An answer depends only on the weights, its prompt, the prompt's seed and the answer's index.
 
         Args:
             prompts: token ids of the prompts.
@@ -173,7 +173,7 @@ class AnswerWriter:
                 dist.broadcast(target, self._owners[name])
 
     def close(self) -> None:
-        """End the engine."""
+        """Stop the engine."""
         self._engine.close()
 
 

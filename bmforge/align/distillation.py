@@ -25,7 +25,7 @@ def check_vocabularies(student: Any, teacher: Any, vocabularies: tuple[Any, Any]
     Args:
         student: config of the student.
         teacher: config of the teacher.
-        vocabularies: ids by token of both tokenizers.
+        vocabularies: map from token to id for student and teacher.
     """
     sizes = student.vocab_size, teacher.vocab_size
     if sizes[0] != sizes[1]:

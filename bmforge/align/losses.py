@@ -111,7 +111,8 @@ class LossMethod:
 def _dpo(scores: PairScores, options: MethodOptions) -> Tensor:
     """DPO loss: -(1 - e) log s(beta d) - e log s(-beta d), with d = h_w - h_l.
 
-    e is the label smoothing; e > 0 is conservative DPO.
+    s is the sigmoid, h the log-ratio of policy and reference, and e the label smoothing; e > 0 is
+    conservative DPO.
     """
     chosen, rejected = scores.ratios()
     return _smoothed(options.beta * (chosen - rejected), options.label_smoothing)
@@ -131,7 +132,7 @@ def _robust(scores: PairScores, options: MethodOptions) -> Tensor:
 
 
 def _hinge(scores: PairScores, options: MethodOptions) -> Tensor:
-    """Hinge loss: max(0, 1 - beta d), with d = h_w - h_l."""
+    """Hinge loss: max(0, 1 - beta d), d being the difference of the answers' log-ratios."""
     chosen, rejected = scores.ratios()
     return torch.relu(1 - options.beta * (chosen - rejected))
 

@@ -36,31 +36,31 @@ CorrectionName = Literal["none", "truncate", "mask"]
 
 @dataclass(kw_only=True)
 class PolicyConfig:
-    """Options of a policy loss; an option that is None has the method's value (`METHODS`).
+    """Options of a policy loss; None selects the method's default (`METHODS`).
 
     Args:
         advantage: advantage of an answer, see `ADVANTAGES`; gae is generalized advantage
             estimation for each token, with a value model (options: ``value``).
-        ratio: level of the probability ratio pi/old: each token; the mean of an answer (sequence);
-            the mean in value with the gradient of each token (sequence_token); or the sum of an
-            answer (sequence_sum).
+        ratio: probability ratio pi/old: token is the ratio of each token; sequence the mean of the
+            answer's log-ratios (GSPO); sequence_token the answer's mean as value, with per-token
+            gradients (GSPO-token); sequence_sum the sum of the answer's log-ratios.
         clip: ppo is the clipped surrogate of PPO; cispo clips the weight of a plain policy
             gradient; none is the plain policy gradient.
-        clip_low: lower clip range of the ratio, below 1; no effect with cispo.
-        clip_high: upper clip range above 1; with cispo the largest weight.
+        clip_low: the ratio is clipped below at 1 - clip_low; no effect with cispo.
+        clip_high: the ratio is clipped above at 1 + clip_high; with cispo at clip_high.
         clip_dual: upper bound of the ratio for negative advantages (dual-clip PPO, arXiv
             1912.09729; default: none).
-        normalize: denominator of the loss: sequence is the mean over answers of the mean over their
-            tokens; token the mean over all tokens of the step; fixed the sum divided by answers x
-            max_new_tokens; sum the mean over answers of the sum over their tokens.
-        beta: coefficient of the KL divergence to the reference; 0 has no reference.
+        normalize: denominator of the loss: sequence is the mean over answers of each answer's token
+            mean; token the mean over all tokens of the step; fixed the sum over tokens divided by
+            answers x max_new_tokens; sum the mean over answers of each answer's token sum.
+        beta: coefficient of the KL divergence to the reference; 0 uses no reference model.
         kl: estimator: k1 = log pi - log ref; k2 = half its square; k3 = ref/pi - 1 + k1.
-        kl_in: subtract the KL from the reward, or add it to the loss.
+        kl_in: place of the KL: subtracted from the reward (reward), or added to the loss (loss).
         kl_importance: weigh the KL in the loss by pi/old, so that its gradient is that of the
             reverse KL (TRL's use_bias_correction_kl; default: on).
-        correction: correction of answers whose sampler was not the trained policy, by the weight
-            old/sampler of each token: none, truncate (at most correction_cap) or mask (tokens with
-            a weight above correction_cap or below its inverse are left out).
+        correction: importance correction for answers sampled by another policy than the trained
+            one, with the weight old/sampler of each token: none, truncate (at most correction_cap)
+            or mask (tokens with a weight above correction_cap or below its inverse are left out).
         correction_cap: limit of the correction's weight (default: 2).
         entropy_bonus: coefficient of the entropy that is added to the objective (default: 0).
         gamma: discount factor of later rewards in gae (default: 1).

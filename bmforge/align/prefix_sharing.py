@@ -3,8 +3,8 @@
 The prompt is computed once instead of twice. A row has three segments: the prompt without its last
 token, the last prompt token with the chosen answer, and the last prompt token again with the
 rejected answer. Tokens attend to the prompt and within their segment, and both answers have the
-positions that they would have in rows of their own. The last prompt token is repeated so that
-every label is predicted by the token before it, as in other rows.
+positions that they would have in separate rows. The last prompt token is repeated so that every
+label is predicted by the token before it, as in other rows.
 
 Source: Wang and Hegde, "Accelerating direct preference optimization with prefix sharing" (2024).
 """
@@ -53,7 +53,7 @@ class SharedRow(NamedTuple):
 def share_prompt(
     answers: Sequence[tuple[Sequence[int], Sequence[int]]],
 ) -> SharedRow:
-    """Join the two rows of a pair into one that has their common prompt once.
+    """Join the two rows of a pair into one row with a single copy of their common prompt.
 
     Args:
         answers: (ids, labels) of the chosen and of the rejected row.
@@ -83,7 +83,7 @@ def _first_label(labels: Sequence[int]) -> int:
 
 
 def is_shared(batch: Mapping[str, Tensor]) -> bool:
-    """Return True if each row of a batch has both answers of a pair."""
+    """Return True if each row of a batch contains both answers of a pair."""
     return SEGMENTS in batch
 
 
@@ -105,14 +105,14 @@ def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def sum_answers(values: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Sum the values of each answer's tokens; the answers of a pair are neighbors.
+    """Sum the values of each answer's tokens; the two answers of a pair are adjacent.
 
     Args:
-        values: value of each token, 0 where no answer is.
-        batch: the batch of the values.
+        values: value of each token; 0 outside the answers.
+        batch: batch to which the values belong.
 
     Shape:
-        values: (2B, T), or (B, T) in shared rows; returns (2B,)
+        values: (2B, T), or (B, T) if both answers of a pair share a row; returns (2B,)
     """
     if not is_shared(batch):
         return values.sum(1)
@@ -131,7 +131,7 @@ def chosen_rows(values: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the values of the prompts with the chosen answers; 0 elsewhere in shared rows.
 
     Shape:
-        values: (2B, T), or (B, T) in shared rows; returns (B, T)
+        values: (2B, T), or (B, T) if both answers of a pair share a row; returns (B, T)
     """
     if not is_shared(batch):
         return values[::2]

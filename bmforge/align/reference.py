@@ -72,7 +72,7 @@ def base_adapters(model: nn.Module) -> tuple[str, ...]:
     """Return the adapters that stay enabled in the reference: those that are not trained.
 
     Args:
-        model: policy whose trained weights are those of adapters.
+        model: policy whose trained weights all belong to adapters.
 
     Raises:
         ConfigError: no adapter is trained, or weights of the base are trained too, so that the

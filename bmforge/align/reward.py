@@ -28,7 +28,8 @@ class RewardObjective:
     classifier's output at the last token of `attention_mask`.
 
     Args:
-        center_coefficient: factor of the squared sum of both rewards, which keeps them near 0.
+        center_coefficient: factor of the squared sum of both rewards; the term keeps rewards near
+            0.
     """
 
     metrics: Mapping[str, MetricKind] = {

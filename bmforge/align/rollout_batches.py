@@ -35,9 +35,9 @@ class RolloutAnswer:
         old: log-probabilities at the beginning of the update; empty if not needed.
         reference: log-probabilities of the reference; empty if not needed.
         values: value before each token at the time of the rollout; empty without a value model.
-        returns: targets of the value model; empty without one.
+        returns: targets of the value model; empty without a value model.
         logged: values that reward functions have logged for this answer, by column.
-        logged_metrics: metrics that they have logged in the call that scored this answer.
+        logged_metrics: metrics that reward functions logged in the call that scored this answer.
     """
 
     prompt: int

@@ -100,7 +100,7 @@ class CompletionLog:
 
     Args:
         run_dir: directory of the run.
-        prompts: number of prompts per rollout that are written.
+        prompts: number of prompts per rollout whose answers are written.
         next_step: first step of the next rollout; rows of later steps, which a killed run has
             written, are removed.
     """

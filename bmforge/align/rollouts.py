@@ -66,7 +66,7 @@ class RolloutLoader:
             and ``seed``.
         decode: function from token ids of an answer to its text.
         ranks: position of this process in the layout.
-        tools: turns of answers that call tools; None without tools.
+        tools: runner of the tool calls in answers; None without tools.
 
     Attributes:
         metrics: metrics of the last rollout, under TRL's names.
@@ -139,7 +139,8 @@ class RolloutLoader:
             writer: generator of answers.
             scores: log-probabilities of the policies; None if no method needs them.
             watch: function called with (first step, answers, metrics) after every rollout.
-            max_steps: optimizer steps of the run, which reward functions may ask for.
+            max_steps: number of optimizer steps of the run, passed to reward functions that ask for
+                it.
         """
         self._writer, self._scores, self._watch = writer, scores, watch
         self._max_steps = max_steps

@@ -1,7 +1,8 @@
 """Answers of several turns: the model calls functions of the user and reads their results.
 
-Token ids are kept over all turns, never decoded and encoded again: a turn begins with the ids of
-the prompt, of the answer so far, and of the encoded results. Tokens of results are not trained on.
+The token ids of earlier turns are reused, never decoded and encoded again: a turn begins with the
+ids of the prompt, of the answer so far, and of the encoded results. Tokens of results are not
+trained on.
 """
 
 from __future__ import annotations

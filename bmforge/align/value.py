@@ -39,7 +39,7 @@ _EPSILON = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class ValueConfig:
-    """Value model of PPO; options without effect in other methods are refused.
+    """Value model of PPO; setting an option with another method is an error.
 
     Args:
         init_from: initial value model: a reward model, or a language model, which gets a new head;
@@ -151,7 +151,7 @@ def predict_values(model: Any, batch: Batch) -> Tensor | None:
 def value_loss(
     values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, cliprange: float
 ) -> tuple[Tensor, Tensor]:
-    """Return PPO's clipped value loss, and whether it is clipped, for every token.
+    """Return PPO's clipped value loss of every token, and a bool mask of the clipped tokens.
 
     Args:
         values: predictions of the value model, with gradient.

@@ -35,7 +35,8 @@ def make_verifier(kind: str, argument: str) -> Reward:
 
     Args:
         kind: key of `VERIFIERS`.
-        argument: column of the prompts with the right answers, or the verifier's own argument.
+        argument: column of the dataset with the right answers; or the pattern, length or file that
+            the verifier requires.
 
     Raises:
         ConfigError: the argument is missing or not valid.
@@ -46,7 +47,7 @@ def make_verifier(kind: str, argument: str) -> Reward:
 
 
 def _compare(column: str, is_right: Callable[[str, Any], bool]) -> Reward:
-    """Return a reward function that compares each answer with a column of its prompt."""
+    """Return a reward function that compares answers with a column of their prompts' rows."""
 
     def reward(completions: Sequence[Any], **columns: Any) -> list[float | None]:
         if column not in columns:

@@ -51,7 +51,7 @@ def talk(
     Args:
         model: directory, hub id or short name of a model that generates text, a run's
             directory, or an adapter directory.
-        config: options of the answers.
+        config: generation options.
         memory: memory limits of the model (default: none).
         adapters: adapter directories to attach, optionally with ``=WEIGHT``.
         shows_thoughts: print the text between ``<think>`` and ``</think>``.

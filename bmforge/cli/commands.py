@@ -1,7 +1,7 @@
 """Table of all commands: the description, options and function of each.
 
-The help and the check of arguments import only the options. The function, and with it torch, is
-imported when the command runs.
+Printing the help and checking the arguments import only the options. The function, and with it
+torch, is imported when the command runs.
 """
 
 from __future__ import annotations

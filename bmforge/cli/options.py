@@ -51,7 +51,7 @@ class GenerateCommand:
         chat: render the prompt with the model's chat template, and print only the answer.
         document: file of documents for CPM-Bee, one {"input": "...", "<ans>": ""} per line;
             they are printed with their answers.
-        max_new_tokens: maximum number of new tokens; of each answer for documents.
+        max_new_tokens: maximum number of new tokens; with documents, per answer.
         min_new_tokens: minimum number of new tokens before an end token.
         num_beams: number of beams; 1 means no beam search (default 1; CPM-Ant and CPM-Bee: 3).
         length_penalty: beam scores are divided by the length to this power (default 1).
@@ -112,7 +112,7 @@ class ChatCommand:
     Args:
         model: directory, hub id or short name of a model that generates text, a run's
             directory, or an adapter directory.
-        config: options of the answers.
+        config: generation options.
         adapter: adapter directories to attach to the model; DIR=0.5 scales one.
         hide_thoughts: do not print the text between <think> and </think>.
         memory: memory limits of the model.
@@ -294,8 +294,9 @@ class PlanCommand:
             of answers; rl and distill also generate rollouts.
         reference: reference model of preferences, or of rl with rl.beta above 0: adapter (the
             base model without the adapter), copy or precomputed; none uses the task's default.
-        reference_dtype: quantize the copy of preferences to int8 or int4; none is fp32.
-        reference_offload: keep the copy of preferences in host memory during steps.
+        reference_dtype: quantize the reference copy of preferences to int8 or int4; none keeps
+            fp32.
+        reference_offload: keep the reference copy of preferences in host memory during steps.
         value_model: count the value model of --task rl with --method ppo (default: off).
         teacher: model of --task distill: a preset, or a model directory.
         max_num_seqs: number of answers that rl and distill generate at once (default: 64).
@@ -323,7 +324,7 @@ class PlanCommand:
         price: price of one GPU hour.
         currency: currency of the price.
         rows: number of rows in the printed table.
-        plot: SVG file to write, with a chart of the memory of these rows.
+        plot: SVG file to write, with a chart of the memory of the layouts in the table.
         json: print all estimates as JSON, in bytes and seconds.
     """
 

@@ -189,7 +189,7 @@ def _make(
 
 
 def _find_kinds(model: Model) -> dict[Any, list[int]]:
-    """Return the index of one layer of each kind of identical layers, the largest layers first."""
+    """Group identical layers; return the indices in each group, the largest group first."""
     stacks = [model.get_submodule(name) for name in model.layout_rules().stacks]
     kinds: dict[Any, list[int]] = {}
     for number in range(len(stacks[0])):

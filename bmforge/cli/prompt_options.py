@@ -25,7 +25,7 @@ class PromptCommand:
         tokenizer: directory of the tokenizer (default: that of the model).
         verbalizer: file with the label words of each class (default: those of the task).
         choice: index of the task's template, and of the verbalizer in its file.
-        join: score of a word of several tokens: first, max, mean or joint.
+        join: score of a label word with several tokens: first, max, mean or joint.
         behind: treatment of text after the mask of a causal model: refuse, leave out or score.
         soft_front: number of trainable soft tokens before the prompt.
         seq_len: maximum prompt length in tokens.

@@ -48,8 +48,8 @@ class BlockRun:
         name: module name of the block.
         block: block module.
         matrices: selected matrices of the block.
-        statistics: input statistics of each matrix by name; matrices that received no token are
-            missing.
+        statistics: input statistics of each matrix by name; matrices whose layer processed no token
+            are missing.
         calls: recorded call of the block for each batch.
         inputs: input hidden states of each batch.
         is_last: True if this is the last visit to the block.
@@ -179,7 +179,7 @@ def _find_stacks(
 
 @dataclass(frozen=True)
 class _Show:
-    """Visits the blocks of a stack one after the other; see `calibrate_blocks`."""
+    """Gathers the statistics of a block and calls `visit`, once or several times."""
 
     visit: Callable[[BlockRun], None]
     gather: Callable[[Matrix], Statistic]
@@ -226,17 +226,17 @@ def _calibrate_stack(
 
 
 class _Inputs:
-    """Finds the first matrix that received a given input tensor; keeps only weak references."""
+    """Maps an input tensor to the first matrix whose layer was called with this tensor."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[weakref.ref[Tensor], str]] = []
 
     def find(self, x: Tensor) -> str | None:
-        """Return the name of the first matrix that received this tensor, or None."""
+        """Return the name of the first matrix whose input was this tensor, or None."""
         return next((name for other, name in self._seen if other() is x), None)
 
     def add(self, x: Tensor, name: str) -> None:
-        """Record `name` as the matrix that received the tensor `x`."""
+        """Record that `x` was the input of the matrix `name`."""
         self._seen.append((weakref.ref(x), name))
 
     def clear(self) -> None:

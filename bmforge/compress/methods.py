@@ -81,7 +81,7 @@ def _check(config: CompressConfig, batches: Batches, own: Sequence[Method]) -> N
 
 
 def _check_gates(config: CompressConfig, own: Sequence[Method]) -> None:
-    """Raise an error if gates, which change shapes, are combined with methods that keep shapes."""
+    """Raise an error if gates change the shapes that another method depends on."""
     settings = [(name, getattr(config, part)) for name, (part, _) in _PARTS.items()]
     settings += [(method.name, getattr(method, "config", None)) for method in own]
     if not any(

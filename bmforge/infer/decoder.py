@@ -68,7 +68,7 @@ class Decoder:
             self._mask[:, : mask.shape[1]] = mask
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Run the prompt or the last chosen tokens, and return the logits of the next token.
+        """Run the model on the prompt or the last tokens; return the next token's logits.
 
         Shape:
             tokens: (B, T) -> (B, V) in fp32
@@ -184,7 +184,7 @@ class Seq2SeqDecoder(Decoder):
                 self._source = model.encode(source, mask)
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Run the start token or the last chosen tokens; return the logits of the next token."""
+        """Run the decoder on the start token or the last chosen tokens; return the next logits."""
         if self._is_pipelined:
             return self._run_whole(tokens)
         # After the first call the cache holds the cross-attention keys and values of every row.

@@ -48,7 +48,7 @@ class ForeignDecoder(Decoder):
             self._mask[:, : mask.shape[1]] = mask
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Run the prompt or the last chosen tokens, and return the logits of the next token.
+        """Run the model on the prompt or the last tokens; return the next token's logits.
 
         Shape:
             tokens: (B, T) -> (B, V) in fp32
@@ -137,7 +137,7 @@ class SeparateDecoder(Decoder):
         self._padding: list[int] | None = (mask == 0).sum(1).tolist()
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Run the prompt or the last chosen tokens, and return the logits of the next token.
+        """Run the model on the prompt or the last tokens; return the next token's logits.
 
         Shape:
             tokens: (B, T) -> (B, V) in fp32

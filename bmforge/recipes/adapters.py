@@ -73,7 +73,7 @@ class AdapterConfig:
     Args:
         kind: lora, adapter, low-rank, compacter, parallel-adapter, bitfit, ia3, prefix or
             soft-prompt; None trains the model itself.
-        target_modules: layers that get an adapter: all-linear, common names (attn.q), suffixes or
+        target_modules: layers that get an adapter: all-linear, generic names (attn.q), suffixes or
             globs; () selects all-linear for lora, else the default of the type.
         exclude_modules: name prefixes, or targets, of layers without an adapter.
         modules_to_save: modules that are trained in full and saved with the adapter; a new head is
@@ -155,7 +155,7 @@ def default_rate(kind: str, rank: int | None) -> float:
 
 
 def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
-    """Attach a run's adapter to its model, on meta or not; return None without an adapter.
+    """Attach a run's adapter to its model, possibly on meta; return None without an adapter.
 
     Args:
         model: base model, not yet parallelized.

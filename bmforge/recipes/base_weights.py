@@ -45,7 +45,7 @@ def packs_base(config: Any) -> bool:
 
 
 def check_base_dtype(config: Any) -> None:
-    """Raise `ConfigError` if ``base_dtype`` conflicts with the rest of a run's config."""
+    """Raise `ConfigError` if ``base_dtype`` conflicts with other options of a run."""
     dtype, precision = config.base_dtype, config.train.precision
     if dtype is None:
         return
@@ -148,7 +148,8 @@ def fill_packed_(model: nn.Module, read: PackedReader, device: torch.device) -> 
     """Load this process's shards of the base weights into a model, quantized.
 
     Args:
-        model: parallelized model on meta; the tensors of its adapter are left to `Delta.init_`.
+        model: parallelized model on meta; the tensors of its adapter are initialized later by
+            `Delta.init_`.
         read: reader of the base.
         device: device of the model.
     """

@@ -39,7 +39,7 @@ class BlankConfig(RunConfig):
     """Config to pretrain on blank infilling; other fields are `RunConfig`'s.
 
     Args:
-        data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` counts the
+        data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` includes the
             text, its special tokens, and the appended spans.
         long_ratio: share of texts with one long span at the end.
         noise_density: share of the tokens in short spans.
@@ -58,7 +58,7 @@ def train_blanks(config: Any) -> RunResult:
     """Run or resume training on blank infilling.
 
     Args:
-        config: a `BlankConfig` with the `model` of a GLM.
+        config: a `BlankConfig` whose `model` is a GLM's config.
 
     Raises:
         BmforgeError: see `run_recipe`.

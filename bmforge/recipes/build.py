@@ -34,7 +34,7 @@ def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any
     """Build a run's parallelized model.
 
     Args:
-        config: settled config of the run.
+        config: config of the run, with all defaults resolved.
         world: all processes of the run.
         mesh: device mesh of the layout.
 
@@ -89,7 +89,7 @@ def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any
 
 
 def _freeze_(model: Model, head: Collection[str]) -> None:
-    """Freeze all parameters except attached modules and a new head; raise if none is left."""
+    """Freeze all but attached modules and a new head; raise an error if none is trained."""
     freeze_base_(model, head)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(

@@ -277,7 +277,7 @@ def _settle_run(
 def ask_teacher(config: CompressRunConfig, count: int) -> Path:
     """Store a teacher's top tokens for all rows that a recipe trains on, without compressing.
 
-    All phases of a recipe read the same rows from the first on, so those of the longest suffice.
+    All phases of a recipe read the same rows in order, so the longest phase has all rows.
 
     Args:
         config: a recipe with `distill.teacher`.

@@ -4,7 +4,7 @@
 texts with labels, writes ``quality.npz`` and ``perplexity.npz``, which `prepare --scores` reads.
 `ModelPerplexity` scores texts with a bmforge model as a step of `prepare`.
 Source: Brown et al. 2020, arXiv:2005.14165, appendix A (a classifier of good texts against a
-crawl); Wenzek et al. 2020, arXiv:1911.00359 (thirds of perplexities).
+crawl); Wenzek et al. 2020, arXiv:1911.00359 (three buckets by perplexity).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _check(config: QualityConfig) -> None:
 def _train_classifier(
     good: Sequence[str], others: Sequence[str], config: QualityConfig
 ) -> LinearScorer:
-    """Train the classifier on most of the texts, and log its quality on the held-out rest."""
+    """Train the classifier on most of the texts, and log its quality on held-out texts."""
     share = config.held_out_fraction
     (learned, held_out), (learned_others, held_out_others) = (
         hold_out(texts, share, config.seed) for texts in (good, others)

@@ -56,9 +56,9 @@ class CPM1TextsConfig(RunConfig):
 
     Args:
         data: training data; longer examples than `seq_len` are skipped. For ChID `paths` are its
-            files, one JSON object per line with `content` and `candidates`, and next to FILE.json
-            the right numbers in FILE_answer.json; for STC text files with a post, a tab and its
-            reply on each line.
+            files, one JSON object per line with `content` and `candidates`; FILE_answer.json next
+            to FILE.json has the numbers of the right idioms. For STC text files with a post, a tab
+            and its reply on each line.
     """
 
     data: ExampleConfig = field(default_factory=ExampleConfig)
@@ -66,7 +66,7 @@ class CPM1TextsConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPM1TuneConfig(CPM1TextsConfig):
-    """Config to fine-tune a CPM-1; given fields of `model` override `init_from`'s."""
+    """Config to fine-tune a CPM-1; fields set in `model` override those of `init_from`."""
 
     model: CPM1Config = field(default_factory=lambda: CPM1Config.preset("cpm1-small"))
 
@@ -75,8 +75,8 @@ class CPM1TuneConfig(CPM1TextsConfig):
 class ChIDConfig(CPM1TuneConfig):
     """Config to fine-tune a CPM-1 on ChID.
 
-    `data.paths` are its files: one JSON object per line with `content` and `candidates`, and next
-    to FILE.json the right numbers in FILE_answer.json.
+    `data.paths` are its files: one JSON object per line with `content` and `candidates`;
+    FILE_answer.json next to FILE.json has the numbers of the right idioms.
     """
 
     run_dir: Path = Path("runs/cpm1-chid")

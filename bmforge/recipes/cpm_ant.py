@@ -39,8 +39,8 @@ class AntConfig(RunConfig):
     """Config to train on masked tokens and continuations; other fields are `RunConfig`'s.
 
     Args:
-        data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` counts the
-            prompt, the text, its begin and its end.
+        data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` includes the
+            prompt, the text, and its begin and end tokens.
         mlm_ratio: share of texts with masked tokens at random positions; the other texts hide
             their end.
         shortest: minimum length of a text in tokens; shorter texts are skipped.
@@ -53,7 +53,7 @@ class AntConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPMAntTrainConfig(AntConfig):
-    """Config to train a CPM-Ant; given fields of `model` override `init_from`'s."""
+    """Config to train a CPM-Ant; fields set in `model` override those of `init_from`."""
 
     run_dir: Path = Path("runs/cpm-ant-train")
     model: CPMAntConfig = field(default_factory=lambda: CPMAntConfig.preset("cpm-ant-10b"))

@@ -53,7 +53,8 @@ class SearchConfig:
         sizes: ranks, widths or lengths, for the kinds that have one.
         max_trained: maximum number of trained parameters of a candidate, not counting new heads; 0
             sets no limit.
-        keep_ratio: factor by which each round has fewer candidates and more steps.
+        keep_ratio: each round keeps 1 / keep_ratio of the candidates and trains them keep_ratio
+            times as many steps.
     """
 
     kinds: tuple[str, ...] = ("lora", "adapter", "compacter", "bitfit", "ia3")
@@ -201,7 +202,8 @@ def plan_rounds(count: int, steps: int, keep_ratio: int) -> list[tuple[int, int]
     Args:
         count: number of candidates.
         steps: steps of the last round.
-        keep_ratio: factor by which each round has fewer candidates and more steps.
+        keep_ratio: each round keeps 1 / keep_ratio of the candidates and trains them keep_ratio
+            times as many steps.
     """
     counts = [count]
     while counts[-1] > 1:

@@ -33,7 +33,7 @@ class DialogueConfig(RunConfig):
 
     Args:
         data: `paths` are text files with one dialogue per line and tabs between utterances;
-            `seq_len` is the window of the history, in tokens.
+            `seq_len` is the maximum length of the history in tokens.
         target_len: maximum answer length in tokens; dialogues with a longer answer are skipped.
     """
 
@@ -43,7 +43,7 @@ class DialogueConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class EVADialogueConfig(DialogueConfig):
-    """Config to train an EVA on dialogues; given fields of `model` override `init_from`'s."""
+    """Config to train an EVA on dialogues; fields set in `model` override those of `init_from`."""
 
     run_dir: Path = Path("runs/eva-dialogue")
     model: EVAConfig = field(default_factory=lambda: EVAConfig.preset("eva2.0-base"))

@@ -58,7 +58,7 @@ def train_distill(config: Any) -> RunResult:
     """Distill a teacher into a student that generates the answers, or resume such a run.
 
     Args:
-        config: an `OnPolicyDistillationConfig` with the `model` of a decoder.
+        config: an `OnPolicyDistillationConfig` whose `model` is a decoder's config.
 
     Raises:
         BmforgeError: see `run_recipe`; the teacher has another vocabulary.

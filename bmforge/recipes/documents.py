@@ -50,11 +50,11 @@ class DocumentConfig:
             that describe a mixture.
         validation: held-out documents in the same formats; each task is also evaluated separately.
         tokenizer: directory with CPM-Bee's vocab.txt; None takes `init_from`'s.
-        seq_len: tokens of a row; documents are packed into rows, longer ones are left out.
+        seq_len: tokens of a row; documents are packed into rows, longer ones are skipped.
         global_batch_size: rows per optimizer step over all processes.
         micro_batch_size: rows per forward pass on one process.
         validation_batches: maximum number of evaluation batches of a task; None reads all.
-        skip_bad: leave out documents that cannot be encoded instead of stopping.
+        skip_bad: skip documents that cannot be encoded instead of stopping.
         seed: random seed of the order of documents and answers, the transforms and the examples.
     """
 
@@ -82,7 +82,7 @@ class DocumentsConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPMBeeTrainConfig(DocumentsConfig):
-    """Config to train a CPM-Bee; given fields of `model` override `init_from`'s."""
+    """Config to train a CPM-Bee; fields set in `model` override those of `init_from`."""
 
     run_dir: Path = Path("runs/cpm-bee-train")
     model: CPMBeeConfig = field(default_factory=lambda: CPMBeeConfig.preset("cpm-bee-10b"))

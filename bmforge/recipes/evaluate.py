@@ -79,7 +79,7 @@ class _Subject:
 
 @dataclass(frozen=True)
 class _Reading:
-    """Settings to build task rows, with the same fields as a run's config."""
+    """Settings to build task rows; the fields mean the same as in a run's config."""
 
     model: ModelConfig
     data: ExampleConfig

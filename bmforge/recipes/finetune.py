@@ -65,7 +65,10 @@ class TaskTuneConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class BertSuperGLUEConfig(TaskTuneConfig):
-    """Config to fine-tune a BERT to classify; given fields of `model` override `init_from`'s."""
+    """Config to fine-tune BERT on a SuperGLUE task as classification.
+
+    Fields set in `model` override those of `init_from`.
+    """
 
     new_head: bool = True
     run_dir: Path = Path("runs/bert-superglue")
@@ -74,7 +77,10 @@ class BertSuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class T5SuperGLUEConfig(TaskTuneConfig):
-    """Config to fine-tune a T5 to answer; given fields of `model` override `init_from`'s."""
+    """Config to fine-tune T5 on a SuperGLUE task as text generation.
+
+    Fields set in `model` override those of `init_from`.
+    """
 
     run_dir: Path = Path("runs/t5-superglue")
     model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))
@@ -82,7 +88,10 @@ class T5SuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class GPT2SuperGLUEConfig(TaskTuneConfig):
-    """Config to fine-tune a GPT-2 to answer; given fields of `model` override `init_from`'s."""
+    """Config to fine-tune GPT-2 on a SuperGLUE task as text generation.
+
+    Fields set in `model` override those of `init_from`.
+    """
 
     run_dir: Path = Path("runs/gpt2-superglue")
     model: GPT2Config = field(default_factory=lambda: GPT2Config.preset("gpt2-small"))
@@ -90,7 +99,10 @@ class GPT2SuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class LlamaSuperGLUEConfig(TaskTuneConfig):
-    """Config to fine-tune a Llama to answer; given fields of `model` override `init_from`'s."""
+    """Config to fine-tune Llama on a SuperGLUE task as text generation.
+
+    Fields set in `model` override those of `init_from`.
+    """
 
     run_dir: Path = Path("runs/llama-superglue")
     model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))
@@ -110,7 +122,10 @@ class SQuADTuneConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class T5SQuADConfig(SQuADTuneConfig):
-    """Config to fine-tune a T5 on questions; given fields of `model` override `init_from`'s."""
+    """Config to fine-tune T5 to answer questions on a context.
+
+    Fields set in `model` override those of `init_from`.
+    """
 
     run_dir: Path = Path("runs/t5-squad")
     model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))
@@ -120,8 +135,8 @@ def tune_task(config: Any) -> RunResult:
     """Run or resume fine-tuning on a task whose examples have options.
 
     Args:
-        config: a `TaskTuneConfig` with the `model` of an encoder, which classifies, or of a decoder
-            or encoder-decoder, which generates.
+        config: a `TaskTuneConfig` whose `model` is the config of an encoder, which classifies, or
+            of a decoder or encoder-decoder, which generates.
 
     Raises:
         BmforgeError: see `run_recipe`.
@@ -145,7 +160,7 @@ def tune_squad(config: Any) -> RunResult:
     """Run or resume fine-tuning on questions with a free-text answer.
 
     Args:
-        config: a `SQuADTuneConfig` with the `model` of a decoder or encoder-decoder.
+        config: a `SQuADTuneConfig` whose `model` is the config of a decoder or encoder-decoder.
 
     Raises:
         BmforgeError: see `run_recipe`.
@@ -171,7 +186,7 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
 
 
 def _open(form: Callable[..., AskedTask], config: Any, rows: World, **fields: Any) -> TrainingData:
-    """Open a task as training data, through an `AskedTask`; `fields` go to `TrainingData`."""
+    """Open a task as training data, through an `AskedTask`; `fields` are set on `TrainingData`."""
     check_length(config)
     task, train, dev = read_examples(config.data)
     tokenizer = open_tokenizer(config)

@@ -1,7 +1,7 @@
 """Training of a ViT to classify images in a folder, whose subfolders are the classes.
 
-Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (2020); `init_from` gives its
-fine-tuning. `inputs/image_folder.py` has the preprocessing.
+Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (2020); with `init_from` the model is
+fine-tuned. `inputs/image_folder.py` has the preprocessing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def train_images(config: Any) -> RunResult:
     """Run or resume training on an image folder.
 
     Args:
-        config: an `ImagesConfig` with the `model` of a ViT; its number of classes becomes the
-            number of subfolders.
+        config: an `ImagesConfig` whose `model` is a ViT's config; its number of classes is set to
+            the number of subfolders.
 
     Raises:
         BmforgeError: see `run_recipe`.

@@ -36,7 +36,7 @@ class MaskedConfig(RunConfig):
     """Config to pretrain on masked tokens; other fields are `RunConfig`'s.
 
     Args:
-        data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` counts the
+        data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` includes the
             text and its begin and end tokens.
         mask_ratio: share of the tokens that are predicted.
         shortest: minimum length of a text in tokens; shorter texts are skipped.
@@ -51,7 +51,7 @@ def train_masked(config: Any) -> RunResult:
     """Run or resume training on masked tokens.
 
     Args:
-        config: a `MaskedConfig` with the `model` of a BERT, RoBERTa or Longformer.
+        config: a `MaskedConfig` whose `model` is the config of a BERT, RoBERTa or Longformer.
 
     Raises:
         BmforgeError: see `run_recipe`.

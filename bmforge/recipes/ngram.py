@@ -28,7 +28,8 @@ def bigram_bits(train: TokenStore, held_out: TokenStore, vocab_size: int) -> flo
     """Return the code length of the held-out tokens in bits under a bigram model.
 
     Absolute discounting with back-off to the unigram: P(b|a) = max(c(ab) - d, 0) / c(a) + d n(a) /
-    c(a) P(b), n(a) being the number of distinct tokens that follow a (Ney, Essen and Kneser 1994).
+    c(a) P(b), with counts c, discount d, and n(a) distinct tokens that follow a (Ney, Essen and
+    Kneser 1994).
     """
     unigram = _unigram(np.asarray(train.tokens), vocab_size)
     tokens = np.asarray(train.tokens).astype(np.int64)

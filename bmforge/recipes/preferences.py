@@ -127,7 +127,7 @@ def train_preferences(config: Any) -> RunResult:
     """Train a model on preferences, or resume such a run.
 
     Args:
-        config: a `PreferencesConfig` with the `model` of a decoder.
+        config: a `PreferencesConfig` whose `model` is a decoder's config.
 
     Raises:
         ConfigError: an option has no effect with the method.

@@ -11,7 +11,7 @@ __all__ = ["check_prefix_sharing", "check_shared_width", "refuse_prefix_sharing"
 
 
 def refuse_prefix_sharing(config: Any, reason: str) -> None:
-    """Raise `ConfigError` if a run without pairs of language-model rows shares prefixes.
+    """Raise `ConfigError` if `data.prefix_sharing` is set; it has no effect in this run.
 
     Args:
         config: config of the run.
@@ -24,8 +24,8 @@ def refuse_prefix_sharing(config: Any, reason: str) -> None:
 def check_prefix_sharing(config: Any) -> None:
     """Raise `ConfigError` if the model or layout of a preferences run cannot share prefixes.
 
-    Shared rows have an attention mask and positions of their own, so attention must depend on
-    nothing else: no sliding window or bias, which count the tokens of a row.
+    Shared rows set the attention mask and the positions, so sliding windows and attention biases,
+    which depend on distances within the row, are not supported.
     """
     if not config.data.prefix_sharing:
         return

@@ -66,7 +66,7 @@ def pretrain(config: Any) -> RunResult:
     """Run or resume a pretraining run.
 
     Args:
-        config: a `PretrainConfig` with a `model` of any decoder-only family.
+        config: a `PretrainConfig` whose `model` is the config of any decoder-only family.
 
     Raises:
         BmforgeError: see `run_recipe`.

@@ -69,7 +69,7 @@ class PromptDataConfig(TaskDataConfig):
     """Data of a prompt run; other fields are `TaskDataConfig`'s.
 
     Args:
-        shots: training examples per label, or in total for a task that asks for texts; 0 uses all.
+        shots: training examples per label, or in total for a task with text answers; 0 uses all.
         seeds: number of runs with different examples and orders, in subdirectories of `run_dir`.
     """
 

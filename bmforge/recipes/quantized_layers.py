@@ -89,7 +89,7 @@ class _Losses:
 
     Args:
         read: function that reads original weights.
-        known: names of the original weights; a tied head has none.
+        known: names of the original weights; a tied head has no name.
     """
 
     def __init__(self, read: WeightReader, packed_names: set[str]) -> None:

@@ -37,7 +37,7 @@ def quickstart(config: QuickstartConfig) -> Path:
     """Run or resume the quickstart; return the path of its report.
 
     Raises:
-        BmforgeError: bad input, or `run_dir` belongs to something else.
+        BmforgeError: bad input, or `run_dir` belongs to another program.
         KeyboardInterrupt: a signal stopped the training after its checkpoint was saved.
     """
     world = init_distributed()

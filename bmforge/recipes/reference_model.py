@@ -65,8 +65,8 @@ def open_reference_copy(config: Any, rows: World) -> Reference:
     """Build a frozen copy of a run's initial model, on the layout of the policy.
 
     Args:
-        config: settled config of the run.
-        rows: this process among the data-parallel ranks.
+        config: config of the run, with all defaults resolved.
+        rows: data-parallel rank and size of this process.
 
     Raises:
         ConfigError: `reference_offload` without an accelerator.
@@ -89,7 +89,7 @@ def open_reference_copy(config: Any, rows: World) -> Reference:
 
 
 def _build_quantized(config: Any, world: World, mesh: Any) -> nn.Module:
-    """Build the copy in ``reference_dtype``; other weights are stored in the precision."""
+    """Build the copy; linear layers are in ``reference_dtype``, other weights in the precision."""
     start = find_model(config.init_from)
     sizes = config.model.replace(raw=read_config_file(start))
     model = family_of(sizes).from_config(sizes, device="meta")

@@ -70,7 +70,7 @@ def train_reward(config: Any) -> RunResult:
     """Train a reward model, or resume such a run.
 
     Args:
-        config: a `RewardConfig` with the `model` of a decoder.
+        config: a `RewardConfig` whose `model` is a decoder's config.
 
     Raises:
         BmforgeError: see `run_recipe`.

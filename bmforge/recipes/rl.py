@@ -35,7 +35,7 @@ class ReinforcementConfig(RunConfig):
     Args:
         data: prompts, with any further columns for the reward functions.
         method: published method: grpo, dr_grpo, dapo, rloo, gspo, cispo, reinforce++ or ppo.
-        rl: options of the loss that override the method's.
+        rl: options of the loss; each overrides the method's default.
         value: value model of ppo.
         rollout: generation of answers.
         reward: reward functions NAME[=WEIGHT]: module:function or file.py:function with TRL's
@@ -64,7 +64,7 @@ def train_rl(config: Any) -> RunResult:
     """Train a model by reinforcement learning, or resume such a run.
 
     Args:
-        config: a `ReinforcementConfig` with the `model` of a decoder.
+        config: a `ReinforcementConfig` whose `model` is a decoder's config.
 
     Raises:
         BmforgeError: see `run_recipe`; a reward function cannot be opened.

@@ -99,10 +99,10 @@ class RunConfig:
 
     Args:
         run_dir: directory of the run.
-        init_from: initial model: directory, hub id or short name; its sizes apply except for
-            given fields of `model`. None initializes the weights randomly.
-        model_changes: given fields of `model` with `init_from`, set by the command line;
-            None selects those that differ from the recipe's defaults.
+        init_from: initial model: directory, hub id or short name; its sizes apply, except for
+            fields that are set in `model`. None initializes the weights randomly.
+        model_changes: names of the `model` fields that override `init_from`, set by the command
+            line; None selects the fields that differ from the recipe's defaults.
         new_head: initialize the task's head if `init_from`'s model has none.
         family: family of `model`; set by the command line, and recorded in `run.toml`.
         changes: changes of the model before it is parallelized, as JSON or a JSON file; see

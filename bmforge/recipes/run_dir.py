@@ -42,8 +42,8 @@ def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
     Args:
         run_dir: the directory.
         config: the run's config dataclass.
-        free: dotted fields, or tables, that may differ from the existing run: they change neither
-            the numbers nor what was learned (layout, cadence of logging, length).
+        free: names of fields or tables that may differ from the existing run, because they do not
+            affect the steps already trained (layout, logging interval, length).
 
     Raises:
         ConfigError: the directory contains another run or unrelated files.

@@ -106,7 +106,7 @@ class ConversationsConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class LlamaSFTConfig(ConversationsConfig):
-    """Config to fine-tune a Llama on chats; given fields of `model` override `init_from`'s."""
+    """Config to fine-tune a Llama on chats; fields set in `model` override those of `init_from`."""
 
     run_dir: Path = Path("runs/llama-sft")
     model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))
@@ -116,7 +116,7 @@ def train_sft(config: Any) -> RunResult:
     """Fine-tune a model on conversations, or resume such a run.
 
     Args:
-        config: a `ConversationsConfig` with the `model` of a decoder or encoder-decoder.
+        config: a `ConversationsConfig` whose `model` is the config of a decoder or encoder-decoder.
 
     Raises:
         BmforgeError: see `run_recipe`.

@@ -90,7 +90,7 @@ def train_spans(config: Any) -> RunResult:
     """Run or resume training on corrupted spans.
 
     Args:
-        config: a `SpanConfig` with the `model` of a CPM-2, T5 or another encoder-decoder.
+        config: a `SpanConfig` whose `model` is the config of a CPM-2, T5 or other encoder-decoder.
 
     Raises:
         BmforgeError: see `run_recipe`.
@@ -116,7 +116,8 @@ def corrupt_spans(
     Args:
         ids: token ids of the text; at least 2.
         sentinels: ids of the sentinels, one more than there are spans.
-        seed: random seed of the spans; the text begins with kept tokens and ends with a span.
+        seed: random seed of the spans; the text begins with uncorrupted tokens and ends with a
+            span.
         density: share of the tokens in spans.
         mean_length: mean span length in tokens.
     """

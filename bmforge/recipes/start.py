@@ -1,6 +1,6 @@
 """Resolves a run's model: a named size to initialize, or an initial model to load.
 
-The sizes of an initial model apply, except for given fields of `model`.
+The sizes of an initial model apply, except for fields that are set in `model`.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def change_model(config: Any, **changes: Any) -> Any:
 
 
 def settle_model(config: Any) -> Any:
-    """Return a config with final model sizes: those of `init_from`, except for given fields.
+    """Return a config with final model sizes: those of `init_from`, except for set fields.
 
     `model_changes` then names the fields that differ from the initial model.
 
@@ -226,7 +226,7 @@ def _read_sizes(family: type[Model], directory: Path) -> ModelConfig:
 
 
 def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
-    """Return a settled config with the `model` fields that a task requires.
+    """Set the `model` fields that a task requires in a config; return the new config.
 
     Args:
         config: the run's config after `settle_model`.

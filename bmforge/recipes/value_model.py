@@ -27,7 +27,7 @@ _HEAD = "sequence_classification"
 
 
 def check_value(config: Any, policy: Policy) -> None:
-    """Raise `ConfigError` for value options without effect, or a run without value models.
+    """Raise `ConfigError` for value options without effect, or options that exclude a value model.
 
     Args:
         config: config of a reinforcement-learning run.
@@ -54,7 +54,7 @@ def open_value(config: Any, policy: Any) -> ValueTrainer:
     """Build the value model of a run, in the layout of the policy, and its trainer.
 
     Args:
-        config: settled config of the run.
+        config: config of the run, with all defaults resolved.
         policy: parallelized policy.
 
     Comm: that of loading and sharding the model.

@@ -95,7 +95,7 @@ class Reading:
 
     Args:
         tools: tools that may be called.
-        begins: prefix of the answer that is not shown.
+        begins: start of the answer that is not sent to the client: an encoder-decoder's sentinel.
         thoughts: parser of the reasoning at the start; None without it.
     """
 
@@ -157,7 +157,7 @@ class Reading:
                 yield part
 
     def _skip(self, text: str) -> str:
-        """Remove the hidden prefix of an answer."""
+        """Remove the start of an answer that is not sent to the client (`begins`)."""
         if not self._begins:
             return text
         self._start += text

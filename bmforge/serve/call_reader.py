@@ -114,7 +114,7 @@ class CallReader:
                     yield before
 
     def end(self) -> Iterator[Part]:
-        """Yield the buffered rest at the end of the answer."""
+        """Yield the text that is still buffered at the end of the answer."""
         remaining, self._pending = self._pending, ""
         if not self._is_inside:
             yield from (remaining,) if remaining else ()

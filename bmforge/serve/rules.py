@@ -47,7 +47,8 @@ class RuleChecker:
         Args:
             rule: constraint of the answers.
             client: key or address of the client that sent it.
-            name: request field that holds the rule (default: by the kind of the rule).
+            name: request field that holds the constraint (default: the field of the constraint's
+                kind).
 
         Raises:
             RequestError: the constraint is too large or too deep, has an external reference, is

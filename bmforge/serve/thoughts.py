@@ -57,7 +57,7 @@ class ThoughtReader:
             yield ready
 
     def end(self) -> Iterator[str | Thought]:
-        """Yield the buffered rest at the end of the answer."""
+        """Yield the text that is still buffered at the end of the answer."""
         remaining, self._pending = self._pending, ""
         if remaining:
             yield Thought(remaining) if self._state == "thought" else remaining

@@ -83,9 +83,9 @@ class Usage:
 
     Args:
         kernels: number of kernels by operation.
-        pinned: copies from page-locked memory of the host, by file and line.
-        pageable: copies from other memory of the host, which block, by file and line.
-        waits: waits for a value or a copy to the host, by file and line.
+        pinned: number of copies from page-locked host memory, by file and line.
+        pageable: number of copies from other host memory, which block, by file and line.
+        waits: number of waits for a value or a copy to the host, by file and line.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)

@@ -26,7 +26,7 @@ _FILES = (
 
 
 class MemoryGroup:
-    """A control group with a memory limit, inside of this process's own group.
+    """A control group with a memory limit, created inside the control group of this process.
 
     Args:
         limit_bytes: limit above which the kernel kills the process.

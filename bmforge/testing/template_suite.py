@@ -124,7 +124,7 @@ class TemplateSuite:
                 template.wrap({})
 
     def test_alone_and_together(self) -> None:
-        """An example's logits do not depend on the rest of its batch."""
+        """An example's logits do not depend on the other examples of its batch."""
         for model, template in self.opened():
             together = _ask(model, [template.encode(prompted) for prompted in self.examples])
             for row, example in enumerate(self.examples):

@@ -73,7 +73,7 @@ class VerbalizerSuite:
         assert not torch.equal(scores[0], scores[1])
 
     def test_rows_by_themselves(self) -> None:
-        """An example's scores depend neither on the rest of its batch nor on its order."""
+        """An example's scores do not depend on the other examples in a batch or their order."""
         classifier = self.opened()
         together = classifier.classify(self.examples)
         for row, example in enumerate(self.examples):

@@ -117,7 +117,7 @@ class ChatTemplate:
 
         Args:
             messages, tools, variables: as in `render`.
-            begin: first words of the answer.
+            begin: fixed beginning of the answer.
 
         Raises:
             DataError: as `render` does.

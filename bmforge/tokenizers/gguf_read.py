@@ -43,8 +43,9 @@ class PreTokenizer(NamedTuple):
     """Pre-tokenization rules for one value of `tokenizer.ggml.pre`.
 
     Args:
-        expressions: regular expressions; each splits the pieces of the one before into its matches
-            and the rest. None selects the tokenizers library's own form of GPT-2's expression.
+        expressions: regular expressions; each splits the pieces that the previous one produced into
+            matches and the text between them. None selects the tokenizers library's own form of
+            GPT-2's expression.
         composes: True to normalize text to Unicode's form C first.
         takes_words: True if a word in the vocabulary is one token, whatever the merges are.
         adds_begin: True if a prompt begins with the BOS token where the file does not specify it.
@@ -296,8 +297,8 @@ def _byte_pairs(gguf: _Vocabulary) -> Any:
 def pairs_of_scores(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple[str, str]]:
     """Derive BPE merges from sentencepiece scores, in order of priority.
 
-    Sentencepiece merges the neighbors whose joined piece has the highest score. So every way to
-    split a piece in two is a merge, in the order of the pieces' scores.
+    Sentencepiece merges the two adjacent pieces whose concatenation has the highest score. So every
+    way to split a piece in two is a merge, in the order of the pieces' scores.
 
     Args:
         pieces: score of each piece.

@@ -26,7 +26,7 @@ class MoEfyConfig:
             cut by METIS) or "random" (control).
         router: kind of router: "two_layer" and "linear" are trained on feature activity;
             "similarity" compares a token with the mean row of every expert.
-        always: number of the most active features, which are computed for every token.
+        always: number of features that are computed for every token: the most active ones.
         choice: selection of experts: "top_k" per token, or "per_call" for all tokens of a call,
             which needs no sorting.
         relu: first replace the activation by ReLU, which is sparser; the model must be trained

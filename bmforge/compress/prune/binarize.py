@@ -246,7 +246,7 @@ def _best(value: Tensor, count: int) -> tuple[int, ...]:
 def _order_shared(
     model: Any, likely: dict[tuple[str, str], Tensor]
 ) -> dict[tuple[str, str], Tensor]:
-    """Give all layers that share a position bias with one column per head the same head ranking.
+    """Rank heads equally in all layers that share a position bias with one column per head.
 
     Each layer keeps its own number of heads, in the order of the common ranking.
     """

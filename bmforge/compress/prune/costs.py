@@ -72,7 +72,8 @@ class Costs:
 
     Args:
         blocks: costs of each block's "attn" and "mlp", by block name.
-        bare: costs at hidden size 0, if counted; the cost is linear in the hidden size.
+        bare: costs at hidden size 0, from which the cost is linear in the hidden size; empty if the
+            hidden size is not pruned.
         width: number of hidden features.
     """
 

@@ -38,7 +38,7 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
         seed: random seed of the gates' initialization.
 
     Raises:
-        ConfigError: no layer has a kind, or the model already has gates.
+        ConfigError: no layer has units of one of the kinds, or the model already has gates.
     """
     if find_gates(model):
         raise ConfigError(f"{type(model).__name__} already has gates. Remove them first.")
@@ -160,7 +160,7 @@ class _Average(torch.autograd.Function):
 
 
 def _whole(delta: Tensor) -> Tensor:
-    """All-gather a sharded parameter; its gradient is averaged over processes, like others."""
+    """All-gather a sharded parameter; its gradient is averaged over processes."""
     if not isinstance(delta, DTensor):
         return delta
     mesh = delta.device_mesh

@@ -115,7 +115,7 @@ def _least(scores: Scores, blocks: Mapping[str, Block], stack: str, count: int) 
 def _without_half(
     scores: Scores, blocks: Mapping[str, Block], half: str, count: int, lost: list[str]
 ) -> list[str]:
-    """Return the blocks that lose attention or MLP: all but the `count` best of every stack."""
+    """Return the blocks that lose attention or MLP: all but the `count` best in every stack."""
     removed = []
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
         candidates = [

@@ -26,7 +26,7 @@ def take(tensor: Tensor, picks: Picks) -> Tensor:
     """Return a copy of the selected rows and columns of a tensor.
 
     Shape:
-        tensor: any shape; indices: (n,), or (E, n) for a tensor (E, ...)
+        tensor: any shape; indices in `picks`: (n,), or (E, n) for a tensor (E, ...)
     """
     for dim, numbers in picks:
         numbers = numbers.to(tensor.device)

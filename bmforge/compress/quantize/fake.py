@@ -223,7 +223,7 @@ class _Int8Products(TorchFunctionMode):
 
 
 def _is_same(left: Tensor, right: Tensor) -> bool:
-    """Return True if two tensors are one, or views of the same values."""
+    """Return True if two tensors are the same object, or have the same shape and memory address."""
     return left is right or (left.shape == right.shape and left.data_ptr() == right.data_ptr())
 
 

@@ -103,7 +103,7 @@ def quantize_gptq_(
 
     Raises:
         ConfigError: a block receives fewer tokens than its narrowest matrix has columns (raised
-            before that block is changed), or a Hessian is not positive definite. The message tells
+            before that block is changed), or a Hessian is not positive definite. The message says
             whether earlier blocks are already quantized.
     """
     rounder = _BlockRounder(model, config, specs)

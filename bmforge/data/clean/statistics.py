@@ -21,7 +21,7 @@ _LINE_BREAK = re.compile("\n+")
 
 
 def find_repeated(parts: Sequence[str]) -> tuple[int, int]:
-    """Return how many of the strings repeat earlier ones, and the characters in these repeats."""
+    """Return the number of strings that repeat an earlier one, and their number of characters."""
     if len(distinct := set(parts)) == len(parts):
         return 0, 0
     return len(parts) - len(distinct), sum(map(len, parts)) - sum(map(len, distinct))

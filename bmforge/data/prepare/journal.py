@@ -1,8 +1,8 @@
 """Journal of a preparation: records the finished parts of each stage with their results.
 
 A part's files are written to temporary names, synced and renamed; then one line with their hashes
-is appended and synced. So after a kill at any instant, every recorded part is complete, and the
-rest runs again. A line is valid as long as its key matches and its files are unchanged.
+is appended and synced. So after a kill at any instant, every recorded part is complete, and all
+other parts run again. A line is valid as long as its key matches and its files are unchanged.
 """
 
 from __future__ import annotations

@@ -323,7 +323,7 @@ def _finish(
 
 
 def _sum_up(results: dict[str, list[Any]]) -> tuple[Funnel, Summary]:
-    """Sum up the funnels and summaries of all shards and stages."""
+    """Add up the per-step document counts and the summaries of all shards and stages."""
     funnel, summary = Funnel(), Summary()
     for result in results["documents"]:
         funnel.merge(Funnel.from_record(result["funnel"]))

@@ -3,7 +3,8 @@
 The stages are documents (per shard) -> duplicates -> split -> tokenizer -> encode (per shard).
 Optional stages before the split are sketches (per shard) -> near_duplicates, which drop near
 duplicates, and spans, which cuts repeated spans. The key of a stage is a hash of its settings and
-of the previous key, so a changed setting invalidates the first stage that reads it, and all later.
+of the previous key, so a changed setting invalidates the first stage that reads it, and all later
+ones.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def _cut_rows(path: Path, every_bytes: int) -> Parts:
 def read_part(
     stream: BinaryIO, path: Path, options: ReadOptions, begin: int, end: int, line: int
 ) -> Iterator[Record]:
-    """Yield the records in a range of a file that does not start at the beginning.
+    """Yield the records in a range of a file; the range may start after the beginning of the file.
 
     Args:
         stream: stream of the whole file.

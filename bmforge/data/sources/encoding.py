@@ -329,7 +329,7 @@ def _share_of_common(text: str) -> float:
 
 
 def _is_japanese_euc(sample: bytes) -> bool:
-    """Detect EUC-JP by its share of kana, since as GB 2312 its characters seem frequent."""
+    """Detect EUC-JP by its share of kana; as GB 2312 it would decode to frequent characters."""
     text = _cut(sample, "euc_jp") or ""
     wide = sum(c > "\x7f" for c in text)
     return (
@@ -338,7 +338,7 @@ def _is_japanese_euc(sample: bytes) -> bool:
 
 
 def _is_korean(sample: bytes) -> bool:
-    """Detect Korean by its share of Hangul, since as GB 2312 its characters seem frequent."""
+    """Detect Korean by its share of Hangul; as GB 2312 it would decode to frequent characters."""
     text = _cut(sample, "euc_kr")  # cp949's other syllables are rare, and Shift-JIS looks so
     wide = [c for c in text or "" if c > "\x7f"]
     hangul = sum("\uac00" <= c <= "\ud7a3" for c in wide)

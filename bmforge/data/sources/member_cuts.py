@@ -67,12 +67,12 @@ def _tar_places(file: BinaryIO) -> Iterator[tuple[int, int]]:
 def read_members(
     stream: BinaryIO, kind: str, where: Where, options: ReadOptions, begin: int
 ) -> Iterator[Record]:
-    """Yield the records in a range of an archive that does not start at the beginning.
+    """Yield the records in a range of an archive; the range may start after the first member.
 
     Args:
         stream: stream of the archive.
         kind: format of the archive.
-        where: location with the end and the number of the first member.
+        where: location, including the end of the range and the number of its first member.
         options: reader options.
         begin: position of the first member.
     """

@@ -49,7 +49,7 @@ class BlockFile:
         block_end: number of the block after its last.
         nbytes: total bytes of its records including their lengths.
         nlines: number of its records.
-        mask: True to leave this file out.
+        mask: True to skip this file.
         block_size: size of a block in bytes.
         has_lengths: True if records are prefixed with their lengths.
     """

@@ -92,7 +92,7 @@ def word_task(task: BenchmarkTask, example: TaskExample) -> Wording:
     """Return the prompt templates of a task.
 
     Args:
-        task: any task; a generic template is returned if the task has no own templates.
+        task: any task; a task without templates of its own gets generic ones.
         example: an example of the task, whose fields a generic template lists.
     """
     if task.name in _WORDINGS:

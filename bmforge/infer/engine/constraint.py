@@ -42,7 +42,7 @@ class Constraint:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
-        """Create a constraint to JSON that is valid under a schema; ``{}`` allows any JSON."""
+        """Create a constraint that allows only JSON of a schema; ``{}`` allows any JSON."""
         text = schema if isinstance(schema, str) else json.dumps(schema)
         try:
             parsed = json.loads(text)
@@ -54,12 +54,12 @@ class Constraint:
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """Create a constraint to texts that fully match a pattern (Rust regex syntax)."""
+        """Create a constraint that allows only full matches of a pattern (Rust regex syntax)."""
         return cls("regex", pattern)
 
     @classmethod
     def choices(cls, texts: Sequence[str]) -> Self:
-        """Create a constraint to one of the given texts."""
+        """Create a constraint that allows only one of the given texts."""
         if isinstance(texts, str) or not texts or not all(texts):
             raise ConfigError(
                 f"choices={texts!r} must contain at least one text and no empty texts."
@@ -68,7 +68,7 @@ class Constraint:
 
     @classmethod
     def lark(cls, grammar: str) -> Self:
-        """Create a constraint to a grammar in Lark's format with the start rule ``start``."""
+        """Create a constraint from a grammar in Lark's format with the start rule ``start``."""
         return cls("lark", grammar)
 
 

@@ -64,7 +64,7 @@ def embed(
         model: any model.
         inputs: texts, token ids or pixels.
         max_rows: maximum batch size.
-        pooling: "mean" of the tokens' states, or "first" token's state.
+        pooling: "mean": mean of the tokens' states; "first": state of the first token.
         normalize: scale embeddings to length 1.
 
     Shape:

@@ -194,7 +194,7 @@ class NativeStep:
         return self.knows(layers) and self._adapters.parts.issuperset(parts)
 
     def _read(self, layers: nn.ModuleDict) -> None:
-        """Update the descriptions of the blocks if blocks have changed."""
+        """Rebuild the structs that describe the blocks to the native code, if blocks changed."""
         is_known = layers is self._layers
         if is_known and self._rests and self._has_looked:
             return

@@ -261,7 +261,7 @@ class _DocumentDecoder(Decoder):
         model(ids, input_sub=sub, cache=self.cache, logits_to_keep=1, **self._seen, **self._tables)
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Run the last chosen outputs (at first ``<s>``); return the scores of the next outputs.
+        """Feed the last selected outputs (at first ``<s>``) to the model; score the next outputs.
 
         Shape:
             tokens: (R, 1) -> (R, outputs) in fp32

@@ -118,7 +118,7 @@ def encode_turns(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> list[Enco
 
 
 def choose_width(parts: Sequence[Sequence[EncodedRow]], data: Any) -> int:
-    """Return the tokens of a packed row: `data.seq_len`, or less for a small data set.
+    """Return the length of a packed row in tokens: `data.seq_len`, or less for a small data set.
 
     In rows of the full length, a file of a few hundred chats fills less than one optimizer step,
     so that an epoch would repeat the data within a step and learn almost nothing.

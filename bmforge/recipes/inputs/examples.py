@@ -105,7 +105,7 @@ class ExampleLoader:
 
     Args:
         source: the examples; each is used once per epoch.
-        config: sizes and seed: an `ExampleConfig`, or another config with the same fields.
+        config: sizes and seed: an `ExampleConfig`, or another config with its sizes and seed.
         rank: this data-parallel rank.
         world: number of data-parallel ranks.
 
@@ -167,7 +167,7 @@ class ExampleLoader:
         """Resume exactly at a saved position, with any number of ranks and any batch size.
 
         Raises:
-            ConfigError: the state is of other examples or another seed.
+            ConfigError: the state belongs to other examples or another seed.
         """
         own_state = self.state_dict()
         state = {"content": own_state["content"], **state}  # states of earlier versions lack it
@@ -206,7 +206,7 @@ def open_examples(
     rows: World,
     **fields: Any,
 ) -> TrainingData:
-    """Build the `TrainingData` of a run from example sources; `fields` are further fields."""
+    """Build the `TrainingData` of a run from example sources; `fields` are set on it."""
     parts = {}
     if held_out is not None and len(held_out):
         parts["validation"] = lambda: iter_held_out(held_out, config, rows.rank, rows.size)

@@ -58,7 +58,7 @@ class SpanCorpus:
     """Rows of preprocessed corpora, as an `ExampleSource`.
 
     Args:
-        prefixes: paths without ``_context.idx`` and so on.
+        prefixes: path prefixes, without suffixes such as ``_context.idx``.
         split: shares of the texts, as in `data.split`; empty uses all texts.
         index: index of the share.
         config: run config with `data.seq_len`, `target_len` and `model`.

@@ -138,9 +138,9 @@ def encode_document(
     Raises:
         DataError: no ``<ans>``; not a dict of texts, or too deep; an answer slot without a blank of
             its name; an unknown special token.
-        UnwritableError: a DataError: an answer contains text that neither the vocabulary nor the
-            rest of the document has, so that no model can generate it.
-        TooLongError: a DataError: longer than the window.
+        UnwritableError: an answer contains text that neither the vocabulary nor the other segments
+            have, so that no model can generate it (subclass of DataError).
+        TooLongError: the document is longer than the window (subclass of DataError).
     """
     segments = flatten_document(
         document, blank_answers=blank_answers, order_key=order_key, max_nesting=max_nesting

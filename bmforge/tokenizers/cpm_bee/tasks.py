@@ -1,9 +1,8 @@
 """Builds CPM-Bee documents for its tasks, and finds constraints on their answers.
 
 The functions build documents in the formats of CPM-Bee's own overview. They are optional:
-`find_constraints` detects in any document that its answer is one of a few, so that decoding can be
-constrained.
-Source of the formats: README of OpenBMB/CPM-Bee.
+`find_constraints` detects whether the answer of any document must be one of a few texts, so that
+decoding can be constrained. Source of the formats: README of OpenBMB/CPM-Bee.
 """
 
 from __future__ import annotations

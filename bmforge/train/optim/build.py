@@ -55,7 +55,7 @@ class OptimConfig:
     """Optimizer and its hyperparameters.
 
     Args:
-        name: adamw, muon (hidden matrices by Muon, the rest by AdamW) or sgd.
+        name: adamw, muon (Muon for hidden matrices, AdamW for all other parameters) or sgd.
         lr: peak learning rate; the schedule multiplies it.
         weight_decay: weight decay, decoupled for adamw and muon; norms, biases and other
             vectors have none.
