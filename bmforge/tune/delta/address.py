@@ -1,10 +1,10 @@
 """Finds the modules that a target matches.
 
-A target is tried, in this order, as a common word (`WORDS`), which means the same in every family;
+A target is tried, in this order, as a generic name (`WORDS`), which means the same in every family;
 as the last dotted parts of a module's name; as ``[r]`` followed by a regular expression for such an
 ending; and as a name glob (see `surgery`). If nothing matches, the same forms are tried on the
-module names of published checkpoints, where a fused layer stands for all bmforge layers that it
-combines.
+module names of published checkpoints, where the name of a fused layer matches all bmforge layers
+that it combines.
 Source: the rules of endings and regular expressions are OpenDelta's (Hu et al., 2023).
 """
 
@@ -194,7 +194,7 @@ def excludes_of(module_names: Sequence[str], exclude: Iterable[str]) -> list[str
 
 
 def published_names(model: Any) -> dict[str, list[str]]:
-    """Map the module names of published checkpoints to bmforge's; {} for other models."""
+    """Map the module names of published checkpoints to bmforge's; {} if not a bmforge model."""
     rules = getattr(model, "published_rules", None)
     names: dict[str, list[str]] = {}
     for rule in rules() if callable(rules) else ():
@@ -295,8 +295,9 @@ def find_places(
     Args:
         model: any model.
         targets: targets in any form of the module docstring.
-        exclude: name prefixes, or targets, to leave out.
-        needs_all: True to raise if any target matches nothing; else only if none matches.
+        exclude: name prefixes, or targets, of modules that are skipped.
+        needs_all: True to raise if any target matches nothing; False to raise only if all targets
+            match nothing.
 
     Raises:
         ConfigError: a target matches nothing; the message lists similar names.
@@ -341,8 +342,8 @@ def find_called(
         names of the modules.
 
     Raises:
-        ConfigError: same as in `find_places`; or a target other than a common word matches a module
-            that the model never calls.
+        ConfigError: same as in `find_places`; or a target that is not a generic name matches a
+            module that the model never calls.
     """
     names = find_places(model, targets, exclude, needs_all)
     return keep_called(model, names, drops=set(targets) <= {ALL_LINEAR, *WORDS})

@@ -36,7 +36,7 @@ class Held(NamedTuple):
     """One module of an adapter, and the base module to which it is (or was) attached.
 
     Args:
-        owner: name of the base module.
+        owner: name of the base module to which the adapter module is attached.
         slot: attribute name of the adapter module in the base module.
         part: the adapter module.
     """
@@ -94,7 +94,7 @@ def base_weights_of(model: nn.Module) -> dict[str, Any]:
 
 
 def delta_tensors(model: nn.Module) -> set[str]:
-    """Return the names of all tensors that a model's adapters added, or train in full."""
+    """Return the names of all tensors that a model's adapters add or train in full."""
     deltas = deltas_of(model).values()
     return {name for delta in deltas for name in (*delta.names(), *delta.wholes())}
 
@@ -115,8 +115,8 @@ def find_delta(model: nn.Module, name: str) -> Any:
 def refuse_laid_out(model: nn.Module, what: str) -> None:
     """Raise `ConfigError` if a model is parallelized or streamed.
 
-    Code that also parallelizes newly attached modules sets `takes_parts` on the model to skip this
-    check.
+    The check is skipped if `takes_parts` is set on the model, by code that itself parallelizes
+    newly attached modules.
     """
     if getattr(model, "takes_parts", False):
         return
@@ -144,7 +144,7 @@ _LAST: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 def part_around(model: nn.Module, name: str) -> str:
-    """Return the attention or MLP whose last projection is `name`; for others, `name` itself.
+    """Return the attention or MLP whose last projection is `name`; `name` for other modules.
 
     For an expert that processes all tokens, the result is the mixture of experts around the expert.
     """
@@ -165,6 +165,6 @@ def is_in_mixture(model: nn.Module, name: str) -> bool:
 
 
 def whole_model(model: nn.Module) -> nn.Module:
-    """Return the whole model on the meta device if this is a pipeline stage, else the model."""
+    """Return the unsplit model, on the meta device, of a pipeline stage; else the model itself."""
     find_whole = getattr(model, "whole", None)
     return find_whole() if callable(find_whole) else model

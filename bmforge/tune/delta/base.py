@@ -40,32 +40,30 @@ __all__ = ["AttachedDelta"]
 class AttachedDelta:
     """Adapter: modules of one kind, attached to a model's layers under one name.
 
-    The constructor attaches the adapter and freezes the rest of the model. On a base of half
-    precision or integers, an adapter is fp32, and casts its inputs and outputs.
+    The constructor attaches the adapter and freezes the rest of the model. If the base's weights
+    are fp16, bf16 or integers, the adapter's are fp32, and its inputs and outputs are cast.
 
     Args:
-        model: any `nn.Module`; on meta or not, not yet parallelized.
+        model: any `nn.Module`, not yet parallelized; may be on the meta device.
         targets: modules to attach to, see `address`; None uses the type's default targets.
         name: name of the adapter and of its modules in the model.
-        exclude: name prefixes, or targets, to leave out.
+        exclude: name prefixes, or targets, of modules that are skipped.
         train_also: modules, or single parameters, that are trained in full and saved with the
             adapter, such as a new head; also accepted under PEFT's name `modules_to_save`.
         seed: random seed of the initialization; see `init_deltas_`.
         options: options of the kind; see `nn.part_kinds`.
 
     Attributes:
-        default_targets: common words of the default targets; those that a model lacks are skipped.
+        default_targets: generic names of the default targets; missing ones are skipped.
         defaults: default values of the options.
         stands_behind: True if the adapter needs the complete output of a module: a target that
             is the last projection of an attention or MLP is replaced by that attention or MLP.
-        peft_options: map from PEFT's names of options to those in `nn.part_kinds`; both are
-            accepted.
-        peft_type: `peft_type` of its directories: PEFT's name, or one that begins with BMFORGE.
-        peft_reads: further PEFT types that are loaded as this type, because their saved tensors
-            mean the same.
-        origin: config of the PEFT directory from which it was loaded; written back on saving.
-        extra: tensors of that directory outside the adapter; written back on saving.
-        provenance: data and licenses that a loaded adapter was trained on.
+        peft_options: maps PEFT's option names to those in `nn.part_kinds`; both are accepted.
+        peft_type: `peft_type` in saved configs: PEFT's name, or one that begins with BMFORGE.
+        peft_reads: further PEFT types with equivalent tensors, which are loaded as this type.
+        origin: config of the PEFT directory that was loaded; saved again with the adapter.
+        extra: tensors in that directory that do not belong to the adapter; saved again with it.
+        provenance: training data of a loaded adapter, and the licenses of these data.
 
     Raises:
         ConfigError: targets or options that do not fit the model. The model is unchanged then.
@@ -122,7 +120,7 @@ class AttachedDelta:
         Args:
             model: base model.
             name: name of the adapter.
-            options: arguments of the class; its targets are full module names.
+            options: arguments of the class; `targets` are full module names.
         """
         arguments = dict(options)
         if "targets" in arguments:  # a bare `norm` would match as a common word
@@ -154,7 +152,7 @@ class AttachedDelta:
         return names
 
     def _is_usual(self, module: nn.Module) -> bool:
-        """Return True if the adapter can be attached to a module that a default target matches."""
+        """Return True if the adapter type supports a module that a default target matches."""
         return True
 
     # Methods common to all types.
@@ -268,7 +266,7 @@ class AttachedDelta:
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Train the adapter's parameters; False freezes the parameters of the attached adapter."""
+        """Make the adapter's parameters trainable, or with False freeze them."""
         for parameter in self.parameters():
             parameter.requires_grad_(requires_grad)
         return self
@@ -330,7 +328,7 @@ class AttachedDelta:
         return self
 
     def _restore_order_(self, module: nn.Module) -> None:
-        """Move adapters that were attached later behind this adapter, since the order matters."""
+        """Move adapters that were attached later behind this one, since their order matters."""
         names = list(deltas_of(self.model))
         for name in names[names.index(self.name) + 1 :]:
             for slot in (f"{name}_reader", f"{name}{TOKENS_SLOT}", name):

@@ -31,10 +31,11 @@ def combine_deltas(
         model: model with the adapters; not parallelized.
         weights: weight of each adapter by its name.
         into: name of the new adapter.
-        how: "concatenate": ranks add up, lossless; "svd": the best approximation of rank `rank` to
-            the weighted sum; both for LoRAs. "sum": sum of every tensor, for adapters of one type,
-            targets and options; for LoRAs this differs from the sum of their contributions.
-        rank: rank of the new adapter, with "svd".
+        how: "concatenate" (LoRAs only): exact; the new rank is the sum of the ranks. "svd" (LoRAs
+            only): the best approximation of rank `rank` to the weighted sum. "sum": weighted sum of
+            each tensor, for adapters of the same type, targets and options; of LoRAs, this is not
+            the sum of their contributions.
+        rank: rank of the new adapter for "svd"; None for the other methods.
 
     Raises:
         ConfigError: adapters that cannot be combined in this way.

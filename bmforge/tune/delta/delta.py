@@ -39,7 +39,7 @@ class Delta(AttachedDelta):
         return self
 
     def merge(self, dequantize: bool = False) -> Self:
-        """Add the adapter, times its current weight, to the base's weights; detach its modules.
+        """Add the adapter, scaled by its current weight, to the base's weights; detach its modules.
 
         Args:
             dequantize: True to replace torchao's quantized weights with plain ones first.
@@ -50,7 +50,7 @@ class Delta(AttachedDelta):
                 that can only be merged together with others (`merge_deltas`). Nothing is changed
                 then.
 
-        Memory: a copy of every changed weight, until it is unmerged.
+        Memory: a copy of the original value of every changed weight, until unmerging.
         """
         merge_(self.model, [self], dequantize)
         return self

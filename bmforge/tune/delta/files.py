@@ -103,7 +103,7 @@ def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) 
 def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
     """Gather an adapter's tensors on every process; return the parameters trained in full.
 
-    Comm: an all-gather of each tensor; in a pipeline an exchange of all of them.
+    Comm: an all-gather of each tensor; with a pipeline, the stages also exchange their tensors.
     """
     own = {
         f"{owner}.{slot}.{key}": whole_tensor(parameter).detach()
@@ -135,7 +135,7 @@ def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
 
 
 def _own_tensors(delta: AttachedDelta) -> dict[str, Tensor]:
-    """Return an adapter's tensors by bmforge's names, as saved: without the adapter's name.
+    """Map bmforge's tensor names, as saved (without the adapter's name), to an adapter's tensors.
 
     The reparameterization layers of a prefix are replaced by the keys and values that they compute.
     """
@@ -177,7 +177,7 @@ def load_delta(
         allow_other_base: True to accept a base model other than the one that the adapter was
             trained on.
         kind: required adapter type; None accepts any.
-        trainable: True to leave the adapter trainable; False freezes it with the base.
+        trainable: True to train the adapter further; False freezes it like the base.
 
     Raises:
         CheckpointError: no adapter, or one that does not fit: trained on another base, or with
@@ -295,7 +295,7 @@ def _told(own_config: Mapping[str, Any]) -> dict[str, Any]:
 def _ranks_of_blocks(
     model: nn.Module, options: dict[str, Any], blocks: Mapping[str, list[int]]
 ) -> None:
-    """Set the LoRA rank and alpha of every bmforge layer that is part of a fused layer in the file.
+    """Set the LoRA rank and alpha of each bmforge layer that belongs to a fused layer in the file.
 
     The file lists one rank per bmforge layer; layers with rank 0 are removed from the targets.
     """

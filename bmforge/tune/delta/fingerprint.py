@@ -23,11 +23,11 @@ def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:
 
     Args:
         model: any model; if it is parallelized, every process must call this.
-        but: names of parameters that are trained in full, to exclude.
+        but: names of parameters to exclude, because an adapter trains them in full.
 
     Returns:
-        16 hexadecimal digits; None if parameters are on meta, streamed, quantized, or on another
-        pipeline stage: a quantized base cannot be compared with the plain one.
+        16 hexadecimal digits; None if some parameters are on the meta device, streamed, quantized
+        (such a base cannot be compared with the original), or on another pipeline stage.
 
     Comm: on a parallelized model, an all-gather of each parameter.
     """

@@ -13,7 +13,8 @@ __all__ = ["IA3"]
 class IA3(Delta):
     """Trained per-channel factors on layers' outputs, or on inputs of the layers in `into`.
 
-    Options: `into`, endings of module names; stacked experts are not supported.
+    Options: `into`, name endings of the modules whose inputs are scaled. Stacked experts are not
+    supported.
 
     Source: Liu et al., "Few-shot parameter-efficient fine-tuning is better and cheaper than
     in-context learning" (2022).

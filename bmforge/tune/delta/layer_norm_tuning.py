@@ -58,7 +58,7 @@ class LayerNormTuning(Delta):
         return self._attached
 
     def detach(self) -> LayerNormTuning:
-        """Restore the base's values in the norms; `attach` sets the trained ones again."""
+        """Restore the base's values in the norms; `attach` sets the trained values again."""
         if not self._attached:
             raise ConfigError(f"adapter {self.name!r} is already detached.")
         self._swap_()

@@ -215,7 +215,7 @@ def _chain(model: nn.Module, target: str) -> list[_Link]:
 
 
 def _is_additive(part: Any) -> bool:
-    """Return True if the adapter module adds a term that does not depend on the layer's output."""
+    """Return True if the module only adds a term that is independent of the layer's output."""
     if isinstance(part, LowRank):
         return part.magnitude is None
     if isinstance(part, Bottleneck):

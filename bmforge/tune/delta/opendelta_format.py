@@ -287,7 +287,7 @@ def _owner(
 
 
 def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters trained in full with an adapter, by bmforge's names."""
+    """Map bmforge's names to the parameters that OpenDelta trained in full and saved."""
     published, renamed = all_names(model), {}
     for name, tensor in tensors.items():
         if _INSIDE.fullmatch(name) is None and "reparams." not in name:
@@ -303,7 +303,7 @@ def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _place(delta: AttachedDelta, beginning: str) -> str:
-    """Return the full name of the first adapter module whose base module has this name prefix."""
+    """Return the name of the first adapter module whose base module's name starts with a prefix."""
     for owner, slot, part in delta.held:
         if owner.startswith(beginning) and list(part.parameters()):
             return f"{owner}.{slot}"
@@ -313,7 +313,7 @@ def _place(delta: AttachedDelta, beginning: str) -> str:
 
 
 def _side(model: nn.Module, published: Mapping[str, list[str]], published_name: str) -> str:
-    """Return the attention or MLP that equals or contains a published module."""
+    """Return bmforge's attention or MLP that corresponds to, or contains, a published module."""
     inside = [
         n
         for t in published
@@ -364,7 +364,7 @@ def _biases(
 
 
 def _as_heads(delta: AttachedDelta, tensor: Tensor) -> Tensor:
-    """Split a prefix tensor into attention heads: (P, heads * H) to (K, P, H)."""
+    """Split a prefix of P tokens into K heads of size H: (P, K * H) to (K, P, H)."""
     heads, _, width = delta.held[0].part.key.shape
     return tensor.unflatten(1, (heads, width)).transpose(0, 1)
 

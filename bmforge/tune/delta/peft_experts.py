@@ -1,7 +1,8 @@
 """Loads PEFT's LoRA adapters on stacked experts (`target_parameters`).
 
-PEFT has one pair of factors for all experts of a stack, gate and up projection fused; bmforge has
-one pair per matrix. The loaded adapter gives the same outputs; it is saved in bmforge's format.
+PEFT has one pair of factors per stack of experts, with fused gate and up projections; bmforge has
+one pair per expert matrix. The loaded adapter gives the same outputs; it is saved in bmforge's
+format.
 Source: PEFT 0.21, `ParamWrapper`.
 """
 
@@ -39,7 +40,7 @@ def read_experts(
 
     Args:
         name: name of the adapter module, used in messages.
-        part: an `ExpertsLowRank`.
+        part: the adapter module, an `ExpertsLowRank`.
         pairs: factors "A" and "B" of every PEFT stack; the matrix they belong to is inferred from
             their shapes. Matrices without factors get an update of zero.
 

@@ -121,7 +121,7 @@ def check_fields(config: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a PEFT config field that would silently change the outputs.
 
     Args:
-        config: config of an adapter directory, its `peft_type` in `FIELDS`.
+        config: config of an adapter directory; its `peft_type` must be a key of `FIELDS`.
     """
     kind = str(config["peft_type"])
     fields = FIELDS[kind]

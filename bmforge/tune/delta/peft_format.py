@@ -1,9 +1,9 @@
 """Reads PEFT's adapter directories: converts config fields and tensor names.
 
-Tensors are named after transformers' modules. Where transformers has one fused layer for several of
-bmforge's (`c_attn` = q, k and v), one pair of factors is split into one per bmforge layer with the
-same `down`; bmforge layers with different `down` are written as one pair of the summed rank, whose
-`up` is block-diagonal.
+Tensors are named after transformers' modules. Where one fused layer of transformers corresponds to
+several bmforge layers (`c_attn` = q, k and v), its pair of factors is split into one pair per
+bmforge layer, all with the same `down`. bmforge layers with different `down` are written as one
+pair whose rank is the sum of theirs and whose `up` is block-diagonal.
 Source: PEFT 0.21, `utils/save_and_load.py` and the configs of its tuners.
 """
 
@@ -59,7 +59,7 @@ class Names:
         self.tied = _tied_names(model)
 
     def read_whole(self, published_name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return bmforge's parameters, by name, stored in a published parameter; {} if none are.
+        """Return bmforge's parameters, by name, that a published parameter contains, or {}.
 
         Args:
             published_name: published name of the parameter.
@@ -182,7 +182,7 @@ def options_of(
 
 
 def _prefix_options(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a prefix, which PEFT has in an encoder-decoder's decoder only."""
+    """Return the options of a prefix; PEFT's encoder-decoders have it in the decoder only."""
     is_apart = config.get("num_transformer_submodules") == 2
     if is_apart != (getattr(getattr(model, "traits", None), "reads", "") == "apart"):
         raise ConfigError(

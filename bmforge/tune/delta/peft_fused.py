@@ -52,12 +52,13 @@ def split_fused(
 
 
 def concatenate_rows(leaf: str, tensor: Tensor, order: Tensor | None) -> Tensor:
-    """Return a tensor of an interleaved fused layer with the rows of each part together.
+    """Return an interleaved fused layer's tensor with the rows of each part contiguous.
 
     Args:
         leaf: PEFT's name of the tensor.
-        tensor: tensor of the file.
-        order: order of the rows in the file, see `interleaved_order`; None if they are together.
+        tensor: tensor as read from the file.
+        order: order of the rows in the file, see `interleaved_order`; None if each part's rows are
+            contiguous.
     """
     if order is None or leaf == "A" or tensor.shape[0] != order.shape[0]:
         return tensor
@@ -69,8 +70,9 @@ def interleave_rows(name: str, tensor: Tensor, order: Tensor | None) -> Tensor:
 
     Args:
         name: PEFT's name of the tensor.
-        tensor: tensor with the rows of one part after those of another.
-        order: order of the rows in the file, see `interleaved_order`; None keeps them.
+        tensor: tensor with the rows of each part contiguous.
+        order: order of the rows in the file, see `interleaved_order`; None returns the tensor
+            unchanged.
     """
     if order is None or "lora_A" in name or tensor.shape[0] != order.shape[0]:
         return tensor

@@ -1,4 +1,4 @@
-"""Reads and writes the trained rows of single tokens (`trainable_token_indices`) in PEFT's form."""
+"""Reads and writes trained embedding rows of selected tokens (PEFT's `trainable_token_indices`)."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _ENDING = ".token_adapter.trainable_tokens_delta"
 
 
 def is_token_key(key: str) -> bool:
-    """Return True for the name of a tensor with trained rows of single tokens."""
+    """Return True for the name of a tensor with trained embedding rows of selected tokens."""
     return key.endswith(_ENDING)
 
 
 def token_owner(key: str, prefix: str) -> str:
-    """Return the published name of the layer to which the trained rows of single tokens belong."""
+    """Return the published name of the layer whose rows a tensor of trained rows replaces."""
     return key.removeprefix(prefix).removesuffix(_ENDING)
 
 
 def layer_parts(delta: AttachedDelta) -> list[Held]:
-    """Return the modules of an adapter, except those with trained rows of single tokens."""
+    """Return an adapter's modules, except those that train embedding rows of selected tokens."""
     return [part for part in delta.held if not isinstance(part.part, TokenRows)]
 
 
@@ -49,7 +49,7 @@ def token_indices_of(
     Args:
         names: the map of published module names (`peft_format.Names`).
         indices: value of `trainable_token_indices` in the config.
-        owners: published names of the layers that the file has rows of.
+        owners: published names of the layers with trained rows in the file.
         fits: function (published name, patterns) -> True if PEFT targets the layer.
 
     Raises:
@@ -82,7 +82,7 @@ def token_indices_of(
 
 
 def _biased_heads(model: Any, indices: Mapping[str, Any]) -> list[str]:
-    """Return the layers with a bias that have, or share, trained rows: PEFT drops their bias."""
+    """Return layers with a bias and trained (or tied) rows; PEFT would drop their bias."""
     tables = [model.get_submodule(owner).weight for owner in indices]
     return [
         name
@@ -100,19 +100,19 @@ def can_write_tokens(delta: AttachedDelta, names: Any) -> bool:
 
 
 def read_token_rows(delta: AttachedDelta, owners: list[str], tensor: Tensor) -> dict[str, Tensor]:
-    """Return trained rows by bmforge's tensor names.
+    """Map bmforge's tensor names to the trained rows that one PEFT tensor contains.
 
     Args:
         delta: adapter with modules for the trained rows.
-        owners: bmforge's names of the layer.
-        tensor: the rows.
+        owners: bmforge's names of the layer; several if layers are tied.
+        tensor: trained rows of PEFT's file.
     """
     parts = [h for h in delta.held if isinstance(h.part, TokenRows) and h.owner in owners]
     return {f"{part.owner}.{part.slot}.weight": tensor for part in parts}
 
 
 def write_token_rows(delta: AttachedDelta, names: Any, prefix: str) -> dict[str, Tensor]:
-    """Return the trained rows by PEFT's names; rows of tied layers occur once, as in PEFT.
+    """Map PEFT's tensor names to the trained rows; rows of tied layers occur once, as in PEFT.
 
     Args:
         delta: adapter with all its modules, unsharded.

@@ -18,7 +18,7 @@ PREFIX = "base_model.model."
 
 
 def module_of(key: str) -> str | None:
-    """Return the published name of the module that an adapter tensor modifies, or None."""
+    """Return the published name of the module that an adapter tensor modifies; None for others."""
     bare = key.removeprefix(PREFIX)
     for mark in (".lora_", ".ia3_l"):
         if mark in bare:

@@ -73,7 +73,7 @@ def fold_weight_(config: dict[str, Any], delta: AttachedDelta) -> dict[str, Any]
 
 
 def _by_layer(names: Names, delta: AttachedDelta) -> dict[str, list[Held]]:
-    """Map each published module name to the adapter modules on the bmforge layers in it."""
+    """Map each published module name to the adapter modules of the bmforge layers it contains."""
     groups: dict[str, list[Held]] = {}
     for attached in layer_parts(delta):
         groups.setdefault(names.of(attached.owner), []).append(attached)
@@ -103,9 +103,9 @@ def _is_of_a_part(delta: AttachedDelta) -> Callable[[str], bool]:
 
 
 def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
-    """Return True if the parameters trained in full make up complete published modules.
+    """Return True if the parameters trained in full form complete published modules.
 
-    In a prompt's directory PEFT looks only for the classification head.
+    In the directory of a prompt, PEFT looks only for the classification head.
     """
     wholes = set(delta.wholes())
     if delta.peft_type == "LN_TUNING":
@@ -131,7 +131,7 @@ def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
 
 
 def _heads(model: nn.Module) -> list[str]:
-    """Return the head parameters that PEFT saves with every adapter for this task."""
+    """Return the head parameters that PEFT saves with every adapter of a model for this task."""
     if _task(model) not in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"):
         return []
     names = Names(model)
@@ -152,9 +152,9 @@ def written_whole(delta: AttachedDelta) -> set[str]:
 def write_tensors(
     delta: AttachedDelta, wholes: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, list[int]], dict[str, Any]]:
-    """Return an adapter's tensors by PEFT's names, the ranks of fused blocks, and rank patterns.
+    """Return an adapter's tensors by PEFT's names, the ranks in fused layers, and rank patterns.
 
-    The patterns are fields of the config: `rank_pattern` and `alpha_pattern`.
+    The patterns are the config fields `rank_pattern` and `alpha_pattern`.
 
     Args:
         delta: adapter with all its modules, unsharded.

@@ -14,9 +14,10 @@ __all__ = ["Prefix"]
 class Prefix(Delta):
     """Prefix tuning: trained keys and values to which every query attends.
 
-    Options: `length`, `std`; `inner`, the width of two layers that compute the prefix in training
-    and are folded into it when it is saved; and `shift_positions`: True if the text's positions
-    start at `length`, as in PEFT (default for decoders that count positions), False for 0.
+    Options: `length`, `std`; `inner`, the width of the two-layer MLP that computes the prefix in
+    training (the saved file contains only the computed prefix); and `shift_positions`: True if the
+    text's positions start at `length`, as in PEFT (default for decoders that count positions),
+    False for 0.
 
     Source: Li and Liang, "Prefix-Tuning" (2021).
     """

@@ -52,7 +52,8 @@ def rename_options(options: Mapping[str, Any], names: Mapping[str, str]) -> dict
     """Rename PEFT's options to bmforge's.
 
     Args:
-        options: values by option name; an empty or False bmforge option counts as not given.
+        options: values by option name; an empty or False value of bmforge's option counts as
+            missing.
         names: map from PEFT's option names to bmforge's, in addition to `modules_to_save`.
 
     Raises:

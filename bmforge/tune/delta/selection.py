@@ -280,7 +280,7 @@ def check_names(model: nn.Module, selection: DeltaChoice) -> DeltaNames:
 
 
 def tell_choice(model: nn.Module, names: DeltaNames) -> str:
-    """Return a string that is equal for equal selections, and "" for the base model."""
+    """Return a cache key of a selection: equal for equal selections, "" for the base model."""
     weights = {name: _weight(delta, names) for name, delta in deltas_of(model).items()}
     working = {name: weight for name, weight in weights.items() if weight}
     return repr(working) if working else ""
@@ -294,7 +294,7 @@ def choosing_deltas(model: nn.Module, names: DeltaNames) -> Iterator[None]:
 
     Args:
         model: model with adapters, or without.
-        names: adapters to enable; None keeps the model's own state.
+        names: adapters to enable; None keeps the adapters that `use_deltas` enabled.
     """
     if names is None:
         yield

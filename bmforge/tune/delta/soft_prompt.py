@@ -191,7 +191,7 @@ def put_rows_before(
     Args:
         model: model with or without adapters.
         ids: token ids of a text.
-        names: names of the enabled adapters; None uses the model's own state.
+        names: names of the enabled adapters; None uses the adapters that `use_deltas` enabled.
     """
     for name, delta in deltas_of(model).items():
         is_on = bool(delta.weight) if names is None else name in names

@@ -1,4 +1,4 @@
-"""Module tree of a model: equal neighbors are folded, tensors are marked frozen or trained.
+"""Module tree of a model: adjacent equal modules are folded, tensors are marked frozen or trained.
 
 `tree_page` renders it as an HTML page, `draw_tree` in a terminal.
 """
@@ -33,7 +33,7 @@ class OwnTensor:
         shape: global shape.
         is_trained: True if the parameter requires gradients.
         is_delta: True if the parameter belongs to an adapter.
-        is_again: True if a module further up has the same parameter (tied).
+        is_again: True if an earlier module of the tree has the same parameter (tied).
     """
 
     name: str
@@ -102,7 +102,7 @@ class _Node:
         children: submodules that are shown.
         is_delta: True for an adapter module, or a module inside one.
         is_list: True for a container without computation.
-        look: key that is equal for modules of equal structure.
+        look: structure key; modules with equal keys have the same structure.
         counts: parameters of the module and its submodules.
     """
 
@@ -117,10 +117,10 @@ class _Node:
 
 
 def fold_tree(model: nn.Module, root: str = "model", keep_empty: bool = False) -> ModuleRun:
-    """Return a model's tree, with neighbors of equal structure folded into one row.
+    """Return a model's tree, with adjacent modules of equal structure folded into one row.
 
     Args:
-        model: any model, on meta or not.
+        model: any model; may be on the meta device.
         root: name shown for the root.
         keep_empty: True to also show modules without parameters.
     """
@@ -162,7 +162,7 @@ def _row(node: _Node, name: str, target: str) -> ModuleRun:
 
 
 def _runs(node: _Node) -> Iterator[list[_Node]]:
-    """Yield groups of equal neighbors: numbered modules, and modules without children."""
+    """Yield groups of adjacent equal modules: entries of a list, and modules without children."""
 
     def alike(child: _Node) -> Any:
         is_folded = child.name.isdigit() or not (child.children or child.is_delta)
@@ -187,16 +187,16 @@ def _run_row(owner: _Node, run: Sequence[_Node], target: str) -> ModuleRun:
 
 
 def _numbers(owner: _Node, run: Sequence[_Node]) -> str:
-    """Return the target pattern for some numbered modules: ``*`` if these are all."""
+    """Return the index pattern of some of a list's modules; ``*`` if the list has no others."""
     if len(run) == len(owner.children):
         return "*"
     return f"({'|'.join(node.name for node in run)})"
 
 
 def _spelled(target: str) -> str:
-    """Write a target in user syntax: a subset of numbers needs a regular expression.
+    """Write a target in user syntax; a subset of the layer indices needs a regular expression.
 
-    So does a module name that is also a common word, since the word would match more modules.
+    So does a module name that is also a generic target name, which would match more modules.
     """
     if target in WORDS:
         return f"[r]^{target}$"

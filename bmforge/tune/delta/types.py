@@ -23,7 +23,8 @@ def init_deltas_(model: nn.Module, seed: int = 0) -> nn.Module:
     """Initialize the tensors of all adapters of a model at random, identically on every layout.
 
     Args:
-        model: materialized model: call after `load_weights_` if adapters were attached on meta.
+        model: model with real (not meta) tensors; if adapters were attached on the meta device,
+            call `load_weights_` first.
         seed: random seed of all tensors.
     """
     for delta in deltas_of(model).values():

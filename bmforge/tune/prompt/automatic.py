@@ -38,7 +38,8 @@ def find_label_tokens(
         num_candidates: candidate tokens per class: the most probable tokens on the class's
             examples.
         score: "llr" for the log-likelihood ratio, or "ce" for cross-entropy.
-        balance: True to give the other classes' examples the same total weight as the class's own.
+        balance: True to give the examples of all other classes together the same weight as those of
+            the class.
 
     Shape:
         logits: (N, V); labels: (N,)
@@ -72,12 +73,12 @@ def find_label_tokens(
 class AutomaticVerbalizer(ManualVerbalizer):
     """Verbalizer whose label words are chosen automatically from labeled examples (PETAL).
 
-    It has no words until `fit_`; afterwards it is a `ManualVerbalizer` of tokens.
+    It has no words until `fit_` is called; after that it works like a `ManualVerbalizer`.
 
     Args:
         num_classes: number of classes, C.
         tokenizer: the model's tokenizer.
-        normalize: argument of `ManualVerbalizer`.
+        normalize: True to return log-probabilities, as in `ManualVerbalizer`.
         options: options of `find_label_tokens`.
     """
 

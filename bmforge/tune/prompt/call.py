@@ -60,5 +60,5 @@ def ask_model(
 
 
 def pick_places(x: Tensor, places: Tensor) -> Tensor:
-    """Select M positions from every row: (B, T, ...) at positions (B, M) gives (B, M, ...)."""
+    """Select M positions from every row: x (B, T, ...) and places (B, M) give (B, M, ...)."""
     return x[torch.arange(len(places), device=x.device)[:, None], places]

@@ -27,8 +27,8 @@ class ClassOutput(NamedTuple):
     Attributes:
         class_logits: (B, C); log-probabilities with most verbalizers.
         loss: mean loss over rows; None without labels.
-        vocab_logits: (B, V), or (B, M, V) for several masks; the words' log-probabilities, (B, W),
-            with a verbalizer that scores words.
+        vocab_logits: (B, V), or (B, M, V) for several masks; log-probabilities of the W label
+            words, (B, W), with a verbalizer that scores words.
     """
 
     class_logits: Tensor
@@ -162,7 +162,7 @@ def check_masks(template: Template, verbalizer: Any) -> None:
 def score_batch(
     model: Any, verbalizer: Any, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    """Run the model on a batch; return class scores, and the outputs that the verbalizer read.
+    """Run the model on a batch; return class scores, and the model outputs behind them.
 
     The result is None on a pipeline stage other than the last.
     """

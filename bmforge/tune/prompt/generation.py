@@ -18,7 +18,7 @@ __all__ = ["GenerationVerbalizer"]
 class GenerationVerbalizer(nn.Module):
     """Verbalizer that scores a class by the log-probability of its text at the mask.
 
-    In training the text is the target.
+    In training, the text of the correct class is the target.
 
     Args:
         words: text of every class, in order; if a class has several, the first is used.

@@ -46,7 +46,7 @@ class PromptGenerator(nn.Module):
         frozen: True to train only the template's soft tokens.
 
     Raises:
-        ConfigError: the template has several masks, or the model fills masks with one token each.
+        ConfigError: the template has several masks, or the model predicts only one token per mask.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class PromptGenerator(nn.Module):
 
 
 def find_ends(template: Template) -> list[int]:
-    """Return the token that ends a target as a list, or []; for GLM its end-of-piece token."""
+    """Return a list with the token that ends a target (GLM: its end-of-piece token), or []."""
     roles = ("eop", "eos") if template.asking.kind == "blanks" else ("eos",)
     ids = (template.tokenizer.role_id(role) for role in roles)
     return [id for id in ids if id is not None][:1]

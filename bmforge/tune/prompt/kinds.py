@@ -1,4 +1,4 @@
-"""Published template types: soft prompts, P-tuning, PTR and prefix tuning."""
+"""Template types of published methods: soft prompts, P-tuning, PTR and prefix tuning."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class PTRTemplate(Template):
         text, tokenizer, model, options: arguments of `Template`.
 
     Raises:
-        ConfigError: the text has one mask, or the model reads no text after the first mask.
+        ConfigError: the text has only one mask, or the model does not read text after the first
+            mask.
 
     Source: Han et al., "PTR: Prompt Tuning with Rules for Text Classification" (2021).
     """

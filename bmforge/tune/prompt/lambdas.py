@@ -52,7 +52,7 @@ def read_lambda(node: ast.Lambda) -> Callable[[Any], str]:
 
 
 def _compile(node: ast.expr, names: set[str]) -> Expression:
-    """Compile an expression to a function of a scope, which contains the variables `names`."""
+    """Compile an expression to a function of a dict with the values of the variables `names`."""
     match node:
         case ast.Name(id=name) if name in names:
             return lambda scope: scope[name]

@@ -178,7 +178,7 @@ def _read_literal(piece: str, fail: Callable[[str], TemplateError]) -> Mapping[A
 
 
 def _check_value(kind: str, value: Any, fail: Callable[[str], TemplateError]) -> None:
-    """Validate the value of the key that gives the piece's type."""
+    """Validate the value of the key that determines the piece's type."""
     if kind in ("placeholder", "meta", "special", "text") and not isinstance(value, str):
         raise fail(f"{kind}={value!r} must be a text")
     if kind == "soft" and not isinstance(value, (str, type(None))):

@@ -59,10 +59,11 @@ class Piece:
         value: text, name of the field or meta entry, special token, or words of a soft piece.
         spaced: True if a space precedes the piece.
         shortenable: True if the piece's text may be truncated when the prompt is too long.
-        soft_id: id of the soft tokens; pieces with the same id share their embeddings; 0 for none.
+        soft_id: id of the soft tokens; pieces with the same id share their embeddings; 0 for pieces
+            without an id.
         duplicate: number of repetitions of a soft piece.
         same: True if all repetitions share the same trained embeddings.
-        process: function applied to the example's text; None for none.
+        process: function applied to the example's text; None uses the text unchanged.
         at: index of the piece's first character in the template's text.
     """
 
@@ -84,7 +85,7 @@ class Wrapped:
     Args:
         text: text to tokenize; for a soft token, the word that initializes its embedding.
         kind: "text" for any piece that is tokenized.
-        soft: number of the soft token, from 1; 0 for none.
+        soft: number of the soft token, from 1; 0 if the piece is not a soft token.
         shortenable: True if the text may be truncated.
     """
 

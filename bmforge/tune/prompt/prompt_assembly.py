@@ -30,7 +30,7 @@ class Encoded:
             `decoder_input_ids`.
         decoder_input_ids: input of the decoder; empty without one.
         num_cut: number of the example's tokens that were truncated.
-        columns: further arguments of the model, one number per token.
+        columns: further per-token arguments of the model, with one number per token.
         fixed: further arguments of the model, the same for every prompt of the template.
         predicted: target tokens at `mask_at`, if an answer was given.
     """
@@ -66,7 +66,7 @@ class Frame(NamedTuple):
 
     Attributes:
         begin, end: ids before and after the text.
-        tails: ids for every mask at the end of the row, up to its answer position.
+        tails: for every mask, the ids appended to the row, up to the mask's answer position.
         begin_columns, tail_columns: per-token arguments of the model for these ids.
         text_columns: per-token arguments of the model for the text.
         fixed: further arguments of the model, the same for every prompt of the template.
@@ -109,7 +109,7 @@ def make_frame(asking: Asking, tokenizer: Tokenizer, config: Any, num_masks: int
 
 
 def _frame_document(tokenizer: Any, num_masks: int) -> Frame:
-    """Build the frame of a CPM-Bee document with one text, and an answer for each blank."""
+    """Build the special tokens of a CPM-Bee document: one text, and an answer for each blank."""
     names = [f"<mask_{n}>" for n in range(num_masks)]
     document = {"input": "".join(names), "<ans>": dict.fromkeys(names, "")}
     encoded = encode_document(document, tokenizer, blank_answers=True)
@@ -143,9 +143,9 @@ def lay_out(
         asking: prompt format of the model.
         frame: tokens around the text.
         text: pieces of the prompt.
-        front: soft tokens before everything else; for CPM models, after the first tokens of the
-            frame.
-        blanks: a decoder's start token and its sentinels, one per mask.
+        front: soft tokens at the start of the prompt; for CPM models, after the first special
+            tokens.
+        blanks: start token of the decoder, followed by one sentinel per mask.
         name: name of the example, used in messages.
 
     Raises:

@@ -21,10 +21,12 @@ class Asking:
     Args:
         kind: name of the kind.
         about: description of how a mask is represented.
-        form: position of the prediction: at the mask in the "row", by a decoder ("apart"),
-            "behind" the text in the same row, at a "hidden" token, or in a "document".
-        begins: roles of the token before the text; () for none.
-        ends: roles of the token after the text; () for none.
+        form: position of the prediction: "row" (at the mask), "apart" (in the decoder), "behind"
+            (after the text in the same row), "hidden" (at a hidden token) or "document" (in a
+            CPM-Bee document).
+        begins: tokenizer roles of the token before the text, in order of preference; () for no
+            token.
+        ends: tokenizer roles of the token after the text, in order of preference; () for no token.
         reads_behind: True if the model reads text after the mask.
         shows_mask: True if the input contains the mask token.
         start_is_blank: True if the decoder's start token is the first sentinel.
@@ -115,7 +117,7 @@ def _ask_other(model: Any) -> Asking:
 
 
 def role_token(tokenizer: Tokenizer, roles: tuple[str, ...]) -> int | None:
-    """Return the token id of the first role that the tokenizer defines; None if it has none."""
+    """Return the token id of the first role that the tokenizer defines; None if there is none."""
     ids = (tokenizer.role_id(role) for role in roles)
     return next((id for id in ids if id is not None), None)
 

@@ -1,10 +1,11 @@
 """Templates and label words for tasks: those published with OpenPrompt, and generic ones.
 
 Both are stored in `published.json`: for each task the templates, and the words of every class in
-the task's order; for a template with several masks one word per mask. Templates that repeat a text,
-or have unnecessary text after the mask, are simplified there, and a word shared by classes is kept
-for one. A task without label words gets the wording of `data.tasks.wording`, with the mask at the
-end, so that every kind of model supports it; this template comes after the published ones.
+the task's order; for a template with several masks one word per mask. There, templates that repeat
+a text, or have unnecessary text after the mask, are simplified, and a word shared by several
+classes is assigned to only one of them. A task without label words gets the wording of
+`data.tasks.wording`, with the mask at the end, so that every kind of model supports it; this
+template comes after the published ones.
 Source: scripts/ of thunlp/OpenPrompt (Apache-2.0): FewGLUE, LMBFF, RelationClassification,
 SuperGLUE, TextClassification, Typing.
 """

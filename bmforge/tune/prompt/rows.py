@@ -2,7 +2,8 @@
 
 `PromptRows` and `TargetRows` are sources of examples as `recipes/inputs/examples.py` reads them;
 their objectives work on every layout. The first label of each row is ignored, like that of a
-causal language model that shifts its labels, so that all models count a row's labels alike.
+causal language model that shifts its labels, so that all models have the same number of labels per
+row.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Rows:
         examples: any indexable sequence.
         seq_len: longest prompt in tokens.
         cut: truncation of long prompts, as in `cut_parts`.
-        told: further values on which an example's row depends, for the fingerprint.
+        told: further values to include in the fingerprint, because the rows depend on them.
 
     Attributes:
         columns: label columns; `collate` adds all other columns.

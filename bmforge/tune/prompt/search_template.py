@@ -119,7 +119,7 @@ def _read_source(
 
 
 def _go_on(model: Any, source: Any, mask: Tensor, ids: Sequence[int]) -> Tensor:
-    """Return the log-probability of each next token, averaged over the examples, (V,)."""
+    """Return the log-probabilities of the next token, averaged over the examples, (V,)."""
     rows = torch.tensor([ids] * len(mask), device=mask.device)
     last = torch.full_like(rows[:, :1], len(ids) - 1)
     out = model(encoder_outputs=source, attention_mask=mask, decoder_input_ids=rows, logits_at=last)

@@ -44,8 +44,8 @@ def number_rows(
 ) -> tuple[tuple[SoftRow, ...], list[tuple[int, ...]]]:
     """Assign soft tokens to a template's pieces; return all soft tokens and each piece's numbers.
 
-    Numbers start at 1. Pieces with the same soft_id share soft tokens; words take as many soft
-    tokens as they have tokens.
+    Numbers start at 1. Pieces with the same soft_id share soft tokens; a word gets one soft token
+    per token.
     """
     rows: list[SoftRow] = []
     shared: dict[int, tuple[int, ...]] = {}
@@ -81,7 +81,7 @@ class MadeRows(nn.Module):
         kind: "lstm" (two bidirectional layers, then two linear ones) or "mlp".
 
     Shape:
-        rows: any, integers below P -> (..., D)
+        rows: any shape (...), integers below P -> (..., D)
 
     Source: Liu et al., "GPT understands, too" (2021).
     """
@@ -132,7 +132,7 @@ def token_table(model: Any) -> nn.Embedding:
 def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> nn.Module:
     """Attach soft tokens to a model's token embedding; return the module with their embeddings.
 
-    A model on meta may have the soft tokens already, created from its config.
+    A model on the meta device may already have the soft tokens, created from its config.
 
     Raises:
         ConfigError: the model already has other soft tokens, or has no token embedding.

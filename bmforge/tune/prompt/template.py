@@ -33,8 +33,8 @@ class Template:
         text: text in the template language (see `language`).
         tokenizer: the model's tokenizer.
         model: model that reads the prompts; soft tokens of the template are attached to the model
-            (`nn.prompt`) and trained, even if the model is frozen. On a meta model they are created
-            on meta too; `draw_rows_` initializes them later.
+            (`nn.prompt`) and trained, even if the model is frozen. If the model is on the meta
+            device, the soft tokens are too; `draw_rows_` initializes them later.
         front: number of soft tokens at the start of the prompt; for CPM models after the first
             special tokens.
         encoder: "" trains the soft tokens' embeddings directly; "lstm" or "mlp" trains a P-tuning
@@ -98,7 +98,7 @@ class Template:
         return list(self._prompt.parameters()) if self.rows else []
 
     def _check_masks(self, behind: str) -> str:
-        """Refuse unsupported masks; return how text after the mask is handled."""
+        """Refuse unsupported masks; return the handling of text after the mask (`behind`)."""
         if self.asking.reads_behind:
             return "refuse"
         first = next(n for n, piece in enumerate(self.pieces) if _is_mask(piece))
@@ -232,7 +232,7 @@ class Template:
         )  # fmt: skip
 
     def question_of(self, answer: Sequence[int]) -> tuple[int, ...]:
-        """Return the key of an answer's prompt: answers with equal keys share one prompt."""
+        """Return a key of the prompt in which an answer is scored; equal keys share one prompt."""
         if self.behind == "score":
             return tuple(answer)
         return tuple(answer[:-1]) if self.asking.goes_on else (0,) * len(answer)

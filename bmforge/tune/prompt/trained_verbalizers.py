@@ -71,7 +71,7 @@ class SoftVerbalizer(nn.Module):
 
 
 def copy_head(model: Any) -> tuple[nn.Module, Tensor, float]:
-    """Return a copy of a model's output head without its last layer, that layer's weight, a scale.
+    """Return a copy of a head without its last layer, that layer's weight, and a logit scale.
 
     Args:
         model: bmforge or transformers model.
@@ -186,7 +186,7 @@ class PrototypeVerbalizer(nn.Module):
         Args:
             hidden: last hidden states at the masks of the examples.
             labels: classes of the examples.
-            epochs: full-batch steps.
+            epochs: number of optimizer steps, each on all examples.
             lr: learning rate of Adam.
 
         Shape:

@@ -28,14 +28,15 @@ _ABSENT, _TINY = -10_000.0, 1e-15
 
 
 class ManualVerbalizer(nn.Module):
-    """Verbalizer with given label words, one or several per class.
+    """Verbalizer with label words chosen by the user, one or several per class.
 
     Args:
         words: words of every class, in order; or a map from class names to words. A space is
             put before a word unless it is Chinese or starts with "<!>".
         tokenizer: the model's tokenizer.
-        join: score of a word of several tokens: the "first", the "max" or the "mean" of them at
-            one mask; or "joint": its log-probability over as many masks or steps as it has tokens.
+        join: score of a word with several tokens: at one mask, the score of the "first" token, or
+            the "max" or "mean" of all; or "joint", the word's log-probability over as many masks or
+            steps as it has tokens.
         normalize: True to return log-probabilities; False for the mean of the words' raw scores.
 
     Attributes:
@@ -141,7 +142,7 @@ class ManualVerbalizer(nn.Module):
         return (words * is_valid).sum(-1) / is_valid.sum(-1)
 
     def calibrate_(self, logits: Tensor | None) -> None:
-        """Set the prior probabilities of the words, by which later scores are divided.
+        """Set the words' prior probabilities, by which later word probabilities are divided.
 
         Args:
             logits: logits on content-free texts, averaged; None removes the calibration.
@@ -164,7 +165,7 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
         words: words of every class, as in `ManualVerbalizer`; a word shared by classes is kept only
             for the class that lists it earliest.
         tokenizer: the model's tokenizer.
-        max_tokens: longest word in tokens, longer ones are dropped; -1 keeps all.
+        max_tokens: maximum length of a word in tokens; longer words are removed; -1 sets no limit.
         drop_ratio: fraction of the vocabulary; calibration removes label words that are among this
             fraction of least probable tokens.
         temperature: factor on the weights in evaluation mode.
@@ -260,7 +261,7 @@ class PTRVerbalizer(nn.Module):
     Args:
         words: one word per mask for every class, in order or by class name.
         tokenizer: the model's tokenizer.
-        per_mask: True to add the mean of the masks' own log-probabilities, in training and
+        per_mask: True to add the mean of the log-probabilities at the single masks, in training and
             evaluation.
 
     Shape:
