@@ -79,13 +79,13 @@ def find_base(adapter: Path, find_model: Callable[[str], Path]) -> Path:
 
 
 def head_of_adapter(adapter: Path) -> tuple[str, int | None] | None:
-    """Return the head of a classifier that an adapter directory holds, with its number of classes.
+    """Return the classification head stored in an adapter directory, and its number of classes.
 
     Args:
         adapter: adapter directory.
 
     Returns:
-        None for an adapter without a head; the number is None if it is not in the file
+        None for an adapter without a head; the number of classes is None if no file contains it
 
     Raises:
         CheckpointError: the config is damaged.

@@ -1,6 +1,6 @@
 """Base class of all model families: build, initialize, load and save, on any layout.
 
-Building, loading and initialising are separate: ``from_config(cfg, device="meta")``, then
+Building, loading and initializing are separate: ``from_config(cfg, device="meta")``, then
 `parallel.parallelize`, then `load_weights_` or `init_weights_`, which process only this rank's
 shards.
 """
@@ -203,7 +203,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
 
     @classmethod
     def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        """Complete a config with values that only the shapes of the weights show.
+        """Complete a config with values that can only be inferred from the shapes of the weights.
 
         Families that were published in several formats with the same kind of config override this.
 
@@ -327,9 +327,9 @@ class Model(WeightNames, ModelHooks, nn.Module):
         inputs_embeds: Tensor | None = None,
         name: str = "inputs_embeds",
     ) -> Tensor:
-        """Look up the token embeddings, or return the given ones, before any scaling.
+        """Look up the token embeddings, or return `inputs_embeds`, without scaling them.
 
-        Positions, segments and factors are applied later by the family.
+        The family later adds positions and segments, and applies factors.
 
         Args:
             input_ids: token ids; ids from the vocabulary size on select rows of a soft prompt.
@@ -340,7 +340,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
             input_ids: (...); inputs_embeds: (B, T, width of the table); returns (..., width)
 
         Raises:
-            ShapeError: both or neither are given, or they do not fit the embedding table.
+            ShapeError: both or neither are passed, or they do not fit the embedding table.
         """
         inputs = given_inputs(input_ids, inputs_embeds, name)
         if inputs_embeds is None:

@@ -18,7 +18,7 @@ _LARGE = encoder_size(1024, 24, 16)
 
 @dataclass(kw_only=True)
 class BertConfig(EncoderConfig):
-    """Config of BERT, with the fields of `EncoderConfig`."""
+    """Config of BERT; the fields are those of `EncoderConfig`."""
 
     family: ClassVar[str] = "bert"
     heads: ClassVar[dict[str, Head]] = encoder_heads(

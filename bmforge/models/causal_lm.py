@@ -54,9 +54,9 @@ class DecoderSpec(StackSpec):
     Args:
         rope: rotary positions; None for learned absolute positions (`embed_positions`).
         local_rope: rotary positions of the layers with `AttentionSpec.rotary` "local".
-        learned_positions: with rope=None, use `embed_positions`; False for a bias on the scores.
+        learned_positions: if `rope` is None, use `embed_positions`; False for a score bias (ALiBi).
         num_positions: number of rows of `embed_positions`; 0 means max_seq_len.
-        position_offset: row of the first position.
+        position_offset: row of `embed_positions` for the first position.
         positions_from_mask: count only the tokens of `attention_mask`; padding has position -1.
         extra_tokens: number of rows of embedding and head beyond vocab_size.
         embed_size: width of the embedding, which is projected to D and back; 0 means D.
@@ -126,7 +126,7 @@ class CausalLM(Model):
 
     @property
     def balances(self) -> bool:
-        """Whether the loss includes a load-balancing loss over all tokens of a step."""
+        """True if the loss includes a load-balancing loss over all tokens of a step."""
         return self.spec.balance_weight is not None
 
     def _build_head(self, size: int) -> None:
@@ -177,11 +177,11 @@ class CausalLM(Model):
             num_items_in_batch: divisor of the summed loss; None takes the mean.
             cache: KV cache of earlier tokens.
             output_hidden_states: return the outputs of the embedding and of every layer.
-            logits_to_keep: number of trailing positions whose logits are returned.
+            logits_to_keep: number of last positions whose logits are returned; None for all.
             start_positions: first token of the answers (question answering).
             end_positions: last token of the answers.
             inputs_embeds: token embeddings in place of `input_ids`.
-            logits_at: positions of every sequence whose logits are returned.
+            logits_at: positions, per sequence, whose logits are returned; None for all.
 
         Shape:
             input_ids, document_ids: (B, T); attention_mask: (B, past + T) or (B, 1, T, past + T);

@@ -130,7 +130,7 @@ class ModelConfig:
         self.check()
 
     def says(self, name: str) -> bool:
-        """Return True if config.json contains a size that published configs omit and derive."""
+        """Return True if config.json contains a size that published configs leave to be derived."""
         is_own = name in _OWN_SIZES and name not in self.hf_names
         return is_own and self.raw.get(name) == getattr(self, name)
 
@@ -347,7 +347,7 @@ class ModelConfig:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP has a gate."""
+        """True if the MLP has a gate."""
         return False
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:

@@ -116,14 +116,14 @@ class CPMAnt(CPMLive):
             num_items_in_batch: divisor of the summed loss; None takes the mean.
             cache: KV cache of earlier tokens.
             output_hidden_states: return the outputs of the embedding and of every layer.
-            logits_to_keep: number of trailing positions whose logits are returned.
+            logits_to_keep: number of last positions whose logits are returned; None for all.
             length: number of tokens of each sequence, without padding.
             context: True for context tokens; the others are generated one by one.
             segment: segment type of every token.
             span: span index of every token; tokens attend within their span; None means one span.
             inputs_embeds: unscaled token embeddings in place of `input_ids`; with `segment` the
                 prompt's rows come first.
-            logits_at: positions of every sequence whose logits are returned.
+            logits_at: positions, per sequence, whose logits are returned; None for all.
 
         Shape:
             input_ids, labels: (B, T); length: (B,); inputs_embeds: (B, T, D); logits_at: (B, M);

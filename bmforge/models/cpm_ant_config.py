@@ -84,7 +84,7 @@ class CPMAntConfig(CPMLiveConfig):
 
     @property
     def scales_weights(self) -> bool:
-        """Whether the muP scales are applied separately from the weights."""
+        """True if the muP scales are applied separately from the weights."""
         return not self.folded
 
     def problems(self) -> list[str]:

@@ -158,7 +158,7 @@ class CPMBee(CPMLive):
             num_items_in_batch: divisor of the summed loss; None takes the mean.
             cache: KV cache of earlier tokens.
             output_hidden_states: return the outputs of the embedding and of every layer.
-            logits_to_keep: number of trailing positions whose logits are returned.
+            logits_to_keep: number of last positions whose logits are returned; None for all.
             input_sub: sub ids of `input_ids`.
             length: number of tokens of each sequence; None treats tokens with num_segments 0 as
                 padding.
@@ -173,7 +173,7 @@ class CPMBee(CPMLive):
             ext_table_ids: base ids of the extension's rows.
             ext_table_sub: sub ids of the extension's rows.
             inputs_embeds: token embeddings in place of `input_ids`, neither scaled nor rotated.
-            logits_at: positions of every sequence whose logits are returned.
+            logits_at: positions, per sequence, whose logits are returned; None for all.
 
         Shape:
             input_ids, input_sub, labels: (B, T); length: (B,); segment_rel: (B, R);

@@ -136,7 +136,7 @@ class CPMLiveConfig(ModelConfig):
 
     @property
     def scales_weights(self) -> bool:
-        """Whether the muP scales are applied separately from the weights."""
+        """True if the muP scales are applied separately from the weights."""
         return True
 
     @property
@@ -221,12 +221,12 @@ class CPMLive(CausalLM):
 
     @property
     def is_begun(self) -> bool:
-        """Whether an earlier pipeline stage has embedded the tokens of this call."""
+        """True if an earlier pipeline stage has embedded the tokens of this call."""
         return span_of(self.layers).first > 0
 
     @property
     def is_done(self) -> bool:
-        """Whether this pipeline stage runs the last block."""
+        """True if this pipeline stage runs the last block."""
         span = span_of(self.layers)
         return span.last == span.total
 
@@ -287,9 +287,9 @@ class CPMLive(CausalLM):
             hidden_states: hidden states of all layers, or None.
             labels: target ids.
             num_items: divisor of the summed loss.
-            logits_to_keep: number of trailing positions whose logits are returned.
+            logits_to_keep: number of last positions whose logits are returned; None for all.
             extension: additional rows of the head, (E, D), which use unscaled hidden states.
-            logits_at: positions of every sequence whose logits are returned.
+            logits_at: positions, per sequence, whose logits are returned; None for all.
         """
         check_places(self.config.head, labels, logits_at)
         if not self.is_done:

@@ -198,7 +198,7 @@ class EncoderModel(Model):
                 tokens.
             cache: KV cache of earlier tokens, which do not attend to the new tokens; needs a
                 4-D mask.
-            logits_at: positions of every sequence whose logits are returned.
+            logits_at: positions, per sequence, whose logits are returned; None for all.
             extra: further arguments of `build_masks` in some families.
 
         Shape:

@@ -53,7 +53,7 @@ class EncoderConfig(ModelConfig):
 
     Args:
         num_segments: number of segment types.
-        pad_token_id: id of padding, whose embedding gets no gradient.
+        pad_token_id: token id of padding; its embedding gets no gradient.
         activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
         dropout: dropout probability of embeddings and of each sublayer's output.
         attn_dropout: dropout probability of attention weights.

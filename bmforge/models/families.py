@@ -61,10 +61,10 @@ class FamilyTable(Mapping[str, type[Model]]):
     """Model classes by name, sorted; each is imported at its first use.
 
     Importing all of them takes about a tenth of the time that importing torch takes, and a command
-    needs one.
+    needs only one of them.
 
     Args:
-        modules: names of the classes of each module of `bmforge.models`.
+        modules: class names by module of `bmforge.models`.
     """
 
     def __init__(self, modules: Mapping[str, tuple[str, ...]]) -> None:

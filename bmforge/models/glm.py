@@ -1,8 +1,8 @@
 """GLM: blank infilling with a bidirectional text (part A) and the contents of its blanks.
 
-A token of part B has the position of the blank that it fills, and a second position within the
-blank. The original caches hidden states (`mems`); this implementation uses a KV cache with the same
-results.
+The contents are part B; each of its tokens has the position of the blank that it fills, and a
+second position within the blank. The original caches hidden states (`mems`); this implementation
+uses a KV cache with the same results.
 
 Source: Du et al., "GLM: General language model pretraining with autoregressive blank infilling"
 (ACL 2022); names and fields are those of the published remote code, `modeling_glm.py`. GLM-4, which
@@ -65,8 +65,8 @@ class GLMConfig(ModelConfig):
         dropout: dropout probability of each sublayer's output.
         attn_dropout: dropout probability of attention weights.
         embed_dropout: dropout probability after the embedding.
-        sop_token_id: token that begins a blank's contents; if set, positions and the length of part
-            A are derived from the ids.
+        sop_token_id: token that begins a blank's contents; if set, positions and the length of the
+            bidirectional text (part A) are derived from the ids.
         mask_token_id: token that marks a blank.
     """
 
@@ -173,10 +173,9 @@ class GLM(CausalLM):
     Its `forward` is that of `CausalLM`, but two arguments differ:
 
     Args:
-        attention_mask: length of part A, to which all tokens attend, as (B,) or one number; or
-            a mask over pairs of tokens, (B, 1, T, past + T); or 1 for tokens and 0 for padding,
-            (B, past + T).
-            Without lengths, part A is derived from the ids if the config has `sop_token_id`;
+        attention_mask: length of the bidirectional text (part A), as (B,) or one number; or a mask
+            over pairs of tokens, (B, 1, T, past + T); or 1 for tokens and 0 for padding, (B, past +
+            T). Without lengths, part A is derived from the ids if the config has `sop_token_id`;
             otherwise it is empty.
         position_ids: positions and positions within blanks, (B or 1, 2, T); or positions alone,
             (B or 1, T). By default they are derived from the ids like part A, or counted.
@@ -205,9 +204,9 @@ class GLM(CausalLM):
     def derive_positions(
         self, input_ids: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Derive positions, (B, 2, T), and the length of part A, (B,); see `nn.glm_positions`.
+        """Derive positions, (B, 2, T), and the bidirectional text's length, (B,), from token ids.
 
-        The config must have `sop_token_id` and `mask_token_id`.
+        See `nn.glm_positions`. The config must have `sop_token_id` and `mask_token_id`.
         """
         if input_ids.dim() != 2:
             raise ShapeError(
@@ -281,7 +280,7 @@ class GLM(CausalLM):
         return torch.zeros(inputs.shape[0], dtype=torch.long, device=inputs.device)
 
     def _check_length(self, length: int) -> None:
-        """Accept any length: the limit is on positions, and part B reuses those of part A."""
+        """Accept any length: only positions are limited, and generated tokens reuse positions."""
 
     def weight_rules(self) -> list[WeightRule]:
         """Return the map to the published names; q, k and v are fused."""

@@ -202,8 +202,8 @@ def check_places(
 
     Args:
         head: head of the model.
-        labels: labels of the call.
-        logits_at: positions of the call.
+        labels: labels passed to the model, or None.
+        logits_at: positions passed to the model, or None.
         allowed: heads of the family that have logits at every token.
     """
     if logits_at is None:
@@ -222,13 +222,13 @@ def pick_states(x: Tensor, last: int | None, logits_at: Tensor | None) -> Tensor
     Args:
         x: hidden states of all positions.
         last: number of trailing positions; None means all.
-        logits_at: positions of every sequence.
+        logits_at: positions to select in each sequence; None means all.
 
     Shape:
         x: (B, T, D); logits_at: (B, M); returns (B, T, D), (B, last, D) or (B, M, D)
 
     Raises:
-        ShapeError: both are given, or `logits_at` has another shape.
+        ShapeError: both `last` and `logits_at` are set, or `logits_at` has another shape.
     """
     if logits_at is None:
         return x if last is None else x[:, -last:]

@@ -103,7 +103,7 @@ def head_options(
 ) -> dict[str, Any]:
     """Return the options with which the base model of an adapter is loaded.
 
-    A classifier's adapter holds the head, which the base model may lack.
+    A classifier's adapter contains the head, which the base model may lack.
 
     Args:
         adapter: adapter directory.

@@ -45,12 +45,12 @@ def materialize_(
     device: torch.device | str | None = None,
     elsewhere: Mapping[str, torch.device] | None = None,
 ) -> None:
-    """Allocate the meta tensors of a model; ties, layouts and allocated tensors are kept.
+    """Allocate the meta tensors of a model; ties, shards and real tensors are preserved.
 
     Args:
         model: model to allocate.
         device: device of the tensors; None uses that of the layout, or else the CPU.
-        elsewhere: devices of modules that are on another device, by module name.
+        elsewhere: devices, by module name, of modules that do not belong on `device`.
     """
     tensors = persistent_tensors(model).values()
     if any(tensor.is_meta for tensor in tensors):

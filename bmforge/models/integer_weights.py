@@ -31,7 +31,7 @@ _INTEGERS_AT_ONCE = 1 << 20
 
 
 def keep_(plain: Any, read: WeightReader) -> Any:
-    """Replace layers by packed ones if the checkpoint's integers can be kept; return the model.
+    """Pack the layers whose stored integers can be loaded unchanged; return the model.
 
     Args:
         plain: model on the meta device.
@@ -53,7 +53,7 @@ def keep_(plain: Any, read: WeightReader) -> Any:
 
 
 def layers_with_integers(plain: Any, read: WeightReader) -> dict[QuantSpec, list[str]]:
-    """Return the layers whose stored integers can be kept, by their quantization scheme.
+    """Return the layers whose stored integers can be loaded unchanged, by quantization scheme.
 
     Args:
         plain: model on the meta device.

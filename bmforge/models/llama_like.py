@@ -174,7 +174,7 @@ class LlamaLikeConfig(RotaryConfig):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the family's MLP has a gate."""
+        """True if the family's MLP has a gate."""
         return self.has_gate
 
     def check(self) -> None:

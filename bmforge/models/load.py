@@ -44,7 +44,7 @@ def load_weights_(
         device: device for a model on meta; None uses that of the layout, or else the CPU.
         new_head: initialize the head's weights (seed 0) if the checkpoint has none of this shape.
         threads: number of reading threads; None uses torch's number of threads.
-        elsewhere: devices of modules that are on another device, by module name.
+        elsewhere: devices, by module name, of modules that do not belong on `device`.
 
     Raises:
         CheckpointError: weights are missing, unexpected or have the wrong shape; all are

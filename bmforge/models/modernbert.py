@@ -135,7 +135,7 @@ class ModernBertConfig(EncoderConfig):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP has a gate: always."""
+        """True: the MLP has a gate."""
         return True
 
     @property
@@ -161,7 +161,7 @@ class ModernBertConfig(EncoderConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Return True for a supported config.json; models with scaled rotary tables are not."""
+        """Return True for a supported config.json; scaled rotary tables are not supported."""
         if not super().opens(raw) or raw.get("rope_scaling"):
             return False
         tables = (raw.get("rope_parameters") or {}).values()

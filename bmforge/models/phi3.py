@@ -89,7 +89,7 @@ class Phi3Config(PartialRotaryConfig):
 
     @property
     def pretraining_length(self) -> int:
-        """Context length before `longrope` scaling, which Phi-3 gives outside of the scaling."""
+        """Context length before `longrope` scaling; a config field outside of `rope_scaling`."""
         return self.original_seq_len
 
     @classmethod

@@ -181,7 +181,7 @@ def _find(model: Any, name: str) -> Block:
 
 
 def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> None:
-    """Raise `ConfigError` for conflicts with the rest of the model."""
+    """Raise `ConfigError` for conflicts with the model's other layers."""
     rotary_dim = _rotary_dim(model)
     for name, spec in specs.items():
         stack = name.rpartition(".")[0]
@@ -222,7 +222,7 @@ def _rotary_dim(model: Any) -> int:
 
 
 def _take_after_(new: Block, old: Block) -> None:
-    """Give a new block on meta the devices, dtypes and flags of the old block."""
+    """Copy the devices, dtypes and flags of the old block to a new block on the meta device."""
     before = dict(old.named_parameters())
     usual = next(iter(before.values()), None)
     for name, parameter in list(new.named_parameters()):
@@ -270,7 +270,7 @@ def _keep_heads_(
     specs: tuple[AttentionSpec, AttentionSpec],
     rotary_dim: int,
 ) -> None:
-    """Copy the common slice of a parameter between attentions with different head counts."""
+    """Copy the part of a parameter that both attentions have, if their head counts differ."""
     module, _, kind = leaf.partition(".")
     if module == "o_proj":
         if kind == "bias":

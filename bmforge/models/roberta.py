@@ -33,7 +33,7 @@ def roberta_heads(stem: str) -> dict[str, Head]:
 
 @dataclass(kw_only=True)
 class RobertaConfig(EncoderConfig):
-    """Config of RoBERTa, with the fields of `EncoderConfig`.
+    """Config of RoBERTa; the fields are those of `EncoderConfig`.
 
     Positions count only tokens, not padding; `max_seq_len` is the maximum input length, and the
     position table has `pad_token_id` + 1 more rows.

@@ -111,14 +111,14 @@ class Seq2Seq(Model):
             cache: KV cache of the target's earlier tokens and of the source.
             num_items_in_batch: divisor of the summed loss; None takes the mean.
             output_hidden_states: return the outputs of the embedding and of every layer.
-            logits_to_keep: number of trailing positions whose logits are returned.
+            logits_to_keep: number of last positions whose logits are returned; None for all.
             start_positions: first token of the answers (question answering).
             end_positions: last token of the answers.
             role_ids: speaker of each source token, in models with roles.
             decoder_role_ids: speaker of each target token.
             inputs_embeds: token embeddings in place of `input_ids`.
             decoder_inputs_embeds: token embeddings in place of `decoder_input_ids`.
-            logits_at: positions of every target whose logits are returned.
+            logits_at: positions, per target, whose logits are returned; None for all.
 
         Shape:
             input_ids, attention_mask, role_ids: (B, S);
@@ -128,7 +128,7 @@ class Seq2Seq(Model):
             decoder_inputs_embeds: (B, T, D); logits_at: (B, M)
 
         Raises:
-            ShapeError: source or target are missing or given twice, or ids are outside of the
+            ShapeError: source or target are missing or passed twice, or ids are outside of the
                 vocabulary.
         """
         head, source = self.config.head, encoder_outputs

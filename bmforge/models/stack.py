@@ -70,8 +70,8 @@ def build_layers(
 def number_places_(layers: nn.ModuleDict) -> None:
     """Assign KV cache indices to the layers that have self-attention.
 
-    The last indices are used, so that the last such layer has the last index of the cache, which
-    advances the cache's length.
+    The highest indices are used: writing to the last index of the cache advances the cache's
+    length, so the last of these layers must have it.
     """
     storing = [layer.attn for layer in layers.values() if layer.attn is not None]
     for index, attn in enumerate(storing, len(layers) - len(storing)):
@@ -239,10 +239,10 @@ def _gather_logits(share: TokenAssignment, logits: list[Tensor], rows: int) -> l
 def given_inputs(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, name: str = "inputs_embeds"
 ) -> Tensor:
-    """Return the given input: token ids (B, T) or embeddings (B, T, D).
+    """Return the input that the caller passed: token ids (B, T) or embeddings (B, T, D).
 
     Raises:
-        ShapeError: both or neither are given.
+        ShapeError: both or neither are passed.
     """
     ids = name.replace("inputs_embeds", "input_ids")
     if (input_ids is None) == (inputs_embeds is None):
@@ -256,7 +256,7 @@ def given_inputs(
 def check_ids(
     input_ids: Tensor, vocab_size: int, name: str = "input_ids", limit: str = "vocab_size"
 ) -> None:
-    """Raise `ShapeError` for ids outside the vocabulary; skipped if it needs a device sync.
+    """Raise `ShapeError` for ids outside the vocabulary, unless the check needs a device sync.
 
     `name` and `limit` are the names of the ids and of the vocabulary size in the message.
     """

@@ -198,7 +198,7 @@ class T5Config(ModelConfig):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP has a gate."""
+        """True if the MLP has a gate."""
         return self.feed_forward.startswith("gated-")
 
     @property

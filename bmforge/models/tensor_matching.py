@@ -101,8 +101,8 @@ def settle_tie(model: Any, files: WeightFiles, value: bool | None = None) -> Mod
 
     Args:
         model: model of the config, on the meta device.
-        files: the checkpoint.
-        value: value that the caller asks for; None follows the weights.
+        files: weight files of the checkpoint.
+        value: value requested by the caller; None infers it from the weights.
 
     Raises:
         ConfigError: `value` ties two weights that differ, or the model has no head.
@@ -152,7 +152,7 @@ def _tie_as_requested(model: Any, files: WeightFiles, value: bool) -> ModelConfi
 
 
 def _find_tied(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Return the embedding's stored name if an untied model's head is loaded from a tied one."""
+    """Return the embedding's stored name if an untied head is loaded from a tied checkpoint."""
     config = model.config
     if rule.ours != model.tied_head[0] or config.tie_word_embeddings:
         return None

@@ -38,7 +38,7 @@ class WeightNames:
         return {}
 
     def all_rules(self) -> list[WeightRule]:
-        """Return the rules of body and head, with the names of this head's checkpoints."""
+        """Return the name rules of body and head, as in published checkpoints with this head."""
         head = self.config.heads[self.config.head]
         rules = self.weight_rules()
         if head.prefix is not None:
@@ -57,7 +57,7 @@ class WeightNames:
     def published_rules(self) -> list[WeightRule]:
         """Return the rules of this model as if its layers were not quantized.
 
-        Published checkpoints have a layer's plain weight, however bmforge stores it.
+        Published checkpoints contain a layer's plain weight, however bmforge stores it.
         """
         changed = changed_modules(self._module)
         stored = {n: s for n, m in changed.items() if (s := linear_sizes(m)) is not None}

@@ -129,7 +129,7 @@ class WeightRule:
 
     @property
     def is_renaming(self) -> bool:
-        """Whether the published tensor is the whole parameter with another name."""
+        """True if the published tensor is the whole parameter with another name."""
         return not self.transpose and self.part is None and self.index is None
 
     def to_source(self, tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ __all__ = ["XLMRoberta", "XLMRobertaConfig"]
 
 @dataclass(kw_only=True)
 class XLMRobertaConfig(RobertaConfig):
-    """Config of XLM-RoBERTa, with the fields of RoBERTa."""
+    """Config of XLM-RoBERTa; the fields are those of `RobertaConfig`."""
 
     family: ClassVar[str] = "xlm-roberta"
     heads: ClassVar[dict[str, Head]] = roberta_heads("XLMRoberta")

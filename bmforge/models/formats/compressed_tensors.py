@@ -56,7 +56,7 @@ class CompressedTensorsScheme:
     Args:
         bits: bits per packed integer.
         group_size: number of inputs that share a scale; 0 means all inputs of a row.
-        rounds_tokens: whether activations are quantized to 8 bits per token.
+        rounds_tokens: whether activations are quantized to 8 bits, with one scale per token.
         symmetric: whether weights have no zero points.
     """
 

@@ -189,7 +189,7 @@ class GgufFile(CheckedFile):
     def _read_span(
         self, file: BinaryIO, entry: GgufTensor, numbers: Tensor, target: Tensor
     ) -> None:
-        """Read rows that lie close together in one go, into `target`, (R, bytes)."""
+        """Read rows that are close together in the file at once, into `target`, (R, bytes)."""
         if not len(numbers):
             return
         size, first = target.shape[1], int(numbers[0])

@@ -65,7 +65,7 @@ class Architecture:
         raw: fields of config.json that the architecture implies.
         keys: fields of config.json by metadata key without the architecture.
         sizes: fields of config.json that are derived from sizes of tensors.
-        alone: metadata keys that must have a certain value, and this value.
+        alone: the only supported value of some metadata keys, by key.
         permutes: whether the rows of query and key are permuted; see `gguf_names.is_permuted`.
         rotary: whether the architecture has rotary positions with a configurable base.
         norm_offset: number that is added to the weights of norms in files.

@@ -242,7 +242,7 @@ class _Plan:
     Args:
         model: model to write.
         found: GGUF architecture of the model.
-        groups: rules of the source tensors by name in the file.
+        groups: rules of the parameters that each tensor of the file contains, by its name.
         kind: requested tensor type.
         values: function that returns a tensor by name.
     """

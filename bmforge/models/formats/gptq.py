@@ -137,7 +137,7 @@ def without_packing(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_packing(directory: Path) -> Packing | None:
-    """Return the packing of a directory's weights; None if there is none or no config.json.
+    """Return the packing of a directory's weights; None if they are not packed.
 
     Raises:
         ConfigError: the packing is not supported.

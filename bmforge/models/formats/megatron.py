@@ -223,7 +223,7 @@ def _read_shard(path: Path, degree: int) -> dict[str, Tensor]:
 
 
 def split_tensor(name: str, tensor: Tensor, rank: int, degree: int) -> Tensor:
-    """Return a copy of the slice of a tensor that shard `rank` has.
+    """Return a copy of a tensor's slice for shard `rank`.
 
     Raises:
         CheckpointError: the tensor is not divisible by `degree`.

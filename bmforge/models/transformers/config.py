@@ -148,7 +148,7 @@ class TransformersConfig(ModelConfig):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP has a gate."""
+        """True if the MLP has a gate."""
         return self.gated
 
     def build_config(self) -> Any:

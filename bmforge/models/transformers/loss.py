@@ -42,7 +42,7 @@ class LanguageLoss:
     Args:
         foreign: transformers model.
         structure: names of the model's main modules.
-        behavior: tested behavior, including how logits are computed from hidden states.
+        behavior: behavior observed by `probe`, such as how logits are computed from hidden states.
     """
 
     foreign: Any
@@ -71,12 +71,12 @@ class LanguageLoss:
         return self._by_chunks(out, arguments, targets, num_items)
 
     def _balances(self) -> bool:
-        """Whether the model adds a load-balancing loss of its experts."""
+        """True if the model adds a load-balancing loss of its experts."""
         config = self.foreign.config.get_text_config(decoder=True)
         return bool(getattr(config, "output_router_logits", False))
 
     def _is_plain_head(self) -> bool:
-        """Whether the output layer's weight can be used without calling the layer."""
+        """True if the output layer's weight can be used without calling the layer."""
         head: Any = self.foreign.get_submodule(self.structure.head)
         is_whole = type(head.weight) in (nn.Parameter, Tensor)  # a layout makes it a DTensor
         return type(head) is nn.Linear and is_whole and not list(beside_parts(head))

@@ -112,7 +112,7 @@ class TransformersModel(Model):
 
     @classmethod
     def describe(cls, config: Any, dtype: torch.dtype) -> TransformersModel:
-        """Build the model of a config without changes: matrices on meta, computed tensors real."""
+        """Build the model of a config without changes: matrices on meta, other tensors real."""
         return cls(config, dtype)
 
     def train(self, mode: bool = True) -> TransformersModel:
@@ -131,7 +131,7 @@ class TransformersModel(Model):
 
     @property
     def shifts_labels(self) -> bool:  # type: ignore[override]
-        """Whether position t predicts label t + 1, so that the model shifts labels."""
+        """True if position t predicts label t + 1, so that the model shifts labels."""
         return self.config.head in _SHIFTED
 
     def count_items(self, batch: Mapping[str, Tensor]) -> int:

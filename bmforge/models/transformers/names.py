@@ -34,8 +34,8 @@ class BoxRule(WeightRule):
     Args:
         box: (start, stop, step, whether the dim is kept) for every dim of the parameter.
         order: for each stored dim, the corresponding kept dim of the parameter.
-        part: (first, total) along stored dim `part_dim`; None if the box is the whole stored
-            tensor.
+        part: (offset of the region in the stored tensor, size of the stored tensor) along the
+            stored dim `part_dim`; None if the region is the whole stored tensor.
     """
 
     box: tuple[tuple[int, int, int, bool], ...] = ()
@@ -258,7 +258,7 @@ def _rules_of_parts(
 def _find_box(
     view: Tensor, owner: Tensor
 ) -> tuple[tuple[tuple[int, int, int, bool], ...], tuple[int, ...]] | None:
-    """Return the region of the contiguous tensor `owner` that a view covers; None if it is none."""
+    """Return the region of contiguous `owner` that a view covers; None if it is not rectangular."""
     offset, starts = view.storage_offset(), []
     for stride in owner.stride():
         starts.append(offset // stride if stride else 0)

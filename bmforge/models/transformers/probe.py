@@ -47,12 +47,12 @@ class Behavior:
         packing: how documents of a packed row can be separated: by restarting "positions", by a
             "mask" over pairs, or not at all ("").
         caches: whether decoding with the cache is exact; otherwise the whole row is recomputed.
-        padding: input that makes decoding of left-padded rows exact: a "mask" at every step, a
-            mask of the "prompt" only (recurrent layers), recomputing the "whole" row; "" if nothing
-            does.
-        idle: general names of the modules that are never called.
-        read: general names of the linear layers whose weight other modules read, or whose own
-            forward is not one product of input and weight.
+        padding: method that makes decoding of left-padded rows exact: "mask" (a mask at every
+            step), "prompt" (a mask for the prompt only, with recurrent layers), "whole" (recompute
+            the row every time); "" if no method does.
+        idle: names (see `general_names`) of the modules that are never called.
+        read: general names of the linear layers whose weight other modules read, or whose forward
+            is not a single product of input and weight.
         untrained: general names of the linear layers that get no gradient.
         joints: whether and how the blocks can be cut into pipeline stages.
         reason: error that prevented building the twin; "" if it was built.

@@ -1,10 +1,10 @@
 """Runs a range of a transformers model's blocks, as one stage of a pipeline.
 
-transformers' own forward runs on every stage, so masks, rotary tables and head are its own. During
-the call, blocks of other stages are replaced by stand-ins: the one before the first own block
-returns the activations of the previous stage, and the one after the last own block ends the call.
-The embedding of the first stage is replaced by zeros, which no later layer may read. Whether an
-architecture can be cut in this way is tested on its small copy (see `probe.py`).
+transformers' own forward runs on every stage and computes masks, rotary tables and head. During the
+call, blocks of other stages are replaced by stand-ins: the stand-in before this stage's first block
+returns the activations of the previous stage, and the stand-in after this stage's last block ends
+the call. The embedding of the first stage is replaced by zeros, which no later layer may read.
+Whether an architecture can be cut in this way is tested on its small copy (see `probe.py`).
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def run_stage(modules: Any, run: Callable[[], T]) -> T | Tensor:
 
 
 def _observe(foreign: Any, structure: Structure, run: Callable[[], Any]) -> Joints:
-    """Run the model once; return the number of outputs per block class, and the modules after."""
+    """Run the model once; return the outputs per block class, and the modules after the blocks."""
     if not structure.stacks or not structure.embed:
         return Joints("it has no stack of blocks after a token embedding")
     owner_name, _, leaf = structure.stacks[0].rpartition(".")
@@ -217,9 +217,9 @@ def find_joints(twin: Any, structure: Structure, run: Callable[[], Tensor]) -> J
 def stage_ends(
     structure: Structure, after: Collection[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names, in their parents, of the modules of the first and of the last stage.
+    """Return the module names, in their parents, that belong only to the first and last stage.
 
-    The first stage alone has only the token embedding, as later blocks may need any other module.
+    For the first stage this is only the token embedding: later blocks may need any other module.
     """
     stack = structure.stacks[0] if structure.stacks else ""
 
