@@ -1,4 +1,4 @@
-"""BMCook's command line, which its examples for GPT-2 and T5 read."""
+"""BMCook's command line, which its examples for GPT-2 and T5 parse."""
 
 from __future__ import annotations
 

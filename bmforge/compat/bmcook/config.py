@@ -136,8 +136,8 @@ def _check_sprune(values: Mapping[str, Any]) -> dict[str, Any]:
 def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
     """Convert a BMCook JSON file to the tables of a compression recipe.
 
-    Other recipe settings (steps, task, run, calibration, the teacher) can be given in the file
-    under ``bmforge``.
+    Other recipe settings (steps, task, run, calibration, the teacher) can be set in the file under
+    ``bmforge``.
 
     Args:
         path: path of the file.

@@ -50,7 +50,7 @@ class CookTrainer:
 
         Args:
             model: model that `set_compression` has prepared.
-            loss_func: (logits (M, V), targets (M,)) -> loss.
+            loss_func: (logits (tokens, V), targets (tokens,)) -> loss, with V the vocabulary size.
             targets: target ids.
             args, kw: arguments of the model.
 

@@ -37,7 +37,7 @@ def place_blocks_(
         device: compute device.
 
     Raises:
-        ConfigError: the limit is too small; the message has the smallest one.
+        ConfigError: the limit is too small; the message names the smallest possible limit.
     """
     for block in blocks.values():
         block.requires_grad_(False)
@@ -62,7 +62,8 @@ class TransformerBlockList(nn.ModuleList):
             empty, blocks are not moved.
 
     Raises:
-        ConfigError: no blocks, or a limit that is too small; the message has the smallest one.
+        ConfigError: no blocks, or a limit that is too small; the message names the smallest
+            possible limit.
     """
 
     def __init__(

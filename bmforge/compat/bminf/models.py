@@ -346,7 +346,7 @@ def _find_spans(text: str, positions: Sequence[int] | None) -> list[int]:
     """Return the positions of the blanks to fill in.
 
     Raises:
-        ConfigError: a given position has no blank.
+        ConfigError: one of the `positions` has no blank.
     """
     if positions is None:
         places, start = [], text.find(_SPAN)

@@ -33,7 +33,7 @@ def draw_options(
 
 
 class _Lowered:
-    """Mixin for decoders that penalizes tokens which occurred before.
+    """Decoder mixin that penalizes tokens that occurred before.
 
     Args:
         temperature: divisor that is applied to the scores later.

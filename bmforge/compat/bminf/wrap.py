@@ -34,8 +34,8 @@ def wrapper(model: nn.Module, quantization: bool = True, memory_limit: float | N
             no limit on a CPU).
 
     Raises:
-        ConfigError: the limit is too small (the message has the smallest one), or the model is
-            quantized or streamed already.
+        ConfigError: the limit is too small (the message names the smallest possible one), or the
+            model is quantized or streamed already.
     """
     limit = None if memory_limit is None else int(memory_limit)
     if quantization and linear_sizes(model) is not None:

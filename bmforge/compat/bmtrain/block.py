@@ -37,7 +37,7 @@ class Block(Facade):
 
     Args:
         inner_module: module with distributed parameters; a plain module is converted.
-        use_checkpoint: True to keep only the inputs and recompute the rest in backward.
+        use_checkpoint: True to store only the inputs and recompute other activations in backward.
         zero_level: 3 gathers again in backward; 2 keeps gathered parameters from forward to
             backward (default: the level of `init_distributed`, which is 3).
         initialized: accepted and ignored; the values of a plain module are always kept.

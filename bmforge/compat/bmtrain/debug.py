@@ -13,7 +13,7 @@ __all__ = ["append", "clear", "extend", "get", "set"]
 
 
 def clear(key: str | None = None) -> None:
-    """Remove the value of one name, or all values."""
+    """Remove the value stored under a name, or with None all values."""
     if key is None:
         config.debugged.clear()
     else:
@@ -26,15 +26,15 @@ def set(key: str, value: Any) -> None:
 
 
 def get(key: str, default: Any = None) -> Any:
-    """Return the value of a name, or a default."""
+    """Return the value stored under a name, or a default."""
     return config.debugged.get(key, default)
 
 
 def append(key: str, value: Any) -> None:
-    """Append a value to the list of a name."""
+    """Append a value to the list stored under a name."""
     config.debugged.setdefault(key, []).append(value)
 
 
 def extend(key: str, values: Iterable[Any]) -> None:
-    """Append several values to the list of a name."""
+    """Append several values to the list stored under a name."""
     config.debugged.setdefault(key, []).extend(values)

@@ -28,7 +28,7 @@ class FusedCrossEntropy(nn.Module):
             for the same rows; all get the same loss.
 
     Shape:
-        input: (M, C), with `parallel` (M, C / tp); target: (M,) of any integer dtype
+        input: (rows, C), with `parallel` (rows, C / tp); target: (rows,) of any integer dtype
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class Origin:
         init_method: function that fills the full parameter.
         group: group name for `grouped_parameters`.
         tp_mode: True if tensor-parallel processes have separate gradients.
-        tp_split_dim: dim that tensor parallelism splits; -1 is none.
+        tp_split_dim: dim that tensor parallelism splits; -1 if it splits none.
         in_block: True if a `Block` gathers the parameter together with others.
         stage: pipeline stage that has the parameter; None means all stages.
         is_empty: True if the parameter was created on the meta device and has no values yet.
@@ -101,7 +101,7 @@ class DistributedParameter(metaclass=_IsDistributed):
         group: see `grouped_parameters`.
         tp_mode: True if the gradients of tensor-parallel processes are not summed, because each
             process has its own part of the parameter, or uses it for other inputs.
-        tp_split_dim: dim that is split among these processes; -1 is none.
+        tp_split_dim: dim that is split among these processes; -1 if none is.
 
     Raises:
         DistributedError: init_distributed was not called.
@@ -307,7 +307,7 @@ class _Method:
         return self._function(param)
 
     def __reduce__(self) -> Any:
-        """Pickle without the parameter."""
+        """Pickle the wrapper only; the tensor is not pickled."""
         return _Method, (self._function,)
 
 
@@ -331,5 +331,5 @@ class _DeepCopy(_Method):
         return copy
 
     def __reduce__(self) -> Any:
-        """Pickle without the parameter."""
+        """Pickle the wrapper only; the tensor is not pickled."""
         return _DeepCopy, (self._function,)

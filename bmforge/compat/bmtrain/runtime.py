@@ -249,7 +249,7 @@ def init_distributed(
     """Join the other processes, seed the generators, and set up the process groups.
 
     Works under torchrun, `python -m torch.distributed.launch` and without a launcher; a process
-    group that the program has initialised is adopted.
+    group that the program has initialized is adopted.
 
     Args:
         init_method: rendezvous URL of torch.distributed.

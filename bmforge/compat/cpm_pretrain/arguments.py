@@ -23,7 +23,8 @@ class Argument:
 
     Args:
         fields: paths of the recipe's config fields; a name that begins with ``--`` is an option of
-            `bmforge train`, or of torchrun if `note` says so. Empty: none.
+            `bmforge train`, or of torchrun if `note` says so. Empty if the argument has no
+            replacement.
         note: how the value changes, or why there is no field.
         only: "gpt2" or "t5" if only that recipe has the fields.
     """

@@ -107,7 +107,7 @@ def _place_sizes(out: Migrated) -> None:
 
 
 def _place_schedule(out: Migrated, arguments: dict[str, str]) -> None:
-    """Set the schedule; the warm-up is a share of the steps."""
+    """Set the schedule; the warm-up is a fraction of the steps."""
     style = arguments.get("--lr-decay-style", "linear")
     kinds = {"linear": "linear", "cosine": "cosine", "constant": "constant"}
     if style in kinds:

@@ -226,7 +226,7 @@ class _Places:
     def _is_ours(self, name: str) -> bool:
         """Return True if the recipe supports the argument.
 
-        Otherwise an argument that was given is added to the list of unsupported arguments.
+        Otherwise an argument that the script sets is added to the list of unsupported arguments.
         """
         only = _TABLE[name].only
         if not only or (only == "t5") is self.is_t5:

@@ -79,7 +79,7 @@ class StageOutput(NamedTuple):
 
 
 class _Place(nn.Module):
-    """Layer of the list that calls a function, or a shared layer through a function."""
+    """Layer that calls a plain function, or a function of a shared layer and the input."""
 
     def __init__(self, function: Callable[..., Any], shared: nn.Module | None = None) -> None:
         super().__init__()

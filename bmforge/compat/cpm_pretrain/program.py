@@ -209,7 +209,7 @@ def initialize_megatron(
         allow_no_cuda: accepted and ignored; a CPU is always allowed.
 
     Raises:
-        ConfigError: sizes that do not fit, or an argument without a counterpart.
+        ConfigError: parallel sizes that do not fit the processes, or an unsupported argument.
     """
     program.__init__()  # type: ignore[misc]
     program.args = args = _parse(extra_args_provider, args_defaults or {}, ignore_unknown_args)

@@ -117,7 +117,7 @@ def pretrain(
 
     Args:
         train_valid_test_dataset_provider: function of the numbers of samples for training,
-            validation and test that returns three datasets, or None for one.
+            validation and test that returns three datasets, each of which may be None.
         model_provider: function that builds the model, with layers of `mpu`, as a
             `PipelineModule`, or any other.
         forward_step_func: function of an iterator of one batch and the model that returns the
@@ -203,7 +203,7 @@ def _count_one(batch: Batch) -> int:
 
 
 def _objective_of(model: nn.Module, forward_step: ForwardStep) -> Objective:
-    """Return the training objective: a program's forward step, or a pipeline's functions."""
+    """Return the training objective: the user's `forward_step`; for a pipeline, its `loss_fn`."""
     if not isinstance(model, PipelineModule):
         return _StepLoss(forward_step)
     if not hasattr(model, "_megatron_batch_fn") or model.loss_fn is None:

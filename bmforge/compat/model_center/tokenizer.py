@@ -84,7 +84,7 @@ class _OldMethods:
 
 
 class _CPM1Words(_OldMethods, CPM1WordTokenizer):
-    """Tokenizer of the CPM-1 with a vocab.txt, with ModelCenter's methods."""
+    """CPM-1 tokenizer that reads ``vocab.txt``, with ModelCenter's methods."""
 
     @property
     def space_id(self) -> int:

@@ -43,7 +43,7 @@ class DeltaBase(nn.Module):
     Args:
         backbone_model: any model; it is modified in place.
         modified_modules: target modules (default: the targets of the type).
-        exclude_modules: name prefixes or targets to leave out (default: language-model heads,
+        exclude_modules: name prefixes or targets of modules to skip (default: language-model heads,
             if `modified_modules` is None).
         unfrozen_modules: parameters that `freeze_module` leaves trainable; "deltas" means the
             parameters of all delta models.

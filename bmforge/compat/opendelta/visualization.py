@@ -34,7 +34,7 @@ class Visualization:
         only_common: bool = False,
         printTree: bool = True,
     ) -> Tree:
-        """Print the module tree with equal neighbors merged, and return it as a rich tree.
+        """Print the module tree with adjacent equal modules merged, and return it as a rich tree.
 
         Args:
             rootname: name of the root.

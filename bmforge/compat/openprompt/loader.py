@@ -36,7 +36,7 @@ class PromptDataLoader:
         decoder_max_length: longest target in tokens; -1 is no limit.
         predict_eos_token: append the end token to targets.
         truncate_method: "tail", "head" (cuts the beginning) or "balanced".
-        options: arguments of the original without effect here.
+        options: further arguments of OpenPrompt's loader; accepted and ignored.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class ManualTemplate(nn.Module):
     Args:
         tokenizer: tokenizer of bmforge or transformers.
         text: template text.
-        options: arguments of the original without effect here.
+        options: further arguments of OpenPrompt's class; accepted and ignored.
     """
 
     def __init__(self, tokenizer: Any = None, text: str | None = None, **options: Any) -> None:

@@ -29,7 +29,7 @@ __all__ = [
 
 
 class ManualVerbalizer(nn.Module):
-    """Verbalizer with given label words.
+    """Verbalizer with label words chosen by the user.
 
     Args:
         tokenizer: tokenizer of bmforge or transformers.
@@ -37,7 +37,7 @@ class ManualVerbalizer(nn.Module):
         num_classes: number of classes, instead of names.
         label_words: words per class, as a list or by class name; None waits for `from_file`.
         prefix: text before a word: " " or "".
-        multi_token_handler: first, max, mean, or joint (bmforge's own).
+        multi_token_handler: first, max, mean, or joint (not in OpenPrompt).
         post_log_softmax: True to return log-probabilities.
         options: options of subclasses.
 
@@ -94,18 +94,18 @@ class ManualVerbalizer(nn.Module):
 
     @property
     def label_words_ids(self) -> Tensor:
-        """Token ids of the label words, filled with 0: (C, W, L)."""
+        """Token ids of the label words, padded with 0: (C, W, L)."""
         ids: Tensor = self._need().ids
         return ids
 
     @property
     def words_ids_mask(self) -> Tensor:
-        """1 for the tokens of label words, 0 for filling: (C, W, L)."""
+        """1 for the tokens of label words, 0 for padding: (C, W, L)."""
         return self._need().there.long()  # type: ignore[no-any-return]
 
     @property
     def label_words_mask(self) -> Tensor:
-        """1 for label words, 0 for filling: (C, W)."""
+        """1 for label words, 0 for padding: (C, W)."""
         return self.words_ids_mask.amax(-1)
 
     def make(self, rows: list[list[str]]) -> nn.Module:

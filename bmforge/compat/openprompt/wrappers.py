@@ -24,7 +24,7 @@ class TokenizerWrapper:
         max_seq_length: longest prompt in tokens.
         tokenizer: tokenizer of the model.
         truncate_method: "tail", "head" (cuts the beginning) or "balanced".
-        options: arguments of the original without effect here; padding is done per batch.
+        options: further arguments of OpenPrompt's class; ignored, since padding is done per batch.
 
     Attributes:
         asking: prompting mode; see `bmforge.tune.prompt.prompt_formats`.
@@ -47,7 +47,7 @@ class TokenizerWrapper:
 
     @property
     def truncate_rate(self) -> float:
-        """Share of the loader's examples that are truncated; 0 without a loader."""
+        """Fraction of the loader's examples that are truncated; 0 without a loader."""
         truncated, total = self.count_truncated()
         return truncated / total if total else 0.0
 

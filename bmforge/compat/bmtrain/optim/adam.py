@@ -27,7 +27,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         lr: learning rate.
         betas, eps: as torch.optim.AdamW.
         weight_decay: decoupled weight decay, for every dtype.
-        hold_steps: number of first steps in which only the averages are updated.
+        hold_steps: number of initial steps that update only the averages, not the parameters.
         scale: loss scale of the older training loop (`loss_scale`, `optim_step`).
     """
 

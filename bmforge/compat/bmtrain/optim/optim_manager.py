@@ -36,7 +36,7 @@ class OptimManager:
         min_loss_scale, max_loss_scale: bounds of the scale.
         grad_scale: divisor of the loss that makes the gradient sum over processes a mean (default:
             the number of processes). For a loss that tensor-parallel processes compute together
-            (FusedCrossEntropy with parallel=True), give bmt.config["tp_zero_size"].
+            (FusedCrossEntropy with parallel=True), pass bmt.config["tp_zero_size"].
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class OptimManager:
 
         Args:
             param_groups, max_norm, norm_type, eps: see the function `clip_grad_norm`.
-            scale: accepted and ignored; programs for older versions give the optimizer's scale, but
+            scale: accepted and ignored; programs for older versions pass the optimizer's scale, but
                 gradients have the manager's loss scale.
 
         Comm: one all-reduce of a number.

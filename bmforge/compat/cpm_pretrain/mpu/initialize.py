@@ -44,10 +44,11 @@ class Groups:
     """Process groups that `initialize_model_parallel` creates.
 
     Attributes:
-        mesh: mesh of all axes; None before.
+        mesh: mesh of all axes; None before initialization.
         device: device of this process.
         topology: topology that was passed.
-        io: group of the first processes of the first and the last stage; None on others.
+        io: group of the processes with tensor-parallel rank 0 in the first and last stage; None on
+            other processes.
         rank, size: values that a program set to override the group's; None overrides nothing.
     """
 
@@ -96,7 +97,7 @@ groups = Groups()
 
 
 def _io_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Create the group of the first processes of the first and the last stage."""
+    """Create the group of the tensor-parallel ranks 0 in the first and last pipeline stage."""
     ends = mesh.mesh.flatten(1, -2)[[0, -1], :, 0].flatten().unique().tolist()
     group = new_group(ends)
     return group if dist.get_rank() in ends else None
@@ -168,7 +169,7 @@ def get_pipe_parallel_group() -> dist.ProcessGroup:
 
 
 def get_io_parallel_group() -> dist.ProcessGroup:
-    """Return the group of the first processes of the first and the last stage.
+    """Return the group of the tensor-parallel ranks 0 in the first and last pipeline stage.
 
     Raises:
         DistributedError: this process is not in the group.

@@ -45,7 +45,7 @@ class PartParameter(nn.Parameter):
         data: this process's part.
         requires_grad: see torch.nn.Parameter.
         dim: sharded dim.
-        stride: number of stacked matrices, of each of which the process has a part.
+        stride: number of matrices stacked in the full one; the process has a part of each.
     """
 
     def __new__(
@@ -83,7 +83,7 @@ def _draw_part(
         rows, columns: full size.
         dim: sharded dim.
         init_method: in-place initialization.
-        stride: number of stacked matrices, of each of which the process has a part.
+        stride: number of matrices stacked in the full one; the process has a part of each.
     """
     full = torch.empty(rows, columns, device=groups.device)
     init_method(full)

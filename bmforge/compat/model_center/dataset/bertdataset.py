@@ -18,8 +18,8 @@ class BertRows(TaskRows):
     """One split of a task, encoded for an encoder.
 
     A sample has `input_ids`, `attention_mask`, `labels`, and `token_type_ids` if the tokenizer
-    makes them; with choices, the first three have a row per choice. In a pair that is too long the
-    first text is cut, so that the second, the question, is always complete.
+    returns them; in tasks with choices, the first three have a row per choice. In a pair that is
+    too long the first text is cut, so that the second, the question, is always complete.
 
     Attributes:
         fields: names of the one or two texts; with "{...}" they are templates.

@@ -52,7 +52,7 @@ class CPM1_Dataset(Dataset[Any]):  # noqa: N801
 
 
 class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
-    """Text pieces whose middle is predicted; all tokens attend to the rest, as context.
+    """Text pieces whose middle is predicted; all tokens attend to the remaining text.
 
     Python's `random` selects the middle: it begins in the second eighth and ends in the last
     quarter, or at the end of a piece that ends with `<sep>`. An index returns the piece, the target

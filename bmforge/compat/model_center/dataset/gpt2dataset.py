@@ -24,7 +24,7 @@ class GPT2Rows(TaskRows):
     Attributes:
         adds_answer: True if the answer's token is a target.
         place: position of a word's first token in the tokenizer's encoding.
-        space: text before a word.
+        space: text inserted before a word.
     """
 
     length_names = ("max_decoder_length",)

@@ -34,8 +34,8 @@ class Attention(DistributedModule):
         dim_out: output features (default: dim_in).
         dtype: parameter dtype (default: torch's).
         int8: must be False.
-        init_mean: mean of the weight initialisation.
-        init_std: standard deviation of the weight initialisation.
+        init_mean: mean of the weight initialization.
+        init_std: standard deviation of the weight initialization.
         bias: add biases to the projections.
         others: `mask_value` (ignored: masked weights are 0), `pos_bias_type` ("none", "relative"
             for a bias on the scores, "rotary" for a rotation module), `length_scale` of the

@@ -1,6 +1,6 @@
 """Linear, Embedding, LayerNorm and Conv2d with ModelCenter's arguments.
 
-`bmt.init_parameters` initialises the parameters; the default `dtype` is torch's (ModelCenter's was
+`bmt.init_parameters` initializes the parameters; the default `dtype` is torch's (ModelCenter's was
 fp16).
 """
 
@@ -46,9 +46,9 @@ class Linear(DistributedModule):
         length_scale_before: divide the input instead.
         dtype: parameter dtype (default: torch's).
         int8: must be False.
-        init_mean: mean of the initialisation of W.
-        init_std: standard deviation of the initialisation of W.
-        bias: add a bias, initialised to 0.
+        init_mean: mean of the initialization of W.
+        init_std: standard deviation of the initialization of W.
+        bias: add a bias, initialized to 0.
 
     Shape:
         x: (..., dim_in) -> (..., dim_out)
@@ -93,9 +93,9 @@ class Embedding(DistributedModule):
         length_scale: divide embeddings by sqrt(embedding_size).
         dtype: parameter dtype (default: torch's).
         int8: must be False.
-        init_mean: mean of the initialisation.
-        init_std: standard deviation of the initialisation.
-        padding_idx: row without gradient, initialised to 0.
+        init_mean: mean of the initialization.
+        init_std: standard deviation of the initialization.
+        padding_idx: row without gradient, initialized to 0.
 
     Shape:
         ids: (...) -> (..., embedding_size)

@@ -38,8 +38,8 @@ class BlockOptions:
         norm_init_var: initial value of the norms' weights.
         norm_bias: layer norms instead of RMS norms.
         norm_eps: epsilon added to the variance.
-        att_init_mean: mean of the initialisation of attention weights; for this and the others see
-            `Attention` and `FeedForward`.
+        att_init_mean: mean of the initialization of attention weights; for this and the other
+            initialization options see `Attention` and `FeedForward`.
         post_layer_norm: add the residual to the norm's output instead of its input.
         dropout_p: dropout of attention weights and residual branches.
         parallel_ffn: compute attention and MLP in parallel from the same input.

@@ -31,8 +31,8 @@ class RelativePositionEmbedding(DistributedModule):
         max_distance: distance from which all distances share the last bucket.
         bidirectional: use separate buckets for later keys.
         dtype: parameter dtype (default: torch's).
-        init_mean: mean of the initialisation.
-        init_std: standard deviation of the initialisation.
+        init_mean: mean of the initialization.
+        init_std: standard deviation of the initialization.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class SegmentPositionEmbedding(DistributedModule):
         bidirectional: use separate buckets for later keys.
         dtype: parameter dtype (default: torch's).
         absolute_inner_segment: use distance buckets within a segment instead of the segment pair.
-        init_mean: mean of the initialisation.
-        init_std: standard deviation of the initialisation.
+        init_mean: mean of the initialization.
+        init_std: standard deviation of the initialization.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ _NEW = ("output_logits", "output_hidden_states", "return_dict", "use_cache", "pa
 
 
 class GLM(DecoderModel):
-    """GLM model, which derives missing positions and the length of part A from the ids."""
+    """GLM model, which derives missing positions and the bidirectional prefix from the ids."""
 
     _CONFIG_TYPE = GLMConfig
 
@@ -57,7 +57,7 @@ class GLM(DecoderModel):
             input_ids: token ids.
             position_ids: positions outside of blanks.
             block_position_ids: positions within blanks.
-            sep: length of part A per sequence, which all tokens attend to.
+            sep: length of each sequence's prefix (part A), to which all tokens attend.
             length: number of tokens per sequence, before padding.
             attention_mask: 1 for tokens, 0 for padding; or a length like `sep`.
             options: options of `DecoderModel`; with an option that selects outputs, the result is
@@ -103,7 +103,7 @@ class GLM(DecoderModel):
     def _show_part_a(
         self, input_ids: Tensor | None, sep: Tensor, attention_mask: Tensor | None
     ) -> Tensor:
-        """Return the length of part A per sequence, or with padding the pairwise attention mask."""
+        """Return the bidirectional prefix lengths; with padding, a pairwise attention mask instead."""
         if attention_mask is None or input_ids is None:
             return sep
         shape = (input_ids.shape[0], input_ids.shape[1])
@@ -150,7 +150,7 @@ class _OldCall(BaseModel):
 
 
 class CPM1(_OldCall):
-    """CPM-1 model, either ModelCenter's own or the published GPT-2 model; see `CPM1Config`."""
+    """CPM-1: ModelCenter's variant, or the published GPT-2 model; see `CPM1Config`."""
 
     _CONFIG_TYPE = CPM1Config
 
@@ -181,7 +181,8 @@ class CPM1(_OldCall):
         Args:
             input: token ids for the form before version 1.0; also the first positional argument.
             length: number of tokens per sequence, before padding.
-            context: True for tokens that all attend to; the published model has none.
+            context: True for tokens that all tokens attend to; not supported by the published
+                model.
             span: span id per token; attention stays within a span (default: one span).
             input_ids: token ids for the form since version 1.0.
             attention_mask: 1 for tokens, 0 for padding; or a pairwise mask.
@@ -272,7 +273,7 @@ class CPM3(_OldCall):
         Args:
             input: token ids, the prompt first, for the form before version 1.0.
             length: number of tokens per sequence, before padding.
-            context: True for tokens that all attend to; attention of the others is causal.
+            context: True for tokens that all tokens attend to; attention of the others is causal.
             position: accepted and ignored; also as `position_ids`.
             segment: segment type per token; also as `token_type_ids`.
             span: span id per token; attention stays within a span (default: one span).

@@ -22,7 +22,7 @@ class Later:
 
     Args:
         make: function that computes the value, or raises an error with the reason.
-        can_be: False if `make` raises; by position the value is None then.
+        can_be: False if `make` raises; reading the value by position then returns None.
     """
 
     def __init__(self, make: Callable[[], Tensor], can_be: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""ModelCenter's own CPM-1, with T5's relative positions and gated MLPs.
+"""ModelCenter's variant of CPM-1, with T5's relative positions and gated MLPs.
 
 All tokens attend to context tokens; attention of the others is causal.
 
@@ -27,11 +27,11 @@ __all__ = ["RelativeCPM1", "RelativeCPM1Config"]
 
 @dataclass(kw_only=True)
 class RelativeCPM1Config(ModelConfig):
-    """Config of ModelCenter's CPM-1; other fields are those of `ModelConfig`.
+    """Config of ModelCenter's CPM-1 variant; other fields are those of `ModelConfig`.
 
     Args:
         num_buckets: number of distance buckets.
-        max_distance: distance from which all distances share the last bucket of their side.
+        max_distance: distance from which all distances in one direction share the last bucket.
         dropout: dropout probability everywhere.
     """
 
@@ -60,7 +60,7 @@ class RelativeCPM1Config(ModelConfig):
 
 
 class RelativeCPM1(CausalLM):
-    """ModelCenter's own CPM-1 model, with an untied language-model head."""
+    """ModelCenter's variant of CPM-1, with an untied language-model head."""
 
     config_class = RelativeCPM1Config
     family_traits = Traits("left", "next token", "relative")

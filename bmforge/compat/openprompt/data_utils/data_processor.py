@@ -21,7 +21,7 @@ class DataProcessor:
 
     Args:
         labels: labels of the dataset, in the order of their indices.
-        labels_path: text file with the labels, separated by blanks; used without `labels`.
+        labels_path: text file with the labels, separated by whitespace; used if `labels` is None.
     """
 
     def __init__(

@@ -15,14 +15,16 @@ class FewShotSampler:
     """Selects a few examples at random.
 
     Args:
-        num_examples_total: total number of examples; excludes `num_examples_per_label`.
-        num_examples_per_label: number of examples per label.
+        num_examples_total: total number of examples; None if `num_examples_per_label` is set
+            (exactly one must be).
+        num_examples_per_label: number of examples per label; None if `num_examples_total` is set.
         also_sample_dev: also select the same number of examples for validation.
         num_examples_total_dev, num_examples_per_label_dev: numbers for validation; must equal
             those for training.
 
     Raises:
-        ConfigError: neither or both counts, or other counts for validation.
+        ConfigError: neither or both counts are set, or the validation counts differ from those for
+            training.
     """
 
     def __init__(

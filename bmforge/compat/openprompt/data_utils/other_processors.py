@@ -18,7 +18,7 @@ _VOCABULARY_FILES = {"share": "29k-vocab.json", "lama": "34k-vocab.json"}
 
 
 class LAMAProcessor(DataProcessor):
-    """Reads the facts of one relation whose object is one token of the model.
+    """Reads one relation's facts, limited to objects that are a single token of the model.
 
     Args:
         base_path: folder with `single_relations` and the files of allowed objects.
@@ -71,7 +71,7 @@ class LAMAProcessor(DataProcessor):
         return self.manual_template
 
     def get_examples(self, data_dir: str | Path, split: str) -> list[InputExample]:
-        """Return the facts of the relation whose object is one allowed token."""
+        """Return the relation's facts, limited to those with a single allowed token as object."""
         folder = Path(data_dir) / "fact-retrieval" / "original" / self.relation_id
         allowed, examples = set(self.allowed_vocab_ids), []
         for number, row in enumerate(read_records(folder / f"{split}.jsonl")):

@@ -1,4 +1,4 @@
-"""Alias at OpenPrompt's (misspelled) import path of `set_seed`."""
+"""Alias of `set_seed` at OpenPrompt's (misspelled) import path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alias at OpenPrompt's import path of `PrefixTuningTemplate`."""
+"""Alias of `PrefixTuningTemplate` at OpenPrompt's import path."""
 
 from bmforge.compat.openprompt.templates import PrefixTuningTemplate
 

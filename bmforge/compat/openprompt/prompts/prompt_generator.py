@@ -39,7 +39,7 @@ class LMBFFTemplateGenerationTemplate(ManualTemplate):
         tokenizer: tokenizer of the model that generates.
         verbalizer: verbalizer whose first word of an example's class is the label word.
         text: template text with two masks.
-        options: arguments of the original without effect here.
+        options: further arguments of OpenPrompt's class; accepted and ignored.
     """
 
     def __init__(

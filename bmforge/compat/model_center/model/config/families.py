@@ -61,8 +61,8 @@ EVAConfig = _define("EVA", "EVA")
 class CPM1Config(Config):
     """Config of a CPM-1 model.
 
-    `pos_bias_type` selects the model: "relative" (default) is ModelCenter's own, "none" the
-    published GPT-2 model, which `from_pretrained` also detects.
+    `pos_bias_type` selects the model: "relative" (default) is ModelCenter's variant with relative
+    positions; "none" is the published GPT-2 model, which `from_pretrained` also detects.
     """
 
     family = "CPM1"
@@ -83,7 +83,7 @@ class CPM1Config(Config):
 
     @property
     def is_relative(self) -> bool:
-        """True for ModelCenter's own model, with relative positions."""
+        """True for ModelCenter's variant of CPM-1 with relative positions."""
         return self._base is None and self._given.get("pos_bias_type", "relative") == "relative"
 
     def kind(self) -> type[Model]:
