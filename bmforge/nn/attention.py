@@ -54,8 +54,8 @@ class AttentionSpec:
         scale: factor on the scores; None is 1/sqrt(H).
         dropout: dropout probability of the attention weights in training.
         causal: a token attends only to earlier tokens and itself, unless a mask overrides this.
-        window: number of tokens that a token attends to, itself included; None is no limit. A
-            layer that is not causal attends to as many on each side.
+        window: number of tokens that a token attends to, itself included; None is no limit. In a
+            layer that is not causal, this many tokens on each side.
         global_tokens: use Longformer attention: a bidirectional window, half on each side, and
             global tokens that attend to all tokens through their own projections; see `window.py`.
         rope_interleaved: pair adjacent dims in rotary embeddings, not the two halves of a head.

@@ -32,8 +32,8 @@ def build_mask(
         attention_mask: 1 for real tokens, 0 for padding.
         document_ids: document of each token in packed sequences; tokens attend within a document.
         causal: a token attends only to earlier tokens and itself.
-        window: number of tokens that a token attends to, itself included; without `causal` as
-            many on each side.
+        window: number of tokens that a token attends to, itself included; without `causal`, this
+            many tokens on each side.
         prefix_lengths: length of the prefix that every token attends to; needs `causal`.
 
     Shape:

@@ -1,8 +1,8 @@
 """Balanced assignment of tokens to experts by an auction.
 
-Solves the linear assignment problem with E experts of M / E slots each: maximize the sum of
-affinities. Tokens bid for experts; a full expert keeps its highest bids, and the lowest of these is
-its price.
+Solves the linear assignment problem for M tokens and E experts with M / E slots each: maximize the
+sum of affinities. Tokens bid for experts; a full expert keeps its highest bids, and the lowest of
+these is its price.
 
 Source: Bertsekas and Castañon, "The auction algorithm for the transportation problem" (1989), in
 the variant where all unassigned tokens bid at once; applied to experts by Lewis et al., "BASE

@@ -168,7 +168,8 @@ class _Pair:
     ) -> None:
         """Overwrite a tile of the student's logits with the gradient of the loss.
 
-        `is_exponential` says of both tiles whether they hold exponentials instead of logits.
+        `is_exponential` has a flag for each of the two tiles: True if it contains exponentials
+        instead of logits.
         """
         weight = self._kept * self._temperature / self._mass
         for tile, top, normalizer, part, is_power in zip(

@@ -285,7 +285,7 @@ class TiledLogits:
         return tile
 
     def _find(self, tokens: slice, first: int, size: int) -> tuple[Tensor, Tensor | None]:
-        """Return the wide and the narrow buffer of a tile; they need not be its alone."""
+        """Return a tile's buffers in the wide and the narrow dtype; tiles may share buffers."""
         shape = tokens.stop - tokens.start, size
         self._number = first // self._tiling.columns if self._tiling.keeps else 0
         narrow = None if self._narrow is None else self._view(self._narrow, shape)
@@ -385,7 +385,7 @@ def linear_cross_entropy(
 
 
 def check_classes(labels: Tensor, count: int) -> None:
-    """Raise `ShapeError` for labels outside `count` classes; skipped if that needs a sync."""
+    """Raise `ShapeError` for labels outside `count` classes, unless that needs a device sync."""
     if not reads_are_free(labels):
         return
     targets = labels[labels != IGNORE_INDEX]

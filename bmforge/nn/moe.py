@@ -168,7 +168,7 @@ def limit_loads(index: Tensor, num_experts: int, capacity: int) -> Tensor:
 
 
 def _run_limited(run: RunExperts, x: Tensor, ends: Tensor) -> Tensor:
-    """Run the experts on the rows that have one; rows without an expert, sorted last, are zero."""
+    """Run the experts; rows without an expert, which are sorted last, become zero."""
     count = int(ends[-1])
     return F.pad(run(x[:count], ends), (0, 0, 0, x.shape[0] - count))
 

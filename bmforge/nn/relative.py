@@ -19,8 +19,8 @@ def find_buckets(
     Args:
         distance: key position minus query position.
         bidirectional: later keys have their own buckets; otherwise they all share bucket 0.
-        num_buckets: number of buckets; half of them for each side if bidirectional.
-        max_distance: distance beyond which all keys share the last bucket of their side.
+        num_buckets: number of buckets; half of them for each direction if bidirectional.
+        max_distance: distance beyond which all keys in one direction share the last bucket.
 
     Shape:
         distance: (...), integers -> same

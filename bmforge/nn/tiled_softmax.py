@@ -36,7 +36,7 @@ class TiledSoftmax:
 
     @property
     def is_kept(self) -> Tensor:
-        """Whether each token has a label other than -100, (M, 1)."""
+        """Mask of the tokens with a label other than -100, (M, 1)."""
         return self._kept
 
     def add_(self, logits: Tensor, first: int) -> None:

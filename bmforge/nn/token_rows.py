@@ -1,4 +1,4 @@
-"""Trained rows of single tokens, which replace rows of an embedding and of a head tied to it.
+"""Trained rows of selected tokens, which replace rows of an embedding and of its tied head.
 
 Only the rows of the chosen tokens are trained and saved; all other rows remain those of the base
 model. PEFT calls this method `trainable_token_indices`.

@@ -56,7 +56,8 @@ def keep_called(model: nn.Module, names: Sequence[str], *, drops: bool) -> list[
     Args:
         model: any module.
         names: names of the modules to check.
-        drops: drop such modules silently if other modules remain; otherwise raise an error.
+        drops: True to remove such modules silently if other modules remain; False to raise an
+            error.
 
     Raises:
         ConfigError: a module is never called, and `drops` is off or no other module remains.

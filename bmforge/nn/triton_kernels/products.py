@@ -83,7 +83,8 @@ def add_groups(total, terms, minimum_terms, R: tl.constexpr, C: tl.constexpr, PL
     """Add the terms (R, C) of C groups to total (R,).
 
     Args:
-        PLAIN: the matrix has no minima. Otherwise the minimum's term is added after each group's.
+        PLAIN: the matrix has no minima. Otherwise the term of its minimum is added after the term
+            of each group.
     """
     if PLAIN:
         return add_in_order(total, terms, C)
@@ -106,8 +107,8 @@ def load_scales(scales, g, panel, GROUPS: tl.constexpr, C: tl.constexpr, PAIRS: 
     """Load the scales of C groups of a panel, (C, 16) in fp32.
 
     Args:
-        PAIRS: scales are fp16, passed as 32-bit words of two. Loads below four bytes per thread
-            are not asynchronous, so every iteration of the loop would wait for them.
+        PAIRS: scales are fp16, passed as 32-bit words with two scales each. Loads below four bytes
+            per thread are not asynchronous, so every iteration of the loop would wait for them.
     """
     address = panel * GROUPS + g
     inside = (g < GROUPS)[:, None]
