@@ -89,8 +89,8 @@ def find_division(
     """Build the plan of `parallelize`, or raise one `ConfigError` that lists all problems.
 
     Args:
-        half: pair: compute precision of the blocks, and whether to keep fp32 master weights of
-            trained 16-bit parameters.
+        half: pair (compute precision of the blocks, True to keep fp32 master weights of trained
+            16-bit parameters).
     """
     precision, master_weights = half
     problems = layout.problems(world.size)

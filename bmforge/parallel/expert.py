@@ -3,7 +3,7 @@
 The axis `ep` divides dp_shard x cp: processes that work on different tokens hold different experts.
 Each process sorts its tokens by expert, sends them to the processes of the experts in one
 all-to-all, and receives the results in another. ZeRO shards the experts over the remaining factor
-of dp_shard x cp. The rest of the model is unchanged.
+of dp_shard x cp. Other modules are unchanged.
 
 The module also sums the statistics of the load-balancing loss, and gathers the affinities for
 balanced token assignment, over all tokens of a step.
@@ -115,8 +115,8 @@ def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module
     Returns:
         modules with the experts' parameters
 
-    Comm: per mixture one all-to-all of E integers and two of the M * k rows of D in forward, and
-        two of the rows in backward.
+    Comm: per mixture one all-to-all of E integers, and two all-to-alls of M * k rows of width D in
+    forward and two in backward.
     """
     mixtures = find_mixtures(model).values()
     group, share = axis_group(mesh, "ep"), 1 / axis_size(mesh, "ep")

@@ -107,12 +107,12 @@ class Layout:
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """Whether tensor parallelism is used (tp > 1)."""
+        """True if tensor parallelism is used (tp > 1)."""
         return self.tp > 1
 
     @property
     def is_context_parallel(self) -> bool:
-        """Whether the tokens of a row are sharded (cp > 1)."""
+        """True if the tokens of a row are sharded (cp > 1)."""
         return self.cp > 1
 
     @property

@@ -61,7 +61,7 @@ class _Scores(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the fused CPU kernel supports this tile."""
+        """True if the fused CPU kernel supports this tile."""
         return self.query.is_cpu and self.mask is None and self.bias is None
 
     def make(self) -> Tensor:

@@ -49,7 +49,7 @@ class TokenShare:
         group: process group.
         length: length T of the whole sequence.
         zigzag: two chunks per process, one counted from each end of the sequence.
-        unit: chunk lengths are multiples of this if the sequence length is.
+        unit: number of which chunk lengths are multiples if the sequence length is.
         by_heads: attention shards heads and sees whole sequences (the method "ulysses").
     """
 
@@ -104,7 +104,7 @@ class TokenShare:
         return torch.cat((x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])), dim)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Select this process's tokens from the full sequence; backward is a partial gradient."""
+        """Select this process's tokens of a full sequence; backward gives a partial gradient."""
         return torch.cat([x.narrow(dim, c.start, c.end - c.start) for c in self.mine], dim)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -193,7 +193,7 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TokenCut:
-    """Factory of `TokenShare` objects for any sequence length, with the same fields."""
+    """Creates `TokenShare` objects for any sequence length; the fields mean the same as there."""
 
     group: dist.ProcessGroup
     zigzag: bool

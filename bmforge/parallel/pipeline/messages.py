@@ -2,20 +2,20 @@
 
 A message is a header and its tensors. The header, one int64 host tensor of fixed length, contains
 the dtype, shape and requires_grad of every tensor, so shapes may change with every message. It
-costs one host message of 1.2 kB (tens of microseconds, at the speed of the hosts and not of the
-devices) per (micro-batch, edge, direction); a missing gradient is marked in the header, and no
-zeros are sent. Headers are matched by tag, which gloo and the process groups of `init_distributed`
-support for host tensors.
+costs one host message of 1.2 kB (tens of microseconds of host time, independent of the devices) per
+(micro-batch, edge, direction); a missing gradient is marked in the header, and no zeros are sent.
+Headers are matched by tag, which gloo and the process groups of `init_distributed` support for host
+tensors.
 
 Tensors may travel over a backend that ignores tags and runs the operations between two ranks
-sequentially, a send ending only when its receive has begun. With such a backend, two neighbors that
-both send first hang: in 1F1B one sends its next activation while the other sends a gradient. So
-both ends follow one order of all messages between them, `order_messages`: a rank that is about to
-send first posts the receives that precede the send in this order. That blocks at most for a header,
-whose sender is earlier in a valid sequential order of all actions, so there is no cyclic wait. The
-pairs of ranks connect before the first step, in sorted order, since the first contact blocks both
-ends. The alternative, batch_isend_irecv of matching sends and receives, would need both ends to
-know which ones match, and the shapes before the batch.
+sequentially, a send ending only when its receive has begun. With such a backend, two adjacent ranks
+that both send first hang: in 1F1B one sends its next activation while the other sends a gradient.
+So both ends follow one order of all messages between them, `order_messages`: a rank that is about
+to send first posts the receives that precede the send in this order. That blocks at most for a
+header, whose sender is earlier in a valid sequential order of all actions, so there is no cyclic
+wait. The pairs of ranks connect before the first step, in sorted order, since the first contact
+blocks both ends. The alternative, batch_isend_irecv of matching sends and receives, would need both
+ends to know which ones match, and the shapes before the batch.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Link:
         return dist.get_world_size(self.group) if dist.is_initialized() else 1
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Open the connections to all neighbors by exchanging one byte, pairs in sorted order."""
+        """Open the connection of each pair of ranks by exchanging one byte, in sorted order."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for low, high in sorted(pair for pair in pairs if self.rank in pair):
             if self.rank == low:

@@ -53,7 +53,7 @@ class PlanRequest:
         batch: global batch size in rows.
         precision: fp32, bf16 or fp16.
         offload: allow offloading optimizer states to the host.
-        compiled: blocks are compiled.
+        compiled: whether blocks are compiled.
         residents: frozen models and buffers besides the trained model.
     """
 
@@ -78,7 +78,7 @@ class TrainingSetup:
     Args:
         layout: degrees of parallelism.
         rows: rows of a micro-batch.
-        recompute: blocks are recomputed in backward.
+        recompute: whether blocks are recomputed in backward.
         offloaded: fraction of the optimizer states that is offloaded to the host.
     """
 
@@ -116,7 +116,7 @@ class PlanRow:
 
     @property
     def fits(self) -> bool:
-        """Whether device and host memory suffice."""
+        """True if device and host memory suffice."""
         return self.short_bytes <= 0 and self.host_short_bytes <= 0
 
     def hours(self, tokens: float) -> float:
@@ -195,7 +195,7 @@ class Estimator:
         Args:
             layout: layout of the run.
             shards: number of shards of the trained model.
-            unused: bytes of the peak that are free between steps.
+            unused: bytes of gradients and activations in the peak, which are free between steps.
         """
         parts = shards * layout.tp * layout.pp
         return {
@@ -212,7 +212,7 @@ class Estimator:
         return sum(each.bytes_per_process(parts) for each in offloaded)
 
     def _cut(self, layout: Layout) -> tuple[Rank, ...]:
-        """Return the blocks and end modules on every pipeline rank."""
+        """Return the blocks, and the modules before and after them, of every pipeline rank."""
         if self._model is None:
             self._model = self.request.workload.whole()
         alike = Layout(

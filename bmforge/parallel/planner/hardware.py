@@ -1,4 +1,4 @@
-"""Hardware of a plan: GPUs by name or by their figures, and the network between them."""
+"""Hardware of a plan: GPUs, by name or by memory and FLOPS, and the network between them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Cluster:
         network_gbit_s: bandwidth between nodes in Gbit/s, per device, one direction.
         host_memory_gib: host memory of a node in GiB.
         host_gb_s: host memory bandwidth of a node in GB/s.
-        has_switch: a switch connects the devices of a node; otherwise point-to-point links do,
-            and a smaller group can use only the links between its members.
+        has_switch: whether a switch connects the devices of a node; if not, point-to-point links
+            do, and a smaller group can use only the links between its members.
     """
 
     device: Device
@@ -84,13 +84,13 @@ class Cluster:
 def find_device(
     name: str, memory_gib: float | None = None, half_tflops: float | None = None
 ) -> Device:
-    """Return a device by name; the given figures override those of the table.
+    """Return a device by name; memory and FLOPS, if passed, override those of the table.
 
-    A name that is not in the table requires both figures; all other values are those of the device
-    with the nearest FLOPS.
+    A name that is not in the table requires both; all other values are those of the device with the
+    nearest FLOPS.
 
     Raises:
-        ConfigError: the name is unknown and a figure is missing; the message suggests the
+        ConfigError: the name is unknown, and memory or FLOPS are missing; the message suggests the
             nearest name.
     """
     for label, value in (("--gpu-memory", memory_gib), ("--gpu-tflops", half_tflops)):

@@ -46,13 +46,13 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Sum of all parts in bytes."""
+        """Sum over all categories in bytes."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class Share:
-    """Blocks and ends of the model on one process, and the sharded and offloaded fractions.
+    """Part of the model on one process, and the sharded and offloaded fractions.
 
     Args:
         counts: per stack, number of blocks of every kind.

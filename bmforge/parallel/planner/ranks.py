@@ -1,4 +1,4 @@
-"""Blocks and end modules of every pipeline rank, partitioned as `parallelize` does."""
+"""Blocks, and modules before and after them, of every pipeline rank, as in `parallelize`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Rank", "cut_ranks"]
 
 @dataclass(frozen=True)
 class Rank:
-    """Blocks and ends of the model on one pipeline rank.
+    """Blocks on one pipeline rank, and presence of the modules before and after all blocks.
 
     Args:
         counts: per stack, number of blocks of every kind.

@@ -50,8 +50,8 @@ class Plan:
         request: model, machines and constraints.
         rows: estimates.
         refused: impossible layouts and the reasons.
-        least: estimate of the best layout with one row per micro-batch and recompute, the least
-            memory without offloading; None if no layout is possible.
+        least: estimate of the best layout with one row per micro-batch and recompute, which needs
+            the least memory without offloading; None if no layout is possible.
     """
 
     request: PlanRequest

@@ -1,4 +1,4 @@
-"""Counts bytes and elements of a parallelized model with three blocks per stack."""
+"""Counts bytes and elements per process on a parallelized copy with three blocks per stack."""
 
 from __future__ import annotations
 

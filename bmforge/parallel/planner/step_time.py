@@ -67,7 +67,7 @@ class TrainingEngine:
     Args:
         collectives: number of tensor-parallel gathers and scatters of hidden states per block
             in forward, backward and recomputation; an all-reduce counts as two.
-        reduces_once: gradients are reduced only after the last micro-batch.
+        reduces_once: whether gradients are reduced only after the last micro-batch.
         gathered_bytes: further bytes of a micro-batch that tensor parallelism gathers, such as
             whole logits; 0 for bmforge, which keeps logits sharded.
     """

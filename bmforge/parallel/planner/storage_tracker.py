@@ -75,7 +75,7 @@ class Follower(TorchDispatchMode):
     """Dispatch mode that records every allocation and release of a storage, and operator costs.
 
     Args:
-        copies: collectives allocate their own buffer, as they do on CPUs.
+        copies: whether collectives allocate their own buffer, as they do on CPUs.
         outcomes: cached results of fake operators from other followers.
     """
 

@@ -59,11 +59,11 @@ class Setting:
         shards: number of ZeRO shards or replicas in the trace, including those of the axis `cp`.
         rows: rows of a micro-batch.
         precision: fp32, bf16 or fp16.
-        recompute: blocks are recomputed in backward.
-        prefetch: units gathered ahead.
-        accumulates: a step has several micro-batches.
-        piped: gradients are reduced only at the end of the step, as in a pipeline.
-        copies: collectives allocate their own buffer, as they do on CPUs.
+        recompute: whether blocks are recomputed in backward.
+        prefetch: number of units whose parameters are gathered ahead.
+        accumulates: whether a step has several micro-batches.
+        piped: whether gradients are reduced only at the end of the step, as in a pipeline.
+        copies: whether collectives allocate their own buffer, as they do on CPUs.
     """
 
     layout: Layout
@@ -115,7 +115,7 @@ class StepTrace:
         block_trained: bytes of the trained parameters of one block of each stack.
         ends_trained: bytes of the trained parameters before the blocks and after them.
         micro_batches: number of traced micro-batches.
-        has_gradients: gradients of earlier micro-batches exist from the beginning.
+        has_gradients: whether gradients of earlier micro-batches exist from the beginning.
         flops: matrix FLOPs of the whole trace.
         traffic_bytes: bytes read and written by all other operators of the whole trace.
         parameters: number of elements in one block of each stack, before ZeRO shards them, and
@@ -260,7 +260,7 @@ def _begin_gradients_(model: nn.Module) -> None:
 
 
 def _owners(model: nn.Module, ends: tuple[set[str], set[str]]) -> dict[int, int]:
-    """Return the model end of each parameter by its id; parameters at both ends are inside."""
+    """Map the ids of parameters outside the blocks to their end of the model."""
     first, last = ({id(p) for n in names for p in getattr(model, n).parameters()} for names in ends)
     owners = dict.fromkeys(first - last, FIRST_END)
     return owners | dict.fromkeys(last - first, LAST_END)

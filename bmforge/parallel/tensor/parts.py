@@ -237,7 +237,7 @@ def _apply_head_(module: Any, tensor: TensorGroup) -> None:
 
 
 def _apply_gate_(module: Any, tensor: TensorGroup) -> None:
-    """Give a gate its shard (rank, size); the gate scales a sharded dim."""
+    """Set the shard (rank, size) of a gate, which scales a sharded dim."""
     module.share = (tensor.rank, tensor.size)
 
 
