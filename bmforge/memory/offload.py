@@ -34,7 +34,8 @@ class OffloadConfig:
             offloads just enough to fit on the device, measured in the first step.
         target: where to store the states: in host memory or in a file on disk.
         states: storage format of Adam's moments; updates are computed in fp32.
-        directory: directory of that file; None uses the system's temporary directory.
+        directory: directory of the file with the states; None uses the system's temporary
+            directory.
         weights: also offload the blocks' weights and stream them; requires a single process and
             fraction 1.
         activations: also offload the tensors saved for backward, except those of the last block.
@@ -77,7 +78,7 @@ class OffloadConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether any offload is enabled."""
+        """True if any offload is enabled."""
         return self.fraction != 0.0
 
     def leaves(self, device: torch.device) -> bool:

@@ -220,7 +220,7 @@ def _rows_of(ends: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _shrink(experts: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of the layer that has a single expert and almost no memory."""
+    """Return a copy of the layer with a single expert, which takes almost no memory."""
     memo: dict[int, Any] = {}
     for tensor in experts.parameters():
         placeholder = torch.empty((), dtype=tensor.dtype, device=device).expand(
