@@ -86,7 +86,7 @@ class PolicyConfig:
     lam: float | None = None
 
     def resolve(self, method: str) -> Policy:
-        """Return the complete policy loss of a method, with the given options replaced.
+        """Return the complete policy loss of a method, with the options that are set replaced.
 
         Raises:
             ConfigError: the method is unknown, or a number is out of range or has no effect.

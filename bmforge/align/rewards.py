@@ -323,7 +323,7 @@ class RewardSet:
 
 
 def _read_reward(value: Any) -> float | None:
-    """Convert a reward to a finite number; None if it is not one."""
+    """Convert a reward to a finite number; None for any other value."""
     try:
         number = None if value is None or isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):

@@ -17,7 +17,7 @@ class PromptRow:
 
     Args:
         ids: token ids.
-        content: text or messages, as reward functions get them.
+        content: text or messages, in the form that reward functions receive.
         columns: further fields for reward functions.
     """
 

@@ -72,7 +72,7 @@ def spell_switches(kind: Any, arguments: Sequence[str]) -> list[str]:
 
     Args:
         kind: dataclass whose boolean fields are the switches.
-        arguments: command line arguments; explicit values are kept. ``--a.no-b`` means
+        arguments: command line arguments; explicit values are not changed. ``--a.no-b`` means
             ``--no-a.b``.
     """
     switches = dict(_find_switches(kind))

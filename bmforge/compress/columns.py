@@ -3,8 +3,8 @@
 GPTQ and SparseGPT share this procedure; they differ in how a column is changed.
 
 Source: Frantar et al., "GPTQ" (2022), algorithm 1; Frantar and Alistarh, "SparseGPT" (2023).
-Unlike in the published code, weights of inputs that are always zero in calibration are kept. Their
-row of the Hessian contains only the damping, so no other column compensates their errors.
+Unlike in the published code, weights of inputs that are always zero in calibration are not changed.
+Their row of the Hessian contains only the damping, so no other column compensates their errors.
 """
 
 from __future__ import annotations

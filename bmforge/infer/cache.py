@@ -133,7 +133,7 @@ class KVCache:
 
     @property
     def stored(self) -> int:
-        """Number of tokens in the buffers, including the model's own prompt tokens."""
+        """Number of tokens in the buffers, including the `extra_length` that the model prepends."""
         return self.length + self.extra_length if self.length else 0
 
 

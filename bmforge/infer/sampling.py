@@ -110,7 +110,7 @@ def apply_temperature(scores: Tensor, temperature: float) -> Tensor:
 
 
 def keep_top_k(scores: Tensor, k: int) -> Tensor:
-    """Forbid every token that scores lower than the k-th best (ties are kept)."""
+    """Forbid every token that scores lower than the k-th best one; ties stay allowed."""
     worst = torch.topk(scores, min(k, scores.shape[1])).values[:, -1:]
     return scores.masked_fill(scores < worst, -torch.inf)
 

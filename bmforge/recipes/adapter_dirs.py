@@ -167,7 +167,7 @@ def plain_model(name: str | Path, target: Path) -> Path:
 
     Args:
         name: model argument of a command; see `find_source`.
-        target: directory of the merged model, which is kept.
+        target: directory of the merged model, which is not deleted afterwards.
     """
     directory = find_export(name)
     if not is_adapter(directory):

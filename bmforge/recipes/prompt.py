@@ -92,7 +92,7 @@ class PromptGenerateConfig(RunConfig):
 
     Args:
         data: the task.
-        template: file with one template per line; None selects the task's own.
+        template: file with one template per line; None selects the task's default.
         template_class: user class instead of `Template`: module:Class, or file.py:Class; the module
             is executed.
         choice: index of the template's line, and of the verbalizer in its file.
@@ -120,10 +120,10 @@ class PromptTuneConfig(PromptGenerateConfig):
     """Config to train classification with a prompt; other fields are `PromptGenerateConfig`'s.
 
     Args:
-        verbalizer: file with the classes' words; None selects the task's own.
+        verbalizer: file with the classes' label words; None selects the task's defaults.
         verbalizer_class: user class instead of `ManualVerbalizer`, named like `template_class`; it
             receives `join` unless that is "first".
-        join: score of a word of several tokens: first, max, mean or joint.
+        join: score of a label word with several tokens: first, max, mean or joint.
         behind: treatment of text after a causal model's mask: refuse, leave out or score.
         calibrate: number of unlabeled examples for contextual calibration; 0 disables it.
         zero_shot: evaluate the model without training (one step at a learning rate of 0).

@@ -43,8 +43,8 @@ class ReinforcementConfig(RunConfig):
             length:TOKENS and json_schema:FILE; dir:REWARD_MODEL; or an http address.
         step_aggregation: reward of an answer from a process reward model: the min (default),
             product or mean of the rewards of its steps, or that of the last step.
-        reward_timeout_s: time limit in seconds of one call of a reward function, which gives no
-            reward to the answers of a call that times out (default: 60).
+        reward_timeout_s: time limit in seconds of one call of a reward function; the answers of a
+            call that times out get no reward (default: 60).
         template: chat template of prompts that are conversations, as in `train conversations`.
     """
 

@@ -1,6 +1,7 @@
 """HTTP connections with deadlines for slow clients, sending or receiving.
 
-uvicorn waits forever for the rest of a request, and for a client that stopped reading.
+Without deadlines uvicorn waits forever for an incomplete request, and for a client that stopped
+reading.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class ChangedSuite:
 
     @capability("int8")
     def test_int8_has_the_bits_of_its_dequantised_twin(self, tiny: Model) -> None:
-        """Int8 weights give the loss, logits and gradients of dequantized weights, bit for bit."""
+        """Int8 and dequantized weights have bit-identical loss, logits and gradients."""
         model, batch = self._doubled(tiny)
         twin = copy.deepcopy(model)
         model.change_(stored_as_int8(model))
@@ -97,7 +97,7 @@ class ChangedSuite:
 
     @capability("resize")
     def test_resized_is_the_model_with_zeros(self, tiny: Model) -> None:
-        """A narrower layer gives the loss of the full layer with its removed part set to zero."""
+        """A narrower layer has the loss of the full layer with the removed units set to zero."""
         model, batch = self._doubled(tiny)
         full_model = copy.deepcopy(model)
         for change in resized(tiny):
@@ -214,43 +214,43 @@ class ChangedSuite:
     @pytest.mark.long
     @capability("changed: zero-3")
     def test_changed_zero_3(self, changed: ModelConfig) -> None:
-        """ZeRO-3 with a frozen base and recompute gives the results of one process."""
+        """ZeRO-3 with a frozen base and recompute gives the same results as one process."""
         self.check_changed(changed, "zero-3", frozen=True)
 
     @pytest.mark.long
     @capability("changed: zero-2")
     def test_changed_zero_2(self, changed: ModelConfig) -> None:
-        """ZeRO-2 with a frozen base gives the results of one process."""
+        """ZeRO-2 with a frozen base gives the same results as one process."""
         self.check_changed(changed, "zero-2", frozen=True)
 
     @pytest.mark.long
     @capability("changed: tensor")
     def test_changed_tensor_parallel(self, changed: ModelConfig) -> None:
-        """Tensor parallelism with low-rank modules and int8 gives the results of one process."""
+        """Tensor parallelism with low-rank modules and int8 has the results of one process."""
         self.check_changed(changed, "tensor")
 
     @pytest.mark.long
     @capability("changed: sequence")
     def test_changed_sequence_parallel(self, changed: ModelConfig) -> None:
-        """Tensor parallelism with sequence parallelism gives the results of one process."""
+        """Tensor parallelism with sequence parallelism gives the same results as one process."""
         self.check_changed(changed, "sequence")
 
     @pytest.mark.long
     @capability("changed: pipeline")
     def test_changed_pipeline(self, changed: ModelConfig) -> None:
-        """Two pipeline stages give the results of one process."""
+        """Two pipeline stages give the same results as one process."""
         self.check_changed(changed, "pipeline")
 
     @pytest.mark.long
     @capability("changed: context")
     def test_changed_context_parallel(self, changed: ModelConfig) -> None:
-        """Context parallelism on two processes gives the results of one process."""
+        """Context parallelism on two processes gives the same results as one process."""
         self.check_changed(changed, "context")
 
     @pytest.mark.long
     @capability("changed: combined")
     def test_changed_layouts_combine(self, changed: ModelConfig) -> None:
-        """Pipeline, tensor and sequence parallelism with recompute give one process's results."""
+        """Pipeline, tensor and sequence parallelism together give the results of one process."""
         self.check_changed(changed, "combined")
 
     def check_changed_experts(self, changed: ModelConfig) -> None:

@@ -195,25 +195,25 @@ class DeltaSuite:
     @pytest.mark.long
     @capability("deltas: zero-3")
     def test_deltas_zero_3(self, tiny: Model) -> None:
-        """Training with all adapters under ZeRO-3 gives the results of one process."""
+        """Training all adapters under ZeRO-3 gives the same results as one process."""
         self.check_deltas(tiny, "zero-3")
 
     @pytest.mark.long
     @capability("deltas: tensor")
     def test_deltas_tensor_parallel(self, tiny: Model) -> None:
-        """Training with all adapters under tensor parallelism gives the results of one process."""
+        """Training all adapters under tensor parallelism gives the same results as one process."""
         self.check_deltas(tiny, "sequence")
 
     @pytest.mark.long
     @capability("deltas: pipeline")
     def test_deltas_pipeline(self, tiny: Model) -> None:
-        """Training with all adapters on two pipeline stages gives the results of one process."""
+        """Training all adapters on two pipeline stages gives the same results as one process."""
         self.check_deltas(tiny, "pipeline")
 
     @pytest.mark.long
     @capability("deltas: context")
     def test_deltas_context_parallel(self, tiny: Model) -> None:
-        """Training with all adapters under context parallelism gives the results of one process."""
+        """Training all adapters under context parallelism gives the same results as one process."""
         self.check_deltas(tiny, "context")
 
     @pytest.mark.long

@@ -155,23 +155,23 @@ class FamilySuite(
     @pytest.mark.long
     @capability("zero-2")
     def test_zero_2(self, tiny: Model) -> None:
-        """ZeRO-2 on two processes gives the results of one process."""
+        """ZeRO-2 on two processes gives the same results as one process."""
         self.check_layout(tiny, world=2, layout=Layout(zero=2))
 
     @capability("zero-3")
     def test_zero_3(self, tiny: Model) -> None:
-        """ZeRO-3 with recompute on two processes gives the results of one process."""
+        """ZeRO-3 with recompute on two processes gives the same results as one process."""
         self.check_layout(tiny, world=2, layout=Layout(zero=3), recompute=True)
 
     @capability("tensor")
     def test_tensor_parallel(self, tiny: Model) -> None:
-        """Tensor parallelism on two processes gives the results of one process."""
+        """Tensor parallelism on two processes gives the same results as one process."""
         self.check_layout(tiny, world=2, layout=Layout(tp=2))
 
     @pytest.mark.long
     @capability("sequence")
     def test_sequence_parallel(self, tiny: Model) -> None:
-        """Tensor and sequence parallelism with recompute give the results of one process."""
+        """Tensor and sequence parallelism with recompute give the same results as one process."""
         self.check_layout(
             tiny, world=2, layout=Layout(tp=2, sequence_parallel=True), recompute=True
         )
@@ -179,12 +179,12 @@ class FamilySuite(
     @pytest.mark.long
     @capability("pipeline")
     def test_pipeline(self, tiny: Model) -> None:
-        """Two pipeline stages give the results of one process."""
+        """Two pipeline stages give the same results as one process."""
         self.check_layout(tiny, world=2, layout=Layout(pp=2), micro_batches=2)
 
     @capability("context")
     def test_context_parallel(self, tiny: Model) -> None:
-        """Context parallelism on two processes gives the results of one process."""
+        """Context parallelism on two processes gives the same results as one process."""
         self.check_layout(tiny, world=2, layout=Layout(cp=2))
 
     def check_experts(self, tiny: Model) -> None:
@@ -193,7 +193,7 @@ class FamilySuite(
 
     @capability("combined")
     def test_layouts_combine(self, tiny: Model) -> None:
-        """Pipeline, tensor and sequence parallelism with recompute give one process's results."""
+        """Pipeline, tensor and sequence parallelism together give the results of one process."""
         layout = Layout(pp=2, tp=2, sequence_parallel=True)
         self.check_layout(tiny, world=4, layout=layout, micro_batches=2, recompute=True)
 
@@ -220,13 +220,13 @@ class FamilySuite(
 
     @pytest.mark.long
     def test_three_axes(self, tiny: Model) -> None:
-        """ZeRO with two other axes on eight processes gives the results of one process."""
+        """ZeRO with two other axes on eight processes gives the same results as one process."""
         self.check_layout(tiny, world=8, layout=Layout(tp=2, pp=2), micro_batches=2)
         self.check_layout(tiny, world=8, layout=Layout(tp=2, cp=2, zero=2))
 
     @pytest.mark.long
     def test_tensor_parallel_and_zero(self, tiny: Model) -> None:
-        """ZeRO with tensor parallelism on four processes gives the results of one process."""
+        """ZeRO with tensor parallelism on four processes gives the same results as one process."""
         for zero in (0, 2, 3):
             layout = Layout(zero=zero, tp=2, sequence_parallel=zero == 3)
             self.check_layout(tiny, world=4, layout=layout)

@@ -1,4 +1,4 @@
-"""Normalizes messages to the form that chat templates get, in training and in serving."""
+"""Normalizes messages to the form that chat templates expect, in training and in serving."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ class CPM2Tokenizer(Tokenizer):
         MissingDependencyError: a package of the extra ``zh`` is not installed.
 
     Source: ``tokenization_enc_dec.py`` (2.0) and ``tokenization_enc_dec_encn.py`` (2.1) of
-    TsinghuaAI/CPM-2-Finetune. There 2.1 encodes a one-token text as two tokens; here as one.
+    TsinghuaAI/CPM-2-Finetune. The original 2.1 encodes a one-token text as two tokens; this class
+    as one.
     """
 
     roles: ClassVar[Mapping[str, str]] = {

@@ -114,8 +114,8 @@ class CPMAntPlusTokenizer(CPMAntTokenizer):
 
     Text that the vocabulary cannot represent is dropped, as in the original.
 
-    Source: ``cpm_live/tokenizers/ant_plus.py`` of OpenBMB/CPM-Live, branch cpm-ant-plus. There a
-    decoded ``<`` is doubled; here text is restored exactly.
+    Source: ``cpm_live/tokenizers/ant_plus.py`` of OpenBMB/CPM-Live, branch cpm-ant-plus. The
+    original doubles a decoded ``<``; this class restores text exactly.
     """
 
     _strips: ClassVar[bool] = False  # its pieces may begin with a space

@@ -41,8 +41,8 @@ class GLMTokenizer(Tokenizer):
     Raises:
         DataError: a special token of GLM is missing.
 
-    Source: ``tokenization_glm.py`` and ``data_utils/tokenization.py`` of THUDM/GLM. Blanks strip
-    the spaces to their left, as there, unless ``added_tokens_decoder`` says otherwise.
+    Source: ``tokenization_glm.py`` and ``data_utils/tokenization.py`` of THUDM/GLM. As in the
+    original, blanks strip the spaces to their left, unless ``added_tokens_decoder`` says otherwise.
     """
 
     roles: ClassVar[Mapping[str, str]] = {

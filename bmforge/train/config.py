@@ -21,7 +21,7 @@ class TrainConfig:
         steps: total number of optimizer steps.
         num_epochs: number of passes over a loader that ends; training ends after the last pass
             or after `steps`, whichever comes first (default: 1). Loaders of bmforge never end.
-        seed: random seed of dropout; weights and sample order have their own seeds.
+        seed: random seed of dropout; weights and sample order have separate seeds.
         precision: fp32, or bf16 / fp16 compute with fp32 parameters; must match the model.
         master_weights: upcast trained 16-bit parameters to fp32 (default: on); off trains them
             in 16 bits, which loses updates below 1/256 of a bf16 weight.

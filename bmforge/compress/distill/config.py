@@ -112,7 +112,7 @@ class DistillConfig:
         answers: directory of the teacher's saved answers (`write_answers`) instead of a teacher.
         teacher_quantize: quantization scheme of the teacher's weights.
         losses: distillation losses; their weighted sum is added to the task's loss.
-        task_weight: factor on the task's own loss; 0 learns only from the teacher.
+        task_weight: factor on the task's loss; 0 learns only from the teacher.
     """
 
     teacher: str | None = None

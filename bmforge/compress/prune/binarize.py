@@ -103,7 +103,7 @@ def binarise(
 
     Raises:
         ConfigError: the target cannot be reached. Every layer keeps at least one unit of each kind,
-            and sublayers without gates of their own are kept.
+            and sublayers without gates are never removed.
     """
     shares = open_units(model, config)
     open_now = _order_shared(model, dict(likely))

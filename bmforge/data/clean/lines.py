@@ -108,7 +108,7 @@ def join_wrapped_lines(text: str) -> str:
 
     A paragraph counts as hard-wrapped if at least three lines have nearly the width of the longest
     line (at least 40 characters), do not end a sentence, and continue on the next line. Verse and
-    code are kept.
+    code are not changed.
     """
     return "\n\n".join(map(_join_paragraph, text.split("\n\n")))
 

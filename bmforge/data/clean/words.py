@@ -172,7 +172,7 @@ def _join_faces(parts: list[str]) -> list[str]:
 
 
 def _find_special(run: str) -> list[str]:
-    """Split a string that has its own rule, such as an abbreviation; [] for other strings."""
+    """Split a string that has a special rule, such as an abbreviation; [] for other strings."""
     if run in _ABBREVIATIONS or run in _FACES:
         return [run]
     if match := _NOT.fullmatch(run):
@@ -211,7 +211,7 @@ def _is_punctuation(word: str) -> bool:
 
 
 def split_chinese_words(text: str) -> list[str]:
-    """Split a Chinese text into words and punctuation marks; spaces are left out.
+    """Split a Chinese text into words and punctuation marks; spaces are omitted.
 
     Raises:
         MissingDependencyError: ``rjieba`` is not installed.

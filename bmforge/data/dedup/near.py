@@ -129,8 +129,8 @@ def find_near_duplicates(
     """Find near-duplicate documents; one document of each cluster is kept.
 
     Args:
-        documents: function called for each of two passes; both must give the same documents in the
-            same order.
+        documents: function called for each of two passes; both passes must yield the same documents
+            in the same order.
         config: settings (default: `DedupConfig()`).
         options: options of `find_near_places` except `names`.
     """
@@ -164,8 +164,8 @@ def find_near_places(
     """Find near duplicates like `find_near_duplicates`, but by position and in bounded memory.
 
     Args:
-        documents: function called for each of two passes; both must give the same documents in the
-            same order.
+        documents: function called for each of two passes; both passes must yield the same documents
+            in the same order.
         config: settings (default: `DedupConfig()`).
         index_folders: folders of `write_index`; documents that repeat one of these corpora are
             dropped.

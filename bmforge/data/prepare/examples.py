@@ -1,4 +1,4 @@
-"""Decontamination step: drops or cuts documents that contain examples of given test sets."""
+"""Decontamination step: drops or cuts documents that contain examples of test sets."""
 
 from __future__ import annotations
 

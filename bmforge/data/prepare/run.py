@@ -173,7 +173,7 @@ def plan_work(
     config: PrepareConfig,
     steps: Sequence[DocumentStage] = (),
 ) -> tuple[ShardPlan, tuple[DocumentStage, ...], Tokenizer | None]:
-    """Plan a preparation; return the plan, all steps, and the given tokenizer.
+    """Plan a preparation; return the plan, all steps, and the tokenizer of the settings.
 
     The plan is also saved in the work directory.
 

@@ -99,7 +99,7 @@ def divide_blocks(
         blocks: modules that may be streamed, by name, in execution order.
         rooms: memory of the devices.
         host_budget_bytes: host memory for streamed blocks; None uses half of the free memory,
-            limited by the rest of the budget if a CPU is among the devices.
+            limited by the remaining budget if a CPU is among the devices.
         work: memory for the KV cache and a step.
     """
     stacks = _find_stacks(model, blocks)

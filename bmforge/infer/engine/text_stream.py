@@ -132,7 +132,7 @@ class TextStream:
 
 
 def token_data(tokenizer: Any, token: str, id: int) -> bytes:
-    """Return the bytes of a token, as far as they do not depend on neighboring tokens.
+    """Return the bytes of a token, as far as they do not depend on adjacent tokens.
 
     Args:
         tokenizer: tokenizer with this token.

@@ -2,9 +2,9 @@
 
 CPM-Ant's prompt is ``<s>`` and the text without unknown tokens. Its continuation does not begin
 with an end token or a line break. It is generated with 3 beams, or sampled at temperature 0.9 with
-top-p 0.9. CPM-1 samples at temperature 0.9. EVA answers one utterance, CPM-2 writes the rest of a
-text as one masked span, and CPM-Bee fills the answer of a document. All other models continue the
-text.
+top-p 0.9. CPM-1 samples at temperature 0.9. EVA answers one utterance, CPM-2 writes the
+continuation of a text as one masked span, and CPM-Bee fills the answer of a document. All other
+models continue the text.
 
 Source: ``cpm_live/generation/ant.py`` and ``text_generation.py`` of OpenBMB/CPM-Live (branch
 cpm-ant), ``generate_samples.py`` of TsinghuaAI/CPM-1-Generate, ``src/eva_interactive.py`` of

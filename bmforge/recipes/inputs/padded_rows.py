@@ -67,11 +67,11 @@ def has_labels(row: EncodedRow) -> bool:
 
 
 def report_rows(count: int, dropped: int, cut: int, seq_len: int, kind: str) -> None:
-    """Log the numbers of examples, and of those that were truncated or left out.
+    """Log the numbers of examples, and of those that were truncated or skipped.
 
     Args:
         count: number of examples in the data.
-        dropped: number of examples that were left out.
+        dropped: number of examples that were skipped.
         cut: number of examples that were truncated.
         seq_len: maximum tokens of a row.
         kind: plural noun of the examples, such as "pairs".

@@ -1,4 +1,4 @@
-"""Opens a prompt run's template and verbalizer: the task's own, from files, or user-defined."""
+"""Opens a prompt run's template and verbalizer: the task's default, a file, or a user's class."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_template(config: Any, task: BenchmarkTask, example: TaskExample) -> str
 
 
 def find_words(config: Any, task: BenchmarkTask, example: TaskExample) -> dict[str, list[str]]:
-    """Return the label words of each class, from the run's file or the task's own."""
+    """Return the label words of each class, from the run's file or the task's defaults."""
     if config.verbalizer is not None:
         rows = read_verbalizer(config.verbalizer, config.choice, task.label_names)
     else:

@@ -3,7 +3,8 @@
 The prompt is the document without the answers. The answers are generated one slot after the other,
 each from ``<s>`` at position 0 in its own segment to ``</s>``.
 Source: ``cpm_live/generation/bee.py`` of OpenBMB/CPM-Bee. There generated tokens have the
-segment count of the last in-context example; here that of the document itself, as in training.
+segment count of the last in-context example; in this implementation that of the document itself, as
+in training.
 """
 
 from __future__ import annotations

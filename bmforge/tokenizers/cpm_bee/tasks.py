@@ -1,6 +1,6 @@
 """Builds CPM-Bee documents for its tasks, and finds constraints on their answers.
 
-The functions build documents in the formats of CPM-Bee's own overview. They are optional:
+The functions build documents in the formats listed in CPM-Bee's README. They are optional:
 `find_constraints` detects whether the answer of any document must be one of a few texts, so that
 decoding can be constrained. Source of the formats: README of OpenBMB/CPM-Bee.
 """

@@ -2,7 +2,8 @@
 
 A transform is a nested dict in the shape of the document. Each text in it is a constant, or
 ``$a.b`` for the value (text or dict) at key ``b`` of key ``a`` in the record. A ``*`` in the source
-matches every key there; as many ``*`` in the target's keys are replaced by the matched names.
+matches every key at its position; as many ``*`` in the target's keys are replaced by the matched
+names.
 
     {"input": "$text", "options": {"*": "$choices.*.label"}, "question": "?", "<ans>": "$answer"}
 

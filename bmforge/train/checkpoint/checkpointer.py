@@ -81,7 +81,7 @@ def save_checkpoint(
         model: model whose parameters and persistent buffers are saved, under their names.
         optimizer: one optimizer, several, or None to save none.
         step: number of completed optimizer steps.
-        state: JSON-serializable state; the same on every process (rank 0's is kept). An integer
+        state: JSON-serializable state; the same on every process (rank 0's is saved). An integer
             ``state["seed"]`` seeds the generators if the world size changes.
         blocking: False returns once the tensors are copied and writes in a thread, where a
             failure is only logged; `Checkpointer` reports failures.

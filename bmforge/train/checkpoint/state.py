@@ -101,7 +101,7 @@ class Snapshot:
 
 
 def list_optimizers(optimizers: Optimizers) -> list[Optimizer]:
-    """Return the optimizers as a list: None gives an empty one."""
+    """Return the optimizers as a list: None becomes an empty list."""
     if optimizers is None:
         return []
     if isinstance(optimizers, Sequence):

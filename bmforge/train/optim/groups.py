@@ -21,7 +21,7 @@ Named = list[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True)
 class OptimGroup:
-    """Parameters with their own optimizer settings; None takes the general setting.
+    """Parameters with separate optimizer settings; None uses the setting of `OptimConfig`.
 
     Args:
         glob: name glob of the parameters, see `surgery`; the first matching group applies.
@@ -66,9 +66,9 @@ def make_groups(
 
     Args:
         named: pairs (name, parameter) of the trained parameters.
-        lr: peak learning rate of parameters without their own group.
-        weight_decay: weight decay of parameters without their own group.
-        own: groups with their own settings.
+        lr: peak learning rate of parameters that no group of `own` selects.
+        weight_decay: weight decay of parameters that no group of `own` selects.
+        own: groups with separate settings.
     """
     parts: dict[OptimGroup | None, Named] = {None: []} | {group: [] for group in own}
     for name, parameter in named:
