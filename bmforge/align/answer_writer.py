@@ -25,16 +25,16 @@ class AnswerWriter:
     """Generates the answers of rollouts with the current weights of the trained model.
 
     On one process in fp32 the engine runs the trained module itself. A model that is sharded or
-    computes in 16 bits is copied: before each rollout, its weights are gathered tensor by tensor
-    into a plain model in place.
+    computes in 16 bits is copied: before each rollout, its weights are gathered, one tensor at a
+    time, into an existing plain model.
 
     Args:
         model: trained model.
         max_num_seqs: maximum number of answers in a batch.
         max_tokens: maximum length of a prompt with its answer.
         options: generation options of every answer, without the seed.
-        make_copy: function that returns a plain model of the same structure with weights; with
-            None, a model that needs a copy raises an error.
+        make_copy: function that returns a plain model of the same structure with allocated weights;
+            with None, a model that needs a copy raises an error.
 
     Raises:
         ConfigError: the model cannot be batched, or needs a copy and there is none.

@@ -124,8 +124,8 @@ def frozen_copy(reference: Any, is_offloaded: bool = False) -> Reference:
 class HostWeights:
     """Weights of a frozen model that are on the device only within a context manager.
 
-    Outside of it the storages on the device are empty, and the values are in host memory (pinned
-    with CUDA). Every tensor keeps its identity, so parallelized models work as they are.
+    Outside of the context the storages on the device are empty, and the values are in host memory
+    (pinned with CUDA). Every tensor keeps its identity, so parallelized models work as they are.
 
     Args:
         model: frozen model on its device, which is emptied.

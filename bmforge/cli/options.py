@@ -43,7 +43,7 @@ Panel = tyro.conf.OmitArgPrefixes
 class GenerateCommand:
     """Continue a text, or fill in the answers of documents.
 
-    Options of generation that are not given are taken from the model's generation_config.json.
+    Generation options that are not set default to the model's generation_config.json.
 
     Args:
         model: directory or hub id of a model with its tokenizer.

@@ -153,7 +153,7 @@ def score_classes(
         rows: data-parallel size and rank of this process.
 
     Shape:
-        returns (count, L)
+        returns (count, L) for L classes
     """
 
     def read(numbers: Sequence[int]) -> Tensor:

@@ -176,8 +176,8 @@ class TrainingData:
             ``eos_token_id`` and ``id2label``.
         figures: function of the trained model and its evaluation that returns further metrics; all
             processes call it.
-        close, begin: functions called at the end of the run and before training; `begin` gets the
-            parallelized model.
+        close, begin: functions called at the end of the run (close) and before training (begin);
+            `begin` receives the parallelized model.
         epoch_rows: rows of one pass over the training data; None if a pass is not defined.
     """
 

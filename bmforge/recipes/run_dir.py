@@ -37,7 +37,8 @@ _OVERRIDABLE = ("train.", "data.", "loss_scale.")
 def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
     """Create a run's directory, or check that an existing one belongs to this run.
 
-    `claim_run_dir` marks it later. All processes call this function and get the same result.
+    `claim_run_dir` marks the directory as the run's later. All processes call this function and get
+    the same result.
 
     Args:
         run_dir: the directory.

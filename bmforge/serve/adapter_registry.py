@@ -21,19 +21,18 @@ LoadAdapter = Callable[[Any, Path, str], None]
 
 
 class AdapterRegistry:
-    """Adapters that requests select by the name of a model.
+    """Adapters that requests select by giving their name as the model's name.
 
     Its methods may be called by the thread of the event loop only.
 
     Args:
         engine: engine of the main model.
-        names: map from names in requests to names in the model, for the adapters that are attached
-            at the start.
+        names: map from adapter names in requests to adapter names in the model, at the start.
         load: function that loads an adapter, with the arguments engine, directory, and name in
             the model.
 
     Attributes:
-        names: map from names in requests to names in the model.
+        names: map from adapter names in requests to adapter names in the model.
     """
 
     def __init__(

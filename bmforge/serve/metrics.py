@@ -123,7 +123,7 @@ class TokenTimes:
 
     Args:
         metrics: metrics of the server.
-        begin_s: arrival time of the request, of the monotonic clock.
+        begin_s: arrival time of the request on the monotonic clock.
         clock: monotonic time in seconds.
     """
 

@@ -44,7 +44,7 @@ async def start(
         serving: server state.
         requests: one request per prompt.
         prompt_tokens: number of tokens of all prompts.
-        begin_s: arrival time of the request, of the monotonic clock.
+        begin_s: arrival time of the request on the monotonic clock.
 
     Raises:
         RequestError: the engine refuses a request.

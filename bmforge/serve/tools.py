@@ -48,7 +48,7 @@ def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
 
     Args:
         body: request body.
-        form: format of calls of the model's template; None if it has none.
+        form: tool-call format of the model's template; None if the template has none.
 
     Raises:
         RequestError: optional calls in an unsupported format, or conflicting constraints.

@@ -155,8 +155,8 @@ def split_thought(message: Message) -> tuple[str, str]:
 def _write_thoughts(message: Message, prompt: str, answer: str) -> str:
     """Write an answer with its reasoning, for a template that removes all reasoning.
 
-    DeepSeek-R1's template removes all up to ``</think>``, although its generation prompt asks the
-    model for reasoning. The model must learn to write reasoning, content and the template's end
+    DeepSeek-R1's template removes all text up to ``</think>``, although its generation prompt asks
+    the model for reasoning. The model must learn to write reasoning, content and the template's end
     mark.
     """
     thought, text = split_thought(message)

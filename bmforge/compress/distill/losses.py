@@ -151,7 +151,7 @@ def compare_logits(student: Tensor, teacher: Tensor, temperature: float) -> Tens
     For a single logit (regression) it is the squared difference.
 
     Shape:
-        student, teacher: (..., L); returns (...)
+        student, teacher: (..., L) for L classes or tokens; returns (...)
     """
     if student.shape != teacher.shape:
         raise ShapeError(

@@ -2,10 +2,10 @@
 
 | `by` | score | needs batches |
 |---|---|---|
-| "size" | norm of the unit's weights | no | | "activation" | norm of the unit's contribution to the
-residual stream, over tokens | yes | | "taylor" | first-order estimate of the loss change if the
-unit is removed | with labels | | "influence" | sublayers, blocks: change of direction of hidden
-states; else activation | yes |
+| "size" | norm of the unit's weights | no |
+| "activation" | norm of the unit's contribution to the residual stream, over tokens | yes |
+| "taylor" | first-order estimate of the loss change if the unit is removed | with labels |
+| "influence" | sublayers, blocks: change of direction of hidden states; else activation | yes |
 
 Source: Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019): the square of
 activation times gradient; Men et al., "ShortGPT" (2024): block influence; Muralidharan et al.,

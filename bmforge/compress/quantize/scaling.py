@@ -185,7 +185,7 @@ def awq_scales(
 def _best_scales(
     run: BlockRun, fold: Fold, specs: Mapping[str, QuantSpec], candidates: list[Tensor]
 ) -> Tensor:
-    """Return the candidate with the smallest error of the block's output, the first if equal."""
+    """Return the candidate with the smallest error of the block's output; ties select the first."""
     errors = block_errors(run, fold, specs, candidates)
     return candidates[min(range(len(errors)), key=errors.__getitem__)]
 

@@ -141,7 +141,7 @@ def classify(model: Any, inputs: Inputs, *, max_rows: int = 1) -> Tensor:
         max_rows: maximum batch size.
 
     Shape:
-        returns (B, L) or (B, T, L) in fp32
+        returns (B, L) or (B, T, L) in fp32 for L classes
 
     Raises:
         ConfigError: the model has no classification head.

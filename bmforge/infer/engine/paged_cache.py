@@ -33,7 +33,7 @@ class PagedCache:
         tables: integer tensors of the current step; rebuilt from `rows` if they belong to an
             earlier step.
 
-    Memory: 2 x layers x count x K x 16 x H elements.
+    Memory: 2 x layers x count x K x 16 x H elements for K heads of size H and 16 tokens per page.
     """
 
     extra_length = 0

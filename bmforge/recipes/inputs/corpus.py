@@ -64,8 +64,8 @@ class CorpusConfig:
         eos_id: token at the end of every document; None selects the prepared directory's, or else
             the tokenizer's.
         validation: prefix of a validation store; None selects the first prepared directory's.
-        split: shares of a bare store's documents for training, validation and neither, such as
-            949 50 1; empty trains on all.
+        split: shares of a bare store's documents for training, for validation, and left unused,
+            such as 949 50 1; empty trains on all.
         validation_batches: maximum number of micro-batches of an evaluation; None reads all.
         seed: random seed of the sample order.
         prefetch_steps: optimizer steps whose batches are loaded ahead.

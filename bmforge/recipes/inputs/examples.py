@@ -48,8 +48,8 @@ class ExampleConfig:
         micro_batch_size: rows per forward pass on one process.
         grad_accum_steps: gradient accumulation steps; sets global_batch_size to micro_batch_size x
             this x processes / tp / pp / cp. None derives it from global_batch_size.
-        split: shares of a bare token store's documents for training, validation and neither, such
-            as 949 50 1; empty trains on all.
+        split: shares of a bare token store's documents for training, for validation, and left
+            unused, such as 949 50 1; empty trains on all.
         validation_batches: maximum number of micro-batches of an evaluation; None reads all.
         seed: random seed of the order and of the examples' random choices.
     """

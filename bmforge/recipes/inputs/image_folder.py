@@ -203,8 +203,8 @@ def _open_image(path: Path, channels: int) -> Any:
 def _draw_part(image: Any, config: ImageConfig, seed: Seed) -> Any:
     """Crop a random area with a random aspect ratio, and flip it with probability 1/2.
 
-    Source: Szegedy et al., "Going Deeper with Convolutions" (2014), section 6: the area from
-    `smallest_crop` to all, the aspect ratio from 3:4 to 4:3.
+    Source: Szegedy et al., "Going Deeper with Convolutions" (2014), section 6: the area is from
+    `smallest_crop` to the whole image, the aspect ratio from 3:4 to 4:3.
     """
     from PIL import Image
 

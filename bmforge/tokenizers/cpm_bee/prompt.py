@@ -215,7 +215,7 @@ def _banned(
 ) -> tuple[int, ...]:
     """Return the outputs that must not be generated.
 
-    These are padding, ``<s>``, an unused ``<unk>``, and the rows of other documents.
+    These are padding, ``<s>``, an unused ``<unk>``, and the extension tokens of other documents.
     """
     own = extension.names
     out = {tokenizer.pad_id, tokenizer.bos_id}

@@ -2,7 +2,9 @@
 
 The functions build documents in the formats listed in CPM-Bee's README. They are optional:
 `find_constraints` detects whether the answer of any document must be one of a few texts, so that
-decoding can be constrained. Source of the formats: README of OpenBMB/CPM-Bee.
+decoding can be constrained.
+
+Source of the formats: README of OpenBMB/CPM-Bee.
 """
 
 from __future__ import annotations
