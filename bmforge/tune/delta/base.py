@@ -40,8 +40,8 @@ __all__ = ["AttachedDelta"]
 class AttachedDelta:
     """Adapter: modules of one kind, attached to a model's layers under one name.
 
-    The constructor attaches the adapter and freezes the rest of the model. If the base's weights
-    are fp16, bf16 or integers, the adapter's are fp32, and its inputs and outputs are cast.
+    The constructor attaches the adapter and freezes all other parameters. If the base's weights are
+    fp16, bf16 or integers, the adapter's are fp32, and its inputs and outputs are cast.
 
     Args:
         model: any `nn.Module`, not yet parallelized; may be on the meta device.

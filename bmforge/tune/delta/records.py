@@ -57,7 +57,7 @@ def rename_options(options: Mapping[str, Any], names: Mapping[str, str]) -> dict
         names: map from PEFT's option names to bmforge's, in addition to `modules_to_save`.
 
     Raises:
-        ConfigError: an option is given under both names.
+        ConfigError: an option is set under both names.
     """
     renamed = dict(options)
     for alias, name in {"modules_to_save": "train_also", **names}.items():

@@ -244,7 +244,7 @@ def calibrate(classifier: PromptClassifier, texts: Sequence[Any], **options: Any
         options: options of `PromptClassifier.batches`.
 
     Raises:
-        ConfigError: no texts are given.
+        ConfigError: there are no texts.
 
     Source: Zhao et al., "Calibrate before use" (2021); Hu et al., "Knowledgeable prompt-tuning".
     """

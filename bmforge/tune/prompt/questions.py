@@ -19,8 +19,8 @@ class Question(NamedTuple):
     """The prompts of an example and the label words to score with them.
 
     Attributes:
-        prompts: K prompts; only one if every label word is a single token at a mask.
-        words: target tokens of each of W words; [] if every label word is a single token at a mask.
+        prompts: K prompts; only one if the verbalizer scores single tokens at the masks.
+        words: target tokens of each of W words; [] if the verbalizer scores single tokens.
         which: index of each word's prompt.
     """
 

@@ -32,8 +32,8 @@ def search_label_words(
         num_candidates: candidate tokens per class: the most probable tokens on the class's
             examples.
         keep: number of sets to return.
-        max_tries: maximum number of sets to try; if there are more combinations, each class gets
-            fewer candidates.
+        max_tries: maximum number of sets to try; if there are more, each class gets fewer
+            candidates.
 
     Shape:
         logits: (N, V); labels: (N,)

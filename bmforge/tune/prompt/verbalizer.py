@@ -151,7 +151,7 @@ class ManualVerbalizer(nn.Module):
             logits: (N, V), or as `forward` accepts them
 
         Raises:
-            ConfigError: no content-free text is given.
+            ConfigError: there are no content-free texts.
         """
         if logits is not None and not len(logits):
             raise ConfigError("calibration needs at least one text; the support set is empty.")
