@@ -265,7 +265,7 @@ class ModelConfig:
         return {}
 
     def to_hf(self) -> dict[str, Any]:
-        """Convert the config to transformers' names; other original fields are kept."""
+        """Convert the config to transformers' names; the original file's other fields are added."""
         named = {published: getattr(self, own) for own, published in self.hf_names.items()}
         fixed = {"model_type": self.family, "initializer_range": self.init_std}
         raw = without_changes(self.raw)

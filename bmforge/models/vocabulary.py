@@ -149,7 +149,7 @@ def _check_tensor(
 
 @torch.no_grad()
 def _resize(model: Any, name: str, tensor: Tensor, axis: int, size: int, mean: bool) -> Tensor:
-    """Return a tensor with `size` entries along an axis; the first ones are kept."""
+    """Return a tensor with `size` entries along an axis; entries of both sizes are copied."""
     shape = (*tensor.shape[:axis], size, *tensor.shape[axis + 1 :])
     data = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     count = min(size, tensor.shape[axis])

@@ -164,7 +164,7 @@ class GgufFile(CheckedFile):
     def _read_rows(self, name: str, rows: Tensor, into: Tensor | None = None) -> Tensor:
         """Read stored rows by their indices: (R, bytes) in uint8.
 
-        Ascending rows are read into `into` if it is given, which is then returned.
+        If `into` is not None, ascending rows are read into this tensor, which is then returned.
         """
         entry, size = self._entries[name], self._row_bytes(name)
         order = rows.sort()

@@ -32,7 +32,8 @@ class BoxRule(WeightRule):
     """Rule for a stored tensor, or a part of one, that is a region (box) of a permuted parameter.
 
     Args:
-        box: (start, stop, step, whether the dim is kept) for every dim of the parameter.
+        box: (start, stop, step, True if the stored tensor has the dim) for every dim of the
+            parameter.
         order: for each stored dim, the corresponding kept dim of the parameter.
         part: (offset of the region in the stored tensor, size of the stored tensor) along the
             stored dim `part_dim`; None if the region is the whole stored tensor.
