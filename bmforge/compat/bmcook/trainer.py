@@ -86,8 +86,8 @@ class CookTrainer:
                 layer in the repeated blocks).
 
         Raises:
-            ConfigError: no model is given, the model is prepared already, or a setting is
-                invalid or not supported for this model.
+            ConfigError: `model` is None, the model is prepared already, or a setting is invalid or
+                not supported for this model.
         """
         if model is None:
             raise ConfigError(

@@ -68,7 +68,8 @@ class InspectTensor:
     def get_summary(self) -> list[Row]:
         """Return one row of statistics per record; all processes must call this, after backward.
 
-        Values are taken over all processes. A gradient is that of the sum of the processes' losses.
+        Statistics cover the values of all processes. A gradient is that of the sum of the
+        processes' losses.
         """
         rows = []
         for index, record in enumerate(self.records):

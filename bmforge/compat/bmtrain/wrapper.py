@@ -23,10 +23,11 @@ Model = TypeVar("Model", bound=nn.Module)
 def BMTrainModelWrapper(model: Model) -> Model:  # noqa: N802
     """Make a plain model (such as a Hugging Face one) distributed, in place; return the model.
 
-    Every child of a ModuleList, and every other repeated layer, becomes a `Block`. Ties are kept; a
-    layer that shares a parameter with another module is gathered module by module. A model on the
-    meta device gets shards without values, which `load` fills. Buffers that no checkpoint contains
-    (position tables) are computed by the model itself if it can, as transformers' models do.
+    Every child of a ModuleList, and every other repeated layer, becomes a `Block`. Tied parameters
+    stay tied; a layer that shares a parameter with another module is gathered module by module. A
+    model on the meta device gets shards without values, which `load` fills. Buffers that no
+    checkpoint contains (position tables) are computed by the model itself if it can, as
+    transformers' models do.
 
     Raises:
         ConfigError: a buffer on the meta device that no checkpoint or model provides.

@@ -30,7 +30,7 @@ def read_config(path: str | Path, files_dir: Path | None = None) -> Migrated:
     """Convert an OpenPrompt config to a run; no file is written.
 
     Args:
-        path: path of the YAML file; its relative paths are kept.
+        path: path of the YAML file; relative paths in it are not changed.
         files_dir: directory for `files` (templates and words that are written in the config).
 
     Raises:

@@ -24,7 +24,7 @@ class TokenizerWrapper:
         max_seq_length: longest prompt in tokens.
         tokenizer: tokenizer of the model.
         truncate_method: "tail", "head" (cuts the beginning) or "balanced".
-        options: further arguments of OpenPrompt's class; ignored, since padding is done per batch.
+        options: further arguments of OpenPrompt's class; ignored. (Batches are padded later.)
 
     Attributes:
         asking: prompting mode; see `bmforge.tune.prompt.prompt_formats`.

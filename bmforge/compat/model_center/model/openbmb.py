@@ -85,7 +85,7 @@ class GLM(DecoderModel):
     def _complete(
         self, input_ids: Tensor, positions: Tensor | None, places: Tensor | None
     ) -> Tensor | None:
-        """Return position ids and block position ids, (B, 2, T), if at least one is given."""
+        """Return position ids and block position ids, (B, 2, T); None if both are missing."""
         if positions is None and places is None:
             return None
         if positions is None or places is None:
