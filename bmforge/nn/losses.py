@@ -234,7 +234,7 @@ class TiledLogits:
 
     Args:
         head: the head's inputs.
-        tiling: sizes of the tiles; with a cap no tiles are kept.
+        tiling: sizes of the tiles; with a cap no tiles are stored.
         softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None is no cap.
 
     Attributes:

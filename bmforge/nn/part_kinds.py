@@ -98,7 +98,7 @@ class NoOptions:
 
 
 def refuse_name(name: str) -> None:
-    """Raise `ConfigError` if an adapter name is given for a kind whose adapters have no names."""
+    """Raise `ConfigError` for an adapter name if adapters of the kind have no names."""
     if name:
         raise ConfigError(
             f"name={name!r} has no effect, because this change adds no adapter modules. Leave "
