@@ -106,7 +106,7 @@ def build_expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
 def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     """Shard the experts of every mixture over the axis `ep`, in place.
 
-    Call it after tensor parallelism; the tensor-parallel shards of each expert are kept.
+    Call it after tensor parallelism; each expert stays sharded over the tensor-parallel ranks.
 
     Args:
         model: model with mixtures of experts.
