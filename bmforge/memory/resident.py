@@ -45,7 +45,8 @@ def choose_resident(stacks: Sequence[Sequence[int]], room_bytes: int) -> list[li
     streamed one.
 
     Args:
-        stacks: sizes of the blocks in bytes, per stack; earlier stacks are kept resident first.
+        stacks: sizes of the blocks in bytes, per stack; blocks of earlier stacks become resident
+            first.
         room_bytes: memory for resident blocks and slots together.
 
     Returns:
