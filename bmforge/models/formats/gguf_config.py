@@ -181,7 +181,7 @@ class _Metadata:
         return entry.shape[dim]
 
     def check_heads(self, raw: dict[str, Any], architecture: Architecture) -> None:
-        """Fill in the head size; contradictory keys stay unread, so that the family rejects them."""
+        """Fill in the head size; contradictory keys stay unread, so the family rejects them."""
         heads, width = self.number("attention.head_count"), self.number("embedding_length")
         if type(heads) is not int or heads < 1:
             raise CheckpointError(
