@@ -159,7 +159,7 @@ def _rename_old_keys(record: dict[str, Any]) -> dict[str, Any]:
     """Return a record with the current spelling of keys that earlier versions spelled "licence"."""
     return {
         key.replace("licence", "license"): _rename_old_keys(value)
-        if key in ("settings", "summary")
+        if key in ("settings", "filter", "summary")
         else value
         for key, value in record.items()
     }
