@@ -52,7 +52,8 @@ def materialize_(
         device: device of the tensors; None uses that of the layout, or else the CPU.
         elsewhere: devices, by module name, of modules that do not belong on `device`.
     """
-    tensors = persistent_tensors(model).values()
+    # Buffers that no checkpoint has count too: adapters take their device from one of them.
+    tensors = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         sharded = next((p for p in tensors if is_distributed(p)), None)
         if device is None:

@@ -158,7 +158,7 @@ def load_quantized(
         if isinstance(target, nn.Parameter):
             values = nn.Parameter(values, requires_grad=target.requires_grad)
         swap_(target, values)
-    materialize_(model, device)  # tensors that no checkpoint has
+    materialize_(model, device)  # buffers that no checkpoint has
     return model
 
 

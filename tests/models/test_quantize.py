@@ -120,6 +120,7 @@ def test_saved_and_opened(build: Any, scheme: Any, tmp_path: Path) -> None:
     assert torch.equal(run(again), run(model))
     plain.save_pretrained(tmp_path / "plain")
     read = AutoModel.from_pretrained(tmp_path / "plain", quantize=scheme)
+    assert not any(t.is_meta for t in (*read.parameters(), *read.buffers()))
     assert read.config.changes == model.config.changes
     assert_equal_trees(persistent_tensors(read), persistent_tensors(model))
     assert torch.equal(run(read), run(model))
