@@ -259,7 +259,7 @@ def test_what_a_copy_keeps() -> None:
         (lambda m: od.LoraModel(m)(), "Call the backbone"),
         (lambda m: od.LoraModel(m).save_finetuned(push_to_dc=True), "DeltaCenter no longer exists"),
         (lambda m: od.PrefixModel(m), "does not support a prefix adapter"),
-        (lambda m: od.SoftPromptModel(m), "no token embedding of bmforge"),
+        (lambda m: od.SoftPromptModel(m), "no bmforge token embedding"),
         (lambda m: od.AutoDeltaConfig.from_dict({"delta_type": "lroa"}), "Did you mean 'lora'"),
         (lambda m: od.AutoDeltaConfig.from_finetuned("nowhere"), "DeltaCenter"),
         (lambda m: od.Visualization(m).structure_graph(common_structure=True), "were removed"),

@@ -138,8 +138,8 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{str(directory)!r} has no readable {CONFIG_NAME} ({error}). Deltas are loaded "
-            "from directories; DeltaCenter, from which OpenDelta loaded names, no longer "
-            "exists."
+            "from directories only: DeltaCenter, from which OpenDelta downloaded deltas by name, "
+            "no longer exists."
         ) from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{str(file)!r} is not a mapping of config fields.")

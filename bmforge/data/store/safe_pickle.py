@@ -194,8 +194,7 @@ def _make_array(content: Any, dtype: Any, shape: Any, is_fortran: bool) -> np.nd
     """Build an array, after checking dtype, shape and content size."""
     if not isinstance(dtype, _Dtype) or not isinstance(content, bytes):
         raise DataError(
-            "the pickle contains an array that has other content than numbers, which is not "
-            "allowed."
+            "the pickle contains an array whose values are not numbers, which is not allowed."
         )
     kind = np.dtype(dtype.name).newbyteorder(dtype.order)
     sizes = tuple(shape)
@@ -330,4 +329,7 @@ def _finish_container(record: Any, done: dict[int, Any]) -> Any:
         return {_finish(key, done): _finish(value, done) for key, value in record.items()}
     if type(record) in (list, tuple, set, frozenset):
         return type(record)(_finish(part, done) for part in record)
-    raise DataError("the pickle contains a name instead of a value, which is not allowed.")
+    raise DataError(
+        "the pickle refers to a class or a function where a value is expected, which is not "
+        "allowed."
+    )

@@ -58,8 +58,8 @@ def token_indices_of(
     kind = type(names.model).__name__
     if unknown := [name for name in owners if name not in names.ours]:
         raise CheckpointError(
-            f"{unknown[0]} does not belong to a module of this {kind}. Load the base model of "
-            "the adapter."
+            f"the adapter's tensor {unknown[0]} matches no module of this {kind}. Load the adapter "
+            "into the base model that it was trained on."
         )
     if indices is None:
         return {}

@@ -79,8 +79,8 @@ class SoftPrompt(Delta):
         self.scores = []
         if not isinstance(getattr(model, "embed", None), nn.Embedding):
             raise ConfigError(
-                f"a {type(model).__name__} has no token embedding of bmforge, so no soft prompt "
-                "can be attached."
+                f"a {type(model).__name__} has no bmforge token embedding (`embed`), so a soft "
+                "prompt cannot be attached. Open the model with bmforge's AutoModel."
             )
         length = options.get("length", self.defaults["length"])
         limit = getattr(model, "position_limit", None)
