@@ -14,6 +14,7 @@ from bmforge.memory.direct_read import BUFFER_BYTES, READ_THREADS
 from bmforge.memory.packed import packed_bytes
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
+from bmforge.nn.products import lacks_library
 from bmforge.nn.quantized import PackedStore
 
 __all__ = ["runtime_bytes"]
@@ -25,7 +26,9 @@ _LEAST_BYTES = 7 * MIB // 2
 _SHARE, _MOST_BYTES = 0.1, 36 * MIB
 # Buffers of the BLAS libraries.
 _PRODUCTS_BYTES = 8 * MIB
-# They also cache generated code for every half-precision shape.
+# Where no library multiplies 16 bits, some rows of a weight at a time are converted to fp32.
+_WIDENED_BYTES = 7 * MIB // 2
+# A library for 16 bits caches about 0.65 MiB of generated code for every shape of a product.
 _HALF_BYTES = 96 * MIB
 _ACCELERATOR_BYTES = 52 * MIB
 
@@ -44,10 +47,13 @@ def runtime_bytes(model: nn.Module, work_bytes: int, device: torch.device) -> in
     sizes = [packed_bytes(tensor) for tensor in tensors]
     total = _LEAST_BYTES + READ_THREADS * min(BUFFER_BYTES, max(sizes, default=0))
     total += min(_MOST_BYTES, int(_SHARE * (sum(sizes) + work_bytes)))
-    if any(_multiplies_floats(module) for module in model.modules()):
-        total += _PRODUCTS_BYTES
-    has_half = any(t.is_floating_point() and t.element_size() == 2 for t in tensors)
-    return total + has_half * _HALF_BYTES
+    if not any(_multiplies_floats(module) for module in model.modules()):
+        return total
+    dtypes = {t.dtype for t in tensors if t.is_floating_point()}
+    halves = dtypes & {torch.float16, torch.bfloat16}
+    if halves and all(lacks_library(dtype) for dtype in halves):
+        return total + (_WIDENED_BYTES if halves == dtypes else _PRODUCTS_BYTES)
+    return total + _PRODUCTS_BYTES + bool(halves) * _HALF_BYTES
 
 
 def _multiplies_floats(module: nn.Module) -> bool:

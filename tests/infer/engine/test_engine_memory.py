@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from bmforge.errors import ConfigError
+from bmforge.infer import Engine, EngineConfig
+from bmforge.infer.engine import runtime
 from bmforge.testing.limited_engine import ALLOWANCE, CASES, MODELS, Case, run_limited
 
 
@@ -18,3 +22,18 @@ def test_peak_is_within_the_budget(tmp_path: Path, case: Case) -> None:
     assert found["peak"] <= ALLOWANCE * found["budget"], found
     assert found["planned"] <= found["budget"], found
     assert (case.share == 1.0) == (found["moved"] == 0), found
+
+
+def test_bf16_needs_at_most_six_tenths_of_the_budget_of_fp32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU without a library for 16 bits, whose generated code would need more memory."""
+    monkeypatch.setattr(runtime, "lacks_library", lambda dtype: True)
+    MODELS["llama"]().save_pretrained(tmp_path)
+    config = EngineConfig(max_tokens=256)
+    least = []
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(ConfigError, match="too small") as caught:
+            Engine(tmp_path, device_budget_bytes=1, dtype=dtype, config=config)
+        least.append(int(str(caught.value).split("too small: ")[1].split()[0]))
+    assert least[1] <= 0.6 * least[0], least
