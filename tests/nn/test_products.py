@@ -249,10 +249,10 @@ def test_many_tokens_of_plain_weights(
     want = want if bias is None else want + bias.double()
     rounding = torch.finfo(dtype).eps / 2
     with torch.no_grad():
-        monkeypatch.setattr(products, "_is_slow", lambda dtype: False)
+        monkeypatch.setattr(products, "lacks_library", lambda dtype: False)
         assert products.multiply_dense(x, weight, bias) is None
         assert torch.equal(layer(x), F.linear(x, weight, bias))
-        monkeypatch.setattr(products, "_is_slow", lambda dtype: dtype != torch.float32)
+        monkeypatch.setattr(products, "lacks_library", lambda dtype: dtype != torch.float32)
         got = layer(x)
         assert got.dtype == dtype
         assert got.shape == (9, 6, 133)
@@ -271,9 +271,9 @@ def test_many_tokens_of_plain_weights(
 def test_what_torch_is_slow_at() -> None:
     """As torch's library says of this processor; never numbers that are not halves."""
     asked = torch.ops.mkldnn
-    assert products._is_slow(torch.float16) == (not asked._is_mkldnn_fp16_supported())
-    assert products._is_slow(torch.bfloat16) == (not asked._is_mkldnn_bf16_supported())
-    assert not products._is_slow(torch.float32)
+    assert products.lacks_library(torch.float16) == (not asked._is_mkldnn_fp16_supported())
+    assert products.lacks_library(torch.bfloat16) == (not asked._is_mkldnn_bf16_supported())
+    assert not products.lacks_library(torch.float32)
 
 
 def test_the_widest_row(kernels: Kernels) -> None:
