@@ -22,8 +22,8 @@ TESTS = ROOT / "tests" / "parity"
 DASH = "–"
 INTRO = """# Capabilities
 
-The tables list the capabilities of every model family, one table per package. A tick links to the
-file of the test, and its tooltip is the name of the test. The reason for a dash is below the table.
+Look up what each model family supports. There is one table per package. A tick links to the file of
+the test, and its tooltip is the name of the test. The reason for a dash is below the table.
 `make test-all` runs all of these tests. `dev/capabilities.py` generates this page.
 """
 

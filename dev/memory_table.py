@@ -38,8 +38,8 @@ METHODS: dict[str, tuple[dict[str, str], float]] = {
 }
 INTRO = f"""# GPU memory by model size and method
 
-With this page you choose a method that fits your GPU. The figures are GiB of one GPU, as
-`bmforge plan` estimates them. They assume:
+Look up how much GPU memory a model needs, and choose a method that fits. The figures are GiB of
+one GPU, as `bmforge plan` estimates them. They assume:
 
 - one row of {ROW_TOKENS:,} tokens at a time, with recompute (`--recompute`),
 - bf16 and AdamW,
