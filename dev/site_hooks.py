@@ -1,11 +1,14 @@
 """Hooks of MkDocs: pages that are not below docs/, and the language of the Chinese pages.
 
 `make docs` builds the site from `mkdocs.yml`. These hooks add the generated reference, the
-changelog, the guide for contributors and the examples, and redirect links to them.
+changelog, the guide for contributors, the examples and the tests of the capabilities, and redirect
+links to them. `mike deploy` builds the same site for a version; its pages then have a menu of
+versions.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,22 +21,32 @@ from reference_pages import render_pages
 ROOT = Path(__file__).resolve().parents[1]
 # Files of the root that are pages of the site -> path below docs/.
 ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?\)")
-# Links to tests, which are not pages: their text stays, with the name of the test as its tooltip.
-TEST_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+tests/[^)\s]+ \"(\w+)\"\)")
+# Files of Python that are pages of the site: they are linked, but have no place in the menu.
+SOURCES = ("examples/*.py", "tests/parity/test_*.py")
+# Groups: "](", the target, and its anchor and tooltip.
+LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?(?: \"\w+\")?)\)")
+INLINE_CODE = re.compile(r"<code>[^<]*</code>")
+OPTION = re.compile(r"--[\w.-]*\w")
 # A line break between two Chinese characters, which a browser would show as a space.
 CHINESE_BREAK = re.compile(
     r"(?<=[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef])\n(?=[\u4e00-\u9fff（“])"
 )
-# Weights of pages in the search. Results, API and long tables come last. The two languages share
-# one index, and a name such as Slurm should find the English page first; Chinese words match
-# Chinese pages only.
+# Weights of pages in the search. Results, API, long tables and the glossary come last. The two
+# languages share one index, and a name such as Slurm should find the English page first; Chinese
+# words match Chinese pages only.
 SEARCH_WEIGHTS = {
     **dict.fromkeys(
         ("results/", "migrating/", "changelog", "reference/api/", "reference/capa"), 0.2
     ),
     "zh/": 0.7,
+    "zh/glossary": 0.1,
 }
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Show the menu of versions if mike builds the site; a single site has no other versions."""
+    if "MIKE_DOCS_VERSION" in os.environ:
+        config.extra["version"] = {"provider": "mike", "default": "latest"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -41,12 +54,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = render_pages()
     for name, target in ROOT_PAGES.items():
         text = (ROOT / name).read_text("utf-8")
-        pages[target] = LINK.sub(lambda m: f"{m[1]}{m[2].removeprefix('docs/')}{m[3] or ''})", text)
-    for example in sorted((ROOT / "examples").glob("*.py")):
-        body = example.read_text("utf-8")
-        pages[f"examples/{example.stem}.md"] = (
-            f"# examples/{example.name}\n\n```python\n{body}```\n"
-        )
+        pages[target] = LINK.sub(lambda m: f"{m[1]}{m[2].removeprefix('docs/')}{m[3]})", text)
+    for source in sorted(file for pattern in SOURCES for file in ROOT.glob(pattern)):
+        name = source.relative_to(ROOT).as_posix()
+        code = f"# {name}\n\n```python\n{source.read_text('utf-8')}```\n"
+        hidden = "---\nsearch: {exclude: true}\n---\n\n" if name.startswith("tests/") else ""
+        pages[name.removesuffix(".py") + ".md"] = hidden + code
     for notebook in sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")):
         pages[f"examples/notebooks/{notebook.name}"] = notebook.read_text("utf-8")
     for path, text in pages.items():
@@ -70,9 +83,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         outside = target.removeprefix(up)
         inside = ROOT_PAGES.get(outside) or re.sub(r"\.py$", ".md", outside)
-        return f"{match[1]}{up.removeprefix('../')}{inside}{match[3] or ''})"
+        return f"{match[1]}{up.removeprefix('../')}{inside}{match[3]})"
 
-    return LINK.sub(redirect, TEST_LINK.sub(r'<abbr title="\2">\1</abbr>', markdown))
+    return LINK.sub(redirect, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Keep the options of commands on one line: a browser would break them after their dashes."""
+    return INLINE_CODE.sub(
+        lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html
+    )
 
 
 def on_page_context(
