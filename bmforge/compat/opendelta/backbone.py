@@ -12,6 +12,7 @@ from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.models import Model
 from bmforge.tune.delta.address import find_wholes
+from bmforge.tune.delta.opendelta_format import rename_inner
 
 __all__ = [
     "drop_hooks_",
@@ -19,6 +20,7 @@ __all__ = [
     "is_delta",
     "keep_trained",
     "read_card",
+    "rename_loaded_",
     "take_parts_",
     "zoo_in",
 ]
@@ -67,6 +69,17 @@ def keep_trained(
     trained = {prefix + name for name, p in module.named_parameters() if p.requires_grad}
     for name in [n for n in state_dict if n.startswith(prefix) and n not in trained]:
         del state_dict[name]
+
+
+def rename_loaded_(
+    module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *arguments: Any
+) -> None:
+    """Hook of `load_state_dict` that renames the tensors of deltas that OpenDelta saved."""
+    shapes = {prefix + name: p.shape for name, p in module.named_parameters()}
+    for name in [n for n in state_dict if n.startswith(prefix) and n not in shapes]:
+        own_name = rename_inner(name)
+        if shapes.get(own_name) == state_dict[name].shape:
+            state_dict[own_name] = state_dict.pop(name)
 
 
 def drop_hooks_(module: nn.Module) -> None:

@@ -19,6 +19,7 @@ from bmforge.compat.opendelta.backbone import (
     is_delta,
     keep_trained,
     read_card,
+    rename_loaded_,
     take_parts_,
 )
 from bmforge.compat.opendelta.delta_configs import BaseDeltaConfig
@@ -112,6 +113,7 @@ class DeltaBase(nn.Module):
         self.unfrozen_modules = list(config.unfrozen_modules or ())
         self.modified_modules = config.modified_modules
         self.delta_modules = nn.ModuleList(attached.part for attached in delta.held)
+        backbone.register_load_state_dict_pre_hook(rename_loaded_)
         if getattr(backbone, "takes_parts", False):
             for part in self.delta_modules:
                 make_distributed_(part)

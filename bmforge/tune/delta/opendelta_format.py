@@ -28,6 +28,7 @@ __all__ = [
     "old_type_of",
     "opendelta_type",
     "read_opendelta_config",
+    "rename_inner",
     "to_our_names",
 ]
 
@@ -83,6 +84,20 @@ _LEAVES = {
         )
     },
 }
+# OpenDelta's name of the adapter module -> ours, where they differ.
+_SLOTS = {"compactor": "compacter", "soft_prompt_layer": "soft_prompt"}
+
+
+def rename_inner(name: str) -> str:
+    """Replace OpenDelta's names inside an adapter module by bmforge's.
+
+    `...project_q.lora.lora_A` becomes `...project_q.lora.down`; other names do not change.
+    """
+    match = _INSIDE.fullmatch(name)
+    if match is None or match[3] not in _LEAVES:
+        return name
+    slot = _SLOTS.get(match[2], match[2])
+    return ".".join(filter(None, (match[1], slot, _LEAVES[match[3]])))
 
 
 def is_opendelta(directory: Path) -> bool:
