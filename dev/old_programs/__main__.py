@@ -26,8 +26,6 @@ from runs import run_program
 
 import bmforge.compat.bmtrain  # noqa: F401  (imported once, before the programs are forked)
 
-_TIMEOUT_S = 120.0
-
 
 def commit_of(folder: Path) -> str:
     """Return the commit of a checkout."""
@@ -85,14 +83,17 @@ def run_rows(config: dict[str, Any], options: argparse.Namespace) -> Iterator[st
         for program in sorted(copy.glob(run["programs"])):
             relative = str(program.relative_to(copy))
             if fnmatch(relative, options.program) and relative not in run.get("except", ()):
-                yield from outcome_rows(run, program, f"{name}/{relative}", options.work)
+                yield from outcome_rows(run, program, f"{name}/{relative}", options)
 
 
-def outcome_rows(run: dict[str, Any], program: Path, label: str, work: Path) -> Iterator[str]:
+def outcome_rows(
+    run: dict[str, Any], program: Path, label: str, options: argparse.Namespace
+) -> Iterator[str]:
     """Run one program on each number of processes."""
     if run.get("skip"):
         yield f"| {label} | - | not run: {run['skip']} |"
         return
+    work = options.work
     own = [
         {**edit, "replace": edit["replace"].replace("{work}", str(work))}
         for edit in run.get("edits", [])
@@ -105,7 +106,7 @@ def outcome_rows(run: dict[str, Any], program: Path, label: str, work: Path) -> 
     label = " ".join([label, run.get("label", ""), *names]).strip()
     for processes in run.get("processes", [1]):
         folder = work / run["repository"] / run["folder"] if "folder" in run else program.parent
-        error = run_program(program, arguments, processes, folder, _TIMEOUT_S)
+        error = run_program(program, arguments, processes, folder, options.timeout)
         text = f"fails: {error.replace('|', '/')[:300]}" if error else success
         yield f"| {label} | {processes} | {text} |"
 
@@ -118,6 +119,7 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--repository", default="", help="run programs of this repository only")
     parser.add_argument("--program", default="*", help="run programs that match this glob only")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each program")
     parser.add_argument("--part", choices=["imports", "runs"], help="write one table only")
     options = parser.parse_args()
     options.work = options.work.resolve()

@@ -299,10 +299,14 @@ def _write_bee(folder: Path) -> None:
     (folder / "documents/poems.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     sizes = {"vocab_size": 86583, "dim_model": 32, "dim_ff": 64, "num_layers": 2, "num_heads": 4}
     more = {"dim_head": 8, "position_bias_num_buckets": 32, "position_bias_max_distance": 128}
-    (folder / "model.json").write_text(json.dumps({**sizes, **more, "half": False}))
-    entry = {"dataset_name": "poems", "task_name": "poems", "path": "binary/poems", "weight": 1.0}
-    config = [{**entry, "transforms": [], "incontext_weight": [1.0]}]
-    (folder / "datasets.json").write_text(json.dumps(config))
+    for name, half in (("model", False), ("model_half", True)):
+        (folder / f"{name}.json").write_text(json.dumps({**sizes, **more, "half": half}))
+    entry = {"dataset_name": "poems", "task_name": "poems", "weight": 1.0}
+    transforms = [{"input": "$input", "options": "$options", "<ans>": "$<ans>"}]
+    for name in ("CPM-Bee", "CPM-Live"):
+        path = {"path": str((folder / f"binary-{name}/poems").absolute())}
+        config = [{**entry, **path, "transforms": transforms, "incontext_weight": [1.0]}]
+        (folder / f"datasets-{name}.json").write_text(json.dumps(config))
 
 
 def _write_indexed(folder: Path) -> None:
