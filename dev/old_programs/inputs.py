@@ -277,6 +277,7 @@ def write_data(target: Path) -> None:
         (reviews / f"{split}.tsv").write_text("sentence\tlabel\n" + "\n".join(rows) + "\n")
     _write_indexed(target / "indexed")
     _write_bee(target / "bee")
+    _write_generation(target / "openprompt/datasets", draw)
     if importlib.util.find_spec("datasets"):
         from datasets import Dataset, DatasetDict
 
@@ -286,6 +287,38 @@ def write_data(target: Path) -> None:
         ]
         splits = {name: Dataset.from_list(rows) for name in ("train", "validation", "test")}
         DatasetDict(splits).save_to_disk(target / "super_glue.cb")
+        rows = _superglue_rows("BoolQ", 16, draw)
+        splits = {name: Dataset.from_list(rows) for name in ("train", "validation", "test")}
+        DatasetDict(splits).save_to_disk(target / "super_glue.boolq")
+
+
+def _write_generation(folder: Path, draw: random.Random) -> None:
+    """Write WebNLG, CommonsenseQA, UltraChat and CCPM in the form of the originals."""
+    texts = sentences(64, seed=2)
+    for name in ("CondGen/webnlg_2017", "Reasoning/csqa", "CCPM"):
+        (folder / name).mkdir(parents=True)
+    for split in ("train", "dev", "test"):
+        entries = [
+            {
+                str(number + 1): {
+                    "modifiedtripleset": [{"subject": "city", "property": "is", "object": word}],
+                    "lexicalisations": [{"lex": texts[number], "comment": "good"}],
+                }
+            }
+            for number, word in enumerate(draw.choices(_WORDS, k=6))
+        ]
+        file = folder / f"CondGen/webnlg_2017/{split}.json"
+        file.write_text(json.dumps({"entries": entries}))
+    choices = [{"label": "ABCDE"[n], "text": draw.choice(_WORDS)} for n in range(5)]
+    question = {"stem": texts[0], "choices": choices}
+    lines = [json.dumps({"question": question, "answerKey": "A"}) for _ in range(8)]
+    (folder / "Reasoning/csqa/train_rand_split.jsonl").write_text("\n".join(lines) + "\n")
+    lines = [json.dumps({"id": str(n), "data": texts[n : n + 4]}) for n in range(12)]
+    (folder / "ultrachat.json").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    poem = {"translation": "今天天气很好。", "choices": list(_CHINESE[:4]), "answer": 1}
+    for split in ("train", "valid"):
+        lines = [json.dumps({**poem, "answer": n % 4}, ensure_ascii=False) for n in range(16)]
+        (folder / f"CCPM/{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _write_bee(folder: Path) -> None:
