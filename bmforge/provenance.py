@@ -231,7 +231,7 @@ def warn_of_licenses(where: object, provenance: Provenance) -> None:
         names = dict.fromkeys(f"{part.kind} {part.name}" for part in unknown)
         shown = ", ".join(list(names)[:_FEW])
         more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-        get_logger().info("%s: the license is unknown of %s%s", where, shown, more)
+        get_logger().info("%s: the license of %s%s is unknown", where, shown, more)
 
 
 def describe_provenance(provenance: Provenance) -> list[str]:

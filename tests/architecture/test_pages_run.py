@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from page_outputs import unprinted_lines
 from page_places import PLACES
 from pages import PAGES, ROOT, RUNNING, Block, page_blocks
 
@@ -55,11 +56,22 @@ def run_page(page: str, pages: Path) -> Path:
         place.mkdir()
         for folder in OF_THE_ROOT:
             (place / folder).symlink_to(ROOT / folder)
-        for block in RUN[page]:
-            earlier = tuple(name for name in block.needs if name != page)  # its own blocks ran here
-            bring(place, earlier, pages)
-            (run_python if block.language == "python" else run_commands)(block, place)
+        printed = ""  # by the commands of the block before
+        for block in ALL[page]:
+            if block.language == "text" and printed and not block.not_run:
+                assert not (missing := unprinted_lines(block.body, printed)), f"{block}: {missing}"
+            printed = run_block(block, place, pages) if block in RUN[page] else ""
     return place
+
+
+def run_block(block: Block, place: Path, pages: Path) -> str:
+    """Run a block after what it needs; returns the output of commands, "" for Python."""
+    page = str(block.page.relative_to(ROOT))
+    bring(place, tuple(name for name in block.needs if name != page), pages)  # its own ran here
+    if block.language == "python":
+        run_python(block, place)
+        return ""
+    return run_commands(block, place)
 
 
 def run_python(block: Block, place: Path) -> None:
@@ -80,8 +92,8 @@ def shortened(block: Block) -> Iterator[str]:
         yield f"{line.partition(' #')[0]} {block.added}" if trains and block.added else line
 
 
-def run_commands(block: Block, place: Path) -> None:
-    """In a shell that stops at the first failure."""
+def run_commands(block: Block, place: Path) -> str:
+    """In a shell that stops at the first failure; returns the output."""
     paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": paths, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     arguments = ["bash", "-euo", "pipefail", "-c", "\n".join(shortened(block))]
@@ -95,6 +107,7 @@ def run_commands(block: Block, place: Path) -> None:
         check=False,
     )
     assert done.returncode == block.status, f"{block}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="session")
@@ -131,3 +144,11 @@ def test_a_wrong_block_would_be_seen(tmp_path: Path) -> None:
         block = Block(ROOT / "README.md", 1, language, body)
         with pytest.raises(AssertionError):
             (run_python if language == "python" else run_commands)(block, tmp_path)
+
+
+def test_a_changed_output_would_be_seen(tmp_path: Path) -> None:
+    """Other words are reported; other numbers and directories are not."""
+    command = "echo wrote 12 files to /tmp/a/runs; echo done 3>&1"
+    printed = run_commands(Block(ROOT / "README.md", 1, "bash", command), tmp_path)
+    assert unprinted_lines("wrote 7 files to /home/b/runs\n...\ndone\n", printed) == []
+    assert unprinted_lines("saved 7 files to /home/b/runs\n", printed) != []

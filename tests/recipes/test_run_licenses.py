@@ -63,7 +63,7 @@ def test_an_export_says_what_it_was_made_of(
     log = (place / "first" / "log.txt").read_text("utf-8")
     for clause in ("section 3(b)", "section 2(a)(1)", "MIT (non-commercial, which does not ask"):
         assert clause in log
-    assert "the license is unknown of data corpus" in log
+    assert "the license of data corpus is unknown" in log
     card = (place / "first" / "export" / "README.md").read_text("utf-8")
     assert card.startswith("---\nlicense: mit\n")
     assert main(["info", str(place / "first" / "export")]) == 0
