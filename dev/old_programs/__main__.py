@@ -100,7 +100,8 @@ def outcome_rows(
     ]
     if own:
         program.write_text(apply_edits(program.read_text("utf-8"), own), encoding="utf-8")
-    success = "with edits: " + "; ".join(edit["why"] for edit in own) if own else "as it is"
+    reasons = "; ".join(dict.fromkeys(edit["why"] for edit in own))
+    success = f"with edits: {reasons}" if own else "as it is"
     arguments = [a.replace("{work}", str(work)) for a in run.get("arguments", [])]
     names = [Path(a).name for a in arguments if a.endswith(".json")]
     label = " ".join([label, run.get("label", ""), *names]).strip()

@@ -71,7 +71,7 @@ def recorded() -> list[dict[str, Any]]:
     bmt.inspect.record_tensor(x, "outside")  # nobody listens
     with bmt.inspect.inspect_tensor() as inspector:
         blocks(x.chunk(bmt.world_size())[bmt.rank()]).square().sum().backward()
-    assert inspector.get_tensor("y", "layer", 1) is inspector.records[1]["tensor"]
+    assert inspector.get_tensor("y", "layer", 1) is inspector.summary[1]["tensor"]
     assert inspector.get_tensor("z") is None
     return inspector.get_summary()
 

@@ -60,10 +60,14 @@ def _measure(tensor: Tensor) -> dict[str, float]:
 
 
 class InspectTensor:
-    """Tensors that were recorded inside an `inspect_tensor` block."""
+    """Tensors that were recorded inside an `inspect_tensor` block.
+
+    Attributes:
+        summary: a row with ``name group tensor`` per recorded tensor.
+    """
 
     def __init__(self) -> None:
-        self.records: list[Row] = []
+        self.summary: list[Row] = []
 
     def get_summary(self) -> list[Row]:
         """Return one row of statistics per record; all processes must call this, after backward.
@@ -72,8 +76,8 @@ class InspectTensor:
         processes' losses.
         """
         rows = []
-        for index, record in enumerate(self.records):
-            seen = [r["name"] for r in self.records[:index]].count(record["name"])
+        for index, record in enumerate(self.summary):
+            seen = [r["name"] for r in self.summary[:index]].count(record["name"])
             name = record["name"] if not seen else f"{record['name']}.{seen}"
             tensor, grad = record["tensor"].detach(), record["tensor"].grad
             rows.append(
@@ -97,7 +101,7 @@ class InspectTensor:
     ) -> Tensor | None:
         """Return the first record with a name, or the one at `index`; None if there is none."""
         records = [
-            r for r in self.records if r["name"] == name and (group is None or r["group"] == group)
+            r for r in self.summary if r["name"] == name and (group is None or r["group"] == group)
         ]
         index = 0 if index is None else index
         return records[index]["tensor"] if -len(records) <= index < len(records) else None
@@ -132,7 +136,7 @@ def record_tensor(x: Tensor, name: str, group: str | None = None) -> None:
     if x.requires_grad:
         x.retain_grad()
     for inspector in config.inspected:
-        inspector.records.append({"name": name, "group": group, "tensor": x})
+        inspector.summary.append({"name": name, "group": group, "tensor": x})
 
 
 def format_summary(summary: Sequence[Mapping[str, Any]]) -> str:
