@@ -86,6 +86,40 @@ def test_tensors_are_recorded_once_with_their_gradients() -> None:
                 assert got[key] == pytest.approx(row[key], rel=1e-4, abs=1e-6)
 
 
+class RecordsInside(bmt.DistributedModule):
+    """Two layers; the tensor between them is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = old.OldLinear(8, 8), old.OldLinear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        bmt.inspect.record_tensor(y, "y")
+        return self.second(y)
+
+
+def gradients_of_recorded() -> list[torch.Tensor]:
+    bmt.init_distributed(seed=2)
+    block = bmt.Block(RecordsInside())
+    bmt.init_parameters(block)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with bmt.inspect.inspect_tensor() as inspector:
+        block(x)
+    inspector.summary[0]["tensor"].square().sum().backward()
+    row = bmt.inspect.inspect_model(block, "first.weight")[0]
+    return [x.grad, torch.tensor([row["grad_std"], row["grad_mean"]])]
+
+
+def test_backward_may_begin_at_a_recorded_tensor() -> None:
+    """The block's output has no gradient, so FSDP does not gather the weights by itself."""
+    ((grad, row),) = run_distributed(gradients_of_recorded, 1)
+    assert grad.abs().sum() > 0
+    for got, got_row in run_distributed(gradients_of_recorded, 2):
+        torch.testing.assert_close(got, grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got_row, 2 * row, rtol=1e-4, atol=1e-6)  # summed over processes
+
+
 def test_a_summary_has_the_old_columns() -> None:
     row = {"name": "w", "shape": (3, 5), "max": 1.0, "min": -1.0, "std": 0.5, "mean": 0.0}
     text = bmt.inspect.format_summary([{**row, "grad_std": None, "grad_mean": None}])

@@ -73,7 +73,8 @@ class Block(Facade):
         self.__dict__.update(zero_level=level, use_checkpoint=use_checkpoint, mode=mode)
         self.__dict__["_module"] = inner_module
         if not is_made:  # the module may already be wrapped by another block
-            wrap_forward_(inner_module, partial(_run, use_checkpoint), "recompute")
+            recomputed = inner_module if use_checkpoint else None
+            wrap_forward_(inner_module, partial(_run, recomputed), "recompute")
         if mode == "BLOCK" or config["pipe_size"] == 1:
             self.shard()
 
@@ -144,20 +145,31 @@ class Block(Facade):
         self._module._load_from_state_dict(*args, **kwargs)
 
 
-def _without_profiling(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_gathered(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a block's forward, also in a backward pass that does not begin at the block's output."""
+    # FSDP gathers for backward when a gradient arrives at the output; the gradient of a recorded
+    # tensor starts inside the block.
+    if isinstance(module, FSDPModule) and torch._C._current_graph_task_id() != -1:
+        module.unshard()
     # In its first call TorchScript's profiling executor saves other tensors for backward than in
     # later ones, so recomputation would not find the tensors that the first call saved.
     with torch.jit.optimized_execution(False):
         return forward(*args, **kwargs)
 
 
-def _run(recomputes: bool, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's forward so that no output is a view; then ``x += y`` on an output is safe."""
-    if not recomputes:
+def _run(module: nn.Module | None, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a module's forward so that no output is a view; then ``x += y`` on an output is safe.
+
+    Args:
+        module: module to recompute in backward; None saves the activations.
+        forward: forward of the module.
+        args, kwargs: arguments of the module.
+    """
+    if module is None:
         return _no_views(forward(*args, **kwargs))
     # With early_stop, code at the end of forward (such as a call counter) would not run again.
     out = checkpoint(
-        _without_profiling, forward, *args, use_reentrant=False, early_stop=False, **kwargs
+        _run_gathered, module, forward, *args, use_reentrant=False, early_stop=False, **kwargs
     )
     return _no_views(out)
 
