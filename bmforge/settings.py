@@ -166,7 +166,7 @@ class TalkConfig:
         max_new_tokens: maximum length of an answer in tokens (default: 128).
         min_new_tokens: minimum length of an answer in tokens.
         num_beams: number of beams; above 1 selects beam search instead of sampling.
-        temperature: sampling temperature (default: 0.7).
+        temperature: sampling temperature; 0 means greedy decoding (default: 0.7).
         top_p: nucleus sampling probability (default: 0.9).
         repetition_penalty: penalty above 1 for tokens that already occurred.
         length_penalty: exponent of the length in beam search scores.

@@ -24,7 +24,8 @@ class GenerationConfig:
         max_new_tokens: maximum number of generated tokens.
         min_new_tokens: minimum number of generated tokens before an end token.
         do_sample: sample instead of greedy decoding.
-        temperature: divisor of the logits before sampling.
+        temperature: divisor of the logits before sampling; 0 means greedy decoding, without the
+            other sampling options.
         top_k: number of most likely tokens to sample from; None or 0 uses all.
         top_p: total probability of the most likely tokens to sample from; None or 1 uses all.
         min_p: minimum probability of a sampled token, relative to the most likely one; None or
@@ -107,9 +108,20 @@ class GenerationConfig:
             for name, needed, fits in _RANGES
             if not _has_type(name, getattr(self, name)) or not fits(getattr(self, name))
         ]
-        problems += self._contradictions() if not problems else []
+        if not problems:
+            self._settle_temperature()
+            problems = self._contradictions()
         if problems:
             raise ConfigError(f"GenerationConfig: {'; '.join(problems)}.")
+
+    def _settle_temperature(self) -> None:
+        """Convert a temperature of 0 to greedy decoding without sampling options, as vLLM does."""
+        if self.temperature >= _GREEDY_BELOW:
+            return
+        for name, off in (("do_sample", (False,)), *_SAMPLING):
+            object.__setattr__(self, name, off[0])
+        # Counts as given, so that the model's generation_config.json does not enable sampling.
+        object.__setattr__(self, "fields_set", self.fields_set | {"do_sample"})
 
     def _contradictions(self) -> list[str]:
         problems = []
@@ -259,6 +271,8 @@ _FRACTIONS = {
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     "frequency_penalty",
 }
+# Temperatures below this are 0 in vLLM: dividing logits by them could overflow.
+_GREEDY_BELOW = 1e-5
 # field -> (values that switch it off)
 _SAMPLING: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("temperature", (1.0,)),
@@ -272,8 +286,8 @@ _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("min_new_tokens", "at least 0", lambda v: v >= 0),
     (
         "temperature",
-        "above 0 and finite (for greedy decoding set do_sample=False)",
-        lambda v: 0 < v < math.inf,
+        "at least 0 and finite (0 means greedy decoding)",
+        lambda v: 0 <= v < math.inf,
     ),
     ("top_k", "a positive number, or None", lambda v: v is None or v >= 0),
     ("top_p", "above 0 and at most 1, or None", lambda v: v is None or 0 < v <= 1),

@@ -269,7 +269,7 @@ def test_full_context(model: GPT2) -> None:
     [
         ({"max_new_token": 3}, "Did you mean 'max_new_tokens'"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"do_sample": True, "temperature": 0.0}, "do_sample=False"),
+        ({"do_sample": True, "temperature": -0.5}, "at least 0 and finite"),
         ({"do_sample": True, "top_p": 1.5}, "top_p=1.5"),
         ({"do_sample": True, "top_k": -1}, "top_k=-1"),
         ({"num_beams": 0}, "num_beams=0"),
@@ -353,3 +353,30 @@ def test_rows_of_a_prompt_are_ids(options: dict[str, Any]) -> None:
     assert int(got[0, 5:].max()) < VOCAB
     with pytest.raises(ShapeError, match=r"vocab_size.*and a soft prompt of 3 rows"):
         generate(model, ids + 1, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, -0.0, 1e-6])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"do_sample": True},
+        {"do_sample": False},
+        {"do_sample": True, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3},
+        {"num_beams": 3},
+        {"repetition_penalty": 1.5},
+    ],
+)
+def test_a_temperature_of_zero_is_greedy(
+    model: GPT2, temperature: float, options: dict[str, Any]
+) -> None:
+    """As in vLLM: without the other sampling options, whatever the model's published ones are."""
+    plain = {k: v for k, v in options.items() if k in ("num_beams", "repetition_penalty")}
+    ids = torch.arange(12).view(2, 6)
+    expected = generate(model, ids, do_sample=False, max_new_tokens=6, **plain)
+    assert torch.equal(
+        generate(model, ids, max_new_tokens=6, temperature=temperature, **options), expected
+    )
+    published = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    config = GenerationConfig(temperature=temperature, **options).with_defaults(published)
+    assert config == GenerationConfig(do_sample=False, **plain)
