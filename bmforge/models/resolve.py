@@ -6,12 +6,12 @@ import fnmatch
 from collections.abc import Mapping
 from pathlib import Path
 
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, suggest
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models.formats.hf_format import has_all_weights
 
-__all__ = ["resolve_model"]
+__all__ = ["find_neighbors", "resolve_model"]
 
 _WANTED = ["*.json", "README.md", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*"]
 # Short names of ModelCenter whose weights were on its own server and never on the hub.
@@ -22,6 +22,8 @@ _NOT_ON_HUB = {
     "that model as a GPT-2, and bmforge convert reads its published shards.",
     "cpm2-large": "The CPM-2 of the paper was published as shards, which bmforge convert reads.",
 }
+_MODEL_FILES = ("config.json", "run.toml", "adapter_config.json")
+_TIMEOUT_S = 10.0
 # Repositories often have the same weights in several formats; the first available is downloaded.
 _WEIGHTS = ["model*.safetensors", "pytorch_model*.bin", "*.pt"]
 
@@ -49,15 +51,21 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
     if path.suffix == ".gguf":
         raise ConfigError(f"the GGUF file {str(path)!r} does not exist.")
     name = (hub_ids or {}).get(str(name), str(name))
+    hint = suggest(str(path), find_neighbors(path))
     if name in _NOT_ON_HUB:
         raise ConfigError(
             f"{name!r} is not on the hub. {_SERVER}. If you have its config.json and "
             f"pytorch_model.pt, copy them into the directory {str(path.absolute())!r}. "
             f"{_NOT_ON_HUB[name]}"
         )
-    cached = _find_cached(name)
+    cached = _find_cached(name, hint)
     if cached is not None and has_all_weights(cached):
         return cached
+    if cached is None and "/" not in name:
+        raise ConfigError(
+            f"{name!r} is neither a directory nor in the Hugging Face cache.{hint} A model of the "
+            "hub needs its owner: OWNER/NAME."
+        )
     try:
         return _download(name)
     except Exception as error:
@@ -69,12 +77,25 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
             return cached
         raise ConfigError(
             f"{name!r} is neither a directory nor in the Hugging Face cache, and the hub cannot "
-            f"be reached ({type(error).__name__}). Without a network, copy config.json and the "
-            f"weights into the directory {str(path.absolute())!r}."
+            f"be reached ({type(error).__name__}).{hint} Without a network, copy config.json and "
+            f"the weights into the directory {str(path.absolute())!r}."
         ) from error
 
 
-def _find_cached(name: str) -> Path | None:
+def find_neighbors(path: Path) -> list[str]:
+    """Return the model, run and adapter directories and GGUF files in the directory of a path."""
+    try:
+        siblings = sorted(path.parent.iterdir())
+        return [
+            str(other)
+            for other in siblings
+            if other.suffix == ".gguf" or any((other / name).is_file() for name in _MODEL_FILES)
+        ]
+    except OSError:  # no such directory, or no permission
+        return []
+
+
+def _find_cached(name: str, hint: str) -> Path | None:
     """Return the cached copy, which may be incomplete; None if there is none."""
     from huggingface_hub import snapshot_download  # imports an HTTP client; few commands need it
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -83,8 +104,8 @@ def _find_cached(name: str) -> Path | None:
         return Path(snapshot_download(name, local_files_only=True))
     except HFValidationError as error:
         raise ConfigError(
-            f"{name!r} is neither a directory nor a model on the Hugging Face hub. Check the "
-            "path or the id."
+            f"{name!r} is neither a directory nor a model on the Hugging Face hub.{hint} Check "
+            "the path or the id."
         ) from error
     except LocalEntryNotFoundError:
         return None
@@ -92,9 +113,11 @@ def _find_cached(name: str) -> Path | None:
 
 def _download(name: str) -> Path:
     """Download the needed files from the root of a hub repository."""
-    from huggingface_hub import list_repo_files, snapshot_download
+    from huggingface_hub import model_info, snapshot_download
 
-    files = [file for file in list_repo_files(name) if "/" not in file]
+    # Unlike list_repo_files, model_info does not retry: without a network it fails at once.
+    siblings = model_info(name, timeout=_TIMEOUT_S).siblings or ()
+    files = [file.rfilename for file in siblings if "/" not in file.rfilename]
     forms = [pattern for pattern in _WEIGHTS if fnmatch.filter(files, pattern)]
     return Path(
         snapshot_download(name, allow_patterns=[*_WANTED, *forms[:1]], ignore_patterns=["*/*"])

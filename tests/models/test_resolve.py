@@ -6,11 +6,13 @@ import fnmatch
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 
 from bmforge.errors import ConfigError
 from bmforge.models.resolve import resolve_model
@@ -36,6 +38,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
                 raise ConnectionError("no network")
             return online
 
+        def info(name: str, **options: Any) -> SimpleNamespace:
+            files = [SimpleNamespace(rfilename=file) for file in list_files(name)]
+            return SimpleNamespace(siblings=files)
+
         def download(name: str, **options: Any) -> str:
             if options.get("local_files_only"):
                 if cached is None:
@@ -47,7 +53,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
                     fetched.append(file)
             return str(tmp_path)
 
-        monkeypatch.setattr(huggingface_hub, "list_repo_files", list_files)
+        monkeypatch.setattr(huggingface_hub, "model_info", info)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
         assert resolve_model("org/name") == tmp_path
         return fetched
@@ -91,3 +97,33 @@ def test_names_that_were_never_on_the_hub(name: str) -> None:
     """Nobody is asked; the error says where the weights were, and where to put them."""
     with pytest.raises(ConfigError, match=rf"{name}.*ModelCenter.*pytorch_model\.pt"):
         resolve_model(name)
+
+
+@pytest.mark.parametrize("name", ["my-int5", "./my-int5", "{}/my-int5", "sub/my-int5"])
+@pytest.mark.parametrize("file", ["config.json", "run.toml", "adapter_config.json"])
+def test_a_mistyped_directory_names_its_neighbor(
+    name: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub is asked only for names of the form OWNER/NAME, and only once."""
+    asked = list[str]()
+
+    def info(name: str, **options: Any) -> None:
+        asked.append(name)
+        raise ConnectionError("no network")
+
+    def download(name: str, **options: Any) -> str:
+        validate_repo_id(name)
+        raise LocalEntryNotFoundError("nothing here")
+
+    monkeypatch.setattr(huggingface_hub, "model_info", info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    name = name.format(tmp_path)
+    near = Path(name).with_name("my-int4")
+    for folder, content in ((near, file), (near.with_name("my-int6"), "notes.txt")):
+        folder.mkdir(parents=True)
+        (folder / content).write_text("{}")
+    with pytest.raises(ConfigError) as error:
+        resolve_model(name)
+    assert f"Did you mean {str(near)!r}?" in str(error.value)
+    assert asked == (["sub/my-int5"] if name == "sub/my-int5" else [])
