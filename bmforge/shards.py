@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -243,6 +244,20 @@ def sample_places(name: str, count: int) -> list[int]:
         hashlib.blake2b(seed, digest_size=8, salt=bytes([i])).digest() for i in range(_SAMPLES)
     )
     return [int.from_bytes(digest, "little") % count for digest in digests]
+
+
+def digest_samples(samples: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> str:
+    """Return a hash of sampled weights as 16 hexadecimal digits; floats are hashed as bf16.
+
+    Args:
+        samples: name, shape, and sampled values of each parameter (see `sample_places`).
+    """
+    digest = hashlib.sha256()
+    for name, shape, values in samples:
+        values = values.to(torch.bfloat16) if values.is_floating_point() else values
+        digest.update(f"{name} {shape}".encode())
+        digest.update(values.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 @torch.no_grad()

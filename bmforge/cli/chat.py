@@ -36,7 +36,14 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 def run_chat(command: ChatCommand) -> None:
     """Chat with a model in the terminal."""
-    talk(command.model, command.config, command.memory, command.adapter, not command.hide_thoughts)
+    talk(
+        command.model,
+        command.config,
+        command.memory,
+        command.adapter,
+        not command.hide_thoughts,
+        command.allow_other_base,
+    )
 
 
 def talk(
@@ -45,6 +52,7 @@ def talk(
     memory: MemoryOptions | None = None,
     adapters: Sequence[str] = (),
     shows_thoughts: bool = True,
+    allow_other_base: bool = False,
 ) -> None:
     """Answer each line of the input until it ends.
 
@@ -55,6 +63,7 @@ def talk(
         memory: memory limits of the model (default: none).
         adapters: adapter directories to attach, optionally with ``=WEIGHT``.
         shows_thoughts: print the text between ``<think>`` and ``</think>``.
+        allow_other_base: accept adapters that were trained on other base weights.
 
     Raises:
         ConfigError: the model does not generate text, or does not support an option.
@@ -62,7 +71,8 @@ def talk(
     source, memory = find_source(model), memory or MemoryOptions()
     tokenizer = AutoTokenizer.from_pretrained(source.tokenizer)
     own = with_own_adapter(source, adapters)
-    with opened_model(source.model, memory, config.num_beams or 3, own) as opened:
+    rows = config.num_beams or 3
+    with opened_model(source.model, memory, rows, own, allow_other_base) as opened:
         limit = None
         if memory.device_budget is not None:
             limit = EngineConfig(max_tokens=memory.max_tokens).tokens_of(opened)

@@ -31,7 +31,8 @@ def run_generate(command: GenerateCommand) -> None:
     source = find_source(command.model)
     tokenizer = AutoTokenizer.from_pretrained(source.tokenizer)
     adapters = with_own_adapter(source, command.adapter)
-    with opened_model(source.model, command.memory, rows, adapters) as model:
+    allowed = command.allow_other_base
+    with opened_model(source.model, command.memory, rows, adapters, allowed) as model:
         prompt = command.prompt if command.prompt is not None else sys.stdin.read()
         torch.manual_seed(command.seed)
         if command.chat and model.traits.objective not in OWN_FORMS:

@@ -12,4 +12,10 @@ __all__ = ["run_merge"]
 def run_merge(command: MergeCommand) -> None:
     """Merge an adapter into its base model and save the result as a normal model directory."""
     dtype = None if command.dtype is None else parse_dtype(command.dtype)
-    merge_adapter(command.adapter, command.out, base=command.base, dtype=dtype)
+    merge_adapter(
+        command.adapter,
+        command.out,
+        base=command.base,
+        dtype=dtype,
+        allow_other_base=command.allow_other_base,
+    )

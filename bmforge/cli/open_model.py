@@ -19,6 +19,7 @@ from bmforge.gguf_header import is_gguf
 from bmforge.infer.engine import Engine, EngineConfig
 from bmforge.models import AutoModel
 from bmforge.models.config_file import read_config_file
+from bmforge.models.file_fingerprint import fingerprint_of_files
 from bmforge.models.integer_weights import KEEP, layers_with_integers
 from bmforge.models.load import weight_reader
 from bmforge.recipes.adapter_dirs import ModelSource
@@ -27,6 +28,7 @@ from bmforge.tune.delta import load_delta, use_deltas
 from bmforge.tune.delta.files import is_delta_dir
 
 __all__ = [
+    "base_options",
     "delta_bytes",
     "delta_names",
     "find_names",
@@ -84,16 +86,14 @@ def _keeps_integers(directory: Path) -> bool:
     return bool(layers_with_integers(plain, weight_reader(plain, files)))
 
 
-def put_deltas_(
-    model: Any, deltas: Sequence[str], allow_other_base: bool = False, trainable: bool = False
-) -> None:
+def put_deltas_(model: Any, deltas: Sequence[str], *, trainable: bool = False, **base: Any) -> None:
     """Attach saved adapters to a model.
 
     Args:
         model: the base model.
         deltas: adapter directories, optionally with ``=WEIGHT``.
-        allow_other_base: whether the base model's weights may differ from those in training.
         trainable: whether the adapters can be trained; otherwise they are frozen.
+        base: options of the comparison with the base model in training; see `base_options`.
 
     Raises:
         ConfigError: a weight is not a number, or `load_delta` fails.
@@ -101,18 +101,24 @@ def put_deltas_(
     for number, option in enumerate(deltas):
         where, is_weighed, weight = option.rpartition("=")
         where = where if is_weighed else option
-        delta = load_delta(
-            model,
-            where,
-            name=f"delta{number}",
-            allow_other_base=allow_other_base,
-            trainable=trainable,
-        )
+        delta = load_delta(model, where, name=f"delta{number}", trainable=trainable, **base)
         if is_weighed:
             try:
                 delta.weigh_(float(weight))
             except ValueError:
                 raise ConfigError(f"--adapter {option!r}: {weight!r} is not a number.") from None
+
+
+def base_options(model: Any, directory: Path, allow_other_base: bool) -> dict[str, Any]:
+    """Return the options with which `load_delta` compares a model with an adapter's base.
+
+    Args:
+        model: model to which the adapter will be attached; may be quantized or streamed.
+        directory: directory from which the model was loaded.
+        allow_other_base: accept another base.
+    """
+    read = partial(fingerprint_of_files, model, directory)
+    return {"allow_other_base": allow_other_base, "base_fingerprint": read}
 
 
 def find_names(deltas: Sequence[str]) -> dict[str, str]:
@@ -147,15 +153,14 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def put_named_deltas_(model: Any, named: Mapping[str, str], allow_other_base: bool = False) -> None:
+def put_named_deltas_(model: Any, named: Mapping[str, str], **base: Any) -> None:
     """Attach saved adapters to a model; each is active only for requests that select it.
 
     `delta_names` returns their names in the model, because user-defined names may be any text.
+    `base` are options of the comparison with the base model in training; see `base_options`.
     """
     for name, inner in delta_names(named).items():
-        load_delta(
-            model, named[name], name=inner, allow_other_base=allow_other_base, trainable=False
-        )
+        load_delta(model, named[name], name=inner, trainable=False, **base)
     use_deltas(model, ())
 
 
@@ -228,7 +233,11 @@ def open_beside(
 
 @contextmanager
 def opened_model(
-    directory: Path, memory: MemoryOptions, max_rows: int = 1, deltas: Sequence[str] = ()
+    directory: Path,
+    memory: MemoryOptions,
+    max_rows: int = 1,
+    deltas: Sequence[str] = (),
+    allow_other_base: bool = False,
 ) -> Iterator[Any]:
     """Context manager that opens a model; with a memory budget it shows how the memory is used.
 
@@ -237,12 +246,16 @@ def opened_model(
         memory: memory limits of the model.
         max_rows: number of rows that the budget is planned for.
         deltas: adapter directories to attach, optionally with ``=WEIGHT``.
+        allow_other_base: accept adapters that were trained on other base weights.
 
     Adapters stay in memory and count toward the budget.
     """
     memory = with_file_scheme(memory, directory)
     quantize = memory.quantize
-    put_ = partial(put_deltas_, deltas=deltas, allow_other_base=quantize is not None)
+
+    def put_(model: Any) -> None:
+        put_deltas_(model, deltas, **base_options(model, directory, allow_other_base))
+
     if memory.device_budget is None and memory.devices is None:
         model = AutoModel.from_pretrained(directory, quantize=quantize, backend=memory.backend)
         put_(model)

@@ -58,7 +58,8 @@ class GenerateCommand:
         num_return_sequences: number of continuations; needs sampling, or at least as many beams
             (default 1).
         do_sample: sample instead of greedy decoding (default off; on for CPM-1).
-        temperature: sampling temperature (default 1; CPM-1 and CPM-Ant: 0.9).
+        temperature: sampling temperature; 0 means greedy decoding (default 1; CPM-1 and CPM-Ant:
+            0.9).
         top_k: sample from the k most probable tokens.
         top_p: sample from the most probable tokens whose probabilities sum to this (default 1;
             CPM-Ant: 0.9).
@@ -71,6 +72,7 @@ class GenerateCommand:
         stop_strings: texts that end the continuation; they are not part of it.
         seed: random seed of sampling.
         adapter: adapter directories to attach to the model; DIR=0.5 scales one.
+        allow_other_base: accept adapters that were trained on other base weights.
         memory: memory limits of the model.
     """
 
@@ -95,11 +97,13 @@ class GenerateCommand:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     adapter: tuple[str, ...] = ()
+    allow_other_base: bool = False
     memory: Memory = field(default_factory=MemoryOptions)
 
     def options(self) -> dict[str, Any]:
         """Return the fields of `GenerationConfig` that the user set."""
         others = {"model", "prompt", "chat", "document", "seed", "adapter", "memory"}
+        others.add("allow_other_base")
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {name: value for name, value in values.items()
                 if name not in others and value not in (None, ())}  # fmt: skip
@@ -114,6 +118,7 @@ class ChatCommand:
             directory, or an adapter directory.
         config: generation options.
         adapter: adapter directories to attach to the model; DIR=0.5 scales one.
+        allow_other_base: accept adapters that were trained on other base weights.
         hide_thoughts: do not print the text between <think> and </think>.
         memory: memory limits of the model.
     """
@@ -121,6 +126,7 @@ class ChatCommand:
     model: Annotated[str, tyro.conf.Positional]
     config: Annotated[TalkConfig, tyro.conf.arg(name="")] = field(default_factory=TalkConfig)
     adapter: tuple[str, ...] = ()
+    allow_other_base: bool = False
     hide_thoughts: bool = False
     memory: Memory = field(default_factory=MemoryOptions)
 
@@ -208,12 +214,15 @@ class MergeCommand:
         base: directory, hub id or short name of the base model (default: the one named in the
             adapter's config). If the adapter was trained on a quantized model, give the 16-bit one.
         dtype: dtype of the written weights (default: that of the base model).
+        allow_other_base: accept a base with other weights than those that the adapter was trained
+            on, such as a later version of the model.
     """
 
     adapter: Annotated[str, tyro.conf.Positional]
     out: Path
     base: str | None = None
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    allow_other_base: bool = False
 
 
 @dataclass(kw_only=True)

@@ -8,11 +8,13 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from bmforge.cli.open_model import (
+    base_options,
     delta_names,
     find_names,
     open_beside,
@@ -83,7 +85,11 @@ def run_serve(command: ServeCommand) -> None:
         provenance = read_provenance(source.adapter or source.model)
         console.print("\n".join(describe_provenance(provenance)), markup=False)
         names = delta_names(find_names(command.adapter))
-        load = partial(load_adapter_, allow_other_base=memory.quantize is not None)
+        load = partial(
+            load_adapter_,
+            allow_other_base=command.allow_other_base,
+            base_directory=source.model,
+        )
         serve(engine, command.config, source.tokenizer, embedder, listener, names, load)
 
 
@@ -128,7 +134,7 @@ def _open_engine(command: ServeCommand, source: ModelSource, budget: int | None)
             draft=command.draft,
         ),
     )
-    put_ = partial(_put_deltas_, command)
+    put_ = partial(_put_deltas_, command, directory)
     if is_planned:
         return open_beside(
             directory, command.memory, budget, command.adapter, put_, config, tokenizer
@@ -157,10 +163,11 @@ def _find_context(
     return context
 
 
-def _put_deltas_(command: ServeCommand, model: Any) -> None:
+def _put_deltas_(command: ServeCommand, directory: Path, model: Any) -> None:
     """Attach the adapters of `--adapter`, for all requests or for those that select them."""
-    named, other = find_names(command.adapter), command.memory.quantize is not None
+    named = find_names(command.adapter)
+    check = base_options(model, directory, command.allow_other_base)
     if named:
-        put_named_deltas_(model, named, allow_other_base=other)
+        put_named_deltas_(model, named, **check)
     else:
-        put_deltas_(model, command.adapter, allow_other_base=other)
+        put_deltas_(model, command.adapter, **check)

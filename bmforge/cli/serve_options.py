@@ -47,6 +47,7 @@ class ServeCommand:
         adapter: adapter directories to attach to the model; DIR=0.5 scales one. With NAME=DIR,
             requests select the adapter by giving NAME as the model; other requests use the base
             model.
+        allow_other_base: accept adapters that were trained on other base weights.
         context: maximum number of tokens of prompt and answer together; none uses the model's
             maximum sequence length, or the longest that fits into memory.
         max_num_seqs: maximum number of concurrent sequences; further requests wait.
@@ -61,6 +62,7 @@ class ServeCommand:
     model: Annotated[str, tyro.conf.Positional]
     config: Annotated[ServeOptions, tyro.conf.arg(name="")] = field(default_factory=ServeOptions)
     adapter: tuple[str, ...] = ()
+    allow_other_base: bool = False
     context: int | None = None
     max_num_seqs: int = 16
     speculate: bool = False

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.gguf_header import is_gguf
+from bmforge.logging import get_logger
 from bmforge.models.adapter_dirs import find_base, find_export, head_of_adapter, is_adapter
 from bmforge.models.base import Model
 from bmforge.models.changes import CHANGES_KEY
 from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.families import FAMILIES
+from bmforge.models.file_fingerprint import fingerprint_of_files
 from bmforge.models.formats.hf_format import WeightFiles
-from bmforge.models.resolve import resolve_model
+from bmforge.models.resolve import find_neighbors, resolve_model
 
 __all__ = [
     "FAMILIES",
@@ -24,9 +27,11 @@ __all__ = [
     "family_of_config",
     "find_base_model",
     "find_config",
+    "find_family",
     "find_model",
     "find_preset",
     "head_options",
+    "prefers_directory",
 ]
 
 Backend = Literal["auto", "native", "transformers"]
@@ -46,7 +51,7 @@ def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
         preset = name if name in presets else next(same, None)
         if preset is not None:
             return family, family.config_class.preset(preset)
-    names = [n for f in FAMILIES.values() for n in f.config_class.presets]
+    names = [*_preset_names(), *find_neighbors(Path(name))]
     if Path(name).is_dir():
         raise ConfigError(
             f"{name!r} is not a model directory: it contains no config.json. Pass a directory "
@@ -64,11 +69,46 @@ def find_config(name: str, backend: Backend = "auto") -> tuple[type[Model], Mode
     Raises:
         ConfigError: the name is neither a preset nor a model.
     """
-    if not is_gguf(name) and not (Path(name) / "config.json").is_file():
+    if not is_gguf(name) and not prefers_directory(name):
         return find_preset(name)
     raw = read_config_file(name)
     family = AutoModel.family_of(raw, backend)
     return family, family.config_class.from_hf(raw)
+
+
+def prefers_directory(name: str) -> bool:
+    """Return True if a name is a model directory, which takes precedence over a preset or family.
+
+    A log line reports a preset or family that has the same name.
+    """
+    if not (Path(name) / "config.json").is_file():
+        return False
+    # The tables of names import every family, which a path does not need.
+    is_path = Path(name).name != name
+    if not is_path and (name in _preset_names() or find_family(name) is not None):
+        get_logger().info(
+            "%s is read from the directory ./%s, not from the preset or family of that name",
+            name,
+            name,
+        )
+    return True
+
+
+def find_family(name: str) -> type[Model] | None:
+    """Return the family with this name, in any spelling (CPM-Bee, cpmbee); None for others."""
+    plain = _plain(name)
+    for key, family in FAMILIES.items():
+        if plain in (_plain(key), _plain(family.config_class.family)):
+            return family
+    return None
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def _preset_names() -> list[str]:
+    return [name for family in FAMILIES.values() for name in family.config_class.presets]
 
 
 def family_of_config(config: ModelConfig) -> type[Model]:
@@ -147,7 +187,12 @@ class AutoModel:
 
     @classmethod
     def from_pretrained(
-        cls, name: str | Path, *, backend: Backend = "auto", **options: Any
+        cls,
+        name: str | Path,
+        *,
+        backend: Backend = "auto",
+        allow_other_base: bool = False,
+        **options: Any,
     ) -> Model:
         """Load a checkpoint, or a base model with an adapter.
 
@@ -155,6 +200,7 @@ class AutoModel:
             name: directory, hub id or short name. For a run directory its export is loaded; for
                 an adapter directory its base model, with the adapter attached and frozen.
             backend: see `family_of`.
+            allow_other_base: accept an adapter whose base model has changed since its training.
             options: options of `Model.from_pretrained`.
         """
         name = find_export(name)
@@ -166,8 +212,9 @@ class AutoModel:
         model = cls.from_pretrained(base, backend=backend, **options)
         # Adapters are built on models, so `models` must not import `tune` at import time.
         tune: Any = importlib.import_module("bmforge.tune.delta")
-        is_other = options.get("quantize") is not None
-        tune.load_delta(model, name, allow_other_base=is_other, trainable=False)
+        check = {"allow_other_base": allow_other_base}
+        check |= {"base_fingerprint": partial(fingerprint_of_files, model, base)}
+        tune.load_delta(model, name, **check, trainable=False)
         return model.eval()
 
     @classmethod

@@ -111,6 +111,31 @@ class WeightReader:
         ]
         run_reads(reads, threads=self._threads)
 
+    def is_stored(self, tensor_name: str) -> bool:
+        """Return True if a tensor is read from floats in the files, and not initialized."""
+        rules = self._rules.get(tensor_name, ())
+        stored = [self._files.stored_spec(name) is None for _, name in rules]
+        return tensor_name not in self._fresh and bool(stored) and all(stored)
+
+    def read_elements(self, tensor_name: str, rows: Sequence[list[int]], target: Tensor) -> None:
+        """Read single elements of a tensor.
+
+        Args:
+            tensor_name: name of the tensor.
+            rows: index of each element, one number per dim.
+            target: 1-D CPU tensor for the values.
+        """
+        reads = []
+        for place, index in enumerate(rows):
+            box = Box(tuple(index), (1,) * len(index))
+            local = target[place].reshape(box.lengths)
+            for rule, name in self._rules[tensor_name]:
+                slices = rule.source_slices(box)
+                if slices is not None:
+                    view = rule.source_view(rule.target(local, box))
+                    reads.append(self._files.plan_read(name, slices, view))
+        run_reads(reads, threads=self._threads)
+
     def stored_spec(self, tensor_name: str) -> QuantSpec | None:
         """Return the integer format of a stored tensor; None for floats or other formats."""
         rules = self._rules.get(tensor_name, ())

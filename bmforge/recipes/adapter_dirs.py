@@ -84,6 +84,7 @@ def merge_adapter(
     *,
     base: str | Path | None = None,
     dtype: torch.dtype | None = None,
+    allow_other_base: bool = False,
 ) -> Path:
     """Merge an adapter into its base model's weights and write the result as a model directory.
 
@@ -96,12 +97,15 @@ def merge_adapter(
         base: base model (default: the one that the adapter names). An adapter that was trained on a
             quantized base can be merged into the 16-bit model.
         dtype: dtype of the written weights (default: the base's).
+        allow_other_base: accept a base with other weights than the one that the adapter was
+            trained on, such as a later version of it.
 
     Returns:
         `out`.
 
     Raises:
-        CheckpointError: `out` is not empty, or the adapter does not fit the base.
+        CheckpointError: `out` is not empty, or the adapter does not fit the base or was trained on
+            another one.
         ConfigError: the name is not an adapter, or its base is not found or quantized.
     """
     target = Path(out)
@@ -118,7 +122,7 @@ def merge_adapter(
     source = find_model(base) if base is not None else find_base_model(directory)
     with swapped_directory(target) as partial:
         model = _open_base(source, directory)
-        merge_(model, [load_delta(model, directory, allow_other_base=base is not None)])
+        merge_(model, [load_delta(model, directory, allow_other_base=allow_other_base)])
         model.save_pretrained(partial, dtype=dtype or read_dtypes(source))
         _copy_companions(source, directory, partial)
     get_logger().info("merged the adapter %s into a copy of %s", directory, source)

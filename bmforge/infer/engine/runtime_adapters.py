@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bmforge.models.file_fingerprint import fingerprint_of_files
 from bmforge.tune.delta import list_deltas, load_delta, use_deltas
 
 __all__ = ["load_adapter_", "remove_adapter_"]
 
 
 def load_adapter_(
-    engine: Any, directory: Path, name: str, *, allow_other_base: bool = False
+    engine: Any,
+    directory: Path,
+    name: str,
+    *,
+    allow_other_base: bool = False,
+    base_directory: Path | None = None,
 ) -> None:
     """Attach a saved adapter between two steps of the engine, disabled until requests select it.
 
@@ -21,8 +28,9 @@ def load_adapter_(
         engine: engine that holds its whole model in memory.
         directory: directory of the adapter, in a format that `load_delta` reads.
         name: new name of the adapter in the model.
-        allow_other_base: True to accept an adapter that was trained on another base model, such as
-            the model before quantization.
+        allow_other_base: True to accept an adapter that was trained on another base model.
+        base_directory: directory of the engine's model, which is read to compare the base if the
+            model is quantized; None: a quantized base is not compared.
 
     Raises:
         CheckpointError: the directory has no adapter, or the adapter does not fit the model; the
@@ -33,7 +41,17 @@ def load_adapter_(
     def load() -> None:
         model = engine.model
         enabled = {key: delta.weight for key, delta in list_deltas(model).items() if delta.weight}
-        load_delta(model, directory, name=name, allow_other_base=allow_other_base, trainable=False)
+        reader = None
+        if base_directory is not None:
+            reader = partial(fingerprint_of_files, model, base_directory)
+        load_delta(
+            model,
+            directory,
+            name=name,
+            allow_other_base=allow_other_base,
+            base_fingerprint=reader,
+            trainable=False,
+        )
         use_deltas(model, list(enabled), enabled)
         engine.weights_changed()
 

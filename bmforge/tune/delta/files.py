@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bmforge.errors import CheckpointError, ConfigError
-from bmforge.logging import get_logger
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.nn.token_rows import TOKENS_SLOT
 from bmforge.provenance import read_provenance
@@ -31,6 +30,7 @@ from bmforge.tune.delta import peft_format, peft_write
 from bmforge.tune.delta.adapter_file import MARK, copies_apart, read_pickle, read_weights
 from bmforge.tune.delta.attached import is_laid_out, whole_model
 from bmforge.tune.delta.base import AttachedDelta
+from bmforge.tune.delta.base_check import BaseCheck, FileFingerprint, names_base
 from bmforge.tune.delta.card import write_card
 from bmforge.tune.delta.fingerprint import fingerprint_of
 from bmforge.tune.delta.opendelta_format import (
@@ -165,6 +165,7 @@ def load_delta(
     *,
     name: str = "default",
     allow_other_base: bool = False,
+    base_fingerprint: FileFingerprint | None = None,
     kind: type[AttachedDelta] | None = None,
     trainable: bool = True,
 ) -> AttachedDelta:
@@ -176,6 +177,9 @@ def load_delta(
         name: name of the adapter in the model.
         allow_other_base: True to accept a base model other than the one that the adapter was
             trained on.
+        base_fingerprint: function that computes the base's fingerprint from its files, for a model
+            that is quantized or streamed (`bmforge.models.file_fingerprint`); without it, such a
+            base is not checked.
         kind: required adapter type; None accepts any.
         trainable: True to train the adapter further; False freezes it like the base.
 
@@ -189,7 +193,7 @@ def load_delta(
     if not (directory / CONFIG_NAME).exists() and is_opendelta(directory):
         delta = load_opendelta(model, directory, name)
     else:
-        delta = _load(model, directory, name, allow_other_base, kind)
+        delta = _load(model, directory, name, BaseCheck(allow_other_base, base_fingerprint), kind)
     if kind is not None and not isinstance(delta, kind):
         delta.remove()
         raise ConfigError(
@@ -204,7 +208,7 @@ def _load(
     model: nn.Module,
     directory: Path,
     name: str,
-    allow_other_base: bool,
+    check: BaseCheck,
     kind: type[AttachedDelta] | None,
 ) -> AttachedDelta:
     config, tensors, mark = _read(directory)
@@ -222,6 +226,22 @@ def _load(
             f"{kind.__name__}. Use load_delta, which loads any kind."
         )
     config = config | mark.get("unfolded", {})
+    with names_base(config):
+        return _attach(model, directory, name, check, delta_type, config, tensors, mark)
+
+
+def _attach(
+    model: nn.Module,
+    directory: Path,
+    name: str,
+    check: BaseCheck,
+    delta_type: type[AttachedDelta],
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    mark: Mapping[str, Any],
+) -> AttachedDelta:
+    """Attach an adapter with the options and tensors from its directory; see `load_delta`."""
+    own_config = config.get(_OURS)
     options = _told(own_config) if own_config else peft_format.options_of(model, config, tensors)
     if "base" in mark and not own_config and delta_type.kind == "prefix":
         options["shift_positions"] = bool(mark.get("shift_positions"))
@@ -231,7 +251,7 @@ def _load(
     requires = {n: p.requires_grad for n, p in model.named_parameters()}
     delta = delta_type.from_places(model, name, options)
     try:
-        _check_base(delta, mark, directory, allow_other_base)
+        check(delta, config, mark, directory)
         renamed = (
             _own_names(delta, tensors)
             if own_config
@@ -247,7 +267,7 @@ def _load(
         raise
     delta.weigh_(float(own_config.get("weight", 1.0) if own_config else mark.get("weight", 1.0)))
     if not own_config and "base" not in mark and not config.get("target_parameters"):
-        delta.origin = config
+        delta.origin = dict(config)
         delta.extra = {n: t for n, t in tensors.items() if n.endswith(".base_layer.weight")}
     return delta
 
@@ -334,29 +354,6 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
             f"{CONFIG_NAME} in {str(directory)!r} is not a JSON object. Save the adapter again."
         )
     return config, tensors, mark
-
-
-def _check_base(
-    delta: AttachedDelta, mark: Mapping[str, Any], directory: Path, allowed: bool
-) -> None:
-    base = mark.get("base")
-    fingerprint = None if base is None or allowed else fingerprint_of(delta.model, delta.wholes())
-    if fingerprint is None and base is not None and not allowed:
-        get_logger().warning(
-            (
-                "the adapter in %s was trained on the base %s; it cannot be checked whether this "
-                "model, which is quantized, streamed or on the meta device, is the same"
-            ),
-            directory,
-            base,
-        )
-    if fingerprint is None or fingerprint == base:
-        return
-    raise CheckpointError(
-        f"the adapter in {str(directory)!r} was trained on another base model (fingerprint "
-        f"{base}; this model has {fingerprint}). Load its base model, or pass "
-        "allow_other_base=True."
-    )
 
 
 def _own_names(delta: AttachedDelta, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
-from bmforge.shards import is_streamed, sample_places, whole_tensor
+from bmforge.shards import digest_samples, is_streamed, sample_places, whole_tensor
 
 __all__ = ["fingerprint_of", "is_torchao"]
 
@@ -40,7 +39,7 @@ def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:
         if getattr(module, "is_delta", False)
         for parameter in module.parameters()
     }
-    digest = hashlib.sha256()
+    samples = []
     for name, parameter in model.named_parameters():
         if id(parameter) in adapter_ids or name in but:
             continue
@@ -51,8 +50,5 @@ def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:
         full = whole_tensor(parameter.detach())
         values = full.flatten()
         index = torch.tensor(sample_places(name, values.numel()), device=values.device)
-        picked = values[index]
-        picked = picked.to(torch.bfloat16) if picked.is_floating_point() else picked
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(picked.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+        samples.append((name, tuple(parameter.shape), values[index]))
+    return digest_samples(samples)

@@ -1,0 +1,91 @@
+"""Checks that an adapter is loaded on the base model that it was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bmforge.errors import CheckpointError
+from bmforge.logging import get_logger
+from bmforge.tune.delta.base import AttachedDelta
+from bmforge.tune.delta.fingerprint import fingerprint_of
+
+__all__ = ["BaseCheck", "FileFingerprint", "names_base"]
+
+# Takes the names of the parameters to exclude; None if the files cannot be compared.
+FileFingerprint = Callable[[Collection[str]], str | None]
+
+
+@dataclass(frozen=True)
+class BaseCheck:
+    """Compares the fingerprint of a model with the one in an adapter's file.
+
+    Adapters of PEFT, and those that were trained on a quantized base, have no fingerprint.
+
+    Args:
+        allow_other_base: accept any base model.
+        read_files: function that computes the fingerprint from the base model's files; it is used
+            for a model that is quantized or streamed. None: such a model is not checked.
+    """
+
+    allow_other_base: bool = False
+    read_files: FileFingerprint | None = None
+
+    def __call__(
+        self,
+        delta: AttachedDelta,
+        config: Mapping[str, Any],
+        mark: Mapping[str, Any],
+        directory: Path,
+    ) -> None:
+        """Raise `CheckpointError` if the adapter was trained on another base model.
+
+        Args:
+            delta: the adapter, attached to the model.
+            config: contents of the adapter's config file.
+            mark: bmforge's own metadata in the adapter's weight file.
+            directory: directory of the adapter, for messages.
+        """
+        base = mark.get("base")
+        if base is None or self.allow_other_base:
+            return
+        fingerprint = fingerprint_of(delta.model, delta.wholes())
+        if fingerprint is None and self.read_files is not None:
+            fingerprint = self.read_files(delta.wholes())
+        if fingerprint is None:
+            get_logger().warning(
+                (
+                    "the adapter in %s was trained on the base %s; it cannot be checked whether "
+                    "this model, which is quantized, streamed or on the meta device, is the same"
+                ),
+                directory,
+                base,
+            )
+        elif fingerprint != base:
+            name = config.get("base_model_name_or_path")
+            named = f"base_model_name_or_path={name!r}, " if name else ""
+            raise CheckpointError(
+                f"the adapter in {str(directory)!r} was trained on another base model ({named}"
+                f"fingerprint {base}; this model has {fingerprint}). Load its base model, or, if "
+                "the weights should differ, pass allow_other_base=True (--allow-other-base of "
+                "bmforge merge, generate, chat and serve)."
+            )
+
+
+@contextmanager
+def names_base(config: Mapping[str, Any]) -> Iterator[None]:
+    """Context manager: append the base model's name to errors of an adapter that does not fit.
+
+    Args:
+        config: contents of the adapter's config file.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        name = config.get("base_model_name_or_path")
+        if not name or repr(name) in str(error):
+            raise
+        raise CheckpointError(f"{error} The adapter was trained on {name!r}.") from error
