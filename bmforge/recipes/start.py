@@ -22,9 +22,12 @@ from bmforge.models.hub import (
     FAMILIES,
     AutoModel,
     family_of_config,
+    find_family,
     find_model,
     find_preset,
+    prefers_directory,
 )
+from bmforge.models.resolve import find_neighbors
 from bmforge.models.tensor_matching import find_missing_head, settle_tie
 from bmforge.models.traits import Traits
 
@@ -64,40 +67,38 @@ def find_start(name: str) -> Start:
     """Resolve a model name to a family, a config and an initial model.
 
     Args:
-        name: a preset (gpt2-small) or a family (gpt2), which is initialized randomly; else a
-            directory or hub id of an initial model.
+        name: directory or hub id of an initial model; or a preset (gpt2-small) or a family (gpt2),
+            which is initialized randomly. A directory takes precedence.
 
     Raises:
         ConfigError: an unknown name.
     """
-    families = {_plain(alias): f for key, f in FAMILIES.items() for alias in _names(key, f)}
+    if prefers_directory(name):
+        return _start_from(name)
     presets = [preset for family in FAMILIES.values() for preset in family.config_class.presets]
     if name in presets:
         return Start(*find_preset(name))
-    if _plain(name) in families:
-        family = families[_plain(name)]
-        sizes: Any = family.config_class
-        return Start(family, sizes())
+    named = find_family(name)
+    if named is not None:
+        sizes: Any = named.config_class
+        return Start(named, sizes())
     short = {key for family in FAMILIES.values() for key in family.config_class.hub_ids}
     if "/" not in name and name not in short and not Path(name).is_dir():
-        near = get_close_matches(name, [*presets, *(key.lower() for key in FAMILIES)], n=3)
+        names = [*find_neighbors(Path(name)), *presets, *(key.lower() for key in FAMILIES)]
+        near = get_close_matches(name, names, n=3)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise ConfigError(
             f"unknown model: model={name!r} (a preset, a family, a directory, or a model of the "
             f"hub with its owner, such as openai-community/gpt2).{hint} "
             "docs/reference/presets.md lists all presets and families."
         )
+    return _start_from(name)
+
+
+def _start_from(name: str) -> Start:
     directory = find_model(name)
     family = AutoModel.family_of(read_config_file(directory))
     return Start(family, _read_sizes(family, directory).replace(raw={}), name)
-
-
-def _names(key: str, family: type[Model]) -> tuple[str, ...]:
-    return key, family.config_class.family
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "")
 
 
 def traits_of(config: ModelConfig) -> Traits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from bmforge.data import TokenStoreWriter
 from bmforge.data.tasks import TASKS as PUBLISHED
 from bmforge.errors import ConfigError
 from bmforge.models import GPT2, AutoModel, Bert, BertConfig, GPT2Config, T5Config
-from bmforge.models.hub import FAMILIES
+from bmforge.models.hub import FAMILIES, find_config
 from bmforge.recipes.pretrain import GPT2PretrainConfig
 from bmforge.recipes.registry import RECIPES, TASKS, find_recipe
 from bmforge.recipes.start import find_start
@@ -52,6 +53,28 @@ def test_a_model_is_a_preset_a_family_or_a_directory(start: Path) -> None:
         ConfigError, match=r"unknown model: model='gtp2-small'.*Did you mean 'gpt2-small'"
     ):
         find_start("gtp2-small")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "GPT2", "gpt2-medium", "bert", "cpm-bee"])
+def test_a_directory_has_precedence_over_a_preset(
+    name: str,
+    start: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In training and in the other commands; a folder that is no model changes nothing."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    assert find_start(name).init_from is None
+    shutil.copytree(start / "gpt2", tmp_path / name, dirs_exist_ok=True)
+    with caplog.at_level("INFO"):
+        opened = find_start(name)
+    assert (opened.init_from, opened.config.hidden_size) == (name, 16)
+    assert f"{name} is read from the directory ./{name}" in caplog.text
+    assert find_config(name)[1].hidden_size == 16
+    (tmp_path / name / "config.json").unlink()
+    assert find_start(name).init_from is None
 
 
 def test_another_name_of_a_task() -> None:

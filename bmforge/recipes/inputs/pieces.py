@@ -162,7 +162,7 @@ def find_tokenizer(config: Any) -> Path:
         folder = find_model(config.init_from)
     if folder is None:
         raise ConfigError(
-            "data.tokenizer is not set. Give the directory of the model's tokenizer, or start "
-            "from a model that has one with --init-from."
+            "data.tokenizer is not set. Give the directory of the model's tokenizer "
+            "(--data.tokenizer DIR), or start from a model that has one (--model DIR)."
         )
     return folder
