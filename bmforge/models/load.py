@@ -126,9 +126,9 @@ class WeightReader:
             target: 1-D CPU tensor for the values.
         """
         reads = []
-        for place, index in enumerate(rows):
+        for number, index in enumerate(rows):
             box = Box(tuple(index), (1,) * len(index))
-            local = target[place].reshape(box.lengths)
+            local = target[number].reshape(box.lengths)
             for rule, name in self._rules[tensor_name]:
                 slices = rule.source_slices(box)
                 if slices is not None:

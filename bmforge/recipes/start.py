@@ -78,10 +78,10 @@ def find_start(name: str) -> Start:
     presets = [preset for family in FAMILIES.values() for preset in family.config_class.presets]
     if name in presets:
         return Start(*find_preset(name))
-    named = find_family(name)
-    if named is not None:
-        sizes: Any = named.config_class
-        return Start(named, sizes())
+    family = find_family(name)
+    if family is not None:
+        sizes: Any = family.config_class
+        return Start(family, sizes())
     short = {key for family in FAMILIES.values() for key in family.config_class.hub_ids}
     if "/" not in name and name not in short and not Path(name).is_dir():
         names = [*find_neighbors(Path(name)), *presets, *(key.lower() for key in FAMILIES)]

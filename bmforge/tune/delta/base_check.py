@@ -66,9 +66,9 @@ class BaseCheck:
             )
         elif fingerprint != base:
             name = config.get("base_model_name_or_path")
-            named = f"base_model_name_or_path={name!r}, " if name else ""
+            base_name = f"base_model_name_or_path={name!r}, " if name else ""
             raise CheckpointError(
-                f"the adapter in {str(directory)!r} was trained on another base model ({named}"
+                f"the adapter in {str(directory)!r} was trained on another base model ({base_name}"
                 f"fingerprint {base}; this model has {fingerprint}). Load its base model, or, if "
                 "the weights should differ, pass allow_other_base=True (--allow-other-base of "
                 "bmforge merge, generate, chat and serve)."
