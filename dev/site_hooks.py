@@ -25,8 +25,9 @@ ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.m
 SOURCES = ("examples/*.py", "tests/parity/test_*.py")
 # Groups: "](", the target, and its anchor and tooltip.
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?(?: \"\w+\")?)\)")
-INLINE_CODE = re.compile(r"<code>[^<]*</code>")
-OPTION = re.compile(r"--[\w.-]*\w")
+# Code in a line of text, and blocks of commands.
+COMMANDS = re.compile(r'<code>[^<]*</code>|<div class="language-bash highlight">.*?</pre>', re.S)
+OPTION = re.compile(r"(?<![\w-])--[\w.-]*\w")
 # A line break between two Chinese characters, which a browser would show as a space.
 CHINESE_BREAK = re.compile(
     r"(?<=[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef])\n(?=[\u4e00-\u9fff（“])"
@@ -90,7 +91,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Keep the options of commands on one line: a browser would break them after their dashes."""
-    return INLINE_CODE.sub(
+    return COMMANDS.sub(
         lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html
     )
 
