@@ -13,8 +13,10 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -77,22 +79,22 @@ def measure_pairs(name: str, texts: list[str], joiner: str) -> None:
     print(f"recall from 0.85 on: {pairwise_found[above].mean():.4f}")
 
 
-def measure_clusters(documents: list[Document]) -> None:
-    """Print whether clusters are datatrove's with its n-grams, and the CPU seconds of both."""
-    try:
-        from datatrove.data import Document as Theirs
-        from datatrove.pipeline.dedup import (
-            MinhashDedupBuckets,
-            MinhashDedupCluster,
-            MinhashDedupSignature,
-        )
-    except ImportError:
-        print("datatrove is not installed: its clusters are not compared")
-        return
+def datatrove_clusters(texts: Sequence[str]) -> tuple[Any, list[list[int]], float]:
+    """Return datatrove's signature step, its clusters of texts, and its CPU seconds to the first.
+
+    Its four steps run with the default settings, in one process.
+    """
+    from datatrove.data import Document as Theirs
+    from datatrove.pipeline.dedup import (
+        MinhashDedupBuckets,
+        MinhashDedupCluster,
+        MinhashDedupSignature,
+    )
+
     with tempfile.TemporaryDirectory() as folder:
         begin = time.process_time()
         signature = MinhashDedupSignature(output_folder=f"{folder}/signatures")
-        rows = [Theirs(text=one.text, id=one.id) for one in documents]
+        rows = [Theirs(text=text, id=str(number)) for number, text in enumerate(texts)]
         signature.run(iter(rows), rank=0, world_size=1)
         signed = time.process_time() - begin
         buckets = signature.config.num_buckets
@@ -101,11 +103,24 @@ def measure_clusters(documents: list[Document]) -> None:
                 None, rank=rank, world_size=buckets
             )
         MinhashDedupCluster(f"{folder}/buckets", f"{folder}/clusters", save_cluster_id=True).run()
-        spent = time.process_time() - begin
-        path = next(Path(folder, "clusters").glob("*.clusters"))
-        theirs: dict[int, set[str]] = {}
-        for document, cluster in np.fromfile(path, "<u4").reshape(-1, 2):
-            theirs.setdefault(int(cluster), set()).add(documents[int(document)].id)
+        clusters: dict[int, list[int]] = {}
+        for path in Path(folder, "clusters").glob("*.clusters"):
+            for document, cluster in np.fromfile(path, "<u4").reshape(-1, 2).tolist():
+                clusters.setdefault(cluster, []).append(document)
+    return signature, list(clusters.values()), signed
+
+
+def measure_clusters(documents: list[Document]) -> None:
+    """Print whether clusters are datatrove's with its n-grams, and the CPU seconds of both."""
+    try:
+        import datatrove.pipeline.dedup  # noqa: F401
+    except ImportError:
+        print("datatrove is not installed: its clusters are not compared")
+        return
+    begin = time.process_time()
+    signature, clusters, signed = datatrove_clusters([one.text for one in documents])
+    spent = time.process_time() - begin
+    theirs = [{documents[number].id for number in cluster} for cluster in clusters]
 
     def shingle(text: str) -> np.ndarray:
         return np.unique(signature.get_shingles(text).ravel())
@@ -114,7 +129,7 @@ def measure_clusters(documents: list[Document]) -> None:
     ours: dict[str, set[str]] = {}
     for gone, kept in found.survivor.items():
         ours.setdefault(kept, {kept}).add(gone)
-    same = set(map(frozenset, ours.values())) == set(map(frozenset, theirs.values()))
+    same = set(map(frozenset, ours.values())) == set(map(frozenset, theirs))
     print(f"datatrove's clusters: {len(theirs)}, ours with its n-grams: {len(ours)}, same: {same}")
     begin = time.process_time()
     own = find_near_duplicates(lambda: documents)

@@ -91,8 +91,8 @@ def check_text(statistics: TextStatistics, rules: RuleSet) -> Drop | None:
     """Return the `Drop` of the first violated rule, or None."""
     for rule in rules.rules:
         value = rule.measure(statistics)
-        bound = rules.bounds_of(rule, statistics).broken_by(value)
-        if bound is not None:
+        bounds = rule.bounds if rules.form is None else rules.bounds_of(rule, statistics)
+        if (bound := bounds.broken_by(value)) is not None:
             return Drop(f"{rules.name}.{rule.name}", value, bound, cut_excerpt(statistics.text))
     return None
 

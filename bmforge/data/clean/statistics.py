@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import filterfalse
 from typing import TypeVar
 
 from bmforge.data.clean.characters import HAN_RUN, SENTENCE_ENDS, SYMBOL_CHARACTERS
-from bmforge.data.clean.words import WordSplitter, count_sentences, words_of
+from bmforge.data.clean.ngrams import RepeatedNgrams, TopNgrams
+from bmforge.data.clean.string_cache import StringCache
+from bmforge.data.clean.words import (
+    WordSplitter,
+    count_sentences,
+    count_sentences_in,
+    split_words,
+    words_of,
+)
 
 __all__ = ["TextStatistics", "find_repeated"]
 
@@ -18,6 +25,9 @@ Value = TypeVar("Value")
 
 _PARAGRAPH_BREAK = re.compile("\n{2,}")
 _LINE_BREAK = re.compile("\n+")
+_SENTENCE_ENDS = frozenset(SENTENCE_ENDS)
+_IS_SYMBOL = StringCache(lambda word: not word.strip(SYMBOL_CHARACTERS))
+_HAS_LETTER = StringCache(lambda word: any(map(str.isalpha, word)))
 
 
 def find_repeated(parts: Sequence[str]) -> tuple[int, int]:
@@ -34,7 +44,7 @@ class TextStatistics:
         text: the text.
         split: function that splits the text, or a line, into words (default: the splitter for the
             text's script).
-        count: function that counts the sentences of a line.
+        count: function that counts the sentences of a line (default: by the words of `split`).
     """
 
     def __init__(
@@ -45,7 +55,10 @@ class TextStatistics:
     ) -> None:
         self.text = text
         self.split = split
-        self.count_sentences = count or (lambda line: count_sentences(split(line)))
+        by_words = lambda line: count_sentences(split(line))  # noqa: E731
+        count = count or (count_sentences_in if split is split_words else by_words)
+        self._count_sentences = count
+        self._sentences: dict[str, int] = {}
         self._found: dict[object, object] = {}
 
     def once(self, find: Callable[[TextStatistics], Value]) -> Value:
@@ -60,9 +73,32 @@ class TextStatistics:
         return self.split(self.text)
 
     @cached_property
-    def real_words(self) -> list[str]:
-        """Words that are not only punctuation."""
-        return [word for word in self.words if word.strip(SYMBOL_CHARACTERS)]
+    def _other_words(self) -> list[str]:
+        """Words that do not consist of letters only: marks, numbers, and words like "3rd"."""
+        return list(filterfalse(str.isalpha, self.words))
+
+    @cached_property
+    def _joined(self) -> str:
+        """All words without spaces."""
+        return "".join(self.words)
+
+    @cached_property
+    def real_words(self) -> tuple[int, int]:
+        """Number of words that are not only punctuation, and number of characters in them."""
+        symbols = list(filter(_IS_SYMBOL.__getitem__, self._other_words))
+        return len(self.words) - len(symbols), len(self._joined) - sum(map(len, symbols))
+
+    @cached_property
+    def words_with_letters(self) -> int:
+        """Number of words that contain a letter."""
+        others = self._other_words
+        return len(self.words) - len(others) + sum(map(_HAS_LETTER.__getitem__, others))
+
+    def count_sentences(self, line: str) -> int:
+        """Return the number of sentences of a line; several rule sets count the same lines."""
+        if line not in self._sentences:
+            self._sentences[line] = self._count_sentences(line)
+        return self._sentences[line]
 
     @cached_property
     def lines(self) -> list[str]:
@@ -87,6 +123,8 @@ class TextStatistics:
     @cached_property
     def repeated_paragraphs(self) -> tuple[float, float]:
         """Share of the paragraphs that are repeats, and share of the characters in them."""
+        if "\n\n" not in self.text:
+            return 0.0, 0.0
         parts = _PARAGRAPH_BREAK.split(self.text.strip())
         number, characters = find_repeated(parts)
         return number / len(parts), characters / max(len(self.text), 1)
@@ -94,44 +132,36 @@ class TextStatistics:
     @cached_property
     def repeated_lines(self) -> tuple[float, float]:
         """Share of the lines that are repeats, and share of the characters in them."""
-        parts = _LINE_BREAK.split(self.text)
+        has_blank_lines = "\n\n" in self.text
+        parts = _LINE_BREAK.split(self.text) if has_blank_lines else self.text.split("\n")
         number, characters = find_repeated(parts)
         return number / len(parts), characters / max(len(self.text), 1)
 
     def top_ngram_share(self, n: int) -> float:
         """Return the share of characters in the most frequent word n-gram, including spaces."""
-        words = self.words
-        if len(words) < n:
+        if len(self.words) < n:
             return 0.0
-        [(top, times)] = Counter(zip(*(words[i:] for i in range(n)), strict=False)).most_common(1)
+        top, times = self._top_ngrams.top(n)
         return (sum(map(len, top)) + n - 1) * times / len(self.text)
 
     @cached_property
-    def _joined(self) -> tuple[str, list[int]]:
-        """All words joined without spaces, and the offset of each word."""
-        return "".join(self.words), list(accumulate(map(len, self.words), initial=0))
+    def _top_ngrams(self) -> TopNgrams:
+        return TopNgrams(self.words)
+
+    @cached_property
+    def _repeated_ngrams(self) -> RepeatedNgrams:
+        return RepeatedNgrams(self.words, self._joined)
 
     def repeated_ngram_share(self, n: int) -> float:
         """Return the share of characters in word n-grams that repeat an earlier one.
 
         After a repeated n-gram the search continues behind its end, so that n-grams do not overlap.
         """
-        joined, starts = self._joined
-        runs = list(map(joined.__getitem__, map(slice, starts, starts[n:])))
-        if len(seen := set(runs)) == len(runs):
+        if len(self.words) <= n:  # at most one n-gram
             return 0.0
-        seen.clear()
-        repeated = at = 0
-        while at < len(runs):
-            if runs[at] in seen:
-                repeated += len(runs[at])
-                at += n
-            else:
-                seen.add(runs[at])
-                at += 1
-        return repeated / len(self.text)
+        return self._repeated_ngrams.repeated_characters(n) / len(self.text)
 
     def ends_sentence_share(self) -> float:
         """Share of nonblank lines that end with a sentence-ending mark."""
         lines = self.filled_lines
-        return sum(line.endswith(SENTENCE_ENDS) for line in lines) / max(len(lines), 1)
+        return sum(line[-1] in _SENTENCE_ENDS for line in lines) / max(len(lines), 1)

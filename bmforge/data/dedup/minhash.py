@@ -6,7 +6,7 @@ those of datasketch and datatrove, so that equal n-gram hashes give equal cluste
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,7 @@ from bmforge.errors import ConfigError
 __all__ = ["DedupConfig", "MinHasher", "choose_bands", "hash_shingles", "jaccard"]
 
 _PRIME = (1 << 61) - 1
-_BLOCK = 2048  # n-grams hashed at a time; 112 hashes of each take 1.8 MB
+_BLOCK = 256  # n-grams hashed at a time; 112 hashes of each take 0.2 MB, which fits in a cache
 _MARGIN = 0.05  # pairs this far above the threshold must almost all be found
 _RECALL = 0.985
 
@@ -80,8 +80,13 @@ def hash_shingles(text: str, ngram: int) -> Hashes:
 
     A text with fewer than `ngram` words gives one shorter n-gram; a text without words gives none.
     """
+    return np.unique(_hash_ngrams(text, ngram))
+
+
+def _hash_ngrams(text: str, ngram: int) -> Hashes:
+    """Return the hashes of a text's n-grams, in their order and with repeated ones."""
     tokens = hash_tokens(split_tokens(text))
-    return np.unique(hash_runs(tokens, min(ngram, len(tokens)) or 1))
+    return hash_runs(tokens, min(ngram, len(tokens)) or 1)
 
 
 def jaccard(first: Hashes, second: Hashes) -> float:
@@ -96,41 +101,82 @@ class MinHasher:
     Args:
         config: number of hashes, threshold and seed.
         shingle: function that returns the n-gram hashes of a text (default: `hash_shingles`).
+
+    Attributes:
+        ngrams: function that returns the n-gram hashes of a text in any order, for `sketch`.
     """
 
     def __init__(self, config: DedupConfig, shingle: Callable[[str], Hashes] | None = None) -> None:
         self.config = config
         self.shingle = shingle or (lambda text: hash_shingles(text, config.ngram))
+        # A signature does not depend on the order of the n-grams, so they need not be sorted.
+        self.ngrams = shingle or (lambda text: _hash_ngrams(text, config.ngram))
         self.bands, self.rows = choose_bands(config.threshold, config.hashes)
         draw = np.random.RandomState(config.seed)
         size = self.bands * self.rows
         # Always sample `hashes` permutations, so that the number of bands does not change them.
         self._a = draw.randint(1, _PRIME, dtype=np.uint64, size=config.hashes)[:size, None]
         self._b = draw.randint(0, _PRIME, dtype=np.uint64, size=config.hashes)[:size, None]
+        # Buffers of `_hash_block`: new arrays of this size would take longer than the arithmetic.
+        self._values, self._upper = np.empty((2, size, _BLOCK), np.uint64)
 
     def sign(self, shingles: Hashes) -> Hashes:
         """Return the MinHash signature of a document: the smallest hash under each permutation.
 
         Shape: `shingles` (N,), N at least 1; returned (bands * rows,).
         """
-        smallest = np.full(self._a.shape[0], _PRIME, np.uint64)
-        prime = np.uint64(_PRIME)
-        for start in range(0, len(shingles), _BLOCK):
-            values = self._a * shingles[start : start + _BLOCK] + self._b
-            # The remainder by 2^61 - 1 of a 64-bit number; the upper three bits are added below.
-            values = (values & prime) + (values >> np.uint64(61))
-            # For values below the prime the subtraction wraps around.
-            values = np.minimum(values, values - prime)
-            np.minimum(smallest, values.min(axis=1), out=smallest)
+        signature: Hashes = self.sign_all([shingles])[0]
+        return signature
+
+    def sign_all(self, documents: Sequence[Hashes]) -> Hashes:
+        """Return the MinHash signatures of documents, hashing the n-grams of several at a time.
+
+        Shape: each document (N,), N at least 1; returned (documents, bands * rows).
+        """
+        smallest = np.full((len(documents), self._a.shape[0]), _PRIME, np.uint64)
+        starts = np.cumsum([0, *map(len, documents)])
+        shingles = np.concatenate(documents) if len(documents) > 1 else documents[0]
+        for begin in range(0, len(shingles), _BLOCK):
+            values = self._hash_block(shingles[begin : begin + _BLOCK])
+            first = int(starts.searchsorted(begin, "right")) - 1
+            last = int(starts.searchsorted(begin + values.shape[1], "left"))
+            inside = np.maximum(starts[first:last] - begin, 0)
+            least = np.minimum.reduceat(values, inside, axis=1).T
+            np.minimum(smallest[first:last], least, out=smallest[first:last])
         return smallest
+
+    def _hash_block(self, shingles: Hashes) -> Hashes:
+        """Return the hashes of n-grams under each permutation: (bands * rows, N).
+
+        The array is overwritten by the next call.
+        """
+        prime = np.uint64(_PRIME)
+        values, upper = self._values[:, : len(shingles)], self._upper[:, : len(shingles)]
+        np.multiply(self._a, shingles, out=values)
+        values += self._b
+        # The remainder by 2^61 - 1 of a 64-bit number; the upper three bits are added below.
+        np.right_shift(values, np.uint64(61), out=upper)
+        values &= prime
+        values += upper
+        # For values below the prime the subtraction wraps around.
+        np.subtract(values, prime, out=upper)
+        return np.minimum(values, upper, out=values)
 
     def sketch(self, shingles: Hashes) -> Hashes:
         """Return one key per band; documents with an equal key are candidate duplicates.
 
         Shape: returned (bands,).
         """
-        rows = self.sign(shingles).reshape(self.bands, self.rows)
-        keys = np.zeros(self.bands, np.uint64)
+        keys: Hashes = self.sketch_all([shingles])[0]
+        return keys
+
+    def sketch_all(self, documents: Sequence[Hashes]) -> Hashes:
+        """Return the band keys of documents.
+
+        Shape: each document (N,), N at least 1; returned (documents, bands).
+        """
+        rows = self.sign_all(documents).reshape(-1, self.bands, self.rows)
+        keys = np.zeros(rows.shape[:2], np.uint64)
         for column in range(self.rows):
-            keys = mix(keys * np.uint64(0x9E3779B97F4A7C15) + rows[:, column])
+            keys = mix(keys * np.uint64(0x9E3779B97F4A7C15) + rows[:, :, column])
         return keys

@@ -48,6 +48,7 @@ __all__ = [
 
 RULE = "near_duplicate"
 SORT_BYTES = 1 << 25
+_SIGNED_TOGETHER = 1 << 14  # n-grams
 _MOST_REMEMBERED = 1 << 18  # maximum number of pairs remembered as different
 
 
@@ -105,21 +106,32 @@ class Sketches:
 
 def read_sketches(documents: Iterable[Document], hasher: MinHasher) -> Sketches:
     """Compute the band keys and ranking data of documents, for example of one shard."""
-    keys, sources, sizes, texts, ids = [], [], [], [], []
+    sources, sizes, texts, ids = [], [], [], []
+    signed, unsigned, positions, waiting = [np.empty((0, hasher.bands), np.uint64)], [], [], 0
     for document in documents:
-        shingles = hasher.shingle(document.text)
-        id = np.frombuffer(digest_string(document.id), np.uint64)
-        keys.append(hasher.sketch(shingles) if len(shingles) else np.resize(id, hasher.bands))
+        if len(ngrams := hasher.ngrams(document.text)):
+            positions.append(len(ids))
+            unsigned.append(ngrams)
+            waiting += len(ngrams)
+        if waiting >= _SIGNED_TOGETHER:
+            signed.append(hasher.sketch_all(unsigned))
+            unsigned, waiting = [], 0
         sources.append(place_source(document.source, hasher.config.source_order))
         sizes.append(len(document.text))
         texts.append(np.frombuffer(digest_string(document.text), np.uint64)[0])
-        ids.append(id)
+        ids.append(np.frombuffer(digest_string(document.id), np.uint64))
+    if unsigned:
+        signed.append(hasher.sketch_all(unsigned))
+    all_ids = np.array(ids, np.uint64).reshape(-1, 2)
+    # The keys of a document without words are its id, repeated.
+    keys = np.resize(all_ids.T, (hasher.bands, len(ids))).T.copy()
+    keys[positions] = np.concatenate(signed)
     return Sketches(
-        np.array(keys, np.uint64).reshape(-1, hasher.bands),
+        keys,
         np.array(sources, np.int64),
         np.array(sizes, np.int64),
         np.array(texts, np.uint64),
-        np.array(ids, np.uint64).reshape(-1, 2),
+        all_ids,
     )
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
-from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain
 
 import numpy as np
 import regex
 from numpy.typing import NDArray
+
+from bmforge.data.clean.string_cache import StringCache
 
 __all__ = [
     "Hashes",
@@ -40,6 +42,8 @@ _TOKEN = regex.compile(
 # Soft hyphens, zero-width spaces, direction marks, variation selectors: they are invisible, so a
 # copy that has them is still a copy.
 _INVISIBLE = regex.compile(r"[\p{Default_Ignorable_Code_Point}\p{Cf}]+")
+# Everything but letters and digits becomes a space, in texts of ASCII characters alone.
+_ASCII_SPACES = {code: " " for code in range(128) if not chr(code).isalnum()}
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -47,7 +51,19 @@ def split_tokens(text: str) -> list[str]:
     """Split a text into normalized tokens."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", _INVISIBLE.sub("", text))
-    return _TOKEN.findall(text.lower())
+    text = text.lower()
+    if text.isascii():
+        return text.translate(_ASCII_SPACES).split()
+    # No token contains a space, so the tokens of frequent strings are cached.
+    return list(chain.from_iterable(map(_TOKENS_OF_RUN.__getitem__, text.split())))
+
+
+def _tokens_of_run(run: str) -> list[str]:
+    """Return the tokens of a normalized string without spaces."""
+    return _TOKEN.findall(run)
+
+
+_TOKENS_OF_RUN = StringCache(_tokens_of_run)
 
 
 def locate_tokens(text: str) -> tuple[list[str], list[tuple[int, int]]]:
@@ -80,15 +96,17 @@ def digest_string(text: str) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-@lru_cache(maxsize=1 << 17)
 def _hash_token(token: str) -> int:
     data = token.encode("utf-8", "surrogatepass")
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
+_HASH_OF_TOKEN = StringCache(_hash_token, 1 << 16)
+
+
 def hash_tokens(tokens: list[str]) -> Hashes:
     """Return the 64-bit hash of each token."""
-    return np.fromiter(map(_hash_token, tokens), np.uint64, len(tokens))
+    return np.fromiter(map(_HASH_OF_TOKEN.__getitem__, tokens), np.uint64, len(tokens))
 
 
 def mix(values: Hashes) -> Hashes:

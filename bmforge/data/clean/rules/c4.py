@@ -19,7 +19,7 @@ __all__ = ["C4", "C4_ANY_END", "KeptLines", "select_lines"]
 _PAPER = "Raffel et al. 2020, arXiv:1910.10683"
 _CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
 # Sentence ends: the paper's for English, and those of other scripts.
-_ENDS = (".", "?", "!", '"', "'", *(end for end in SENTENCE_ENDS if not end.isascii()))
+_ENDS = frozenset((*".?!\"'", *(end for end in SENTENCE_ENDS if not end.isascii())))
 _POLICIES = (
     "terms of use",
     "privacy policy",
@@ -28,6 +28,7 @@ _POLICIES = (
     "use of cookies",
     "use cookies",
 )
+_PHRASES = ("lorem ipsum", "javascript", "{", *_POLICIES)
 _LONGEST_WORD = 1000
 _FEWEST_WORDS = 3
 
@@ -51,29 +52,46 @@ def select_lines(text: TextStatistics, any_end: bool = False) -> KeptLines:
         any_end: True to also keep lines without an end mark, as FineWeb does.
     """
     lines: list[str] = []
-    sentences = 0
+    has_phrase = text.once(_has_phrase)
+    for line, has_end in text.once(_long_lines):
+        if not (any_end or has_end):
+            continue
+        if has_phrase:
+            lower = line.lower()
+            if "lorem ipsum" in lower:
+                return KeptLines((), 0, "lorem_ipsum")
+            if "javascript" in lower:
+                continue
+            if "{" in line:
+                return KeptLines((), 0, "curly_bracket")
+            if any(phrase in lower for phrase in _POLICIES):
+                continue
+        lines.append(line)
+    return KeptLines(tuple(lines), sum(map(text.count_sentences, lines)))
+
+
+def _has_phrase(text: TextStatistics) -> bool:
+    """Return True if a line can contain a phrase that drops the line or the page."""
+    lower = _CITATION.sub("", text.text).lower()
+    return any(phrase in lower for phrase in _PHRASES)
+
+
+def _long_lines(text: TextStatistics) -> list[tuple[str, bool]]:
+    """Return the lines of at least three words, and for each whether it has an end mark.
+
+    Citations are removed after words are counted. Lines with an overlong word are omitted.
+    """
+    lines = []
     for raw in text.lines:
         line = raw.strip()
-        words = line.split()
-        if any(len(word) > _LONGEST_WORD for word in words):
+        if len(line) > _LONGEST_WORD and max(map(len, line.split())) > _LONGEST_WORD:
             continue
-        line = _CITATION.sub("", line)
-        if not any_end and (not line.endswith(_ENDS) or line.endswith("...")):
+        if len(line.split(None, _FEWEST_WORDS - 1)) < _FEWEST_WORDS:
             continue
-        if len(words) < _FEWEST_WORDS:
-            continue
-        lower = line.lower()
-        if "lorem ipsum" in lower:
-            return KeptLines((), 0, "lorem_ipsum")
-        if "javascript" in lower:
-            continue
-        if "{" in line:
-            return KeptLines((), 0, "curly_bracket")
-        if any(phrase in lower for phrase in _POLICIES):
-            continue
-        sentences += text.count_sentences(line)
-        lines.append(line)
-    return KeptLines(tuple(lines), sentences)
+        if "[" in line:
+            line = _CITATION.sub("", line)
+        lines.append((line, line[-1:] in _ENDS and not line.endswith("...")))
+    return lines
 
 
 def _any_end(text: TextStatistics) -> KeptLines:

@@ -26,7 +26,8 @@ def _repeated_characters(text: TextStatistics) -> float:
 
 
 def _newlines(text: TextStatistics) -> float:
-    return text.text.count("\n") / max(len(text.words), 1)
+    number = text.text.count("\n")
+    return number / max(len(text.words), 1) if number else 0.0
 
 
 def line_rules(

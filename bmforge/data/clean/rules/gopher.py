@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 
 from bmforge.data.clean.rule import Bounds, Rule, RuleSet
 from bmforge.data.clean.statistics import TextStatistics
@@ -25,11 +26,12 @@ _REPEATED = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
 
 
 def _count_words(text: TextStatistics) -> float:
-    return len(text.real_words)
+    return text.real_words[0]
 
 
 def _mean_length(text: TextStatistics) -> float:
-    return sum(map(len, text.real_words)) / max(len(text.real_words), 1)
+    number, characters = text.real_words
+    return characters / max(number, 1)
 
 
 def _hashes(text: TextStatistics) -> float:
@@ -41,19 +43,22 @@ def _ellipses(text: TextStatistics) -> float:
 
 
 def _bullets(text: TextStatistics) -> float:
+    if "-" not in text.text and "•" not in text.text:
+        return 0.0
     return sum(line.lstrip().startswith(("•", "-")) for line in text.lines) / max(
         len(text.lines), 1
     )
 
 
 def _cut_lines(text: TextStatistics) -> float:
+    if "..." not in text.text and "…" not in text.text:
+        return 0.0
     num_cut = sum(line.rstrip().endswith(("...", "…")) for line in text.lines)
     return num_cut / max(len(text.lines), 1)
 
 
 def _letters(text: TextStatistics) -> float:
-    num_words = sum(word.isalpha() or any(map(str.isalpha, word)) for word in text.words)
-    return num_words / max(len(text.words), 1)
+    return text.words_with_letters / max(len(text.words), 1)
 
 
 def count_stop_words(text: TextStatistics, stop_words: frozenset[str] = _STOP_WORDS) -> float:
@@ -151,14 +156,6 @@ def _repeated_line_characters(text: TextStatistics) -> float:
     return text.repeated_lines[1]
 
 
-def _top(text: TextStatistics, n: int) -> float:
-    return text.top_ngram_share(n)
-
-
-def _repeated(text: TextStatistics, n: int) -> float:
-    return text.repeated_ngram_share(n)
-
-
 _LINE_RULES = {
     "dup_para_frac": (_repeated_paragraphs, "share of paragraphs that occurred before"),
     "dup_para_char_frac": (
@@ -197,14 +194,28 @@ def repetition_rules(
         meaning = f"share of the text's characters in its most frequent run of {n} words"
         example = " ".join(["buy now"] * 2 * n)
         rules.append(
-            Rule(f"top_{n}_gram", partial(_top, n=n), Bounds(None, high), meaning, source, example)
+            Rule(
+                f"top_{n}_gram",
+                methodcaller("top_ngram_share", n),
+                Bounds(None, high),
+                meaning,
+                source,
+                example,
+            )
         )
     for n, high in repeated:
         name = f"duplicated_{n}_n_grams"
         meaning = f"share of the text's characters in runs of {n} words that occurred before"
         example = "a paragraph that was pasted twice"
         rules.append(
-            Rule(name, partial(_repeated, n=n), Bounds(None, high), meaning, source, example)
+            Rule(
+                name,
+                methodcaller("repeated_ngram_share", n),
+                Bounds(None, high),
+                meaning,
+                source,
+                example,
+            )
         )
     return tuple(rules)
 

@@ -1,0 +1,40 @@
+"""Cache of a function of short strings, with lookups that `map` runs without Python code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+__all__ = ["StringCache"]
+
+Value = TypeVar("Value")
+_LONGEST = 64  # characters; the results of longer strings are not cached
+
+
+class StringCache(dict[str, Value], Generic[Value]):
+    """Results of a function by argument; a missing one is computed on lookup.
+
+    ``map(cache.__getitem__, strings)`` takes about half the time of `functools.lru_cache`. A full
+    cache is emptied, but its results are kept until it is full again, and used on lookup. So the
+    results of frequent strings stay.
+
+    Args:
+        function: function of a string; must depend on nothing else.
+        max_entries: number of results after which the cache is emptied (default: 32,768).
+    """
+
+    def __init__(self, function: Callable[[str], Value], max_entries: int = 1 << 15) -> None:
+        super().__init__()
+        self._function = function
+        self._max_entries = max_entries
+        self._earlier: dict[str, Value] = {}
+
+    def __missing__(self, key: str) -> Value:
+        """Compute the result of a string, and cache it if the string is short."""
+        value = self._earlier[key] if key in self._earlier else self._function(key)
+        if len(key) <= _LONGEST:
+            if len(self) >= self._max_entries:
+                self._earlier = dict(self)
+                self.clear()
+            self[key] = value
+        return value
