@@ -142,12 +142,18 @@ def _split_run(run: str) -> tuple[str, ...]:
     """Split a whitespace-free string into words and punctuation marks."""
     if len(run) > _LONGEST_RUN:
         starts = range(0, len(run), _LONGEST_RUN)
-        return tuple(chain.from_iterable(_split_run(run[i : i + _LONGEST_RUN]) for i in starts))
+        return tuple(chain.from_iterable(_split_piece(run[i : i + _LONGEST_RUN]) for i in starts))
     # Letters with at most one mark: nine of ten strings, in a tenth of the time of the rules.
     plain = _PLAIN.fullmatch(run)
     if plain and run not in _ABBREVIATIONS and plain[1].lower() not in _DIVIDED:
         return plain.groups() if plain[2] else (run,)
     return _split_by_rules(run)
+
+
+@lru_cache(maxsize=256)
+def _split_piece(run: str) -> tuple[str, ...]:
+    """Split a piece of a long string; most long strings repeat a few characters."""
+    return _split_run(run)
 
 
 _WORDS_OF_RUN = StringCache(_split_run, 1 << 16)
