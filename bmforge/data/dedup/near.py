@@ -106,8 +106,11 @@ class Sketches:
 
 def read_sketches(documents: Iterable[Document], hasher: MinHasher) -> Sketches:
     """Compute the band keys and ranking data of documents, for example of one shard."""
-    sources, sizes, texts, ids = [], [], [], []
-    signed, unsigned, positions, waiting = [np.empty((0, hasher.bands), np.uint64)], [], [], 0
+    sources, sizes, texts = [], [], []
+    ids: list[Hashes] = []
+    signed = [np.empty((0, hasher.bands), np.uint64)]
+    unsigned: list[Hashes] = []  # n-grams of the last documents, whose keys are not yet computed
+    positions, waiting = [], 0
     for document in documents:
         if len(ngrams := hasher.ngrams(document.text)):
             positions.append(len(ids))
