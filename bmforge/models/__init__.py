@@ -28,11 +28,18 @@ if TYPE_CHECKING:  # the exports that `__getattr__` imports
     from bmforge.models.cpm2 import CPM2, CPM2Config
     from bmforge.models.cpm_ant import CPMAnt, CPMAntConfig
     from bmforge.models.cpm_bee import CPMBee, CPMBeeConfig
+    from bmforge.models.deepseek import (
+        DeepSeekV2,
+        DeepSeekV2Config,
+        DeepSeekV3,
+        DeepSeekV3Config,
+    )
     from bmforge.models.eva import EVA, EVAConfig
     from bmforge.models.falcon import Falcon, FalconConfig
     from bmforge.models.gemma import Gemma, Gemma2, Gemma2Config, Gemma3, Gemma3Config, GemmaConfig
     from bmforge.models.glm import GLM, GLMConfig
     from bmforge.models.glm4 import GLM4, GLM4Config
+    from bmforge.models.glm4_moe import GLM4Moe, GLM4MoeConfig
     from bmforge.models.gpt2 import GPT2, GPT2Config
     from bmforge.models.gpt_neox import GPTNeoX, GPTNeoXConfig
     from bmforge.models.gptj import GPTJ, GPTJConfig
@@ -41,6 +48,7 @@ if TYPE_CHECKING:  # the exports that `__getattr__` imports
     from bmforge.models.llama import Llama, LlamaConfig
     from bmforge.models.longformer import Longformer, LongformerConfig
     from bmforge.models.minicpm import MiniCPM, MiniCPMConfig
+    from bmforge.models.minicpm3 import MiniCPM3, MiniCPM3Config
     from bmforge.models.mistral import Mistral, MistralConfig
     from bmforge.models.mixtral import Mixtral, MixtralConfig
     from bmforge.models.modernbert import ModernBert, ModernBertConfig

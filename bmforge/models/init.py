@@ -123,7 +123,9 @@ def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
     if note is not None:
         base = f"{owner}.{note.draw.base}" if isinstance(note.draw, Derived) else name
         draw_tensor_(tensor, name, note, model.init_std(base), seed)
-    elif not tensor.is_floating_point() or key in model.get_submodule(owner)._buffers:
+    elif not tensor.is_floating_point() or (
+        key in model.get_submodule(owner)._buffers and not key.endswith("bias")
+    ):
         raise TypeError(
             f"{name} has no initialization rule: its module must define tensor_notes "
             "(docs/explanation/changed_models.md)."

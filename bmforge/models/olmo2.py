@@ -19,7 +19,7 @@ from bmforge.models.llama_like import (
     renamed,
     rules_with_norms,
 )
-from bmforge.models.rules import TensorCut
+from bmforge.models.rules import TensorCut, whole_attention
 from bmforge.models.weights import WeightRule
 from bmforge.nn import BlockSpec, NormSpec
 
@@ -29,8 +29,6 @@ _OUTPUT_NORMS = {
     "attn_norm": "post_attention_layernorm",
     "mlp_norm": "post_feedforward_layernorm",
 }
-# The norms of q and k cover all heads, so attention is replicated on every rank.
-_WHOLE_PARTS = ("attn", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "prefix")
 
 
 def _heads(stem: str) -> dict[str, Head]:
@@ -158,8 +156,3 @@ class OLMo3(LayerTypes):
     def weight_rules(self) -> list[WeightRule]:
         """Return the map to transformers' names, with the norms after the sublayers."""
         return rules_with_norms(_OUTPUT_NORMS)
-
-
-def whole_attention(cuts: tuple[TensorCut, ...]) -> tuple[TensorCut, ...]:
-    """Return a tensor parallel plan that replicates attention."""
-    return tuple(cut for cut in cuts if cut.glob.rpartition(".")[2] not in _WHOLE_PARTS)

@@ -20,6 +20,7 @@ from bmforge.models.split import fill_split_
 from bmforge.models.stack import number_places_
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, MoE, MoESpec
 from bmforge.shards import is_distributed
+from bmforge.surgery import persistent_tensors
 
 __all__ = ["kept_dims", "resize_", "resize_block"]
 
@@ -167,9 +168,9 @@ def _find(model: Any, name: str) -> Block:
     if name not in block_names:
         raise ConfigError(f"{name!r} is not a layer of this model.{suggest(name, block_names)}")
     block: Block = model.get_submodule(name)
-    tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    tensors = persistent_tensors(block)
     with torch.device("meta"), NoDrawing():
-        own = {n for n, _ in Block(block.spec, 0).named_parameters()}
+        own = set(persistent_tensors(Block(block.spec, 0)))
     if unexpected := sorted(set(tensors) ^ own):
         raise ConfigError(
             f"{name} has other changes than its sizes ({', '.join(unexpected[:3])}). Resize "
@@ -233,6 +234,14 @@ def _take_after_(new: Block, old: Block) -> None:
         owner, _, leaf = name.rpartition(".")
         wants = before[name].requires_grad if name in before else True
         new.get_submodule(owner)._parameters[leaf] = nn.Parameter(data, requires_grad=wants)
+    sources = dict(old.named_buffers())
+    for name, buffer in list(new.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        source = sources[name]
+        data = torch.zeros(buffer.shape, dtype=source.dtype, device=source.device)
+        box = tuple(slice(min(pair)) for pair in zip(data.shape, source.shape, strict=True))
+        data[box] = source[box]
+        new.get_submodule(owner)._buffers[leaf] = data
     new.train(old.training)
 
 
@@ -253,6 +262,9 @@ def _fill_(model: Any, name: str, old: Block, rotary_dim: int) -> None:
         part, _, leaf = key.partition(".")
         if part in ("attn", "cross_attn"):
             specs = getattr(new.spec, part), getattr(old.spec, part)
+            if specs[0] == specs[1]:
+                parameter.copy_(source)
+                continue
             _keep_heads_(parameter, source, leaf, specs, rotary_dim)
         else:
             box = tuple(slice(min(p)) for p in zip(parameter.shape, source.shape, strict=True))

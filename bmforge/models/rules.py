@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["LayoutRules", "TensorCut", "default_cuts"]
+__all__ = ["LayoutRules", "TensorCut", "default_cuts", "whole_attention"]
 
 
 @dataclass(frozen=True)
@@ -14,9 +14,10 @@ class TensorCut:
 
     Args:
         glob: module glob, see `surgery`.
-        style: "part": sublayer with sharded children, whose input is replicated; "column":
-            linear layer sharded by outputs; "row": by inputs; "key_value": by outputs, replicated
-            if there are fewer heads than ranks; "bias": table sharded by columns, one per head;
+        style: "part": sublayer with sharded children, whose input is replicated; "whole":
+            sublayer that is replicated and needs all tokens; "column": linear layer sharded by
+            outputs; "row": by inputs; "key_value": by outputs, replicated if there are fewer heads
+            than ranks; "bias": table sharded by columns, one per head;
             "head_norm" and "gate": replicated, each rank uses the entries of its heads; "embedding"
             and "head": sharded by vocabulary; "experts": each expert sharded by width. For linear
             layers of foreign modules: "own_column": as "column", but sums its own input gradient;
@@ -142,3 +143,17 @@ def default_cuts(
         if unit and before in differing:
             single[name] = TensorCut(name, style, differing[before][unit == "kv_heads"])
     return (*plan.values(), *single.values())
+
+
+# Parts of an attention layer with a sharding style.
+_ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "prefix")
+
+
+def whole_attention(cuts: tuple[TensorCut, ...]) -> tuple[TensorCut, ...]:
+    """Return a tensor parallel plan that replicates attention."""
+    last_names = [cut.glob.rpartition(".")[2] for cut in cuts]
+    return tuple(
+        TensorCut(cut.glob, "whole") if name == "attn" else cut
+        for name, cut in zip(last_names, cuts, strict=True)
+        if name not in _ATTENTION_PARTS
+    )

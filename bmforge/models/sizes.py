@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from bmforge.errors import ConfigError
 from bmforge.nn import BlockSpec, MLPSpec, MoESpec
+from bmforge.nn.attention_spec import LatentSpec
 from bmforge.nn.router import RouterKind
 
 __all__ = ["LayerSizes", "Sizes", "feed_sizes", "sizes_of"]
@@ -105,6 +106,7 @@ class LayerSizes:
         shared_size: hidden width F of the shared expert; 0 for none.
         shared_gate: whether the shared expert has its own gate.
         two_layers: whether the router has a second layer of size E x E.
+        latent: sizes of the latents of latent attention; None for other attention.
     """
 
     num_heads: int
@@ -119,6 +121,7 @@ class LayerSizes:
     shared_size: int = 0
     shared_gate: bool = False
     two_layers: bool = False
+    latent: LatentSpec | None = None
 
     def __str__(self) -> str:
         """Describe the layer in words, for messages."""
@@ -142,11 +145,25 @@ class LayerSizes:
         """Return the number of linear weights that process one token of width `hidden_size`."""
         inner = self.head_dim * (self.num_heads + self.num_kv_heads)
         attention = 2 * hidden_size * inner * self.num_attentions
+        if self.latent is not None:
+            attention = self._count_latent(self.latent, hidden_size)
         each = 3 if self.gated else 2
         width = self.intermediate_size * (self.experts_per_token or 1) + self.shared_size
         router = self.num_experts**2 * self.two_layers
         feed = hidden_size * (each * width + self.num_experts + self.shared_gate)
         return attention + feed + router
+
+    def _count_latent(self, latent: LatentSpec, hidden_size: int) -> int:
+        """Return the number of weights of latent attention."""
+        queries = self.num_heads * self.head_dim
+        plain = self.head_dim - latent.rope_dim + latent.value_dim
+        into = latent.kv_rank + latent.rope_dim + (latent.q_rank or queries)
+        out = self.num_heads * latent.value_dim
+        return (
+            hidden_size * (into + out)
+            + latent.q_rank * queries
+            + latent.kv_rank * self.num_heads * plain
+        )
 
     @property
     def num_attentions(self) -> int:
@@ -179,6 +196,8 @@ class LayerSizes:
             problems.append("it has no MLP")
         if sizes.experts_per_token and not (self.num_experts or sizes.num_experts):
             problems.append("it has no experts, and experts_per_token needs num_experts")
+        if self.latent is not None and heads:
+            problems.append("its latent attention has no heads that can be removed")
         if sizes.split and self.num_experts:
             problems.append(
                 "it has experts already, and split=True applies to an MLP without experts"
@@ -222,7 +241,7 @@ class LayerSizes:
 
     def without(self, attn: bool, mlp: bool) -> LayerSizes:
         """Return the sizes without self-attention and/or without the MLP."""
-        new = replace(self, attn=False) if attn else self
+        new = replace(self, attn=False, latent=None) if attn else self
         if mlp:
             new = replace(new, **feed_sizes(None))
         return new if new.num_attentions else replace(new, num_heads=0, num_kv_heads=0, head_dim=0)
@@ -250,6 +269,7 @@ def sizes_of(block: BlockSpec) -> LayerSizes:
         0 if block.mlp is None else block.mlp.intermediate_size,
         attn=block.attn is not None,
         cross=block.cross_attn is not None,
+        latent=None if block.attn is None else block.attn.latent,
     )
     return replace(sizes, **feed_sizes(block.mlp))
 

@@ -96,7 +96,7 @@ def width_into(model: nn.Module, name: str) -> int:
         return spec.mlp.intermediate_size
     attn = spec.cross_attn if ".cross_attn." in name else spec.attn
     assert attn is not None
-    return attn.num_heads * attn.head_dim
+    return attn.out_width
 
 
 def expert_names(model: nn.Module) -> set[str]:

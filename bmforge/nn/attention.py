@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +20,10 @@ from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.alibi import alibi_bias, alibi_slopes
 from bmforge.nn.attention_bias import biased_attention
 from bmforge.nn.attention_mask import build_mask
+from bmforge.nn.attention_spec import AttentionSpec
 from bmforge.nn.host_attention import host_attention, takes_host_attention
 from bmforge.nn.linear import Linear
-from bmforge.nn.norm import NormSpec, build_norm
+from bmforge.nn.norm import build_norm
 from bmforge.nn.position import apply_rope, narrow_rope
 from bmforge.nn.prefix import Pair, mix_behind, put_before, takes_one
 from bmforge.nn.shard_hooks import Pass, pass_on
@@ -39,55 +39,6 @@ __all__ = [
 
 # Signature of `mix_values`.
 Mix = Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Hyperparameters of an attention layer.
-
-    Args:
-        num_heads: number N of query heads.
-        num_kv_heads: number K of key-value heads, which divides N.
-        head_dim: width H of a head.
-        qkv_bias: biases on q, k, v.
-        out_bias: bias on o.
-        scale: factor on the scores; None is 1/sqrt(H).
-        dropout: dropout probability of the attention weights in training.
-        causal: a token attends only to earlier tokens and itself, unless a mask overrides this.
-        window: number of tokens that a token attends to, itself included; None is no limit. In a
-            layer that is not causal, this many tokens on each side.
-        global_tokens: use Longformer attention: a bidirectional window, half on each side, and
-            global tokens that attend to all tokens through their own projections; see `window.py`.
-        rope_interleaved: pair adjacent dims in rotary embeddings, not the two halves of a head.
-        qk_norm: norm of q and k, per head; None is no norm.
-        qk_norm_whole: the norm of q and k covers all heads at once (OLMo 2).
-        rotary: rotary table: `rope` or `local_rope` of `DecoderSpec` ("model", "local"), or none.
-        softcap: cap c of the scores s, which become ``c * tanh(s / c)``; None is no cap (Gemma 2).
-        alibi: add a bias to the scores that falls linearly with the distance (Press et al., "Train
-            Short, Test Long", 2022); needs `causal`.
-        in_scale: factor on the input of q, k and v, applied by the block.
-        out_scale: factor on the input of o, applied by the block; 1/sqrt(width) in muP (Yang et
-            al., "Tensor Programs V", 2022).
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    qkv_bias: bool = True
-    out_bias: bool = True
-    scale: float | None = None
-    dropout: float = 0.0
-    causal: bool = True
-    window: int | None = None
-    global_tokens: bool = False
-    rope_interleaved: bool = False
-    qk_norm: NormSpec | None = None
-    qk_norm_whole: bool = False
-    rotary: Literal["model", "local", "none"] = "model"
-    softcap: float | None = None
-    alibi: bool = False
-    in_scale: float = 1.0
-    out_scale: float = 1.0
 
 
 class RunBlocks(Protocol):
@@ -249,14 +200,19 @@ class Attention(nn.Module):
         self.thin: Pass = pass_on
         self.thin_dims: Pass = pass_on
         self.thin_query: Pass = pass_on
+        self.prefix: nn.Module | None = None
+        self.q_norm = self.k_norm = None
+        self.qk_norm_whole = spec.qk_norm_whole
+        self.num_kv_heads = spec.num_kv_heads
+        self._build_projections(hidden_size, spec)
+        self.o_proj = Linear(spec.out_width, hidden_size, bias=spec.out_bias)
+
+    def _build_projections(self, hidden_size: int, spec: AttentionSpec) -> None:
+        """Build the projections to queries, keys and values, with their norms."""
         query_size, key_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.q_proj = Linear(hidden_size, query_size, bias=spec.qkv_bias)
         self.k_proj = Linear(hidden_size, key_size, bias=spec.qkv_bias)
         self.v_proj = Linear(hidden_size, key_size, bias=spec.qkv_bias)
-        self.o_proj = Linear(query_size, hidden_size, bias=spec.out_bias)
-        self.prefix: nn.Module | None = None
-        self.q_norm = self.k_norm = None
-        self.qk_norm_whole = spec.qk_norm_whole
         if spec.qk_norm is not None:
             widths = (query_size, key_size) if spec.qk_norm_whole else (spec.head_dim,) * 2
             self.q_norm, self.k_norm = (build_norm(spec.qk_norm, width) for width in widths)
@@ -289,7 +245,7 @@ class Attention(nn.Module):
         if rope is not None:
             rope = narrow_rope(rope, self.head_dim, self.rope_interleaved)
         attend = getattr(cache, "attend", None)
-        query = self._heads(self.thin_query(self.q_proj(x)), self.q_norm)
+        query = self._queries(x, rope)
         if memory is not None:
             states = self.enter_memory(memory)
 
@@ -301,14 +257,13 @@ class Attention(nn.Module):
             key, value = self._keys_and_values(x, rope)
             if cache is not None and attend is None:
                 key, value = cache.append(self.layer_index, key, value)
-        if rope is not None:
-            query = apply_rope(query, rope, self.rope_interleaved)
         if attend is not None and memory is None:
             is_plain = self.causal and self.prefix is None and self.mix is mix_values
             scale = (self.scale or self.head_dim**-0.5) if is_plain and not self.training else None
             mixed = attend(self.layer_index, self.window, self._mix, query, key, value, scale)
         else:
             mixed = self._mix(query, key, value, mask, bias)
+        mixed = self._drop_padding(mixed)
         return self.o_proj(self.thin_dims(self.thin(mixed.transpose(1, 2).flatten(2))))
 
     def pick_heads(self, bias: Tensor) -> Tensor:
@@ -344,6 +299,15 @@ class Attention(nn.Module):
         if prefix is None or weight_of(prefix) == 0:
             return self.mix(*arguments)
         return self.mix(*arguments, prefix())
+
+    def _queries(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Project hidden states to queries, (B, N, T, H), with rotary positions."""
+        query = self._heads(self.thin_query(self.q_proj(x)), self.q_norm)
+        return query if rope is None else apply_rope(query, rope, self.rope_interleaved)
+
+    def _drop_padding(self, mixed: Tensor) -> Tensor:
+        """Return the values of the heads, (B, N, T, H), without padding (see `LatentAttention`)."""
+        return mixed
 
     def _keys_and_values(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bmforge.nn.attention import Attention, AttentionSpec, KeyValueCache
 from bmforge.nn.device_kernels import takes_device_kernels
+from bmforge.nn.latent_attention import LatentAttention
 from bmforge.nn.mlp import MLP, MLPSpec
 from bmforge.nn.moe import MoE, MoESpec
 from bmforge.nn.norm import NormSpec, RMSNorm, build_norm
@@ -97,7 +98,7 @@ class Block(nn.Module):
         self.mlp_share: Weigh | None = None
         self.block_share: Weigh | None = None
         self.attn_scales, self.mlp_scales = _scales(spec.attn), _scales(spec.mlp)
-        self.attn: Attention | WindowAttention | None = None
+        self.attn: Attention | None = None
         if spec.attn is not None or (spec.norm_place == "parallel" and spec.mlp is not None):
             norm = build_norm(spec.norm, spec.hidden_size) if spec.norms_attn else nn.Identity()
             self.attn_norm = norm
@@ -109,8 +110,7 @@ class Block(nn.Module):
             if spec.mlp is not None:
                 self.mlp_out_norm = build_norm(spec.norm, spec.hidden_size)
         if spec.attn is not None:
-            attention = WindowAttention if spec.attn.global_tokens else Attention
-            self.attn = attention(spec.hidden_size, spec.attn)
+            self.attn = _build_attention(spec.hidden_size, spec.attn)
             self.attn.layer_index = layer_index
         self.cross_attn = None
         if spec.cross_attn is not None:
@@ -305,6 +305,13 @@ class Block(nn.Module):
         """Apply residual dropout and residual scale if configured."""
         x = F.dropout(x, self.dropout, self.training) if self.dropout else x
         return _times(x, self.scale * out_scale)
+
+
+def _build_attention(hidden_size: int, spec: AttentionSpec) -> Attention:
+    """Build the attention layer of the kind that the spec describes."""
+    if spec.global_tokens:
+        return WindowAttention(hidden_size, spec)
+    return (Attention if spec.latent is None else LatentAttention)(hidden_size, spec)
 
 
 def _weigh(share: Weigh | None, before: Tensor, after: Tensor) -> Tensor:

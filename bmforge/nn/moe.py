@@ -12,7 +12,7 @@ assignment: Lewis et al., "BASE layers" (2021), as in CPM-2; capacity: Lepikhin 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -28,7 +28,7 @@ from bmforge.nn.grouped import grouped_linear, take_rows
 from bmforge.nn.mlp import MLP, MLPSpec, apply_gate, get_activation
 from bmforge.nn.part import beside_parts
 from bmforge.nn.recompute import call_and_drop
-from bmforge.nn.router import RouterKind, build_router
+from bmforge.nn.router import RouterKind, Scoring, build_router, pick_experts
 from bmforge.nn.shard_hooks import Pass, pass_on
 from bmforge.nn.uniform_routing import can_run_uniform, run_uniform
 
@@ -37,11 +37,8 @@ __all__ = [
     "Experts",
     "MoE",
     "MoESpec",
-    "balance_loads",
-    "count_loads",
     "dispatch_locally",
     "limit_loads",
-    "load_balancing_loss",
 ]
 
 # (tokens (M, D), their experts (M, k), number of experts, function of the experts) -> (M, k, D)
@@ -75,7 +72,14 @@ class MoESpec:
         weighs: weight the selected experts' outputs; otherwise sum them unweighted, and the
             router gets no gradient.
         bias: biases on each expert's gate and up projections, and one on the summed output.
-        router: "linear", or "two_layer" (`router.py`).
+        router: "linear", "two_layer" or "wide": linear in fp32 (`router.py`).
+        router_bias: bias on the logits of a "linear" router.
+        scoring: function from router logits to the experts' weights, "softmax" or "sigmoid".
+        choice_bias: a "wide" router has a bias on the choice of experts that is not trained.
+        expert_groups: number of groups of experts; a token's experts are in `top_groups` of them
+            (see `router.pick_experts`).
+        top_groups: number of groups from which a token's experts are chosen.
+        weight_scale: factor on the weights of a token's experts.
         split: shared expert and experts are slices of one dense MLP, which checkpoints contain.
     """
 
@@ -94,6 +98,12 @@ class MoESpec:
     weighs: bool = True
     bias: bool = False
     router: RouterKind = "linear"
+    router_bias: bool = False
+    scoring: Scoring = "softmax"
+    choice_bias: bool = False
+    expert_groups: int = 1
+    top_groups: int = 1
+    weight_scale: float = 1.0
     split: bool = False
 
     def __post_init__(self) -> None:
@@ -105,6 +115,7 @@ class MoESpec:
             )
         if self.split and self.weighs:
             raise ConfigError("split=True uses no router weights. Set weighs=False.")
+        self._check_groups()
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"experts_per_token={self.experts_per_token} is out of range (1 to "
@@ -124,6 +135,17 @@ class MoESpec:
             raise ConfigError(
                 f"capacity_factor={self.capacity_factor} has no effect with choice='balanced', "
                 "where all experts get the same number of tokens. Leave it out."
+            )
+
+    def _check_groups(self) -> None:
+        """Raise `ConfigError` if the groups of experts cannot hold a token's experts."""
+        groups, top = self.expert_groups, self.top_groups
+        if groups < 1 or self.num_experts % groups:
+            raise ConfigError(f"expert_groups={groups} must divide num_experts={self.num_experts}.")
+        if not 1 <= top <= groups or self.experts_per_token > top * (self.num_experts // groups):
+            raise ConfigError(
+                f"top_groups={top} of expert_groups={groups} must contain "
+                f"experts_per_token={self.experts_per_token} experts."
             )
 
 
@@ -287,7 +309,11 @@ class MoE(nn.Module):
         self.enter: Pass = pass_on
         self.leave: Pass = pass_on
         self.weighs, self.is_split = spec.weighs, spec.split
-        self.router = build_router(spec.router, hidden_size, spec.num_experts)
+        self.scoring, self.weight_scale = spec.scoring, spec.weight_scale
+        self.groups = spec.expert_groups, spec.top_groups
+        self.router = build_router(
+            spec.router, hidden_size, spec.num_experts, spec.router_bias, spec.choice_bias
+        )
         self.experts = Experts(hidden_size, spec)
         self.down_bias = nn.Parameter(torch.zeros(hidden_size)) if spec.bias else None
         self.shared_expert = self.shared_gate = None
@@ -338,62 +364,10 @@ class MoE(nn.Module):
             return None, best.expand(logits.shape[0], -1)
         if not self.weighs:
             return None, wide.topk(self.experts_per_token, dim=-1).indices
-        weights, index = F.softmax(wide, dim=-1).topk(self.experts_per_token, dim=-1)
+        bias = getattr(self.router, "choice_bias", None)
+        weights, index = pick_experts(wide, self.experts_per_token, self.scoring, self.groups, bias)
         if self.normalize_weights:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights, index
-
-
-def load_balancing_loss(
-    router_logits: Sequence[Tensor],
-    experts_per_token: int,
-    attention_mask: Tensor | None = None,
-) -> Tensor:
-    """Return the load-balancing loss: k for even loads, up to E if one expert gets all tokens.
-
-    ``E * sum over e of (C[e] / N) * (P[e] / N)``, summed over the tokens of all layers: C counts
-    the tokens routed to expert e, P sums the router's probabilities of expert e, and N counts all
-    tokens. The loss is a product of means, so with several micro-batches C and N must be those of
-    the whole step (`count_loads`, `balance_loads`); in P it is linear.
-
-    Args:
-        router_logits: router logits of every layer with experts.
-        experts_per_token: number k of experts per token.
-        attention_mask: 1 for tokens, 0 for padding.
-
-    Shape:
-        router_logits: (M, E) each; attention_mask: any shape with M elements; returns a scalar
-
-    Source: Fedus et al., "Switch Transformers" (2021), equations 4 to 6, as transformers extends
-    them to k experts and all layers.
-    """
-    return balance_loads(*count_loads(router_logits, experts_per_token, attention_mask))
-
-
-def count_loads(
-    router_logits: Sequence[Tensor], experts_per_token: int, counted: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the statistics C, P and N of `load_balancing_loss`; only P has a gradient.
-
-    Shape:
-        router_logits: (M, E) each; counted: any shape with M elements; returns (E,), (E,), (1,)
-    """
-    logits = torch.stack(tuple(router_logits))
-    wide = logits.to(wide_dtype(logits.dtype))
-    probability = F.softmax(wide, dim=-1)
-    _, index = probability.detach().topk(experts_per_token, dim=-1)
-    weight = torch.ones_like(probability[..., :1])
-    if counted is not None:
-        weight = weight * counted.reshape(1, -1, 1).to(weight.dtype)
-    chosen = torch.zeros_like(probability).scatter_(-1, index, weight.expand_as(index))
-    return chosen.sum((0, 1)), (probability * weight).sum((0, 1)), weight.sum().view(1)
-
-
-def balance_loads(loads: Tensor, sums: Tensor, tokens: Tensor) -> Tensor:
-    """Return the load-balancing loss from the statistics C, P and N; 0 without tokens.
-
-    Shape:
-        loads, sums: (E,); tokens: (1,); returns a scalar
-    """
-    tokens = tokens.clamp(min=1)
-    return loads.shape[0] * (loads / tokens * (sums / tokens)).sum()
+            # Sigmoids can all be 0; the constant is DeepSeek's.
+            least = 1e-20 if self.scoring == "sigmoid" else 0.0
+            weights = weights / (weights.sum(-1, keepdim=True) + least)
+        return (weights if self.weight_scale == 1.0 else weights * self.weight_scale), index

@@ -26,6 +26,7 @@ from bmforge.nn.bottleneck import (
     in_width,
 )
 from bmforge.nn.channel import GainOptions, build_gain, build_shift, out_width
+from bmforge.nn.latent_attention import LatentAttention
 from bmforge.nn.low_rank import LowRankOptions, build_low_rank
 from bmforge.nn.part import BesidePart, attach_part_, detach_part_, find_like
 from bmforge.nn.prefix import KeyValuePrefix
@@ -209,6 +210,11 @@ def put_prefixes_(
     """Attach trained prefix keys and values to attention modules."""
 
     def build(attn: Any) -> KeyValuePrefix:
+        if isinstance(attn, LatentAttention):
+            raise ConfigError(
+                "multi-head latent attention does not support a trained prefix. Use a soft prompt "
+                "or LoRA."
+            )
         heads = attn.k_proj.out_features // attn.head_dim
         sizes = heads, options.length, attn.head_dim
         return KeyValuePrefix(*sizes, options.std, options.inner, options.shift_positions)

@@ -45,7 +45,11 @@ def resized(model: nn.Module) -> list[Change]:
     for name in last.values():
         sizes = sizes_of(model.get_submodule(name).spec)
         options = {}
-        if sizes.num_heads and (sizes.num_heads > sizes.num_kv_heads or sizes.num_heads >= 4):
+        if (
+            sizes.num_heads
+            and sizes.latent is None
+            and (sizes.num_heads > sizes.num_kv_heads or sizes.num_heads >= 4)
+        ):
             options["num_heads"] = sizes.num_heads // 2
         if sizes.intermediate_size:
             options["intermediate_size"] = sizes.intermediate_size // 2

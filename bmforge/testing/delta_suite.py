@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Model, ModelConfig
+from bmforge.nn.latent_attention import LatentAttention
 from bmforge.surgery import find_modules, persistent_tensors
 from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
@@ -58,7 +59,8 @@ def put_all_deltas_(model: Any) -> None:
     ParallelAdapter(model, name="parallel", width=3)
     BitFit(model, name="bitfit")
     IA3(model, name="ia3")
-    Prefix(model, name="prefix", length=3, inner=4)
+    if not any(isinstance(module, LatentAttention) for module in model.modules()):
+        Prefix(model, name="prefix", length=3, inner=4)
 
 
 class DeltaSuite:

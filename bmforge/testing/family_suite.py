@@ -16,7 +16,7 @@ from bmforge.memory.copies import make_copy_engine
 from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Model, ModelConfig, init_weights_
 from bmforge.parallel import Layout
-from bmforge.surgery import find_modules
+from bmforge.surgery import find_modules, persistent_tensors
 from bmforge.testing.batches import Batch, make_batch, make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.compress_suite import CompressSuite
@@ -202,7 +202,7 @@ class FamilySuite(
         """Streamed weights and offloaded block inputs give bit-identical results."""
         batch = self.make_inputs(tiny)
         batch |= make_labels(tiny, batch)
-        values = {name: p.detach().clone() for name, p in tiny.named_parameters()}
+        values = {name: t.detach().clone() for name, t in persistent_tensors(tiny).items()}
         want = _loss_and_gradients(tiny, batch)
         host, blocks = (
             torch.device("cpu"),

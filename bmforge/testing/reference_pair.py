@@ -63,5 +63,5 @@ def make_twin(
 
 def rename_to_theirs(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert tensors in the form of bmforge's parameters to the published names and shapes."""
-    groups = group_by_source(model.active_rules())
+    groups = group_by_source(rule for rule in model.active_rules() if rule.ours in tensors)
     return {name: assemble_source(rules, tensors.__getitem__) for name, rules in groups.items()}

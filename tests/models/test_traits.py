@@ -33,6 +33,14 @@ SIZES: dict[str, Any] = {
     "experts_per_token": 2,
     "expert_size": 16,
     "num_buckets": 8,
+    "expert_groups": 1,
+    "top_groups": 1,
+    "num_dense": 0,
+    "q_rank": 0,
+    "kv_rank": 16,
+    "plain_dim": 8,
+    "rope_dim": 8,
+    "value_dim": 16,
 }
 LENGTH = 8
 

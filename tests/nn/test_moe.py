@@ -10,7 +10,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from bmforge.errors import ConfigError
 from bmforge.nn.grouped import grouped_linear, take_rows
-from bmforge.nn.moe import MoE, MoESpec, dispatch_locally, limit_loads, load_balancing_loss
+from bmforge.nn.load_balance import load_balancing_loss
+from bmforge.nn.moe import MoE, MoESpec, dispatch_locally, limit_loads
 from bmforge.testing.tolerance import assert_close
 
 HIDDEN = 8

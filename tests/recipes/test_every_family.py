@@ -107,6 +107,14 @@ LIKE_LLAMA = (
     *("GPTNeoX", "Falcon"),
 )
 TRIALS |= {name: replace(TRIALS["Llama"]) for name in LIKE_LLAMA}
+_EXPERTS = "--model.num-experts 4 --model.experts-per-token 2 --model.expert-size 24"
+_EXPERTS = f"{_EXPERTS} --model.expert-groups 1 --model.top-groups 1 --model.num-dense 0"
+_LATENT = "--model.kv-rank 16 --model.q-rank 0 --model.plain-dim 8 --model.rope-dim 8"
+_LATENT = f"{WIDE} {_LATENT} --model.value-dim 16 --model.max-seq-len 64 --data.seq-len 40"
+TRIALS["GLM4Moe"] = Trial("pretrain", "prepared", f"{GROUPED} {_EXPERTS} --data.seq-len 40")
+TRIALS["DeepSeekV2"] = Trial("pretrain", "prepared", f"{_LATENT} {_EXPERTS}")
+TRIALS["DeepSeekV3"] = TRIALS["DeepSeekV2"]
+TRIALS["MiniCPM3"] = Trial("pretrain", "prepared", f"{_LATENT}")
 TRIALS["XLMRoberta"] = TRIALS["Roberta"]
 TRIALS["ModernBert"] = Trial(
     "pretrain",
@@ -114,7 +122,8 @@ TRIALS["ModernBert"] = Trial(
     f"{SHORT} --model.pad-token-id 0 --model.local-attention 8 --data.seq-len 40",
 )
 TRIALS["Bloom"] = TRIALS["OPT"]
-LONG = {*LIKE_LLAMA, "XLMRoberta", "ModernBert", "Bloom"} - {"Mistral"}
+LONG = {*LIKE_LLAMA, "XLMRoberta", "ModernBert", "Bloom", "GLM4Moe"} - {"Mistral"}
+LONG |= {"DeepSeekV2", "MiniCPM3"}
 
 
 def texts() -> Iterator[str]:

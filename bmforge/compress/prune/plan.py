@@ -130,13 +130,18 @@ def blocks_of(model: nn.Module) -> dict[str, Block]:
     """Return the blocks of a bmforge model by name.
 
     Raises:
-        ConfigError: the model has no bmforge blocks.
+        ConfigError: the model has no bmforge blocks, or has latent attention.
     """
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, Block)}
     if not blocks or getattr(model, "spec", None) is None:
         raise ConfigError(
             f"a {type(model).__name__} has no layers of bmforge, so it cannot be pruned "
             "structurally. Load it with bmforge.models.AutoModel."
+        )
+    if any(block.spec.attn is not None and block.spec.attn.latent for block in blocks.values()):
+        raise ConfigError(
+            f"a {type(model).__name__} has multi-head latent attention, which structural pruning "
+            "does not support. Prune its weights to zeros instead."
         )
     return blocks
 

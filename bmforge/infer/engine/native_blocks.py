@@ -296,6 +296,7 @@ def _describe_experts(mlp: Any, watch: Watch) -> Any:
     experts, shared = mlp.experts, mlp.shared_expert
     _know(experts, watch, _EXPERTS)
     _require(mlp.choice != "per_call", mlp.down_bias is None, experts.up_bias is None)
+    _require(mlp.scoring == "softmax", mlp.groups == (1, 1), mlp.weight_scale == 1.0)
     if shared is not None:  # one description has both
         alike = shared.activation is experts.activation
         _require(alike, (shared.gate_proj is not None) == experts.has_gate())

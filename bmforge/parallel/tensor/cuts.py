@@ -52,6 +52,7 @@ class Cut(Protocol):
 # style -> parameter -> sharded dim. Other parameters are replicated.
 CUT_DIMS: dict[str, dict[str, int]] = {
     "part": {},
+    "whole": {},
     "column": {"weight": 0, "bias": 0},
     "key_value": {"weight": 0, "bias": 0},
     "row": {"weight": 1},
@@ -143,8 +144,14 @@ def is_beside(module: Any) -> bool:
 
 
 def _cut_around(name: str, module: nn.Module, styles: Mapping[str, Cut]) -> Cut | None:
-    """Return the cut of a module; an adapter has the cut of its base module."""
-    return styles.get(name.rpartition(".")[0] if is_beside(module) else name)
+    """Return the cut of a module; an adapter has the cut of its base module.
+
+    The parameters of a "whole" base module are replicated, as without a cut.
+    """
+    if not is_beside(module):
+        return styles.get(name)
+    cut = styles.get(name.rpartition(".")[0])
+    return None if cut is not None and cut.style == "whole" else cut
 
 
 def _dims_of(module: Any, cut: Cut | None) -> Mapping[str, int]:
@@ -195,12 +202,15 @@ def apply_tensor_parallel_(
     tensor, whole_group = TensorGroup(mesh), TensorGroup(mesh)
     blocks = {id(module) for stack in stacks for module in stack.modules()}
     mixtures = tuple(
-        f"{n}." for n, module in model.named_modules() if n in styles and is_mixture(module)
+        f"{n}."
+        for n, module in model.named_modules()
+        if n in styles and (is_mixture(module) or styles[n].style == "whole")
     )
     new: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
         cut = _cut_around(name, module, styles)
-        # Inside a mixture of experts tokens are replicated; outside each process has its own.
+        # Inside a mixture of experts, or a replicated sublayer, each process has all tokens; outside
+        # it has its own.
         is_next_to = is_beside(module) and f"{name.rpartition('.')[0]}." in mixtures
         inside = name.startswith(mixtures) and not is_next_to
         group = whole_group if inside else tensor

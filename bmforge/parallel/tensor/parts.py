@@ -140,6 +140,19 @@ def _mix_all_tokens(tensor: TensorGroup, inner: Callable[..., Any], x: Tensor) -
     return tensor.take(out), logits
 
 
+def _apply_whole_(module: nn.Module, tensor: TensorGroup) -> None:
+    """Make a replicated sublayer read all tokens and return this rank's."""
+    wrap_forward_(module, partial(_run_all_tokens, tensor), "part")
+
+
+def _run_all_tokens(
+    tensor: TensorGroup, inner: Callable[..., Tensor], x: Tensor, /, *args: Any, **kwargs: Any
+) -> Tensor:
+    if tensor.tokens is None:
+        return inner(x, *args, **kwargs)
+    return tensor.take(inner(tensor.restore(x), *args, **kwargs))
+
+
 def draw_apart_(module: nn.Module, tensor: TensorGroup) -> None:
     """Make a module use different random numbers on each rank, for example for dropout.
 
@@ -243,6 +256,7 @@ def _apply_gate_(module: Any, tensor: TensorGroup) -> None:
 
 APPLY: dict[str, Callable[[Any, TensorGroup], None]] = {
     "part": _apply_part_,
+    "whole": _apply_whole_,
     "row": add_up_,
     "embedding": _apply_embedding_,
     "head": _apply_head_,
