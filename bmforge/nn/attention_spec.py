@@ -56,8 +56,7 @@ class AttentionSpec:
         softcap: cap c of the scores s, which become ``c * tanh(s / c)``; None is no cap (Gemma 2).
         alibi: add a bias to the scores that falls linearly with the distance (Press et al., "Train
             Short, Test Long", 2022); needs `causal`.
-        latent: sizes of multi-head latent attention (MLA); None is no latents.
-        sinks: a trained score per head that takes part in the softmax, without a value (gpt-oss).
+        latent: sizes of multi-head latent attention (MLA); None is plain attention.
         in_scale: factor on the input of q, k and v, applied by the block.
         out_scale: factor on the input of o, applied by the block; 1/sqrt(width) in muP (Yang et
             al., "Tensor Programs V", 2022).
@@ -80,7 +79,6 @@ class AttentionSpec:
     softcap: float | None = None
     alibi: bool = False
     latent: LatentSpec | None = None
-    sinks: bool = False
     in_scale: float = 1.0
     out_scale: float = 1.0
 

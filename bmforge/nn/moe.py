@@ -73,7 +73,6 @@ class MoESpec:
             router gets no gradient.
         bias: biases on each expert's gate and up projections, and one on the summed output.
         router: "linear", "two_layer" or "wide": linear in fp32 (`router.py`).
-        router_bias: bias on the logits of a "linear" router.
         scoring: function from router logits to the experts' weights, "softmax" or "sigmoid".
         choice_bias: a "wide" router has a bias on the choice of experts that is not trained.
         expert_groups: number of groups of experts; a token's experts are in `top_groups` of them
@@ -98,7 +97,6 @@ class MoESpec:
     weighs: bool = True
     bias: bool = False
     router: RouterKind = "linear"
-    router_bias: bool = False
     scoring: Scoring = "softmax"
     choice_bias: bool = False
     expert_groups: int = 1
@@ -311,9 +309,7 @@ class MoE(nn.Module):
         self.weighs, self.is_split = spec.weighs, spec.split
         self.scoring, self.weight_scale = spec.scoring, spec.weight_scale
         self.groups = spec.expert_groups, spec.top_groups
-        self.router = build_router(
-            spec.router, hidden_size, spec.num_experts, spec.router_bias, spec.choice_bias
-        )
+        self.router = build_router(spec.router, hidden_size, spec.num_experts, spec.choice_bias)
         self.experts = Experts(hidden_size, spec)
         self.down_bias = nn.Parameter(torch.zeros(hidden_size)) if spec.bias else None
         self.shared_expert = self.shared_gate = None

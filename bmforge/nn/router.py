@@ -86,7 +86,6 @@ def build_router(
     kind: RouterKind,
     hidden_size: int,
     num_experts: int,
-    has_bias: bool = False,
     has_choice_bias: bool = False,
 ) -> nn.Module:
     """Build a router, (M, D) -> (M, E).
@@ -95,14 +94,13 @@ def build_router(
         kind: kind of router; see `MoESpec`.
         hidden_size: width D of the hidden states.
         num_experts: number E of experts.
-        has_bias: bias on the logits of a "linear" router.
         has_choice_bias: bias on the choice of a "wide" router.
     """
     if kind == "two_layer":
         return TwoLayerRouter(hidden_size, num_experts)
     if kind == "wide":
         return WideRouter(hidden_size, num_experts, has_choice_bias)
-    return nn.Linear(hidden_size, num_experts, bias=has_bias)
+    return nn.Linear(hidden_size, num_experts, bias=False)
 
 
 def pick_experts(

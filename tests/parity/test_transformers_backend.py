@@ -26,7 +26,7 @@ KINDS = (
     "mistral", "gemma2", "glm4_moe", "deepseek_v3", "mamba", "falcon_h1", "bart", "gpt_neox",
 )  # fmt: skip
 # Kinds that AutoModel opens as a family of its own; the backend opens them on request.
-NATIVE_KINDS = ("mistral", "gemma2", "gpt_neox")
+NATIVE_KINDS = ("mistral", "gemma2", "glm4_moe", "deepseek_v3", "gpt_neox")
 
 
 @dataclass
