@@ -76,6 +76,10 @@ class LatentConfig(LlamaLikeConfig):
         if problems:
             raise ConfigError(f"{name}: {'; '.join(problems)}.")
 
+    def _saves_head_dim(self) -> bool:
+        """Return True: the width of a head follows from the widths of its two parts."""
+        return True
+
     @property
     def interleaves(self) -> bool:
         """Whether adjacent dims are rotated as pairs."""

@@ -181,12 +181,15 @@ class LlamaLikeConfig(RotaryConfig):
         """Raise `ConfigError` for inconsistent fields, or a head width that cannot be saved."""
         super().check()
         width = self.num_heads * self.head_dim
-        is_saved = "head_dim" in self.hf_names or self.says("head_dim")
-        if width != self.hidden_size and not is_saved:
+        if width != self.hidden_size and not self._saves_head_dim():
             raise ConfigError(
                 f"{type(self).__name__}: hidden_size={self.hidden_size} must be "
                 f"num_heads={self.num_heads} x head_dim={self.head_dim}."
             )
+
+    def _saves_head_dim(self) -> bool:
+        """Return True if the saved config determines the width of a head."""
+        return "head_dim" in self.hf_names or self.says("head_dim")
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
