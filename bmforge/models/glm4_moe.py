@@ -91,8 +91,8 @@ class GLM4Moe(SharedExperts):
 
     @classmethod
     def make_block(cls, config: GLM4MoeConfig) -> BlockSpec:
-        """Return Llama's block with GLM-4.5's biases and norms of q and k."""
+        """Return Llama's block without a bias on o, and with GLM-4.5's norms of q and k."""
         block = super().make_block(config)
         assert block.attn is not None
         norm = NormSpec("rms", config.norm_eps) if config.uses_qk_norm else None
-        return replace(block, attn=replace(block.attn, qkv_bias=config.attn_bias, qk_norm=norm))
+        return replace(block, attn=replace(block.attn, out_bias=False, qk_norm=norm))
