@@ -39,6 +39,16 @@ _OLD = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions"
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _FEW_EXPERTS = {**_EXPERTS, "num_experts": 4}
+_SHARED_EXPERTS = {
+    **_EXPERTS,
+    **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+}
+_LATENT = {
+    **_BODY,
+    "num_key_value_heads": 4,
+    **{"kv_lora_rank": 16, "q_lora_rank": 12, "v_head_dim": 10},
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
+}
 _T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 _IMAGE: dict[str, Any] = {
     "hidden_size": 32,
@@ -93,6 +103,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM3ForCausalLM": ("SmolLM3Config", _GROUPED),
     "SeedOssForCausalLM": ("SeedOssConfig", {**_GROUPED, "head_dim": 8}),
     "Glm4ForCausalLM": ("Glm4Config", {**_GROUPED, "head_dim": 8}),
+    "Glm4MoeForCausalLM": ("Glm4MoeConfig", {**_GROUPED, **_SHARED_EXPERTS, "head_dim": 8}),
+    "DeepseekV2ForCausalLM": ("DeepseekV2Config", {**_LATENT, **_SHARED_EXPERTS}),
+    "DeepseekV3ForCausalLM": ("DeepseekV3Config", {**_LATENT, **_SHARED_EXPERTS}),
+    "MiniCPM3ForCausalLM": ("MiniCPM3Config", _LATENT),
     "BertForMaskedLM": ("BertConfig", _BODY),
     "RobertaForMaskedLM": ("RobertaConfig", _BODY),
     "XLMRobertaForMaskedLM": ("XLMRobertaConfig", _BODY),

@@ -18,6 +18,7 @@ _SIZES: dict[str, Any] = {
     "num_layers": 2,
     "num_heads": 4,
     "max_seq_len": 32,
+    "num_dense": 1,
 }
 
 
