@@ -25,26 +25,29 @@ model.activation model.add-pooling-layer model.attn-bias model.attn-dropout mode
 model.attn-softcap model.balance-experts model.base-hidden-size model.bias model.changes
 model.classifier-dropout model.classifier-pooling model.decoder-start-token-id
 model.dense-layers model.depth-scale model.dropout model.embed-dropout model.embed-scale
-model.embed-size model.eos-token-id model.expert-size model.experts-per-token model.feed-forward
-model.folded model.head model.head-activation model.head-bias model.head-dim model.hidden-size
-model.image-size model.init-std model.intermediate-size model.layer-drop model.layer-types
-model.local-attention model.local-rope-theta model.logit-divisor model.logit-scale
-model.logit-softcap model.mask-modules model.mask-token-id model.max-distance model.max-seq-len
-model.mlp-bias model.model-type model.new-decoder-architecture model.norm-affine model.norm-bias
-model.norm-eps model.norm-first model.normalize-weights model.num-buckets model.num-channels
-model.num-decoder-layers model.num-experts model.num-heads model.num-kv-heads model.num-labels
-model.num-layers model.num-relations model.num-segments model.original-seq-len model.out-bias
-model.output-router-logits model.pad-token-id model.parallel-attn model.parallel-norms
-model.parallel-residual model.patch-size model.pooler-activation model.pooler-size
-model.problem-type model.prompt-length model.prompt-types model.prompts-in-vocabulary
-model.qkv-bias model.query-size model.raw model.remove-final-norm model.residual-scale
+model.embed-size model.eos-token-id model.expert-groups model.expert-size
+model.experts-per-token model.feed-forward model.folded model.head model.head-activation
+model.head-bias model.head-dim model.hidden-size model.image-size model.init-std
+model.intermediate-size model.kv-rank model.layer-drop model.layer-types model.local-attention
+model.local-rope-theta model.logit-divisor model.logit-scale model.logit-softcap
+model.mask-modules model.mask-token-id model.max-distance model.max-seq-len model.mlp-bias
+model.model-type model.new-decoder-architecture model.norm-affine model.norm-bias model.norm-eps
+model.norm-first model.normalize-weights model.num-buckets model.num-channels
+model.num-decoder-layers model.num-dense model.num-experts model.num-heads model.num-kv-heads
+model.num-labels model.num-layers model.num-relations model.num-segments model.num-shared
+model.original-seq-len model.out-bias model.output-router-logits model.pad-token-id
+model.parallel-attn model.parallel-norms model.parallel-residual model.patch-size
+model.plain-dim model.pooler-activation model.pooler-size model.problem-type model.prompt-length
+model.prompt-types model.prompts-in-vocabulary model.q-rank model.qkv-bias model.query-size
+model.raw model.remove-final-norm model.residual-scale model.rope-dim model.rope-interleaved
 model.rope-scaling model.rope-theta model.rotary-dim model.rotary-part model.rotated-layers
 model.router-aux-loss-coef model.scale-head model.segment-types model.sep-token-id
 model.shared-size model.sop-token-id model.sparse-step model.sum-scale model.task-id
-model.tie-word-embeddings model.unrotated-every model.vocab-size model.window
-model.window-layers model.windows new-head nll-on-prompt nll-weight noise-density
-offload.activations offload.directory offload.fraction offload.gradients offload.states
-offload.target offload.weights override prefetch push-to-hub recompute reference reference-dtype
+model.tie-word-embeddings model.top-groups model.unrotated-every model.uses-qk-norm
+model.value-dim model.vocab-size model.weight-scale model.window model.window-layers
+model.windows new-head nll-on-prompt nll-weight noise-density offload.activations
+offload.directory offload.fraction offload.gradients offload.states offload.target
+offload.weights override prefetch push-to-hub recompute reference reference-dtype
 reference-offload reward reward-timeout-s rl.advantage rl.beta rl.clip rl.clip-dual rl.clip-high
 rl.clip-low rl.correction rl.correction-cap rl.entropy-bonus rl.gamma rl.kl rl.kl-importance
 rl.kl-in rl.lam rl.normalize rl.ratio rollout.exact-logprobs rollout.log-completions
