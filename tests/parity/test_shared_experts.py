@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from hypothesis import given
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bmforge.compress.prune.plan import blocks_of
+from bmforge.compress.prune.apply_plan import carry_out_
+from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models import (
     AutoModel,
@@ -54,7 +56,6 @@ TINY: dict[str, Any] = {
     "bos_token_id": None,
 }
 NO_PREDICTORS = {**TINY, "num_nextn_predict_layers": 0}
-UNIFORM = {**NO_PREDICTORS, "first_k_dense_replace": 0, "num_hidden_layers": 2}
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -374,6 +375,30 @@ def test_what_latent_attention_refuses() -> None:
         Prefix(model, length=2)
     with pytest.raises(ConfigError, match="structural pruning does not support"):
         blocks_of(model)
+
+
+@torch.no_grad()
+def test_pruned_model_is_the_silenced_model() -> None:
+    """Removed layers, features and experts give the model in which they contribute zero.
+
+    The dense layers are counted anew, and the shared experts keep their common width.
+    """
+    config = tiny_model(GLM4Moe).config.replace(num_layers=3, num_dense=2)
+    whole = GLM4Moe.from_config(config, dtype=torch.float64).eval()
+    whole.layers["2"].mlp.router.choice_bias.copy_(torch.linspace(-1.0, 1.0, 8))
+    small = copy.deepcopy(whole)
+    chosen = (6, 1, 3, 4)
+    kept = Kept(experts=chosen, features=(tuple(range(0, 24, 2)),) * 4)
+    carry_out_(small, PruningPlan({"layers.2": kept}, gone=("layers.0",)), uniform=True)
+    sizes = small.config.num_dense, small.config.expert_size, small.config.num_shared
+    assert (*sizes, small.config.changes) == (1, 12, 2, ())
+    whole.layers["0"].attn.o_proj.weight.zero_()
+    whole.layers["0"].mlp.down_proj.weight.zero_()
+    experts = whole.layers["2"].mlp
+    experts.experts.down_proj[:, :, 1::2] = 0.0
+    experts.router.choice_bias[[e for e in range(8) if e not in chosen]] = -10.0
+    ids = torch.arange(40).view(2, 20)
+    assert_close(small(ids).logits, whole(ids).logits)
 
 
 def test_fewer_experts_keep_the_bias() -> None:

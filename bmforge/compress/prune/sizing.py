@@ -156,6 +156,8 @@ def _without_blocks(config: Any, blocks: Mapping[str, Block], plan: PruningPlan)
         step, dense = config.sparse_step, config.dense_layers
         lacking = [n for n in numbers if n in dense or (n + 1) % step]
         changes |= {"sparse_step": 1, "dense_layers": [numbers.index(n) for n in lacking]}
+    if hasattr(config, "num_dense"):  # the first layers have no experts
+        changes["num_dense"] = sum(number < config.num_dense for number in numbers)
     if hasattr(config, "depth_scale"):  # keep depth_scale / sqrt(num_layers)
         changes["depth_scale"] = config.depth_scale * (len(numbers) / config.num_layers) ** 0.5
     return config.replace(**changes)
@@ -197,6 +199,10 @@ def _common_fields(
         values = {getattr(layer, name) for layer in members}
         if name in names and hasattr(config, key) and len(values) == 1:
             common[key] = values.pop()
+    width, shared = common.get("expert_size"), {layer.shared_size for layer in sparse}
+    if width and hasattr(config, "num_shared") and len(shared) == 1:
+        # The shared experts together keep their width, if it is a multiple of the new one.
+        common["num_shared"] = shared.pop() // width
     return common
 
 
@@ -227,7 +233,7 @@ def _options_to(have: LayerSizes, want: LayerSizes) -> dict[str, Any]:
         for name in (*heads, *feed)
         if getattr(want, name) != getattr(have, name)
     }
-    if options and have.resized(Sizes(**options)) != want:
+    if (have.resized(Sizes(**options)) if options else have) != want:
         raise ConfigError(f"{have} cannot be changed into {want}.")
     return options
 

@@ -99,7 +99,8 @@ def _expert_picks(part: Kept) -> dict[str, Picks]:
     """Return the selected indices of stacked experts and their router."""
     first: Picks = [] if part.experts is None else [(0, torch.tensor(part.experts))]
     inside = None if part.features is None else torch.tensor(part.features)
-    picks: dict[str, Picks] = {"mlp.router.weight": list(first)}
+    router = ("mlp.router.weight", "mlp.router.choice_bias")
+    picks: dict[str, Picks] = {name: list(first) for name in router}
     for key, dim in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
         width: Picks = [] if inside is None else [(dim, inside)]
         picks[f"mlp.experts.{key}"] = first + width
