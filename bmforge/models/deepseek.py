@@ -1,8 +1,8 @@
 """DeepSeek-V2, DeepSeek-V3 and R1, Kimi K2 and Moonlight.
 
-Latent attention, and routed experts beside shared ones. Source: DeepSeek-AI, "DeepSeek-V2" (arXiv
-2405.04434) and "DeepSeek-V3 Technical Report" (arXiv 2412.19437); Kimi Team, "Kimi K2" (arXiv
-2507.20534).
+They have latent attention, routed experts and shared experts. Source: DeepSeek-AI, "DeepSeek-V2"
+(arXiv 2405.04434) and "DeepSeek-V3 Technical Report" (arXiv 2412.19437); Kimi Team, "Kimi K2"
+(arXiv 2507.20534).
 """
 
 from __future__ import annotations
