@@ -301,9 +301,9 @@ def _keep_heads_(
 
 def _dims(spec: AttentionSpec, module: str) -> tuple[int, ...]:
     """Return the dims into which a parameter's first dim factors; the last is within a head."""
-    if module in ("q_norm", "k_norm"):
+    if module in ("q_norm", "k_norm") and not spec.qk_norm_whole:
         return (spec.head_dim,)
-    if module in ("k_proj", "v_proj"):
+    if module in ("k_proj", "v_proj", "k_norm"):
         return (spec.num_kv_heads, spec.head_dim)
     return (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
 

@@ -89,7 +89,9 @@ def _attention_rows(
         "o_proj": rows(heads, [value[number] for number in per_head]),
     }
     kept_rows |= {f"{key[0]}_global_proj": kept_rows[key] for key in ("q_proj", "k_proj", "v_proj")}
-    if part.query_dims is not None:
+    if spec.qk_norm_whole:  # the norms cover all heads
+        kept_rows |= {"q_norm": kept_rows["q_proj"], "k_norm": kept_rows["k_proj"]}
+    elif part.query_dims is not None:
         norm = torch.tensor(query[0])
         kept_rows |= {"q_norm": norm, "k_norm": norm}
     return kept_rows
