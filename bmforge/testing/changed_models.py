@@ -39,15 +39,19 @@ _STORED = ("k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
 
 def resized(model: nn.Module) -> list[Change]:
-    """Return changes that halve the heads and the MLP width of the last block of each stack."""
+    """Return changes that halve the heads and the MLP width of the last block of each stack.
+
+    Heads whose norms cover all heads at once are not halved: fewer heads have another mean square.
+    """
     last = {name.rpartition(".")[0]: name for name, m in model.named_modules() if is_block(m)}
     changes = []
     for name in last.values():
-        sizes = sizes_of(model.get_submodule(name).spec)
-        options = {}
+        spec: Any = model.get_submodule(name).spec
+        sizes, options = sizes_of(spec), {}
+        has_whole_norm = spec.attn is not None and spec.attn.qk_norm_whole
         if (
             sizes.num_heads
-            and sizes.latent is None
+            and not (has_whole_norm or sizes.latent)
             and (sizes.num_heads > sizes.num_kv_heads or sizes.num_heads >= 4)
         ):
             options["num_heads"] = sizes.num_heads // 2

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 import pytest
+import torch
 import transformers
 
+from bmforge.compress.prune.apply_plan import carry_out_
+from bmforge.compress.prune.plan import Kept, PruningPlan
 from bmforge.errors import ConfigError
 from bmforge.models import (
     GLM4,
@@ -17,11 +21,13 @@ from bmforge.models import (
     Gemma3,
     Gemma3Config,
     OLMo2,
+    OLMo2Config,
     OLMo3,
     OLMo3Config,
     SmolLM3,
     SmolLM3Config,
 )
+from bmforge.models.changes import Change
 from bmforge.testing import assert_close
 from bmforge.testing.derived_suite import DerivedDecoderSuite
 from bmforge.testing.native_suite import decode_both_ways
@@ -276,6 +282,26 @@ def test_every_preset_shapes(family: Any, name: str) -> None:
     """Every preset's shapes are transformers'."""
     hf_class = CLASSES[family] if name != "glm-4-9b" else transformers.GlmForCausalLM
     check_preset_shapes(family, hf_class, name)
+
+
+def test_fewer_heads_keep_their_norms() -> None:
+    """Resized and pruned layers keep those entries of norms over all heads that their heads had."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 1}
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "max_seq_len": 32}
+    model: Any = OLMo2.from_config(OLMo2Config(**sizes, **heads))
+    norms = model.layers["0"].attn.q_norm.weight, model.layers["0"].attn.k_norm.weight
+    for norm in norms:
+        torch.nn.init.normal_(norm)
+    pruned, resized = copy.deepcopy(model), copy.deepcopy(model)
+    resized.change_(Change("resize", ("layers.0",), {"num_heads": 2}))
+    carry_out_(pruned, PruningPlan({"layers.0": Kept(heads=(1, 2))}))
+    query, key = (norm.detach().view(-1, 8) for norm in norms)
+    # Each key-value head keeps its first query head, or the one of the plan.
+    for small, rows in ((resized, [0, 2]), (pruned, [1, 2])):
+        attn = small.layers["0"].attn
+        assert torch.equal(attn.q_norm.weight, query[rows].flatten())
+        assert torch.equal(attn.k_norm.weight, key.flatten())
+        assert small(torch.arange(8)[None]).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(
