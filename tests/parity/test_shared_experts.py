@@ -209,7 +209,7 @@ class TestDeepSeekV2(LatentSuite):
             "topk_method": "group_limited_greedy",
             "n_group": 4,
             "topk_group": 2,
-            "routed_scaling_factor": 16.0,
+            "routed_scaling_factor": 4.0,
             "attention_bias": True,
         },
     }
