@@ -239,7 +239,8 @@ def describe_provenance(provenance: Provenance) -> list[str]:
     lines = [f"license: {provenance.license or UNKNOWN}"]
     for part in provenance.parts:
         counts = f", {part.documents:,} documents, {part.tokens:,} tokens" if part.documents else ""
-        lines.append(f"made of {part.kind} {part.name}: {part.license}{counts}")
+        kind = "base model" if part.kind == "base" else part.kind
+        lines.append(f"{kind} {part.name}: license {part.license}{counts}")
     lines += [f"conflict: {conflict}" for conflict in provenance.conflicts()]
     return lines
 

@@ -55,8 +55,8 @@ class MemoryOptions:
             parse_size(self.device_budget, "device_budget")
         elif self.max_tokens is not None and self.devices is None:
             raise ConfigError(
-                f"max_tokens={self.max_tokens} has no effect without device_budget. Leave it out, "
-                "or set device_budget=2GiB."
+                f"max_tokens={self.max_tokens} has no effect without device_budget. To limit the "
+                "answer, set max_new_tokens instead; else leave it out, or set device_budget=2GiB."
             )
 
     @property

@@ -60,7 +60,7 @@ def _run(arguments: list[str]) -> int:
         run_command(arguments[0], arguments[1:])
         return 0
     except BmforgeError as error:
-        _say(name_options(str(error), options_of(arguments[0])))
+        _say(name_options(str(error), options_of(arguments[0]), arguments[1:]))
         return 2
     except OSError as error:
         if error.errno in _DISK_FULL:

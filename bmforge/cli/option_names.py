@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from bmforge.cli.commands import COMMANDS
 from bmforge.cli.parse import find_options
+from bmforge.cli.train_help import SHORT_NAMES
 from bmforge.cli.train_options import FIELDS
 
 __all__ = ["name_options", "options_of"]
 
-# A field name of two words or more, with or without a prefix; one word is its own option.
+# A field name of two words or more, with or without a prefix; one word is often no field.
 _FIELD = re.compile(r"(?<![\w.\-/'\"])[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)*(?![\w/])")
+# Other spellings of options of `train`; --model also sets the initial model.
+_ALIASES = {**SHORT_NAMES, "--model": "--init-from"}
 # Maximum number of options listed for one field name.
 _MOST = 3
 
@@ -25,25 +28,38 @@ def options_of(command: str) -> Collection[str]:
     return () if options is None else [name for name, _ in find_options(options)]
 
 
-def name_options(message: str, options: Collection[str]) -> str:
+def name_options(message: str, options: Collection[str], arguments: Sequence[str] = ()) -> str:
     """Append to an error message the options that set the fields it mentions.
 
     Args:
         message: error message with Python field names (`micro_batch_size`). Options that it
             already contains are not repeated.
         options: options of the command, without dashes (`data.micro-batch-size`).
+        arguments: command line, whose spelling of an option is used (`--lr`).
     """
+    typed = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
     named: dict[str, None] = {}
     for field in _FIELD.findall(message):
         name = field.replace("_", "-")
-        if name == field:
+        if name == field and not (name in options and _is_typed(name, typed)):
             continue
         hits = [name] if name in options else sorted(o for o in options if o.endswith(f".{name}"))
         if len(hits) <= _MOST:
-            named.update((f"--{hit}", None) for hit in hits if f"--{hit}" not in message)
+            spelled = [_spell(hit, typed) for hit in hits]
+            named.update((option, None) for option in spelled if option not in message)
     if not named:
         return message
     return (
         f"{message}\nIn this command, the {'options are' if len(named) > 1 else 'option is'} "
         f"{', '.join(named)}."
     )
+
+
+def _is_typed(name: str, typed: Collection[str]) -> bool:
+    return _spell(name, typed) in typed
+
+
+def _spell(name: str, typed: Collection[str]) -> str:
+    """Return the spelling of an option that the user typed, or else its full name."""
+    aliases = [short for short, full in _ALIASES.items() if full == f"--{name}"]
+    return next((alias for alias in aliases if alias in typed), f"--{name}")

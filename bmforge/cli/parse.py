@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, suggest
 
 __all__ = [
     "find_options",
@@ -33,7 +33,7 @@ _WORDS = ("True", "False")
 def parse_options(
     kind: Any, arguments: Sequence[str], command: str, default: Any = None, about: str | None = None
 ) -> Any:
-    """Parse arguments into a dataclass; explain a wrong argument and exit with status 2.
+    """Parse arguments into a dataclass; explain a wrong value and exit with status 2.
 
     Args:
         kind: dataclass of the options.
@@ -41,16 +41,35 @@ def parse_options(
         command: name of the command, for error messages.
         default: default values; None uses those of the dataclass.
         about: text above the options in the help; None uses the dataclass's docstring.
+
+    Raises:
+        ConfigError: an option is unknown.
     """
+    spelled = _spell_options(kind, arguments)
+    _check_names(kind, spelled, command)
     with _said_once():
         return tyro.cli(
             kind,
-            args=_spell_options(kind, arguments),
+            args=spelled,
             prog=f"bmforge {command}",
             description=about,
             default=default if default is not None else tyro.MISSING_NONPROP,
             config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
         )
+
+
+def _check_names(kind: Any, arguments: Sequence[str], command: str) -> None:
+    """Raise `ConfigError` for an unknown option; the message suggests the nearest."""
+    options = {f"--{path}" for path, _ in find_options(kind, positional=False)}
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        if argument == "--":  # only positional arguments follow
+            return
+        if name.startswith("--") and name not in options and name != "--help":
+            raise ConfigError(
+                f"unknown option of bmforge {command}: {name}.{suggest(name, options)} --help "
+                "lists the options."
+            )
 
 
 @contextlib.contextmanager

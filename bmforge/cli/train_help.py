@@ -45,6 +45,7 @@ _SWITCHES = {
     "--dry-run --world N": "print the memory of each of N processes and exit",
     "--profile": "trace three steps",
 }
+_ROLLOUT_TASKS = ("rl", "distill")
 # Options of a task that are not config fields.
 SWITCHES = [
     word for row in (*_SWITCHES, "--help-all") for word in row.split() if word.startswith("--")
@@ -67,11 +68,17 @@ def list_tasks() -> str:
 
 def describe_task(name: str) -> str:
     """Return the output of `bmforge train TASK --help`, with the most common options."""
-    about = TASK_NAMES.get(ALSO.get(name, name)) or OLD_NAMES.get(name) or f"fine-tune on {name}"
+    task = ALSO.get(name, name)
+    short_names = {
+        short: full
+        for short, full in SHORT_NAMES.items()
+        if task in _ROLLOUT_TASKS or not full.startswith("--rollout.")
+    }
+    about = TASK_NAMES.get(task) or OLD_NAMES.get(name) or f"fine-tune on {name}"
     return (
         f"usage: bmforge train {name} --model NAME_OR_DIR [OPTIONS]\n\n{about}\n\n"
         f"{_rows(_COMMON)}\n\n{_rows(_SWITCHES)}\n\n"
-        f"short names of config fields:\n{_rows(SHORT_NAMES)}\n\n"
+        f"short names of config fields:\n{_rows(short_names)}\n\n"
         "A switch is --NAME, --no-NAME, or --NAME True or False. Every field of the run and\n"
         "of its model is an option: --help-all lists them with their defaults, --print-config\n"
         "shows what they are in this run."
@@ -84,4 +91,5 @@ def describe_fields(about: str) -> str:
 
 
 def _rows(table: dict[str, str]) -> str:
-    return "\n".join(f"  {name:<22}{about}" for name, about in table.items())
+    width = max(22, *(len(name) + 2 for name in table))
+    return "\n".join(f"  {name:<{width}}{about}" for name, about in table.items())

@@ -212,9 +212,13 @@ class AutoModel:
         model = cls.from_pretrained(base, backend=backend, **options)
         # Adapters are built on models, so `models` must not import `tune` at import time.
         tune: Any = importlib.import_module("bmforge.tune.delta")
-        check = {"allow_other_base": allow_other_base}
-        check |= {"base_fingerprint": partial(fingerprint_of_files, model, base)}
-        tune.load_delta(model, name, **check, trainable=False)
+        tune.load_delta(
+            model,
+            name,
+            allow_other_base=allow_other_base,
+            base_fingerprint=partial(fingerprint_of_files, model, base),
+            trainable=False,
+        )
         return model.eval()
 
     @classmethod

@@ -154,11 +154,18 @@ def merged_model(name: str | Path, near: Path) -> Iterator[str | Path]:
     Args:
         name: model argument of a command; see `find_source`.
         near: target of the command; the temporary directory is next to it.
+
+    Raises:
+        CheckpointError: the target exists; this is checked before the merge.
+        ConfigError: the target cannot be written.
     """
     directory = find_export(name)
     if not is_adapter(directory):
         yield directory
         return
+    if near.exists() and (not near.is_dir() or near.suffix == ".gguf" or any(near.iterdir())):
+        raise CheckpointError(f"{str(near)!r} already exists. Choose another target.")
+    check_place(near, "target")
     near.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".bmforge-merged-", dir=near.parent) as folder:
         yield merge_adapter(directory, Path(folder) / Path(near).stem)

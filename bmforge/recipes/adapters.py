@@ -38,12 +38,14 @@ __all__ = [
     "ALL_LINEAR",
     "KINDS",
     "AdapterConfig",
+    "adapter_defaults",
     "adapter_stays",
     "attach_adapter",
     "default_rate",
     "find_base",
     "log_trained",
     "set_rates",
+    "settle_adapter",
     "with_adapter",
 ]
 
@@ -140,6 +142,23 @@ class AdapterConfig:
         names = [f.name for f in dataclasses.fields(self) if f.name not in _RUN_FIELDS]
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value not in (None, False)}
+
+
+def adapter_defaults(kind: str | None) -> dict[str, Any]:
+    """Return the sizes of an adapter type's default: the rank of LoRA, the length of a prefix."""
+    if kind not in ("lora", "prefix", "soft-prompt"):
+        return {}
+    return {k: v for k, v in KINDS[kind].defaults.items() if k in ("rank", "length")}
+
+
+def settle_adapter(config: Any) -> Any:
+    """Return a run's config with the default sizes of its adapter, as run.toml records them."""
+    chosen: AdapterConfig = config.adapter
+    defaults = adapter_defaults(chosen.kind)
+    missing = {name: v for name, v in defaults.items() if getattr(chosen, name) is None}
+    if not missing:
+        return config
+    return dataclasses.replace(config, adapter=dataclasses.replace(chosen, **missing))
 
 
 def default_rate(kind: str, rank: int | None) -> float:

@@ -35,7 +35,7 @@ from bmforge.parallel import (
     run_on_first,
 )
 from bmforge.provenance import warn_of_licenses
-from bmforge.recipes.adapters import AdapterConfig, log_trained, set_rates
+from bmforge.recipes.adapters import AdapterConfig, log_trained, set_rates, settle_adapter
 from bmforge.recipes.base_weights import BaseDtype
 from bmforge.recipes.build import build_model
 from bmforge.recipes.compression_phases import (
@@ -234,7 +234,7 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
     world = init_distributed(timeout_s=config.timeout_s)
     config.layout.check(world.size)
     config.loss_scale.check(config.train.precision)
-    config = need_fields(settle_model(config), needs)
+    config = settle_adapter(need_fields(settle_model(config), needs))
     config = dataclasses.replace(config, data=settle_batch(config, world.size))
     with FailureDetector().watching(), occupy_run_dir(config.run_dir, config, _FREE):
         overridden = overridden_fields(config)

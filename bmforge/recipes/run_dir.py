@@ -15,6 +15,7 @@ from bmforge.errors import ConfigError
 from bmforge.files import check_place, partial_name, replace_file
 from bmforge.logging import get_logger, log_to_file, process_rank
 from bmforge.parallel import run_on_first
+from bmforge.recipes.adapters import adapter_defaults
 from bmforge.recipes.renamed_fields import rename_fields
 from bmforge.train.run_lock import LOCK_NAME, hold_run_dir
 
@@ -165,6 +166,9 @@ def overridden_fields(config: Any) -> frozenset[str]:
 def _find_changes(file: Path, config: Any) -> dict[str, tuple[Any, Any]]:
     """Return the fields that differ: (value in run.toml, current value) by field name."""
     before = _flatten(rename_fields(tomllib.loads(file.read_text(encoding="utf-8"))))
+    # Earlier versions recorded the default size of an adapter as None, by leaving it out.
+    sizes = adapter_defaults(before.get("adapter.kind"))
+    before = {f"adapter.{name}": size for name, size in sizes.items()} | before
     now, defaults = _flatten(config_to_dict(config)), _flatten(_default_values(config))
     names = sorted(before.keys() | now.keys())
     values = {name: (before.get(name, defaults.get(name)), now.get(name)) for name in names}
@@ -191,7 +195,10 @@ def _say_changes(run_dir: Path, config: Any) -> None:
     if not file.exists():
         return
     before = _flatten(rename_fields(tomllib.loads(file.read_text(encoding="utf-8"))))
-    if changed := [name for name in _find_changes(file, config) if name != "override"]:
+    unsettled = {"override"}
+    if getattr(config, "epochs", None) is not None:
+        unsettled.add("train.steps")  # computed from the epochs when the data is open
+    if changed := [name for name in _find_changes(file, config) if name not in unsettled]:
         get_logger().info("changed since the start of the run: %s", ", ".join(changed))
     defaults = _flatten(_default_values(config))
     now = _flatten(config_to_dict(config))

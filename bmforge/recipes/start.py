@@ -85,7 +85,7 @@ def find_start(name: str) -> Start:
     short = {key for family in FAMILIES.values() for key in family.config_class.hub_ids}
     if "/" not in name and name not in short and not Path(name).is_dir():
         names = [*find_neighbors(Path(name)), *presets, *(key.lower() for key in FAMILIES)]
-        near = get_close_matches(name, names, n=3)
+        near = get_close_matches(name, dict.fromkeys(names), n=3)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise ConfigError(
             f"unknown model: model={name!r} (a preset, a family, a directory, or a model of the "

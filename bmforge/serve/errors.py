@@ -99,6 +99,13 @@ def explain_types(error: RequestValidationError) -> RequestError:
     problems = error.errors()
     first = problems[0]
     path = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "unknown_field":
+        where = ".".join([*path, first["ctx"]["field"]])
+        return RequestError(
+            f"{where} is not supported here.{first['ctx']['hint']}",
+            where,
+            code="unknown_parameter",
+        )
     if not path and first["type"] == "value_error":
         return RequestError(_message(first), code="invalid_value")
     if not path:

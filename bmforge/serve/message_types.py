@@ -8,6 +8,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from bmforge.errors import suggest
 
 __all__ = ["Message", "SentBack", "Strict", "Tool", "ToolChoice"]
 
@@ -16,6 +19,20 @@ class Strict(BaseModel):
     """Base class of all request types: strict types, no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _suggest_fields(cls, value: Any) -> Any:
+        """Report an unknown field that resembles a known one; the others are reported later."""
+        if not isinstance(value, dict) or value.keys() <= cls.model_fields.keys():
+            return value
+        names = [field.alias or name for name, field in cls.model_fields.items()]
+        for key in value:
+            if key in names or key in cls.model_fields or not isinstance(key, str):
+                continue
+            if hint := suggest(key, names):
+                raise PydanticCustomError("unknown_field", "unknown", {"field": key, "hint": hint})
+        return value
 
 
 class SentBack(Strict):

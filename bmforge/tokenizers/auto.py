@@ -28,6 +28,11 @@ from bmforge.tokenizers.tokenizer_json import (
 
 __all__ = ["AutoTokenizer"]
 
+# Vocabularies from which tokenizers of older models are read, for the error message.
+_OLD_FILES = (
+    " with ".join(BYTE_PAIR_FILES),
+    *(VOCABULARY_FILE, SPIECE_FILES[0], MODEL_FILE, SENTENCEPIECE_FILE),
+)
 # Maps tokenizer_class or model_type, in lower case without "-" and "_", to the function that opens
 # a directory.
 _BY_NAME: dict[str, Callable[[Path], Any]] = {
@@ -65,12 +70,9 @@ class AutoTokenizer:
         opens = _by_config(folder) or _by_files(folder)
         if opens is None:
             raise DataError(
-                f"no tokenizer in {str(folder)!r} (supported: {TOKENIZER_FILE}, "
-                f"{' with '.join(BYTE_PAIR_FILES)} (GPT-2, OPT, RoBERTa), "
-                f"{VOCABULARY_FILE} (BERT, CPM-2, EVA, CPM-Ant, CPM-Bee), "
-                f"{SPIECE_FILES[0]} (T5), {MODEL_FILE} (CPM-1), or {SENTENCEPIECE_FILE} "
-                "(GLM). Where there are other files of a Hugging Face tokenizer, write "
-                f"a {TOKENIZER_FILE} with transformers' "
+                f"no tokenizer in {str(folder)!r} ({TOKENIZER_FILE}; for older models also "
+                f"{', '.join(_OLD_FILES)}). Copy {TOKENIZER_FILE} and tokenizer_config.json from "
+                "the original model. If that has other files, write them with transformers' "
                 "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)."
             )
         return opens(folder)

@@ -69,7 +69,7 @@ def test_an_export_says_what_it_was_made_of(
     assert main(["info", str(place / "first" / "export")]) == 0
     shown = capsys.readouterr().out
     assert "license: MIT" in shown
-    assert "made of data corpus: CC-BY-NC-4.0, 8 documents" in shown
+    assert "data corpus: license CC-BY-NC-4.0, 8 documents" in shown
 
 
 def test_it_goes_along_with_every_copy(place: Path, tmp_path: Path) -> None:

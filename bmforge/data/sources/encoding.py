@@ -120,6 +120,12 @@ def decode(
 
 
 def _explain(raw: bytes, location: str, damaged: Decoded | None) -> DataError:
+    if damaged is not None and _is_latin1(raw, damaged):
+        return DataError(
+            f"{location} has {damaged.replaced} invalid characters for UTF-8; it looks like "
+            "Latin-1. Convert it, for example: iconv -f LATIN1 -t UTF-8, or replace the characters "
+            "with errors='replace' (bmforge prepare: --errors replace)."
+        )
     if damaged is not None:
         return DataError(
             f"{location} is {damaged.encoding} with {damaged.replaced} invalid characters. "
@@ -135,6 +141,14 @@ def _explain(raw: bytes, location: str, damaged: Decoded | None) -> DataError:
         f"detected{_hint()}. Convert it, for example: iconv -f GB18030 -t UTF-8, or remove it from "
         "the input."
     )
+
+
+def _is_latin1(raw: bytes, damaged: Decoded) -> bool:
+    """Return True if no character beyond ASCII is valid UTF-8, and nearly all are accents."""
+    if damaged.encoding != "utf-8" or not damaged.text.replace(_REPLACEMENT, "").isascii():
+        return False
+    accents = [char.isalpha() for char in raw.decode("latin-1") if not char.isascii()]
+    return sum(accents) >= _VERY_SURE * len(accents)
 
 
 def _decode_intact(raw: bytes, labels: Sequence[str], expected: str) -> Decoded | None:
