@@ -61,11 +61,13 @@ def parse_options(
 def _check_names(kind: Any, arguments: Sequence[str], command: str) -> None:
     """Raise `ConfigError` for an unknown option; the message suggests the nearest."""
     options = {f"--{path}" for path, _ in find_options(kind, positional=False)}
+    # An annotation can rename a field with a dot: `data_task` is --data.task.
+    plain = {option.replace(".", "-") for option in options} | {"--help"}
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
         if argument == "--":  # only positional arguments follow
             return
-        if name.startswith("--") and name not in options and name != "--help":
+        if name.startswith("--") and name.replace(".", "-") not in plain:
             raise ConfigError(
                 f"unknown option of bmforge {command}: {name}.{suggest(name, options)} --help "
                 "lists the options."
