@@ -94,6 +94,7 @@ def test_a_list_close_to_the_body_is_kept_and_a_menu_is_not():
         ("<ruby>漢<rp>(</rp><rt>かん</rt><rp>)</rp>字<rt>じ</rt></ruby>を読む", "漢字を読む"),
         ("<ruby><rb>漢</rb><rt>かん<rb>字</rb><rt>じ</ruby>", "漢字"),
         ("<RUBY lang=ja>本<rt>ほん</RUBY>と<ruby>木<rt>き</rt></ruby>", "本と木"),
+        ("<ruby>" * 3 + "字\n<rt>じ</rt></ruby>", "<ruby><ruby>字\n"),
         ("<p>no reading</p>", "<p>no reading</p>"),
     ],
 )

@@ -42,7 +42,8 @@ _SKIPPED = [
 _LINK_BEGIN, _LINK_END = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which do not occur in pages
 _LINK_MARK = re.compile(f"([{_LINK_BEGIN}{_LINK_END}])")
 _LINK_TAG = re.compile(r"<a\b(?=[\s>])|</a\s*>", re.I)
-_RUBY = re.compile(r"<ruby\b[^>]*>(.{0,5000}?)</ruby\s*>", re.I | re.S)
+# Stops at the next opening tag, so that thousands of tags without an end are searched once each.
+_RUBY = re.compile(r"<ruby\b[^>]*>((?:[^<]|<(?!ruby\b)){0,5000}?)</ruby\s*>", re.I)
 _READING = re.compile(
     r"<(?:rp|rt|rtc)\b[^>]*>.*?(?:</(?:rp|rt|rtc)\s*>|(?=<(?:rp|rt|rtc|rb)\b)|$)", re.I | re.S
 )
