@@ -139,7 +139,10 @@ class MoESpec:
         """Raise `ConfigError` if the groups of experts cannot hold a token's experts."""
         groups, top = self.expert_groups, self.top_groups
         if groups < 1 or self.num_experts % groups:
-            raise ConfigError(f"expert_groups={groups} must divide num_experts={self.num_experts}.")
+            raise ConfigError(
+                f"expert_groups={groups} must divide num_experts={self.num_experts}. Set "
+                "expert_groups=1 and top_groups=1 to choose among all experts."
+            )
         if not 1 <= top <= groups or self.experts_per_token > top * (self.num_experts // groups):
             raise ConfigError(
                 f"top_groups={top} of expert_groups={groups} must contain "
