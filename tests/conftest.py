@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from draws import sample_sizes, variants_left_out
 from hypothesis import HealthCheck, settings
 
 from bmforge.logging import get_logger
@@ -19,6 +20,20 @@ settings.load_profile("busy")
 
 # Products of tests' tiny matrices are slower in the library that is faster for large ones.
 os.environ.setdefault("BMFORGE_HOST_TUNING", "memory")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that runs every variant of the tests that are not long."""
+    parser.addoption("--every-variant", action="store_true", help="do not sample test matrices")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the variants outside of the samples as long, before pytest reads the marks."""
+    if not config.getoption("--every-variant"):
+        tests = [item for item in items if item.get_closest_marker("long") is None]
+        for test in variants_left_out(tests, sample_sizes()):
+            test.add_marker(pytest.mark.long)
 
 
 def pytest_collection_finish() -> None:
