@@ -129,8 +129,8 @@ class DuplicatesConfig:
             least this Jaccard similarity, from 0.3 to 1; none drops only exact duplicates.
         repeated_paragraphs: remove paragraphs of at least this many characters, such as 50,
             that occurred before in any document.
-        repeated_spans: remove passages of at least this many words or Chinese characters, 50 or
-            more, that occurred before in any document.
+        repeated_spans: remove passages that occurred before in the same or another document;
+            their minimum length in words or Chinese characters (at least 50).
         earlier: directories of corpora prepared with keep_index; their documents are dropped,
             and with near_duplicates also similar ones.
         decontaminate: test sets; a document that contains one of their examples is dropped.

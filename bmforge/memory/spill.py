@@ -47,7 +47,7 @@ class HostBytes:
         self._memory = memory
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return a view of the memory."""
+        """Return a uint8 view of the stored bytes, without a copy."""
         return self._memory[start:stop]
 
     def write(self, start: int, values: Tensor) -> None:

@@ -29,9 +29,9 @@ def encoder_heads(stem: str, head: dict[str, str], sequence: dict[str, str]) -> 
 
     Args:
         stem: prefix of the class names, such as ``"Bert"``.
-        head: published names of the masked-LM head's modules by bmforge's names; ``"bias"`` for
+        head: published name for each bmforge name of a masked-LM head's module; ``"bias"`` for
             the decoder's bias.
-        sequence: published names of the sequence classifier's modules by bmforge's names.
+        sequence: published name for each bmforge name of a sequence classifier's module.
     """
     kinds = ("weight", "bias")
     modules = [(f"mlm_head.{part}", head[part]) for part in ("dense", "norm", "decoder")]

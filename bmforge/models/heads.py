@@ -34,11 +34,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Head:
-    """Head of a family, with transformers' names.
+    """Description of a task head of a model family, with transformers' names.
 
     Args:
         architecture: name of the transformers class, as in config.json.
-        names: published names of the head's parameters by bmforge's names.
+        names: published parameter name for each bmforge parameter name of the head.
         prefix: prefix of the body's parameter names; None uses the family's default.
         aliases: names of other classes whose checkpoints this head can load.
         optional: parameters that are initialized if a checkpoint lacks them.

@@ -25,7 +25,7 @@ def expert_rules(published: str, names: Mapping[str, str]) -> list[WeightRule]:
 
     Args:
         published: published name of a layer's module, with `{i}` for the layer index.
-        names: published names of the projections by bmforge's names.
+        names: published name for each bmforge name of a projection.
     """
     block = "layers.{i}.mlp."
     experts = [

@@ -66,7 +66,7 @@ class Traits:
         return "" if self.objective == "dialogues" else self.sentinel
 
     def of(self, config: Any) -> Traits:
-        """Return the properties for a specific config."""
+        """Return the family's traits for a config: its head, and its limit on positions."""
         limit = config.max_seq_len if self.positions == "learned" else None
         return replace(self, writes=config.head in _WRITING_HEADS, position_limit=limit)
 

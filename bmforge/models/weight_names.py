@@ -27,7 +27,7 @@ class WeightNames:
 
     def weight_rules(self) -> list[WeightRule]:
         """Return the weight rules of the family's body, with `{i}` for the layer index."""
-        raise TypeError(f"{type(self).__name__} defines no weight_rules")
+        raise TypeError(f"{type(self).__name__} must define `weight_rules`.")
 
     @property
     def _module(self) -> Any:
@@ -38,7 +38,7 @@ class WeightNames:
         return {}
 
     def all_rules(self) -> list[WeightRule]:
-        """Return the name rules of body and head, as in published checkpoints with this head."""
+        """Return the rules that map parameter names to those of checkpoints with this head."""
         head = self.config.heads[self.config.head]
         rules = self.weight_rules()
         if head.prefix is not None:

@@ -189,7 +189,7 @@ class TiledHead:
 
     @property
     def grads(self) -> list[Tensor | None]:
-        """Gradients of the hidden states, the weight, the bias and the `added` pairs."""
+        """Gradients of hidden states, weight, bias and the low-rank factors in `added`."""
         pairs = list(zip(self._of_states, self._of_rows, strict=True))
         return [*pairs[0], self._of_bias, *itertools.chain.from_iterable(pairs[1:])]
 

@@ -108,7 +108,7 @@ class BesidePart(nn.Module):
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Return the `TensorNote` of each of the adapter's own tensors by name."""
-        raise TypeError(f"{type(self).__name__} defines no tensor_notes")
+        raise TypeError(f"{type(self).__name__} must define `tensor_notes`.")
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
         """Return the base module's output with this adapter applied.
@@ -117,11 +117,11 @@ class BesidePart(nn.Module):
             inputs: positional inputs of the base module.
             out: output of the base module, including earlier adapters.
         """
-        raise TypeError(f"{type(self).__name__} defines no join")
+        raise TypeError(f"{type(self).__name__} must define `join`.")
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the changed input of the base module; called only if `enters` is True."""
-        raise TypeError(f"{type(self).__name__} defines no enter")
+        raise TypeError(f"{type(self).__name__} must define `enter`.")
 
     def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
         """Apply this adapter to the output of `module` as the current call selects it."""

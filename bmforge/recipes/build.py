@@ -94,8 +94,8 @@ def _freeze_(model: Model, head: Collection[str]) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             "freeze_base=True leaves no parameter to train, because no adapter is attached to "
-            f"a layer of this {type(model).__name__}. Add one with changes, for example "
-            "low_rank."
+            f"a layer of this {type(model).__name__}. Attach one through the config's `changes`, "
+            "for example `low_rank`."
         )
 
 

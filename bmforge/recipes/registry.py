@@ -141,7 +141,7 @@ def _goes_on(traits: Traits) -> bool:
 
 
 def _is_batched(traits: Traits) -> bool:
-    """Return True if the engine batches the family's answers: decoders that read left to right."""
+    """Return True for causal decoders, whose generation requests the engine batches."""
     return _continues(traits) and traits.positions in ("learned", "rotary", "alibi")
 
 

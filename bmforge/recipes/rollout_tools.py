@@ -22,11 +22,11 @@ Schema = dict[str, Any]
 
 
 def open_functions(config: Any, template: ChatTemplate | None) -> dict[str, ToolProcess]:
-    """Start the processes of a run's tools, by the names of the functions.
+    """Start a process per tool function, and return the processes by function name.
 
     Raises:
-        ConfigError: prompts are texts, the chat template has no format of tool calls, or a function
-            cannot be loaded.
+        ConfigError: prompts are plain texts, the chat template has no format of tool calls, or a
+            function cannot be loaded.
     """
     specs = config.rollout.tools
     if not specs:

@@ -296,7 +296,5 @@ def _read_outputs(outputs: StructuredOutputs) -> dict[str, Constraint]:
     except BmforgeError as error:
         raise RequestError(str(error), name, code="invalid_value") from error
     if not constraints:
-        raise RequestError(
-            f"{name} has no constraint (needed: json, regex, choice or grammar)", name
-        )
+        raise RequestError(f"{name} has no constraint. Set json, regex, choice or grammar.", name)
     return constraints

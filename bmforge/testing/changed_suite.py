@@ -43,17 +43,20 @@ __all__ = ["ChangedSuite"]
 
 
 class ChangedSuite:
-    """Tests of models whose config has changes; `FamilySuite` inherits this."""
+    """Tests of models with adapters, pruning or quantization in `config.changes`.
+
+    `FamilySuite` inherits this class.
+    """
 
     model_class: ClassVar[type[Model]]
 
     def tiny_config(self) -> ModelConfig:
         """Return a tiny config of the family."""
-        raise TypeError(f"{type(self).__name__} defines no tiny_config")
+        raise TypeError(f"{type(self).__name__} must define `tiny_config`.")
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
         """Return the model's arguments other than labels."""
-        raise TypeError(f"{type(self).__name__} defines no make_inputs")
+        raise TypeError(f"{type(self).__name__} must define `make_inputs`.")
 
     @pytest.fixture
     def changed(self, tiny: Model) -> ModelConfig:
@@ -159,7 +162,7 @@ class ChangedSuite:
     @pytest.mark.long
     @capability("changed: compile")
     def test_changed_compiles_whole(self, changed: ModelConfig) -> None:
-        """Training a changed model compiles to one graph with the same results."""
+        """A model with changes compiles to one graph; loss and gradients stay the same."""
         torch.compiler.reset()
         model = self.model_class.from_config(changed, dtype=torch.float64)
         batch = widen(self.make_inputs(model))

@@ -55,11 +55,11 @@ class CompressSuite:
 
     def wide_config(self) -> ModelConfig:
         """Return the tiny config with widths divisible by 32."""
-        raise TypeError(f"{type(self).__name__} defines no wide_config")
+        raise TypeError(f"{type(self).__name__} must define `wide_config`.")
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
         """Return the model's arguments other than labels."""
-        raise TypeError(f"{type(self).__name__} defines no make_inputs")
+        raise TypeError(f"{type(self).__name__} must define `make_inputs`.")
 
     def fat(self) -> Any:
         """Return a new model whose MLPs are wide enough to be halved or split into experts."""

@@ -75,11 +75,11 @@ class DeltaSuite:
 
     def tiny_config(self) -> ModelConfig:
         """Return a tiny config of the family."""
-        raise TypeError(f"{type(self).__name__} defines no tiny_config")
+        raise TypeError(f"{type(self).__name__} must define `tiny_config`.")
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
         """Return the model's arguments other than labels."""
-        raise TypeError(f"{type(self).__name__} defines no make_inputs")
+        raise TypeError(f"{type(self).__name__} must define `make_inputs`.")
 
     def check_delta(
         self, tiny: Model, folder: Path, build: Build, starts_alike: bool = True

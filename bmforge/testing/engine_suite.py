@@ -43,11 +43,11 @@ class EngineSuite:
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
         """Return the model's arguments other than labels."""
-        raise TypeError(f"{type(self).__name__} defines no make_inputs")
+        raise TypeError(f"{type(self).__name__} must define `make_inputs`.")
 
     def write_text(self, model: Any) -> Tensor | None:
         """Return greedily generated ids; None for a family that does not generate."""
-        raise TypeError(f"{type(self).__name__} defines no write_text")
+        raise TypeError(f"{type(self).__name__} must define `write_text`.")
 
     @pytest.fixture
     def deep(self, tiny: Model) -> Model:

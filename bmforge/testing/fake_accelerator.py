@@ -207,7 +207,7 @@ class FakeAccelerator(TorchDispatchMode):
         self._library.impl("empty_strided", self._empty_strided, "PrivateUse1")
 
     def send(self, tensor: Tensor) -> DeviceTensor:
-        """Return a tensor on the accelerator that shares a host tensor's memory; not counted."""
+        """Return an accelerator tensor that shares a host tensor's memory; counts no copy."""
         return DeviceTensor(tensor, self)
 
     @torch.no_grad()

@@ -55,7 +55,7 @@ class FamilySuite(
 
     def tiny_config(self) -> ModelConfig:
         """Return a tiny config of the family."""
-        raise TypeError(f"{type(self).__name__} defines no tiny_config")
+        raise TypeError(f"{type(self).__name__} must define `tiny_config`.")
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
         """Return the model's arguments other than labels."""

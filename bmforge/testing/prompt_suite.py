@@ -44,7 +44,7 @@ class PromptSuite:
 
     def tiny_config(self) -> ModelConfig:
         """Return a tiny config of the family."""
-        raise TypeError(f"{type(self).__name__} defines no tiny_config")
+        raise TypeError(f"{type(self).__name__} must define `tiny_config`.")
 
     @capability("prompt")
     def test_prompt(self) -> None:

@@ -28,7 +28,7 @@ class ServingSuite:
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
         """Return the model's arguments other than labels."""
-        raise TypeError(f"{type(self).__name__} defines no make_inputs")
+        raise TypeError(f"{type(self).__name__} must define `make_inputs`.")
 
     @capability("serve")
     @pytest.mark.long

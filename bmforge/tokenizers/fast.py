@@ -86,7 +86,7 @@ class FastTokenizer(Tokenizer):
 
     @classmethod
     def from_gguf(cls, path: str | os.PathLike[str]) -> Self:
-        """Open the tokenizer in a GGUF file's metadata, which is saved as a tokenizer.json.
+        """Load the tokenizer in a GGUF file's metadata; `save` writes it as tokenizer.json.
 
         Raises:
             CheckpointError: the file is damaged.

@@ -25,7 +25,7 @@ from bmforge.compat.cpm_pretrain import (
     mpu,
     pretrain,
 )
-from bmforge.compat.cpm_pretrain.training import Rows, _count_strides
+from bmforge.compat.cpm_pretrain.training import Rows, _partition_stride
 from bmforge.errors import ConfigError, DataError, ShapeError
 from bmforge.parallel import shutdown_distributed
 from bmforge.testing import run_distributed
@@ -169,8 +169,8 @@ def test_interleaved_weights_go_on_as_they_were_cut(monkeypatch: pytest.MonkeyPa
     """Of three matrices in one, every number of processes has another order."""
     monkeypatch.setattr(sys, "argv", command_line("none", "", 4))
     initialize_megatron(programs.extra)
-    assert _count_strides(mpu.ColumnParallelLinear(4, 8)) is None
-    assert _count_strides(mpu.ColumnParallelLinear(4, 12, stride=3)) == 1
+    assert _partition_stride(mpu.ColumnParallelLinear(4, 8)) is None
+    assert _partition_stride(mpu.ColumnParallelLinear(4, 12, stride=3)) == 1
     rows = Rows(programs.Texts(4), 1, 1, 0, 1)
     rows.strides = 1
     rows.load_state_dict({"step": 2, "strides": 1})

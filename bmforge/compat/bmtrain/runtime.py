@@ -293,7 +293,7 @@ def init_distributed(
 
 
 def _join_world(init_method: str) -> World:
-    """Initialise the process group with the launcher's or the program's rendezvous."""
+    """Initialize the process group with the launcher's or the program's rendezvous."""
     if init_method != "env://" and not dist.is_initialized():
         size, own = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         dist.init_process_group(init_method=init_method, world_size=size, rank=own)

@@ -140,7 +140,7 @@ def pretrain(
     config = config_from_dict(TrainConfig, values["train"])
     model = model_provider().to(groups.device)
     objective = _objective_of(model, forward_step_func)
-    strides = _count_strides(model)
+    strides = _partition_stride(model)
     recompute = bool(values.get("recompute")) or _interval(model) > 0
     layout = config_from_dict(Layout, values["layout"])
     lay_out_(model, layout, mesh, config.precision, recompute)
@@ -214,8 +214,11 @@ def _objective_of(model: nn.Module, forward_step: ForwardStep) -> Objective:
     return _pipe_loss
 
 
-def _count_strides(model: nn.Module) -> int | None:
-    """Return the tensor-parallel size if a weight stacks several matrices, else None."""
+def _partition_stride(model: nn.Module) -> int | None:
+    """Return Megatron's stride of weights that stack several matrices, such as fused QKV.
+
+    It is the tensor-parallel size; None if the model has no such weight.
+    """
     strides = (getattr(p, "partition_stride", 1) for p in model.parameters())
     return groups.of("tp").size() if any(stride > 1 for stride in strides) else None
 

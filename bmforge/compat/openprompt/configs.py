@@ -31,7 +31,8 @@ def read_config(path: str | Path, files_dir: Path | None = None) -> Migrated:
 
     Args:
         path: path of the YAML file; relative paths in it are not changed.
-        files_dir: directory for `files` (templates and words that are written in the config).
+        files_dir: directory to which templates and label words of the config are written, for
+            `files`.
 
     Raises:
         ConfigError: the file is not an OpenPrompt config.
@@ -85,7 +86,7 @@ class _Reader:
     """Converts the keys of a config one after another.
 
     Args:
-        given: values by dotted key.
+        given: option values by dotted name, such as `plm.model_name`.
         out: result to fill.
         files_dir: directory for written files.
     """

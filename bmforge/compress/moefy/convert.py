@@ -63,7 +63,7 @@ class MoEfyReport:
         return sum(shares) / len(shares)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
+        """Return the report as JSON-serializable values."""
         return {name: dict(vars(layer)) for name, layer in self.layers.items()}
 
 

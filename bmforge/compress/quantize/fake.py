@@ -63,7 +63,7 @@ class FakeQuantize(MethodBase):
             )
         self.config, self.batches, self.specs = config, batches, specs
         self._names: list[str] = []
-        self._seen = _Seen()
+        self._seen = _ComputeDtype()
 
     def attach_(self, model: nn.Module) -> None:
         """Wrap the layers so that they compute with quantized values.
@@ -130,8 +130,8 @@ class FakeQuantize(MethodBase):
         return {"scheme": self.config.scheme, "training": self.config.training}
 
 
-class _Seen:
-    """Dtype of the layers' weights during computation."""
+class _ComputeDtype:
+    """Records the dtype in which the layers compute; mixed precision stores another one."""
 
     dtype: torch.dtype | None = None
 
@@ -140,7 +140,7 @@ def _run_fake(
     module: nn.Module,
     keys: Sequence[str],
     spec: QuantSpec,
-    seen: _Seen,
+    seen: _ComputeDtype,
     inner: Callable[..., Any],
     /,
     x: Tensor,
@@ -179,7 +179,7 @@ def _group_here(spec: QuantSpec, module: nn.Module, weights: Mapping[str, Any]) 
 def _run_int8(
     module: Any,
     in_both: bool,
-    seen: _Seen,
+    seen: _ComputeDtype,
     inner: Callable[..., Any],
     /,
     x: Tensor,

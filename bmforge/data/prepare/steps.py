@@ -85,7 +85,7 @@ def _source_steps(options: FilterConfig) -> list[DocumentStage]:
 
 
 def _language_steps(options: FilterConfig) -> list[DocumentStage]:
-    """Return the steps that detect languages, and drop documents and paragraphs by them."""
+    """Return the steps that filter documents and paragraphs by language."""
     if not options.languages:
         if options.by_paragraph:
             raise ConfigError("by_paragraph=True has no effect without languages. Set languages.")

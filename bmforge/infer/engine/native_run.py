@@ -314,8 +314,8 @@ class PackedCall(_AnyCall):
     def takes(self, segment: BlockSegment) -> bool:
         """Return True if the native step supports all blocks of the segment.
 
-        Every block may have only causal self-attention, and its keys and values must fit the layout
-        of the cache; this method allocates their cache buffers.
+        Every block must have only causal self-attention, and its keys and values must fit the
+        layout of the cache; this method allocates their cache buffers.
         """
         if not self.fits(segment):
             return False

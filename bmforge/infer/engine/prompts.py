@@ -71,7 +71,7 @@ class PromptReader:
         return self._limit is not None
 
     def read(self, request: Request) -> Ready:
-        """Prepare a request.
+        """Validate a request, and convert it to token ids, sampling options and limits.
 
         Raises:
             ConfigError: the options contradict each other, the model or the engine's limits.

@@ -276,7 +276,7 @@ class Requests:
         self._step_tasks()
 
     def _step_tasks(self) -> None:
-        """Run one embedding pass, and one pass of the first other task."""
+        """Run a forward pass of the queued embedding requests, and a step of the oldest task."""
         if not (self._encodings or self._works):
             return
         if self._releases:

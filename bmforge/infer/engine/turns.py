@@ -9,7 +9,7 @@ __all__ = ["Turns"]
 
 
 class _Stopped(BaseException):
-    """Raised in the function to end it; a BaseException, so that `except Exception` ignores it."""
+    """Raised inside a canceled function; `except Exception` does not catch a BaseException."""
 
 
 class Turns:

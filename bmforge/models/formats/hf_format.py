@@ -200,7 +200,7 @@ class WeightFiles:
         return self._files[name].dtype(name)
 
     def stored_spec(self, name: str) -> QuantSpec | None:
-        """Return the scheme of a tensor that is stored as integers; None for other tensors."""
+        """Return the quantization scheme of a tensor stored as integers; None for other tensors."""
         file = self._files[name]
         return file.stored_spec(name) if isinstance(file, _HOLDS_INTEGERS) else None
 

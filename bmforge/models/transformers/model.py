@@ -164,7 +164,7 @@ class TransformersModel(Model):
         return [*self.stored_names.rules, *ties]
 
     def active_rules(self) -> list[WeightRule]:
-        """Return the weight rules of the tensors that this model has."""
+        """Return the rules that map this model's tensor names to those of its checkpoint."""
         changed = changed_modules(self)
         own = {
             name

@@ -118,7 +118,7 @@ class _Tracking(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Skip copies, and record the members of concatenations."""
+        """Return the input of a copy unchanged, and record the inputs of each `torch.cat`."""
         kwargs = kwargs or {}
         if func in (Tensor.contiguous, Tensor.clone):
             return args[0]

@@ -80,12 +80,13 @@ def _cut(store: TokenStore, shortest: int, longest: int, end_id: int | None) -> 
 def open_pieces(
     config: ExampleConfig, vocab_size: int, shortest: int, longest: int, end_id: int | None
 ) -> tuple[Pieces, Pieces | None]:
-    """Open and check the training and held-out stores of a run.
+    """Open and check the token stores of a run's training and held-out splits.
 
     The held-out split of a prepared directory is used if `config.validation` is empty.
 
     Raises:
-        ConfigError: rows are shorter than the minimum length of a piece, or there are no paths.
+        ConfigError: a row of data.seq_len holds fewer than `shortest` tokens of text, or there are
+            no paths.
         DataError: a store is missing or damaged, or has ids beyond `vocab_size`.
     """
     config.check()

@@ -73,7 +73,9 @@ def read_report(path: str) -> PrepareReport | None:
 
 
 def train_prefix(path: str) -> Path:
-    """Return the prefix of a prepared directory's training store; `path` for a bare store.
+    """Return the path prefix of the training split's token store in a prepared directory.
+
+    A path that is itself the prefix of a token store is returned unchanged.
 
     Raises:
         DataError: the directory is not a prepared one, or is a subdirectory of a prepared one.

@@ -142,7 +142,8 @@ class SpanCorpus:
         if count >= len(self._sentinels):
             raise DataError(
                 f"a row of {part.prefix!r} has more spans than the tokenizer has sentinel "
-                f"tokens ({len(self._sentinels)}). Use a smaller data.seq_len={self._length}."
+                f"tokens ({len(self._sentinels)}). Lower data.seq_len (now "
+                f"{self._length})."
             )
         return self._sentinels[count]
 

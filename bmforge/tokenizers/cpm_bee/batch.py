@@ -80,7 +80,8 @@ def join_examples(encoded: Sequence[EncodedDocument], task: str = "") -> Instanc
     """Append in-context examples to a document.
 
     Args:
-        encoded: the document and its examples; each extension continues the previous one.
+        encoded: the document, then its examples, each encoded with the previous one's token
+            table.
         task: name of the task.
     """
     lengths = [len(document.ids) for document in encoded]

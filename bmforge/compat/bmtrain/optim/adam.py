@@ -153,7 +153,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Restore the optimizer from a state.
 
         Raises:
-            CheckpointError: the parameters differ or, for shards, the processes.
+            CheckpointError: the parameters differ, or a sharded state was saved by another number
+                of processes.
         """
         unpacked = unpack_state(self, state_dict)
         # Torch would cast the states to the parameters' dtype.

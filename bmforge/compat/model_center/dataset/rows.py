@@ -70,7 +70,7 @@ class TaskRows(Dataset[dict[str, Tensor]]):
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
         """Encode an example as tensors; subclasses define this method."""
-        raise TypeError(f"{type(self).__name__} does not say how an example is encoded")
+        raise TypeError(f"{type(self).__name__} must implement `encode`.")
 
     def __len__(self) -> int:
         return len(self.examples)
