@@ -1,9 +1,10 @@
-"""Take screenshots of the server's chat page into docs/pictures.
+"""Take screenshots of the server's chat page, or of a run's report, into docs/pictures.
 
     python dev/pictures/page.py [--chromium /usr/bin/chromium-headless-shell]
+    python dev/pictures/page.py --report runs/quickstart/report.html
 
-A server with a scripted engine runs in this process; Chromium shows its page on a desktop and on a
-phone, in light and dark.
+For the chat page, a server with a scripted engine runs in this process; Chromium shows its page on
+a desktop and on a phone, in light and dark.
 """
 
 from __future__ import annotations
@@ -99,22 +100,43 @@ def take(browser: Any, url: str, size: str, scheme: str) -> None:
     context.close()
 
 
+def take_report(browser: Any, report: Path) -> None:
+    """Take screenshots of a run's report page, in light and dark."""
+    for scheme in ("light", "dark"):
+        context = browser.new_context(
+            viewport={"width": 1000, "height": 800}, color_scheme=scheme, locale="en-US"
+        )
+        page = context.new_page()
+        page.goto(report.resolve().as_uri())
+        page.screenshot(path=str(FOLDER / f"report_{scheme}.png"))
+        context.close()
+
+
+def take_chat(browser: Any) -> None:
+    """Take screenshots of the chat page at every size, in light and dark."""
+    with tempfile.TemporaryDirectory() as name, page_server(Path(name)) as url:
+        for size in SIZES:
+            for scheme in ("light", "dark"):
+                take(browser, url, size, scheme)
+
+
 def main() -> None:
-    """Take all screenshots."""
+    """Take the screenshots of the report, or those of the chat page."""
     from playwright.sync_api import sync_playwright
 
     parser = argparse.ArgumentParser(description=__doc__)
     found = shutil.which("chromium-headless-shell") or shutil.which("chromium")
     parser.add_argument("--chromium", default=found, help="the browser, a program")
+    parser.add_argument("--report", type=Path, help="report.html of a run; takes only its picture")
     options = parser.parse_args()
     if options.chromium is None:
         parser.error("Chromium is not installed. Install Debian's chromium-headless-shell.")
-    folder, playwright = tempfile.TemporaryDirectory(), sync_playwright()
-    with folder as name, page_server(Path(name)) as url, playwright as started:
+    with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=options.chromium, args=["--no-sandbox"])
-        for size in SIZES:
-            for scheme in ("light", "dark"):
-                take(browser, url, size, scheme)
+        if options.report is None:
+            take_chat(browser)
+        else:
+            take_report(browser, options.report)
         browser.close()
 
 

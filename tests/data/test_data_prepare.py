@@ -175,7 +175,9 @@ def test_what_is_not_read_is_named(
     ):
         assert words in caplog.text
     (inputs / "table.npz").write_bytes(b"x" * 10**6)
-    with pytest.raises(DataError, match=r"table\.npz \(1\.00 MB\), .*--skip-unread"):
+    with pytest.raises(
+        DataError, match=r"unsupported formats: table\.npz \(1\.00 MB\), .*--skip-unread"
+    ):
         prepare(inputs, tmp_path / "most", SMALL)
     assert not (tmp_path / "most").exists()
     allowed = replace(SMALL, skip_unread=True)

@@ -30,7 +30,7 @@ def check_unread(files: Sequence[Path], unread: Sequence[Path], allowed: bool) -
         return
     lost, read_bytes = (sum(map(_bytes_of, group)) for group in (unread, files))
     message = (
-        f"{_size(lost)} of {_size(lost + read_bytes)} of the input are in unsupported formats:"
+        f"{_size(lost)} of {_size(lost + read_bytes)} of the input are in unsupported formats: "
     )
     message += _describe(unread)
     if lost > read_bytes and not allowed:
