@@ -22,17 +22,24 @@ __all__ = [
 ]
 
 
-def check_place(path: str | Path, name: str) -> None:
+def check_place(path: str | Path, name: str, *, is_file: bool = False) -> None:
     """Check that a file or directory can be created at `path`, before any work is done.
 
     Args:
         path: file or directory; neither `path` nor its parent directories need to exist.
         name: name of the option that sets the path, for the error message.
+        is_file: whether a file will be written, instead of a directory.
 
     Raises:
-        ConfigError: a parent is a file, or the directory is not writable.
+        ConfigError: `path` exists and is of the other kind, a parent is a file, or the directory is
+            not writable.
     """
     path = Path(path)
+    if path.exists() and path.is_dir() == is_file:
+        kind, needed = ("directory", "file") if is_file else ("file", "directory")
+        raise ConfigError(
+            f"{name}={str(path)!r} is a {kind} (needed: a {needed}). Choose another path."
+        )
     existing = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
     if existing != path and not existing.is_dir():
         raise ConfigError(

@@ -223,11 +223,21 @@ def write_provenance(directory: str | Path, provenance: Provenance, name: str = 
         replace_file(card, model_card(provenance, name or folder.resolve().name))
 
 
-def warn_of_licenses(where: object, provenance: Provenance) -> None:
-    """Log a warning about conflicting clauses and about parts with unknown licenses."""
+def warn_of_licenses(where: object, provenance: Provenance, *sources: Provenance) -> None:
+    """Log a warning about conflicting clauses and about parts with unknown licenses.
+
+    Args:
+        where: model or run that the provenance belongs to.
+        provenance: the provenance.
+        sources: records of the models from which it was combined. Their own conflicts and unknown
+            parts were logged when these records were made, and `bmforge info` shows them.
+    """
+    old = [conflict for source in sources for conflict in source.conflicts()]
     for conflict in provenance.conflicts():
-        get_logger().warning("%s: these licenses conflict: %s", where, conflict)
-    if unknown := provenance.unknown():
+        if conflict not in old:
+            get_logger().warning("%s: these licenses conflict: %s", where, conflict)
+    recorded = [part for source in sources for part in source.parts]
+    if unknown := [part for part in provenance.unknown() if part not in recorded]:
         names = dict.fromkeys(f"{part.kind} {part.name}" for part in unknown)
         shown = ", ".join(list(names)[:_FEW])
         more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from bmforge.byte_sizes import parse_size
 from bmforge.errors import ConfigError
+from bmforge.files import check_place
 from bmforge.prepare_settings import PrepareConfig
 
 __all__ = [
@@ -243,6 +244,8 @@ class EvaluateConfig:
                 problems.append(f"{name}={value} must be at least {least}")
         if self.out is not None and self.out.exists():
             problems.append(f"out={str(self.out)!r} already exists; choose another file")
+        elif self.out is not None:
+            check_place(self.out, "out", is_file=True)
         for name in ("task_data", "labels", "fields", "examples"):
             if getattr(self, name) and not self.tasks:
                 problems.append(f"{name} has no effect without tasks")

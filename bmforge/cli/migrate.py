@@ -9,13 +9,15 @@ from bmforge.compat.cpm_pretrain.migrate import migrate_text
 from bmforge.compat.cpm_pretrain.migrated import Migrated
 from bmforge.compat.openprompt.configs import read_config
 from bmforge.errors import ConfigError
-from bmforge.files import replace_file
+from bmforge.files import check_place, replace_file
 
 __all__ = ["run_migrate"]
 
 
 def run_migrate(command: MigrateCommand) -> None:
     """Convert an old script or config, and report its options that have no equivalent."""
+    if command.out is not None:
+        check_place(command.out, "out", is_file=True)
     source = Path(command.script)
     is_line = " " in command.script.strip()
     if not is_line and not source.is_file():

@@ -137,9 +137,9 @@ def run_plan_command(command: PlanCommand) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDE)
-    request = make_request(command)
     if command.plot is not None:
-        check_place(command.plot, "plot")
+        check_place(command.plot, "plot", is_file=True)
+    request = make_request(command)
     layouts = tuple(
         layout
         for layout in sensible_layouts(request)

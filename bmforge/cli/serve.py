@@ -51,7 +51,7 @@ def run_serve(command: ServeCommand) -> None:
     for package in _NEEDED:
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(package, "serve", "bmforge serve")
-    from bmforge.provenance import describe_provenance, read_provenance
+    from bmforge.provenance import read_provenance
     from bmforge.serve.auth import load_admin_key, load_keys
     from bmforge.serve.lifecycle import bind_address, serve
     from bmforge.serve.sleeping import SleepingEngine
@@ -83,7 +83,8 @@ def run_serve(command: ServeCommand) -> None:
         console = Console(file=sys.stderr)
         console.print(engine.plan.table())
         provenance = read_provenance(source.adapter or source.model)
-        console.print("\n".join(describe_provenance(provenance)), markup=False)
+        if provenance.license:
+            console.print(f"license: {provenance.license}", markup=False)
         names = delta_names(find_names(command.adapter))
         load = partial(
             load_adapter_,

@@ -7,6 +7,7 @@ from rich.console import Console
 from bmforge.cli.open_model import put_deltas_, with_own_adapter
 from bmforge.cli.tree_options import TreeCommand
 from bmforge.errors import ConfigError
+from bmforge.files import check_place
 from bmforge.models.adapter_dirs import find_export, is_adapter
 from bmforge.models.hub import find_config
 from bmforge.recipes.adapter_dirs import find_source
@@ -18,6 +19,10 @@ __all__ = ["run_tree"]
 
 def run_tree(command: TreeCommand) -> None:
     """Print a model's module tree, or write it as an HTML page."""
+    if command.html is not None:
+        if command.html.suffix != ".html":
+            raise ConfigError(f"html={str(command.html)!r} must end in .html.")
+        check_place(command.html, "html", is_file=True)
     name, adapters = str(find_export(command.model)), command.adapter
     if is_adapter(name):
         source = find_source(name)
@@ -29,7 +34,5 @@ def run_tree(command: TreeCommand) -> None:
     if command.html is None:
         Console().print(draw_tree(row))
         return
-    if command.html.suffix != ".html":
-        raise ConfigError(f"html={str(command.html)!r} must end in .html.")
     write_tree_page(command.html, row, command.model)
     print(f"wrote {command.html}")

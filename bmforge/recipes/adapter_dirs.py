@@ -165,7 +165,7 @@ def merged_model(name: str | Path, near: Path) -> Iterator[str | Path]:
         return
     if near.exists() and (not near.is_dir() or near.suffix == ".gguf" or any(near.iterdir())):
         raise CheckpointError(f"{str(near)!r} already exists. Choose another target.")
-    check_place(near, "target")
+    check_place(near, "target", is_file=near.suffix == ".gguf")
     near.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".bmforge-merged-", dir=near.parent) as folder:
         yield merge_adapter(directory, Path(folder) / Path(near).stem)

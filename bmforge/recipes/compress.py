@@ -22,6 +22,7 @@ from bmforge.compress.phases import Phase, PhaseSteps, split_phases
 from bmforge.compress.report import PhaseFacts, measure_sizes
 from bmforge.config import config_from_dict, config_to_dict
 from bmforge.errors import ConfigError
+from bmforge.files import check_place
 from bmforge.host_tuning import return_freed_memory
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
@@ -41,7 +42,7 @@ from bmforge.recipes.compress_checks import (
 from bmforge.recipes.compression_phases import CalibrationConfig, PhaseConfig, read_calibration
 from bmforge.recipes.evaluate import evaluate_model
 from bmforge.recipes.registry import Recipe, find_recipe
-from bmforge.recipes.run_dir import claim_run_dir, occupy_run_dir
+from bmforge.recipes.run_dir import check_new_run, claim_run_dir, occupy_run_dir
 from bmforge.recipes.speed import check_speed, measure_speeds
 from bmforge.settings import EvaluateConfig
 
@@ -127,6 +128,7 @@ def run_compress(config: CompressRunConfig) -> CompressReport:
         BmforgeError: a setting, the model, the data or the layout does not fit.
         StoppedError: a signal ended a phase; the same call resumes it.
     """
+    check_new_run(config.out, "out")
     phases, source = _check(config)
     world = init_distributed()
     begun = [p for n, p in enumerate(phases, 1) if _phase_dir(config, n, p).exists()]
@@ -294,6 +296,7 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
         )
     if config.out.exists():
         raise ConfigError(f"out={str(config.out)!r} already exists. Choose another directory.")
+    check_place(config.out, "out")
     phases, source = _check(config)
     phase = max(phases, key=lambda phase: phase.steps)
     with tempfile.TemporaryDirectory() as folder:

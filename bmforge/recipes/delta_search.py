@@ -22,6 +22,7 @@ from bmforge.parallel import run_on_first
 from bmforge.recipes.adapters import KINDS, AdapterConfig, attach_adapter
 from bmforge.recipes.finetune import TaskTuneConfig, tune_task, with_classes
 from bmforge.recipes.run import RunResult
+from bmforge.recipes.run_dir import check_new_run
 from bmforge.recipes.search_page import write_search_page
 from bmforge.recipes.start import family_of, settle_model
 from bmforge.train import OptimConfig, TrainConfig
@@ -108,6 +109,8 @@ def search_deltas(config: Any) -> RunResult:
         ConfigError: nothing to try, no held-out data, or another search in the directory.
         BmforgeError: see `run_recipe`.
     """
+    if not (config.run_dir / _STATE).is_file():
+        check_new_run(config.run_dir)
     if config.adapter.kind is not None:
         raise ConfigError("adapter.kind has no effect in a search. Set search.kinds instead.")
     if config.data.dev_split is None and not config.data.validation:

@@ -23,6 +23,7 @@ from bmforge.recipes.inputs.image_folder import (
     save_preprocessing,
 )
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.run_dir import check_new_run
 from bmforge.train import EvalResult
 
 __all__ = ["ImagesConfig", "train_images"]
@@ -50,6 +51,7 @@ def train_images(config: Any) -> RunResult:
         BmforgeError: see `run_recipe`.
     """
     config.data.check()
+    check_new_run(config.run_dir)
     classes = ImageFolder(config.data.paths[0], config.data, config.model).classes
     if len(classes) < 2:
         raise ConfigError(

@@ -35,7 +35,7 @@ from bmforge.recipes.inputs.prompt_parts import (
 )
 from bmforge.recipes.inputs.task_data import TaskDataConfig, read_examples
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.run_dir import add_results
+from bmforge.recipes.run_dir import add_results, check_new_run
 from bmforge.recipes.start import check_length, settle_model, traits_of
 from bmforge.train import EvalResult, OptimConfig, TrainConfig
 from bmforge.tune.prompt import (
@@ -170,6 +170,7 @@ def _run_seeds(config: Any, open_data: Any) -> RunResult:
     """Run once for every seed; write mean and standard deviation of the metrics."""
     data = config.data
     data.check()
+    check_new_run(config.run_dir if data.seeds == 1 else config.run_dir / f"seed-{data.seed}")
     head = traits_of(config.model).writing_head
     head = "masked_lm" if "masked_lm" in config.model.heads else head
     config = _with_rows(config)

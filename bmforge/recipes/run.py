@@ -49,6 +49,7 @@ from bmforge.recipes.export import export_run
 from bmforge.recipes.micro_batches import settle_batch
 from bmforge.recipes.run_dir import (
     add_results,
+    check_new_run,
     claim_run_dir,
     occupy_run_dir,
     overridden_fields,
@@ -231,6 +232,7 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
     """
     if config.timeout_s <= 0:
         raise ConfigError(f"timeout_s={config.timeout_s} must be above 0 seconds.")
+    check_new_run(config.run_dir)
     world = init_distributed(timeout_s=config.timeout_s)
     config.layout.check(world.size)
     config.loss_scale.check(config.train.precision)
@@ -282,8 +284,8 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
         device_name(world.device),
         config.run_dir,
     )
-    claim_run_dir(config.run_dir, config)
-    run_on_first(lambda: warn_of_licenses(config.run_dir, provenance))
+    if claim_run_dir(config.run_dir, config):  # a resumed run has logged them already
+        warn_of_licenses(config.run_dir, provenance)
     try:
         trainer.fit()
         evaluation = None

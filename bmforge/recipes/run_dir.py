@@ -22,6 +22,7 @@ from bmforge.train.run_lock import LOCK_NAME, hold_run_dir
 __all__ = [
     "add_results",
     "check_free",
+    "check_new_run",
     "check_run_dir",
     "claim_run_dir",
     "occupy_run_dir",
@@ -61,9 +62,19 @@ def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
     run_on_first(check)
 
 
-def claim_run_dir(run_dir: Path, config: Any) -> None:
-    """Write ``run.toml``, after all checks, which marks the directory as this run's."""
-    run_on_first(lambda: save_toml(config, run_dir / _FILE))
+def claim_run_dir(run_dir: Path, config: Any) -> bool:
+    """Write ``run.toml``, after all checks, which marks the directory as this run's.
+
+    Returns:
+        True on the first process if the run is new.
+    """
+
+    def write() -> bool:
+        is_new = not (run_dir / _FILE).exists()
+        save_toml(config, run_dir / _FILE)
+        return is_new
+
+    return run_on_first(write) or False
 
 
 @contextmanager
@@ -208,6 +219,22 @@ def _say_changes(run_dir: Path, config: Any) -> None:
             _FILE,
             ", ".join(new),
         )
+
+
+def check_new_run(run_dir: Path, name: str = "run_dir") -> None:
+    """Check the directory of a run before anything is read; `check_run_dir` compares runs later.
+
+    Args:
+        run_dir: the directory.
+        name: name of the option that sets it.
+
+    Raises:
+        ConfigError: the directory cannot be created, or contains unrelated files.
+    """
+    check_place(run_dir, name)
+    problem = None if (run_dir / _FILE).exists() else check_free(run_dir)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def check_free(run_dir: Path) -> str | None:

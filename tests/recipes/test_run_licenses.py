@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from small_runs import write_jsonl
 
 from bmforge.cli import main
 from bmforge.data import PrepareConfig, parse_conditions, prepare
+from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.provenance import (
     LICENSE_FILE,
@@ -161,3 +163,27 @@ def test_a_record_that_is_damaged_is_named(
     (tmp_path / "m" / LICENSE_FILE).write_text(json.dumps({"format": 1}))
     assert main(["info", str(tmp_path / "m")]) == 2
     assert LICENSE_FILE in capsys.readouterr().err
+
+
+def test_licenses_are_reported_once(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are reported when a run begins, and not by later commands."""
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    caplog.set_level(logging.INFO)
+
+    def is_reported(*words: str) -> bool:
+        caplog.clear()
+        assert main(words) == 0
+        return any(" license" in record.getMessage() for record in caplog.records)
+
+    base = str(place / "first" / "export")
+    run = command(place, "once", "--model", base, "--adapter.kind", "lora", "--adapter.rank", "2")
+    assert is_reported(*run)
+    assert not is_reported(*run)
+    export = str(place / "once" / "export")
+    assert not is_reported("merge", export, "--out", str(tmp_path / "merged"))
+    assert not is_reported("quantize", export, str(tmp_path / "int8"), "--scheme", "int8")
+    assert not is_reported("convert", str(tmp_path / "merged"), str(tmp_path / "half"))
+    for directory in ("merged", "int8", "half"):
+        assert read_provenance(tmp_path / directory).conflicts()

@@ -14,6 +14,7 @@ from bmforge.data.report.drawings import draw_bars, draw_funnel
 from bmforge.data.report.samples import read_dropped, read_kept
 from bmforge.data.report.viewer import VIEWER_SCRIPT, VIEWER_STYLE, draw_viewer
 from bmforge.errors import DataError
+from bmforge.files import check_place
 from bmforge.html_page import write_page
 
 __all__ = ["funnel_stages", "write_corpus_report"]
@@ -38,6 +39,7 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
         DataError: the directory has no record, or one of an older format, without a funnel.
     """
     out = Path(out_dir)
+    check_place(out / _NAME, "report", is_file=True)
     report, _ = read_record(out)
     if report.funnel is None or report.summary is None:
         raise DataError(

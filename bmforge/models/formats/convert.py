@@ -27,7 +27,7 @@ from bmforge.models.formats.megatron_model import (
 )
 from bmforge.models.formats.model_center import is_model_center, load_model_center
 from bmforge.models.hub import AutoModel, find_model
-from bmforge.provenance import read_provenance, warn_of_licenses, write_provenance
+from bmforge.provenance import read_provenance, write_provenance
 from bmforge.tokenizers import AutoTokenizer
 
 __all__ = ["convert_checkpoint", "find_companions", "find_dtype", "write_directory"]
@@ -138,7 +138,6 @@ def write_directory(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     get_logger().info("%s: %s", out, summary)
-    warn_of_licenses(out, provenance)
     return out
 
 

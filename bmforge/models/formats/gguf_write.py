@@ -125,7 +125,7 @@ def check_target(out: Path, kind: str, overwrite: bool) -> None:
         raise ConfigError(f"{str(out)!r} must end in .gguf.")
     if out.is_dir() or (out.exists() and not overwrite):
         raise CheckpointError(f"{str(out)!r} already exists. Choose another file.")
-    check_place(out, "target")
+    check_place(out, "target", is_file=True)
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"the parent directory of {str(out)!r} does not exist. Create it first.")
 

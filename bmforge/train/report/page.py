@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.errors import DataError
+from bmforge.files import check_place
 from bmforge.html_page import write_page
 from bmforge.train.report.answer_section import answer_section
 from bmforge.train.report.metrics import Row, read_metrics
@@ -50,6 +51,7 @@ def write_report(run_dir: str | Path) -> Path:
         DataError: the run has no metrics yet, or one of its files is damaged.
     """
     run_dir = Path(run_dir)
+    check_place(run_dir / "report.html", "report", is_file=True)
     metrics = run_dir / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.is_file() else []
     if not rows:

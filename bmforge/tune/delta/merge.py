@@ -381,7 +381,8 @@ def _join_licenses_(delta: AttachedDelta) -> None:
         own = []  # `said` lists the base already
     more = source.as_parts("delta", delta.name) if source.license else source.parts
     model.provenance = Provenance("", (*own, *base.parts)).joined(more)
-    warn_of_licenses(f"{type(model).__name__} with its adapter merged", model.provenance)
+    where = f"{type(model).__name__} with its adapter merged"
+    warn_of_licenses(where, model.provenance, base, source)
 
 
 def _take_out_(delta: AttachedDelta) -> None:
