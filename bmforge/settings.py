@@ -33,7 +33,7 @@ class MemoryOptions:
     Args:
         device_budget: device memory for weights, KV cache and activations, as a size such as
             2GiB; weights that do not fit are read from disk when needed (default: no limit).
-        max_tokens: longest sequence, including new tokens, that device_budget must be enough
+        max_model_len: longest sequence, including new tokens, that device_budget must be enough
             for (default: 1024, or the model's maximum).
         quantize: quantize weights while loading: int8, int8-dynamic, int4 or int4-128; keep
             loads the integers of a GGUF, GPTQ or AWQ file, and none dequantizes them (default:
@@ -45,7 +45,7 @@ class MemoryOptions:
     """
 
     device_budget: str | None = None
-    max_tokens: int | None = None
+    max_model_len: int | None = None
     quantize: str | None = None
     devices: str | None = None
     backend: Literal["auto", "native", "transformers"] = "auto"
@@ -54,10 +54,10 @@ class MemoryOptions:
         """Raise `ConfigError` for an invalid size, or for an option that has no effect."""
         if self.device_budget is not None:
             parse_size(self.device_budget, "device_budget")
-        elif self.max_tokens is not None and self.devices is None:
+        elif self.max_model_len is not None and self.devices is None:
             raise ConfigError(
-                f"max_tokens={self.max_tokens} has no effect without device_budget. To limit the "
-                "answer, set max_new_tokens instead; else leave it out, or set device_budget=2GiB."
+                f"max_model_len={self.max_model_len} has no effect without device_budget. Leave it "
+                "out, or set device_budget=2GiB."
             )
 
     @property

@@ -75,7 +75,7 @@ def talk(
     with opened_model(source.model, memory, rows, own, allow_other_base) as opened:
         limit = None
         if memory.device_budget is not None:
-            limit = EngineConfig(max_tokens=memory.max_tokens).tokens_of(opened)
+            limit = EngineConfig(max_tokens=memory.max_model_len).tokens_of(opened)
         chat = open_talk(opened, tokenizer, config, directory=source.tokenizer, limit=limit)
         if config.seed is None:
             torch.seed()

@@ -41,6 +41,13 @@ class Command:
     options: type[Any] | None = None
 
 
+# Names that users of vLLM know, by command, with the options that they stand for.
+_ALIASES: Mapping[str, Mapping[str, str]] = {
+    "generate": {"--max-tokens": "--max-new-tokens"},
+    "chat": {"--max-tokens": "--max-new-tokens"},
+    "serve": {"--max-model-len": "--context"},
+}
+
 COMMANDS: Mapping[str, Command] = {
     "quickstart": Command(
         "train a small model on real text in minutes",
@@ -129,9 +136,18 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
     command = COMMANDS[name]
     parsed: Any = arguments
     if command.options is not None:
-        parsed = parse.parse_options(command.options, _place_target(command, arguments), name)
+        spelled = _spell_aliases(_ALIASES.get(name, {}), _place_target(command, arguments))
+        parsed = parse.parse_options(command.options, spelled, name)
     module, _, function = command.run.partition(":")
     getattr(importlib.import_module(f"bmforge.cli.{module}"), function)(parsed)
+
+
+def _spell_aliases(aliases: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
+    """Replace aliases of options by the options' names."""
+    parts = [argument.partition("=") for argument in arguments]
+    return [
+        aliases.get(name.replace("_", "-"), name) + equals + value for name, equals, value in parts
+    ]
 
 
 def _place_target(command: Command, arguments: Sequence[str]) -> list[str]:

@@ -23,7 +23,9 @@ def run_evaluate(arguments: Sequence[str]) -> None:
     from bmforge.recipes.evaluate import evaluate_model
 
     layout = parse.parse_options(Layout, laid, "evaluate")
-    results = evaluate_model(command.model, command.config, layout)
+    results = evaluate_model(
+        command.model, command.config, layout, allow_other_base=command.allow_other_base
+    )
     if process_rank() == 0:
         print("\n".join(_draw_table(results)))
 

@@ -261,7 +261,7 @@ def opened_model(
         put_(model)
         yield model.eval()
         return
-    config = EngineConfig(max_rows=max_rows, max_tokens=memory.max_tokens)
+    config = EngineConfig(max_rows=max_rows, max_tokens=memory.max_model_len)
     with open_beside(directory, memory, memory.budget_bytes, deltas, put_, config) as engine:
         Console(file=sys.stderr).print(engine.plan.table())
         yield engine.model

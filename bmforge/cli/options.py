@@ -51,7 +51,8 @@ class GenerateCommand:
         chat: render the prompt with the model's chat template, and print only the answer.
         document: file of documents for CPM-Bee, one {"input": "...", "<ans>": ""} per line;
             they are printed with their answers.
-        max_new_tokens: maximum number of new tokens; with documents, per answer.
+        max_new_tokens: maximum number of new tokens, also as --max-tokens; with documents, per
+            answer.
         min_new_tokens: minimum number of new tokens before an end token.
         num_beams: number of beams; 1 means no beam search (default 1; CPM-Ant and CPM-Bee: 3).
         length_penalty: beam scores are divided by the length to this power (default 1).
@@ -139,10 +140,12 @@ class EvaluateCommand:
 
     Args:
         model: directory or hub id of a model, a run's directory, or a preset with --weights.
+        allow_other_base: accept an adapter that was trained on other base weights.
         config: texts and tasks to evaluate on.
     """
 
     model: Annotated[str, tyro.conf.Positional]
+    allow_other_base: bool = False
     config: Annotated[EvaluateConfig, tyro.conf.arg(name="")] = field(
         default_factory=EvaluateConfig
     )

@@ -97,9 +97,9 @@ def run_serve(command: ServeCommand) -> None:
 def _check(command: ServeCommand) -> None:
     """Raise `ConfigError` for conflicting options, before any file is read."""
     memory = command.memory
-    if command.context is not None and memory.max_tokens is not None:
+    if command.context is not None and memory.max_model_len is not None:
         raise ConfigError(
-            "context and max_tokens both set the maximum sequence length. Leave one of them out."
+            "context and max_model_len both set the maximum sequence length. Leave one of them out."
         )
     if command.unload_after_s is not None and not 0 < command.unload_after_s < float("inf"):
         raise ConfigError(f"unload_after_s={command.unload_after_s} must be above 0.")
@@ -154,7 +154,7 @@ def _find_context(
     command: ServeCommand, source: ModelSource, budget: int | None, is_planned: bool
 ) -> Context:
     """Return the maximum sequence length, and log it together with the reason."""
-    requested = command.memory.max_tokens if command.context is None else command.context
+    requested = command.memory.max_model_len if command.context is None else command.context
     described = AutoModel.describe_pretrained(source.model, backend=command.memory.backend)[0]
     devices = find_devices(command.memory.device_names)
     room = check_budgets(devices, budget, None)[0]

@@ -22,7 +22,6 @@ from bmforge.compress.phases import Phase, PhaseSteps, split_phases
 from bmforge.compress.report import PhaseFacts, measure_sizes
 from bmforge.config import config_from_dict, config_to_dict
 from bmforge.errors import ConfigError
-from bmforge.files import check_place
 from bmforge.host_tuning import return_freed_memory
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
@@ -128,7 +127,6 @@ def run_compress(config: CompressRunConfig) -> CompressReport:
         BmforgeError: a setting, the model, the data or the layout does not fit.
         StoppedError: a signal ended a phase; the same call resumes it.
     """
-    check_new_run(config.out, "out")
     phases, source = _check(config)
     world = init_distributed()
     begun = [p for n, p in enumerate(phases, 1) if _phase_dir(config, n, p).exists()]
@@ -160,6 +158,7 @@ def _phase_dir(config: CompressRunConfig, number: int, phase: Phase) -> Path:
 
 def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
     """Run all checks that need no training; return the phases and the model's directory."""
+    check_new_run(config.out, "out")
     phases = split_phases(config.compress, config.steps)
     _check_task(config, phases)
     # An adapter is merged into its base, whose sizes are those of the merged model.
@@ -169,8 +168,7 @@ def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
     if config.speed:
         check_speed(AutoModel.describe_pretrained(source)[0])
     check_widths_after(source, phases)
-    for _ in estimate_phases(source, phases):  # raises the errors of later phases early
-        pass
+    list(estimate_phases(source, phases))  # raises the errors of later phases early
     if config.format != "bmforge":
         check_compressible(source, phases)
     return phases, source
@@ -296,7 +294,6 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
         )
     if config.out.exists():
         raise ConfigError(f"out={str(config.out)!r} already exists. Choose another directory.")
-    check_place(config.out, "out")
     phases, source = _check(config)
     phase = max(phases, key=lambda phase: phase.steps)
     with tempfile.TemporaryDirectory() as folder:

@@ -29,6 +29,7 @@ from bmforge.logging import get_logger
 from bmforge.models import Model, load_weights_
 from bmforge.models.adapter_dirs import find_export, is_adapter
 from bmforge.models.config import ModelConfig, read_config_file
+from bmforge.models.file_fingerprint import fingerprint_of_files
 from bmforge.models.hub import find_model
 from bmforge.parallel import (
     Layout,
@@ -86,7 +87,13 @@ class _Reading:
     max_new_tokens: int = 0
 
 
-def evaluate_model(name: str, config: EvaluateConfig, layout: Layout | None = None) -> Results:
+def evaluate_model(
+    name: str,
+    config: EvaluateConfig,
+    layout: Layout | None = None,
+    *,
+    allow_other_base: bool = False,
+) -> Results:
     """Evaluate a model; return its metrics by title and data name, equal on every process.
 
     For the export of a run, the metrics are also added to the run's results and report.
@@ -95,6 +102,7 @@ def evaluate_model(name: str, config: EvaluateConfig, layout: Layout | None = No
         name: directory or hub id of a model, a run's directory, or a preset with `weights`.
         config: texts and tasks to evaluate on.
         layout: parallel layout; None shards the weights over all processes.
+        allow_other_base: accept an adapter that was trained on other base weights.
 
     Raises:
         BmforgeError: a setting, the model, the data or the layout does not fit.
@@ -105,7 +113,7 @@ def evaluate_model(name: str, config: EvaluateConfig, layout: Layout | None = No
     if out is not None:  # fail before the evaluation if it cannot be created
         run_on_first(lambda: out.parent.mkdir(parents=True, exist_ok=True))
     layout.check(world.size)
-    subject = _open_subject(name, config, layout, world)
+    subject = _open_subject(name, config, layout, world, allow_other_base)
     # All inputs are opened before the evaluation, so that mistakes are reported early.
     measures = [(path, _open_text(subject, path, config)) for path in config.text]
     measures += [(path, _open_prepared(subject, path, config)) for path in config.prepared]
@@ -119,7 +127,9 @@ def evaluate_model(name: str, config: EvaluateConfig, layout: Layout | None = No
     return results
 
 
-def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: World) -> _Subject:
+def _open_subject(
+    name: str, config: EvaluateConfig, layout: Layout, world: World, allow_other_base: bool
+) -> _Subject:
     """Parallelize a model and load this process's shards of its weights."""
     export = str(find_export(name))
     resolved = find_source(export) if is_adapter(export) else None
@@ -140,7 +150,9 @@ def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: Worl
     adapter = None if resolved is None else resolved.adapter
     if adapter is not None:  # every process reads the whole base model
         model = start.family.from_pretrained(directory)
-        load_delta(model, adapter, trainable=False)
+        read = partial(fingerprint_of_files, model, directory)
+        check: dict[str, Any] = {"allow_other_base": allow_other_base, "base_fingerprint": read}
+        load_delta(model, adapter, trainable=False, **check)
     mesh = build_mesh(layout, world.device)
     parallelize(model, layout, mesh=mesh, precision=config.precision, master_weights=False)
     if adapter is None:

@@ -43,9 +43,9 @@ def test_misspelled_options(command: str, capsys: pytest.CaptureFixture[str]) ->
         assert "Did you mean '--" in said
 
 
-def test_max_tokens_is_not_the_length_of_the_answer() -> None:
-    with pytest.raises(ConfigError, match="set max_new_tokens instead"):
-        MemoryOptions(max_tokens=5)
+def test_planned_length_needs_a_budget() -> None:
+    with pytest.raises(ConfigError, match="has no effect without device_budget"):
+        MemoryOptions(max_model_len=5)
 
 
 @pytest.mark.parametrize("field", ["temperature", "max_tokens", "stream", "messages", "seed"])

@@ -57,7 +57,7 @@ def test_on_several_devices(folder, least, capsys, monkeypatch) -> None:
     """The same text, with a plan of each; without a budget too."""
     words = ["generate", str(folder), "--prompt", "w1 w2 w3", "--max-new-tokens", "8"]
     _, want, _ = run(capsys, monkeypatch, *words)
-    for more in (["--device-budget", least, "--max-tokens", "64"], []):
+    for more in (["--device-budget", least, "--max-model-len", "64"], []):
         status, out, err = run(capsys, monkeypatch, *words, "--devices", "cpu, cpu", *more)
         assert (status, out) == (0, want)
         assert err.count("memory of cpu") == (2 if more else 0)  # without, all fit on the first
@@ -74,6 +74,17 @@ def test_the_same_text(folder, least, capsys, monkeypatch) -> None:
         status, got, err = run(capsys, monkeypatch, *words, "--device-budget", least)
         assert (status, got) == (0, want)
         assert "slots for blocks that move" in err
+
+
+@pytest.mark.parametrize("name", ["--max-tokens", "--max_tokens", "--max-tokens="])
+def test_names_that_users_of_vllm_know(folder, capsys, monkeypatch, name) -> None:
+    words = ["generate", str(folder), "--prompt", "w1 w2 w3"]
+    _, want, _ = run(capsys, monkeypatch, *words, "--max-new-tokens", "3")
+    given = [f"{name}3"] if name.endswith("=") else [name, "3"]
+    status, got, _ = run(capsys, monkeypatch, *words, *given)
+    assert (status, got) == (0, want)
+    _, longer, _ = run(capsys, monkeypatch, *words, "--max-new-tokens", "8")
+    assert longer != want
 
 
 @pytest.mark.parametrize("budget", [False, True])
@@ -106,9 +117,12 @@ def test_the_same_conversation(folder, least, capsys, monkeypatch) -> None:
         (["--device-budget", "much"], "invalid size"),
         (["--device-budget", "0"], "must be above 0"),
         (["--device-budget", "900TiB"], "more than the machine's memory"),
-        (["--max-tokens", "20"], "has no effect without device_budget"),
-        (["--device-budget", "60MiB", "--max-tokens", "5"], "memory plan allows"),
-        (["--device-budget", "60MiB", "--max-tokens", "65"], "more than the model's 64 positions"),
+        (["--max-model-len", "20"], "has no effect without device_budget"),
+        (["--device-budget", "60MiB", "--max-model-len", "5"], "memory plan allows"),
+        (
+            ["--device-budget", "60MiB", "--max-model-len", "65"],
+            "more than the model's 64 positions",
+        ),
     ],
 )
 def test_refusals(folder, capsys, monkeypatch, extra, match) -> None:

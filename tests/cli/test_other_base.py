@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch.testing import assert_close
 
 from bmforge.cli import main
 from bmforge.cli.open_model import opened_model
+from bmforge.data import TokenStoreWriter
 from bmforge.errors import CheckpointError
 from bmforge.models import GPT2, AutoModel, GPT2Config, Llama, LlamaConfig
 from bmforge.models.quantize import quantize_
@@ -107,3 +110,30 @@ def test_a_foreign_architecture_names_the_base(models: Path, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="does not have") as error:
         merge_adapter(models / "qlora", tmp_path / "out", base=models / "gpt2")
     assert repr(str(models / "base")) in str(error.value)
+
+
+def test_evaluating_and_showing_an_adapter_on_another_base(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any
+) -> None:
+    """The perplexity is that of the logits; `tree` shows no weights, so it compares none."""
+    delta, ids = tmp_path / "adapter", list(range(17))
+    shutil.copytree(models / "adapter", delta)
+    describe_base(delta, str(models / "other"), "text")
+    with TokenStoreWriter(tmp_path / "tokens", vocab_size=64) as writer:
+        writer.add_item(ids)
+        writer.end_document()
+    words = ["evaluate", str(delta), "--prepared", str(tmp_path / "tokens"), "--seq-len", "17"]
+    words += ["--out", str(tmp_path / "out.json")]
+    assert main(words) == 2
+    assert "--allow-other-base" in capsys.readouterr().err
+    assert main([*words, "--allow-other-base"]) == 0
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    memory = MemoryOptions()
+    with opened_model(models / "other", memory, 1, [str(delta)], True) as model, torch.no_grad():
+        logits = model(torch.tensor([ids[:-1]])).logits[0]
+    want = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])).exp().item()
+    assert list(results["perplexity"].values()) == [pytest.approx(want, rel=1e-5)]
+    caplog.clear()
+    assert main(["tree", str(delta)]) == 0
+    assert not caplog.records
+    assert "LowRank" in capsys.readouterr().out

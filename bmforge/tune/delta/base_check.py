@@ -71,7 +71,7 @@ class BaseCheck:
                 f"the adapter in {str(directory)!r} was trained on another base model ({base_name}"
                 f"fingerprint {base}; this model has {fingerprint}). Load its base model, or, if "
                 "the weights should differ, pass allow_other_base=True (--allow-other-base of "
-                "bmforge merge, generate, chat and serve)."
+                "bmforge merge, evaluate, generate, chat and serve)."
             )
 
 
