@@ -47,10 +47,9 @@ class AdapterRegistry:
 
     @contextmanager
     def use(self, inner: str | None) -> Iterator[None]:
-        """Keep an adapter attached for as long as a request runs.
-
+        """Context manager: keep an adapter attached while a request uses it.
         Args:
-            inner: name in the model; None is the base model.
+            inner: name of the adapter in the model; None is the base model.
         """
         if inner is None:
             yield

@@ -216,7 +216,7 @@ class TextLogprobs:
     """Converts the log-probabilities of one answer to the completions format.
 
     Attributes:
-        offset: number of characters so far.
+        offset: number of characters in the tokens converted so far.
     """
 
     def __init__(self) -> None:
@@ -238,7 +238,7 @@ class TextLogprobs:
 
     @staticmethod
     def _top(token: TokenLogprob) -> dict[str, float]:
-        """Return the top tokens' log-probabilities by text; for equal texts, the highest one."""
+        """Map each top token's text to its log-probability, the highest one for equal texts."""
         collected: dict[str, float] = {}
         for top in token.top:
             collected.setdefault(_spell_token(top), max(top.logprob, _LEAST))

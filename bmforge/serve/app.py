@@ -162,7 +162,7 @@ async def _tell_types(request: Request, error: Exception) -> Response:
 
 
 async def _tell_http(request: Request, error: Exception) -> Response:
-    """Convert errors of the web framework: unknown path, wrong method, or oversized body."""
+    """Respond to errors of the web framework, such as an unknown path, in OpenAI's format."""
     assert isinstance(error, HTTPException)
     return error_response(
         RequestError(str(error.detail), status=error.status_code, headers=error.headers),

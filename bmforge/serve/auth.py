@@ -60,7 +60,7 @@ class ApiKeys:
         Programs send ``Bearer KEY``; a browser sends the key as a Basic password.
 
         Raises:
-            RequestError: 401, missing or unknown key.
+            RequestError: the key is missing or unknown (status 401).
         """
         candidate = _digest(_read_header(authorization or ""))
         name = ""
@@ -198,7 +198,7 @@ def check_origin(
     resolves to this machine (DNS rebinding) read the responses.
 
     Raises:
-        RequestError: 403.
+        RequestError: the host name or the origin is not allowed (status 403).
     """
     host = headers.get("host", "")
     if not has_keys and not _is_ours(host, config):

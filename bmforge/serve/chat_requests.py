@@ -72,7 +72,7 @@ class RunningChat:
         return JoinedAnswer.join([*reading.feed(answer.text), *reading.end()])
 
     def pieces(self) -> AsyncIterator[tuple[int, OutputDelta] | None]:
-        """Yield pieces of the answers as they arrive; see `received_pieces`."""
+        """Yield the output of the answers as it arrives; see `received_pieces`."""
         return received_pieces(self.serving, self.live)
 
     async def answers(self, request: Request) -> list[Completion] | None:
@@ -85,7 +85,7 @@ class RunningChat:
 async def received_pieces(
     serving: Serving, live: LiveRequest
 ) -> AsyncIterator[tuple[int, OutputDelta] | None]:
-    """Yield (prompt index, piece) as answers arrive; count their tokens at the end.
+    """Yield (prompt index, `OutputDelta`) as output arrives; count the tokens at the end.
 
     Raises:
         RequestError: the engine failed, or the server is stopping.

@@ -62,7 +62,7 @@ class Gate:
             bare = scope["path"].removeprefix(config.root_path)
             root = {"root_path": config.root_path, "path": config.root_path + bare}
             scope = {**scope, **root}
-        begin, seen = time.monotonic(), _Seen(send, _request_id(headers))
+        begin, seen = time.monotonic(), _ResponseSender(send, _request_id(headers))
         origin = headers.get("origin")
         if is_allowed_origin(config, origin):
             seen.allow(str(origin))
@@ -125,8 +125,8 @@ class Gate:
             )
         self._serving.admin.find(_authorization(headers))
 
-    def _note(self, scope: Scope, seen: _Seen, seconds: float) -> None:
-        """Count and log a request, without its content and query string."""
+    def _note(self, scope: Scope, seen: _ResponseSender, seconds: float) -> None:
+        """Count a finished request, and log it without its content and query string."""
         status = seen.status
         route = scope.get("route")
         path = getattr(route, "path", "other")  # not the requested path, which is arbitrary
@@ -153,8 +153,8 @@ def _is_preflight(scope: Scope, headers: Headers) -> bool:
     return scope["method"] == "OPTIONS" and "access-control-request-method" in headers
 
 
-class _Seen:
-    """Sends a response with the common headers, and remembers its status."""
+class _ResponseSender:
+    """ASGI send function that adds the common headers, and records the response's status."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send, self.status, self.id = send, 0, request_id

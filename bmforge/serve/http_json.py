@@ -44,7 +44,7 @@ class StrictRequest(Request):
         """Read the request body.
 
         Raises:
-            RequestError: 413, too large by its Content-Length or by its actual size.
+            RequestError: the Content-Length or the actual size exceeds the limit (status 413).
         """
         if not hasattr(self, "_body"):
             serving = serving_of(self)

@@ -121,7 +121,7 @@ def serve(
         load_adapter: function that loads an adapter at run time.
 
     Raises:
-        ConfigError: the address is in use or not of this machine, or a key is required.
+        ConfigError: the address is in use or belongs to another machine, or a key is required.
         EngineFailedError: the engine has failed, and the server has stopped.
     """
     config = config or ServeConfig()
@@ -223,7 +223,7 @@ def bind_address(config: ServeConfig) -> socket.socket:
     """Create a socket that is bound to the server's address.
 
     Raises:
-        ConfigError: the address is in use, or is not of this machine.
+        ConfigError: the address is in use, or belongs to another machine.
     """
     check_certificate(config)
     if config.uds is not None:
@@ -254,7 +254,7 @@ def bind_address(config: ServeConfig) -> socket.socket:
 
 
 def _bind_path(path: Path) -> socket.socket:
-    """Create a Unix socket with access for this user only; an abandoned one is replaced."""
+    """Create a Unix socket with access for this user only; replace one that no server uses."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         with socket.socket(socket.AF_UNIX) as other:

@@ -46,7 +46,7 @@ class Admission:
             count: number of engine requests, such as prompts.
 
         Raises:
-            RequestError: 429 if this client exceeds its limit, 503 if all clients do.
+            RequestError: this client (status 429) or all clients together (503) exceed a limit.
         """
         self._check(key, count)
         self.count += count

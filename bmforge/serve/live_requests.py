@@ -1,4 +1,7 @@
-"""Access from the event loop to requests that run in the engine's thread."""
+"""Access from the event loop to requests that run in the engine's thread.
+
+A piece is an `OutputDelta`: the new output of one answer.
+"""
 
 from __future__ import annotations
 

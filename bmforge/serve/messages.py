@@ -67,7 +67,7 @@ async def _convert(body: CountRequest, request: Request) -> ChatRequest:
 
 @contextmanager
 def _own_names() -> Iterator[None]:
-    """Context manager: replace chat field names in errors by the names of Anthropic's fields."""
+    """Context manager: replace OpenAI's field names in errors with Anthropic's names."""
     try:
         yield
     except RequestError as error:

@@ -135,8 +135,7 @@ class Writing(Strict):
 
     @property
     def outputs(self) -> StructuredOutputs | None:
-        """Constraint on the answers, by `structured_outputs` or by vLLM's older `guided_*` names.
-
+        """Constraint on the answers, from `structured_outputs` or vLLM's older `guided_*` fields.
         Raises:
             RequestError: both are given.
         """
@@ -233,7 +232,7 @@ class ChatRequest(Writing):
 
     @property
     def most_tokens(self) -> int | None:
-        """Maximum length of an answer in tokens, by either of its names."""
+        """Maximum length of an answer in tokens: `max_completion_tokens` or `max_tokens`."""
         return self.max_completion_tokens or self.max_tokens
 
 

@@ -36,7 +36,7 @@ class PromptEcho:
         return writer.write_prompt(self.first, tokens)
 
     def as_prompt_logprobs(self, top: int) -> list[dict[str, Any] | None] | None:
-        """Return log-probabilities by token id, as vLLM does, of prompt tokens and top tokens."""
+        """Return, per prompt position, a map from token id to log-probability, as in vLLM."""
         if self.tokens is None:
             return None
         return [None, *(_by_id(token, top) for token in self.tokens)]

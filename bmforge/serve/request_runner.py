@@ -25,7 +25,7 @@ async def check_engine(engine: Any) -> None:
     This distinguishes a broken engine from one that only refuses a request.
 
     Raises:
-        RequestError: 503, the engine was closed or has failed.
+        RequestError: the engine was closed or has failed (status 503).
     """
     try:
         await run_in_threadpool(engine.call, lambda: None)

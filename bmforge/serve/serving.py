@@ -61,7 +61,7 @@ class Served:
 
     @classmethod
     def of(cls, name: str, engine: Any) -> Served:
-        """Create an entry for an engine's model with all abilities that it has."""
+        """Create a `Served` object for an engine's model, with all abilities of the model."""
         traits = engine.model.traits
         if traits.objective == "documents" and traits.writes:
             return cls(name, engine, ("documents",))
@@ -165,7 +165,7 @@ class Serving:
             count: number of engine requests, such as prompts.
 
         Raises:
-            RequestError: 429 or 503, see `Admission.enter`.
+            RequestError: a limit on requests is exceeded; see `Admission.enter`.
         """
         with (
             self.admission.enter(client_of(request), count),

@@ -28,7 +28,7 @@ class ToolUse:
 
     Args:
         shown: tools passed to the template; None without tools.
-        schemas: schemas of the functions that may be called, by name.
+        schemas: map from the name of each function that may be called to its schema.
         form: format of optional calls; None without them.
         rule: constraint on the answer if a call is required.
         begin: beginning of the answer if a call is required.
@@ -90,7 +90,8 @@ def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
 def _call_rule(functions: Mapping[str, dict[str, Any] | None]) -> Constraint:
     """Return the constraint that the answer calls one of the functions.
 
-    Every function's schema becomes a definition; references to its root are redirected to it.
+    Every function's schema becomes an entry of ``$defs``; a ``$ref`` to the root of the schema is
+    changed to refer to this entry.
     """
     definitions, calls = {}, []
     for number, (name, schema) in enumerate(functions.items()):
