@@ -61,7 +61,7 @@ def talk(
             directory, or an adapter directory.
         config: generation options.
         memory: memory limits of the model (default: none).
-        adapters: adapter directories to attach, optionally with ``=WEIGHT``.
+        adapters: adapter directories to attach; DIR=0.5 scales the adapter's output by 0.5.
         shows_thoughts: print the text between ``<think>`` and ``</think>``.
         allow_other_base: accept adapters that were trained on other base weights.
 

@@ -91,7 +91,7 @@ def put_deltas_(model: Any, deltas: Sequence[str], *, trainable: bool = False, *
 
     Args:
         model: the base model.
-        deltas: adapter directories, optionally with ``=WEIGHT``.
+        deltas: adapter directories; DIR=0.5 scales the adapter's output by 0.5.
         trainable: whether the adapters can be trained; otherwise they are frozen.
         base: options of the comparison with the base model in training; see `base_options`.
 
@@ -245,7 +245,7 @@ def opened_model(
         directory: model directory.
         memory: memory limits of the model.
         max_rows: number of rows that the budget is planned for.
-        deltas: adapter directories to attach, optionally with ``=WEIGHT``.
+        deltas: adapter directories to attach; DIR=0.5 scales the adapter's output by 0.5.
         allow_other_base: accept adapters that were trained on other base weights.
 
     Adapters stay in memory and count toward the budget.

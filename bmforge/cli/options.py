@@ -315,8 +315,9 @@ class PlanCommand:
         teacher: model of --task distill: a preset, or a model directory.
         max_num_seqs: number of answers that rl and distill generate at once (default: 64).
         set: fields of the model's config to change, each as field=value.
-        changes: changes of the model, as JSON or in a file, as in `train`.
-        freeze_base: train only the modules that `changes` adds.
+        changes: structural changes of the model, such as adapters or pruning, as JSON or in a
+            file, as in `train`.
+        freeze_base: train only the modules that `changes` adds; freeze the other weights.
         adapter: train an adapter of this kind, such as lora, on all linear layers.
         adapter_rank: rank of the adapter (default: 8).
         base_dtype: quantize the frozen base of the adapter (QLoRA); none keeps the precision.

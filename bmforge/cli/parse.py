@@ -109,7 +109,7 @@ def spell_switches(kind: Any, arguments: Sequence[str]) -> list[str]:
 
 
 def _spell_options(kind: Any, arguments: Sequence[str]) -> list[str]:
-    """Give options full names, switches a value, and repeated lists one option."""
+    """Write option names in full, give each switch a value, and merge repeated list options."""
     spelled = spell_switches(kind, _spell_groups(kind, arguments))
     return join_repeated(kind, spelled)
 
@@ -166,7 +166,7 @@ def is_list(hint: Any) -> bool:
 
 
 def _find_switches(kind: Any) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield every spelling of every boolean field, with its option and its value."""
+    """Yield (spelling, (option, value)) for every spelling of every boolean field."""
     for path, hint in find_options(kind):
         if is_switch(hint):
             option, (prefix, dot, name) = f"--{path}", path.rpartition(".")
@@ -192,7 +192,7 @@ def find_options(
 def _walk_options(
     kind: Any, prefix: str, short: str, positional: bool
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield the option name of every field, the same without names of groups, and its type."""
+    """Yield (option name, option name without group names, type) for every field."""
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         if not field.init:

@@ -158,7 +158,7 @@ def workload_of(
     step = TASK_STEPS[task]
     return Workload(
         name,
-        _Short(make, first[0]),
+        _ShallowModels(make, first[0]),
         partial(step.make_batch, row_tokens),
         step.run,
         materialize_,
@@ -167,7 +167,7 @@ def workload_of(
         config.hidden_size,
         config.flops_per_token(row_tokens),
         make,
-        tuple((_Short(make, numbers[0]), len(numbers)) for numbers in others),
+        tuple((_ShallowModels(make, numbers[0]), len(numbers)) for numbers in others),
         seen_as_plain,
         tuple(order),
         json.dumps(key_values, sort_keys=True, default=str),
@@ -204,8 +204,8 @@ def _find_kinds(model: Model) -> dict[Any, list[int]]:
     return dict(sorted(kinds.items(), key=lambda kind: -len(kind[1])))
 
 
-class _Short:
-    """Builds a model on meta with copies of a single layer, for a given depth; caches the models.
+class _ShallowModels:
+    """Builds a model on meta whose stacks are copies of one layer; caches it for each depth.
 
     Args:
         make: function that returns the whole model.
@@ -218,7 +218,7 @@ class _Short:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the object without its cache."""
-        return _Short, (self.make, self.number)
+        return _ShallowModels, (self.make, self.number)
 
     def __call__(self, depth: int) -> Model:
         """Return the model with `depth` blocks in every stack."""

@@ -24,7 +24,7 @@ _COLOURS = {"text": "", "mask": "bold red", "special": "magenta", "soft": "bold 
 
 
 def run_prompt(command: PromptCommand) -> None:
-    """Print the pieces, ids, truncation and label words of a few rendered examples."""
+    """Print the text, token ids, truncation and label words of a few rendered examples."""
     data = TaskDataConfig(
         task=command.data_task, labels=command.data_labels, paths=command.data_paths,
         train_split=command.split, dev_split=None,

@@ -24,9 +24,10 @@ class PromptCommand:
         split: split of the published task.
         tokenizer: directory of the tokenizer (default: that of the model).
         verbalizer: file with the label words of each class (default: those of the task).
-        choice: index of the task's template, and of the verbalizer in its file.
+        choice: index of the template among those of the task, and of the verbalizer in its file.
         join: score of a label word with several tokens: first, max, mean or joint.
-        behind: treatment of text after the mask of a causal model: refuse, leave out or score.
+        behind: handling of template text after the mask, which a causal model does not read:
+            refuse, leave out or score.
         soft_front: number of trainable soft tokens before the prompt.
         seq_len: maximum prompt length in tokens.
         cut: truncation of long examples: tail, head or balanced.

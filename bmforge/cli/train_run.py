@@ -71,7 +71,7 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
 
 
 def _parse_run(recipe: Recipe, arguments: Sequence[str], command: str, default: Any) -> Any:
-    """Parse the options of a run; model changes and parameter groups keep the default's values."""
+    """Parse the options of a run; `changes` and the parameter groups are those of `default`."""
     run, model, groups = default.changes, default.model.changes, default.train.optim.groups
     default.changes, default.model.changes = (), ()
     default.train = _with_groups(default.train, ())
