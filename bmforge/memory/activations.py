@@ -41,7 +41,7 @@ class _Pool:
         self._free[buffer.numel(), buffer.dtype].append(buffer)
 
 
-class _Slot:
+class _OffloadedTensor:
     """One offloaded tensor and its pending copies."""
 
     def __init__(self, tensor: Tensor, engine: CopyEngine, pool: _Pool, label: str) -> None:
@@ -74,7 +74,7 @@ class _Slot:
             self._back = on_device, self._engine.copy_(on_device, self._host, f"in {self._label}")
 
     def get(self) -> Tensor:
-        """Return the tensor on the device."""
+        """Return the device tensor, after its copy from the host is complete."""
         if self._source is not None:
             return self._source
         self.fetch()
@@ -89,15 +89,15 @@ class _Slot:
 
 
 class _Call:
-    """Saved tensors of one call of a block.
+    """Offloaded tensors that one call of a block saved for backward.
 
     Args:
-        before: previous call, whose backward runs next.
+        before: the call before this one, whose backward runs directly after this call's.
     """
 
     def __init__(self, number: int, before: _Call | None) -> None:
         self.number = number
-        self.slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
+        self.slots: weakref.WeakSet[_OffloadedTensor] = weakref.WeakSet()
         self._before = None if before is None else weakref.ref(before)
         self._is_turned = False
 
@@ -142,7 +142,7 @@ class _Offload:
         if self._last is not None:
             self._last.let_go()
         self._last = record
-        seen: dict[tuple[Any, ...], _Slot] = {}
+        seen: dict[tuple[Any, ...], _OffloadedTensor] = {}
         with saved_tensors_hooks(lambda t: self._pack(t, record, seen, block), _unpack):
             return inner(*args, **kwargs)
 
@@ -153,19 +153,23 @@ class _Offload:
         return inner(*args, **kwargs)
 
     def _pack(
-        self, tensor: Tensor, record: _Call, seen: dict[tuple[Any, ...], _Slot], block: nn.Module
+        self,
+        tensor: Tensor,
+        record: _Call,
+        seen: dict[tuple[Any, ...], _OffloadedTensor],
+        block: nn.Module,
     ) -> Any:
         is_small = tensor.numel() < self._smallest
         if is_small or not _is_dense(tensor):
             return tensor
         # Computed now: parameters gathered inside the block lose their memory afterwards.
-        if any(_memory(local_tensor(p)) == _memory(tensor) for p in block.parameters()):
+        if any(_address(local_tensor(p)) == _address(tensor) for p in block.parameters()):
             return tensor
         # Several operations may save the same tensor, which lives until the next block begins.
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if key not in seen:
             label = f"block {record.number}, tensor {len(seen)}"
-            seen[key] = _Slot(tensor, self.engine, self._pool, label)
+            seen[key] = _OffloadedTensor(tensor, self.engine, self._pool, label)
             record.slots.add(seen[key])
         return record, seen[key]
 
@@ -178,7 +182,7 @@ def _unpack(packed: Any) -> Tensor:
     return slot.get()
 
 
-def _memory(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     """Return the address of a tensor's storage, to recognize tensors that share memory."""
     return tensor.untyped_storage().data_ptr()
 

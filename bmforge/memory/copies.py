@@ -50,7 +50,7 @@ class Ticket:
 
     Args:
         label: name of the task in events.
-        note: callback that receives the kind and label of every event.
+        note: callback (kind, label) that is called for every event.
     """
 
     def __init__(self, label: str, note: Callable[[str, str], None]) -> None:
@@ -99,7 +99,7 @@ class Worker:
 
     Args:
         name: thread name.
-        note: callback that receives the kind and label of every event.
+        note: callback (kind, label) that is called for every event.
         device: accelerator that the thread uses; None if there is none.
     """
 
@@ -118,7 +118,7 @@ class Worker:
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def run(self, work: Callable[[], None], label: str = "") -> Ticket:
-        """Submit a task; waiting for the returned ticket raises the task's error."""
+        """Submit a task; waiting on the returned handle raises the task's error."""
         if self._is_closed:
             raise RuntimeError(f"{label or 'work'} was submitted to a closed copy engine.")
         ticket = Ticket(label, self._note)
@@ -178,7 +178,7 @@ class CopyEngine(ABC):
 
     Attributes:
         events: recorded events.
-        note: function that records an event, given its kind and label.
+        note: function (kind, label) that records an event.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class CopyEngine(ABC):
     def copy_(
         self, target: Tensor, source: Tensor, label: str = "", *, after: torch.Event | None = None
     ) -> Ticket:
-        """Copy `source` into `target`; neither may change until the ticket is done.
+        """Copy `source` into `target`; neither may change until the copy is complete.
 
         Args:
             target: destination tensor.

@@ -56,7 +56,7 @@ class Gradient:
     """A flat gradient on the host that is read in ranges.
 
     Args:
-        part: function that returns the stored elements from `start` to `stop`.
+        part: function (start, stop) that returns this range of the stored elements.
         dtype: dtype of the returned elements.
         factors: scale factors, applied in order.
     """
@@ -136,7 +136,7 @@ class LeftGradient:
         self._factors.append(factor)
 
     def take(self) -> Gradient:
-        """Return the summed gradient; read it on the engine's thread, after its earlier tasks."""
+        """Return the summed gradient, which only later tasks of the engine's thread may read."""
         if self._count == 1 and not self._home.is_on_disk:
             assert self._first is not None
             flat = self._first
@@ -144,7 +144,7 @@ class LeftGradient:
         return Gradient(self._home.fetch, self.dtype, tuple(self._factors))
 
     def clear(self) -> None:
-        """Start a new sum; tasks that were submitted before still read the previous sum."""
+        """Start a new sum; tasks already submitted still read the previous sum."""
         self._count, self._factors, self._norm, self._first = 0, [], None, None
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ def _hook(
 
 
 def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are not contained in another module of the list."""
+    """Return the modules that are not submodules of another module of the list."""
     candidates = list(modules)
     inner = {id(m) for outer in candidates for m in outer.modules() if m is not outer}
     return [module for module in candidates if id(module) not in inner]

@@ -27,7 +27,7 @@ def spread_blocks_(
 
     Args:
         model: model whose blocks are already on their devices; this function moves no weights.
-        places: device of each block by name, in execution order.
+        places: mapping from block name to device, in execution order.
         home: device of the other modules; the last block of every stack moves its output there.
             None leaves outputs where they are.
 

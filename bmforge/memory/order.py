@@ -53,7 +53,7 @@ class RunOrder:
 
         Args:
             count: maximum number of blocks.
-            with_this: whether the list starts with the current block.
+            with_this: whether to list the current block first.
         """
         if self._now is None:
             return list(range(min(count, self._last_block + 1)))

@@ -16,17 +16,17 @@ _ALIGN_BYTES = 64
 
 
 def packed_bytes(tensor: Tensor) -> int:
-    """Return the number of bytes that a tensor occupies in a slot, rounded up to the alignment."""
+    """Return the size of a tensor in a `Slot` in bytes, rounded up to the alignment."""
     return -(-tensor.numel() * tensor.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 class PackedBlock:
-    """Streamed tensors of one block and their offsets in a slot.
+    """Streamed tensors of one block and their offsets in a device buffer (`Slot`).
 
     Args:
         prefix: name of the block.
         module: the block.
-        parameters: streamed tensors by full name.
+        parameters: mapping from full name to streamed tensor.
         device: compute device.
         is_on_host: whether the bytes are cached in host memory after the first read.
 
@@ -54,13 +54,13 @@ class PackedBlock:
             self.size_bytes += packed_bytes(parameter)
 
     def views(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors' names and views in a slot's memory."""
+        """Yield the name of each tensor and its view of the memory of a `Slot`."""
         for name, (start, stop) in self.places.items():
             parameter = self.parameters[name]
             yield name, memory[start:stop].view(parameter.dtype).view(parameter.shape)
 
     def show(self, memory: Tensor) -> None:
-        """Point the block's parameters at the memory of a slot."""
+        """Make the block's parameters views of the memory of a `Slot`."""
         for name, view in self.views(memory):
             self.parameters[name].data = view
 

@@ -75,7 +75,7 @@ class SpillFile:
     ) -> None:
         folder = Path(tempfile.gettempdir() if directory is None else directory)
         self._used_bytes, self._size_bytes = 0, size_bytes
-        self._file = _open_nameless(folder, option)
+        self._file = _open_unlinked(folder, option)
         free_bytes = shutil.disk_usage(folder).free
         try:
             if size_bytes:
@@ -117,7 +117,7 @@ class DiskBytes:
         self._file, self._offset = file, offset
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Read bytes into new memory."""
+        """Read bytes `start` to `stop` of the range into a new uint8 tensor."""
         values = torch.empty(stop - start, dtype=torch.uint8)
         read_into(self._file.fileno(), values, self._offset + start)
         return values
@@ -127,7 +127,7 @@ class DiskBytes:
 
         Args:
             target: tensor of any dtype.
-            read: function that reads into memory, given a descriptor, memory and offset; None uses
+            read: function (file descriptor, memory, offset) that fills the memory; None uses
                 buffered reads.
         """
         if read is None:
@@ -163,7 +163,7 @@ def byte_memory(tensor: Tensor) -> memoryview:
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes for people, such as ``1.5 GiB``."""
+    """Format a number of bytes in a readable unit, such as ``1.5 GiB``."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -171,7 +171,7 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def _open_nameless(folder: Path, option: str) -> IO[bytes]:
+def _open_unlinked(folder: Path, option: str) -> IO[bytes]:
     """Create an unlinked file and open it for reading and writing.
 
     Raises:

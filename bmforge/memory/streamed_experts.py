@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 ReadExpert = Callable[[str, int, Tensor], None]
-"""Fills a contiguous host tensor with one expert's part of the stacked parameter of that name."""
+"""Function (parameter name, expert, target) that reads one expert of a stacked parameter."""
 
 # Double buffering: one expert computes while the next is copied.
 LEAST_EXPERTS = 2
@@ -47,14 +47,14 @@ class _Key(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """An MoE layer: its name, and a one-expert copy that is pointed at a slot's memory."""
+    """Name of an MoE layer, and a copy with one expert whose weights are views of a slot."""
 
     name: str
     single: PackedBlock
 
 
 def expert_bytes(experts: nn.Module) -> int:
-    """Return the number of bytes that one expert of a layer occupies in a slot."""
+    """Return the size of one expert of a layer in a cache slot, in bytes."""
     return sum(packed_bytes(parameter[0]) for parameter in experts.parameters())
 
 
@@ -115,7 +115,7 @@ class ExpertStreamer:
             weights = {f"{name}.{key}": tensor for key, tensor in module.named_parameters()}
             PackedBlock(name, module, weights, device).hide()
             for key, tensor in weights.items():
-                note_(tensor, origin=_Away(self, key, tensor))
+                note_(tensor, origin=_StreamedExperts(self, key, tensor))
             wrap_forward_(module, partial(self._run, number), "weights")
 
     @property
@@ -149,7 +149,7 @@ class ExpertStreamer:
         return torch.cat([parts[expert] for expert in used]) if used else x[:0]
 
     def _work(self, key: _Key, x: Tensor) -> Tensor:
-        """Apply one requested expert, after waiting for its weights if necessary."""
+        """Apply one requested expert to its rows, after waiting for its weights if necessary."""
         slot = self._here[key]
         self._here.move_to_end(key)
         if slot.ticket is not None:
@@ -212,7 +212,7 @@ def _count(experts: nn.Module) -> int:
 
 
 def _rows_of(ends: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the first row and the end row of each expert."""
+    """Yield the row range (start, stop) of each expert."""
     start = 0
     for stop in ends.tolist():
         yield start, stop
@@ -230,7 +230,7 @@ def _shrink(experts: nn.Module, device: torch.device) -> nn.Module:
     return copy.deepcopy(experts, memo)
 
 
-class _Away:
+class _StreamedExperts:
     """Reads the values of a stacked parameter whose experts are streamed, one expert at a time."""
 
     is_on_disk = True

@@ -29,10 +29,10 @@ from bmforge.surgery import persistent_tensors, shared_tensors, wrap_forward_
 __all__ = ["ReadWeights", "Streamer", "spread_resident", "stream_blocks_"]
 
 ReadWeights = Callable[[str, Tensor], None]
-"""Fills a contiguous host tensor with the values of the parameter of that name."""
+"""Function (parameter name, target) that reads a parameter into a contiguous host tensor."""
 
 Stays = Callable[[str, Tensor], bool]
-"""Tells of a tensor of a block that comes and goes, by its whole name, that it stays itself."""
+"""Function (full tensor name) that returns True if a streamed block's tensor stays resident."""
 
 
 @runtime_checkable
@@ -40,7 +40,7 @@ class ReadsMany(Protocol):
     """A `ReadWeights` function that can also read several tensors at once, which is faster."""
 
     def read_all(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill several tensors, given by name."""
+        """Read several tensors; `targets` maps each name to the tensor to fill."""
 
 
 class Streamer:
@@ -193,7 +193,7 @@ class Streamer:
 
 
 def _stays_here(shared: set[int], stays: Stays | None, name: str, tensor: Tensor) -> bool:
-    """Return True if a tensor stays resident, by `stays` or because several modules share it."""
+    """Return True if a tensor stays resident: `stays` selects it, or several modules share it."""
     return id(tensor) in shared or _keeps(stays, name, tensor)
 
 
