@@ -5,7 +5,7 @@ returns a list of ids for every tokenizer). The kinds are `cpm1`, `cpm2` (also E
 `cpm_bee` and `glm`; `words` segments Chinese text into words, `word_pieces` and `longest_match`
 split words into vocabulary pieces; `glm_text` and `sentence_piece` serve GLM and CPM-1;
 `tokenizer_json` and `spiece` read Hugging Face's files for `fast`; `chat_template` renders
-conversations. `cpm_bee` converts CPM-Bee's documents to model inputs and back.
+conversations. `cpm_bee` also converts CPM-Bee's documents to model inputs and back.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _files(self) -> dict[str, bytes]:
-        """Return the contents of the files that `from_pretrained` reads, by file name."""
+        """Return a dict from name to contents of the files that `from_pretrained` reads."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -59,7 +59,7 @@ class Tokenizer(ABC):
         """Decode token ids to text.
 
         Raises:
-            DataError: an id that is not in the vocabulary.
+            DataError: an id is not in the vocabulary.
         """
 
     def decode_written(self, ids: Iterable[int]) -> str:
@@ -81,7 +81,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def get_vocab(self) -> dict[str, int]:
-        """Return the whole vocabulary, as ids by token."""
+        """Return the vocabulary as a dict from token to id."""
 
     def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str | None]:
         """Return the token of each id, like transformers; None for an id without a token."""
@@ -108,7 +108,7 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, with the special tokens that models expect around it.
+        """Return the token ids of a prompt, including special tokens such as BOS around it.
 
         The ids equal those of transformers' ``tokenizer(text).input_ids``. OpenBMB's own tokenizers
         add no special tokens, since the prompt format of each of their models adds them.
@@ -201,13 +201,13 @@ class Tokenizer(ABC):
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """Ids of the special tokens, by role."""
+        """Dict from role to the id of its special token."""
         ids = {role: self.role_id(role) for role in self._role_tokens()}
         return {role: id for role, id in ids.items() if id is not None}
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids of all special tokens, also of those without a role."""
+        """Ids of all special tokens, including those without a role."""
         return frozenset(self.special_ids.values())
 
     def __len__(self) -> int:
@@ -244,12 +244,12 @@ def open_directory(directory: str | os.PathLike[str]) -> Path:
 def parse_vocabulary(
     content: bytes, path: Path, *, skip_empty: bool = False, strip: bool = True
 ) -> dict[str, int]:
-    """Parse a vocabulary file with one token per line; return ids by token.
+    """Parse a vocabulary file with one token per line; return a dict from token to id.
 
     Args:
         content: contents of the file.
         path: path of the file, for error messages.
-        skip_empty: True to skip empty lines; else they are the empty token.
+        skip_empty: True to skip empty lines; False to read each as the empty token.
         strip: True to strip whitespace around tokens.
 
     Raises:

@@ -117,10 +117,10 @@ class ChatTemplate:
 
         Args:
             messages, tools, variables: as in `render`.
-            begin: fixed beginning of the answer.
+            begin: text with which the answer begins.
 
         Raises:
-            DataError: as `render` does.
+            DataError: the template refuses this conversation, or exceeds its limits.
         """
         if not self._parse_special:
             messages = [_escape(self._tokenizer, message) for message in messages]

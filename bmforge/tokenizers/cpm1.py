@@ -100,11 +100,11 @@ class CPM1Tokenizer(Tokenizer):
         return self._ids.get(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the whole vocabulary, as ids by token."""
+        """Return the vocabulary as a dict from token to id."""
         return dict(self._ids)
 
     def _spread(self, text: str) -> str:
-        """Join the words of a text with spaces; whitespace in the text becomes placeholders."""
+        """Join the words of a text with spaces; replace whitespace in the text by placeholders."""
         words = self._cutter.cut(text)
         return " ".join([w.translate(_WRITTEN) if w.isspace() else w for w in words])
 

@@ -108,7 +108,7 @@ class CPM2Tokenizer(Tokenizer):
         return self._vocabulary.get(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the whole vocabulary, as ids by token."""
+        """Return the vocabulary as a dict from token to id."""
         return dict(self._vocabulary)
 
     @property
@@ -173,7 +173,7 @@ class CPM2Tokenizer(Tokenizer):
         return self._show("".join(parts))
 
     def _show(self, text: str) -> str:
-        """Replace the tokens for space and line end by the characters."""
+        """Replace the tokens that encode a space or a newline by these characters."""
         return text.replace(self.roles["space"], " ").replace(self.roles["newline"], "\n")
 
 

@@ -89,7 +89,7 @@ class CPMAntTokenizer(Tokenizer):
         return self._vocabulary.get(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the vocabulary as ids by token; spaces and newlines are not escaped."""
+        """Return a dict from token to id; spaces and newlines are not escaped."""
         return dict(self._vocabulary)
 
     def encode(self, text: str) -> list[int]:

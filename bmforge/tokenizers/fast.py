@@ -41,7 +41,7 @@ class FastTokenizer(Tokenizer):
     Args:
         content: contents of a tokenizer.json.
         roles: token of each role.
-        companions: contents of further files to save, by name.
+        companions: further files to save, as a mapping from name to contents.
         path: path of the file, for error messages.
 
     Raises:
@@ -132,7 +132,7 @@ class FastTokenizer(Tokenizer):
         return self._tokenizer.token_to_id(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the whole vocabulary, as ids by token, including added tokens."""
+        """Return the vocabulary as a dict from token to id, including added tokens."""
         return self._tokenizer.get_vocab()
 
     def encode(self, text: str) -> list[int]:
@@ -193,7 +193,7 @@ class FastTokenizer(Tokenizer):
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids of all special tokens, also of those without a role."""
+        """Ids of all special tokens, including those without a role."""
         added = self._tokenizer.get_added_tokens_decoder().items()
         return frozenset(id for id, token in added if token.special)
 
@@ -206,7 +206,7 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def _aliased_tokenizer(self) -> tuple[Any, dict[int, int]]:
-        """Tokenizer with aliases for its special tokens, and the token id of each alias id."""
+        """Tokenizer whose special tokens have aliases, and a mapping from alias id to token id."""
         settings = json.loads(self._content)
         model = settings["model"]
         special = {t["content"]: t for t in settings.get("added_tokens", ()) if t["special"]}

@@ -47,7 +47,7 @@ class PreTokenizer(NamedTuple):
             matches and the text between them. None selects the tokenizers library's own form of
             GPT-2's expression.
         composes: True to normalize text to Unicode's form C first.
-        takes_words: True if a word in the vocabulary is one token, whatever the merges are.
+        takes_words: True if a word of the vocabulary is one token even without such merges.
         adds_begin: True if a prompt begins with the BOS token where the file does not specify it.
     """
 
@@ -126,7 +126,7 @@ class GgufTokenizer(NamedTuple):
 
 
 class _Vocabulary(NamedTuple):
-    """Checked vocabulary of a GGUF file: tokens by id, with their types and scores."""
+    """Validated vocabulary of a GGUF file: tokens in the order of ids, with types and scores."""
 
     path: Path
     metadata: dict[str, Any]
@@ -135,7 +135,7 @@ class _Vocabulary(NamedTuple):
     scores: list[float]
 
     def of(self, *types: int) -> dict[str, int]:
-        """Return the ids, by token, of all tokens with the given types."""
+        """Return a dict from token to id of all tokens with the given types."""
         return {t: i for i, t in enumerate(self.tokens) if self.types[i] in types}
 
     def damaged(self, reason: str) -> DataError:
@@ -178,7 +178,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
             roles[role] = token
     settings: dict[str, Any] = {
         name: header.metadata.get(f"tokenizer.ggml.{name}", default)
-        for name, default in _added_tokens(header, kind).items()
+        for name, default in _default_bos_eos(header, kind).items()
     }
     settings = {name: value for name, value in settings.items() if isinstance(value, bool)}
     template = header.metadata.get("tokenizer.chat_template")
@@ -187,7 +187,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
     return GgufTokenizer(tokenizer.to_str().encode(), roles, settings)
 
 
-def _added_tokens(header: GgufHeader, kind: str) -> dict[str, bool | None]:
+def _default_bos_eos(header: GgufHeader, kind: str) -> dict[str, bool | None]:
     """Return llama.cpp's default BOS and EOS settings, for a file without these keys."""
     rules = PRE.get(str(header.metadata.get("tokenizer.ggml.pre")))
     begins = kind == "llama" or (kind == "gpt2" and rules is not None and rules.adds_begin)
@@ -248,7 +248,7 @@ def _add_special(tokenizer: Any, vocabulary: _Vocabulary) -> None:
 
 
 def _model_vocabulary(vocabulary: _Vocabulary, *types: int) -> dict[str, int]:
-    """Return the base vocabulary, as ids by token.
+    """Return the base vocabulary as a dict from token to id.
 
     Added tokens at the end of the id range are excluded, as in published files. Those between other
     ids are included, because only the base vocabulary can assign such ids.
@@ -301,11 +301,11 @@ def pairs_of_scores(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple
     way to split a piece in two is a merge, in the order of the pieces' scores.
 
     Args:
-        pieces: score of each piece.
-        ids: id of each piece, which breaks ties between equal scores.
+        pieces: mapping from piece to score.
+        ids: mapping from piece to id; ids break ties between equal scores.
 
     Raises:
-        DataError: a piece that is too long.
+        DataError: a piece is too long.
     """
     pairs = []
     for piece in sorted(pieces, key=lambda piece: (-pieces[piece], ids[piece])):

@@ -203,7 +203,7 @@ def _word_pieces(settings: dict[str, Any], tokens: list[str], types: list[int]) 
 
 
 def _ends(tokenizer: Tokenizer, settings: dict[str, Any]) -> tuple[bool, bool]:
-    """Return two flags: True if a BOS token precedes each text; True if an EOS token follows."""
+    """Return two booleans: add a BOS token before each text; add an EOS token after it."""
     config = settings.get("config", {})
     single: list[Any] = []
     for step in _steps(settings.get("post_processor")):

@@ -35,7 +35,7 @@ class GLMTokenizer(Tokenizer):
 
     Args:
         text_part: tokenizer of the text between special tokens.
-        added: ids of the special tokens by token, as in ``added_tokens.json``.
+        added: mapping from special token to id, as in ``added_tokens.json``.
         strips_left: special tokens that strip preceding whitespace.
 
     Raises:
@@ -112,7 +112,7 @@ class GLMTokenizer(Tokenizer):
         return self._specials.get(token, self._text.token_to_id(token))
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the whole vocabulary, as ids by token, including special tokens."""
+        """Return the vocabulary as a dict from token to id, including special tokens."""
         return {**self._text.get_vocab(), **self._specials}
 
     def encode(self, text: str) -> list[int]:
@@ -163,7 +163,7 @@ class GLMTokenizer(Tokenizer):
         """Decode token ids to text, including special tokens.
 
         Raises:
-            DataError: an id that is neither a special token nor in the vocabulary.
+            DataError: an id is neither that of a special token nor in the vocabulary.
         """
         parts: list[str] = []
         for special, group in groupby(ids, key=lambda id: id in self._by_id):
@@ -190,7 +190,7 @@ class GLMTokenizer(Tokenizer):
         Shape: both (B, T), T the longest sequence.
 
         Raises:
-            ConfigError: no text, or `max_length` is too small for any.
+            ConfigError: there is no text, or `max_length` is too small for any.
         """
         import torch
 
@@ -236,7 +236,7 @@ class GLMTokenizer(Tokenizer):
             tokens from 1.
 
         Raises:
-            ConfigError: a sequence without a blank, or another number of targets than sequences.
+            ConfigError: a sequence has no blank, or the numbers of targets and sequences differ.
         """
         import torch
 
@@ -301,7 +301,7 @@ class GLMTokenizer(Tokenizer):
 
 
 def _added_tokens(folder: Path, config: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """Return the special token ids by token, and the tokens that strip whitespace before them."""
+    """Return a dict from special token to id, and the tokens that strip preceding whitespace."""
     decoder = config.get("added_tokens_decoder") or {}
     if decoder:
         added = {entry["content"]: int(id) for id, entry in decoder.items()}

@@ -22,7 +22,7 @@ class BytePairs:
 
     Args:
         tokenizer: a ``tokenizers.Tokenizer``.
-        files: contents of its files, by name.
+        files: mapping from name to contents of its files.
     """
 
     tokenizer: Any
@@ -41,7 +41,7 @@ class BytePairs:
         return self.tokenizer.token_to_id(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the vocabulary, as ids by piece."""
+        """Return the vocabulary as a dict from piece to id."""
         return self.tokenizer.get_vocab()
 
     def encode(self, text: str) -> list[int]:
@@ -59,7 +59,7 @@ class SentencePieces:
 
     Args:
         processor: a ``sentencepiece.SentencePieceProcessor``.
-        files: contents of its file, by name.
+        files: mapping from the name of its file to the contents.
     """
 
     processor: Any
@@ -78,7 +78,7 @@ class SentencePieces:
         return id if self.processor.id_to_piece(id) == token else None
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the vocabulary, as ids by piece."""
+        """Return the vocabulary as a dict from piece to id."""
         return {self.processor.id_to_piece(id): id for id in range(self.vocab_size)}
 
     def encode(self, text: str) -> list[int]:

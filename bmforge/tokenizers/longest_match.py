@@ -30,7 +30,7 @@ class LongestMatcher:
     """Splits text greedily into the longest pieces of a vocabulary; thread-safe.
 
     Args:
-        vocabulary: id of each piece; the empty piece is ignored.
+        vocabulary: mapping from piece to id; the empty piece is ignored.
         max_chars: maximum length of a piece; longer ones are ignored, like in the original.
 
     Raises:

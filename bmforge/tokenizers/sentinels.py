@@ -15,12 +15,12 @@ T5_SENTINEL = "<extra_id_{}>"
 def encode_answers(
     options: Sequence[str], tokenizer: Tokenizer, sentinel: str = T5_SENTINEL
 ) -> list[list[int]]:
-    """Return the target ids of an encoder-decoder: each answer as the first masked span.
+    """Encode each answer as target ids of an encoder-decoder, as its first masked span.
 
     With a tokenizer without sentinel tokens, the answers end with its EOS token.
 
     Args:
-        options: the answers.
+        options: texts of the answers.
         tokenizer: tokenizer of the model.
         sentinel: name pattern of the sentinel tokens, with {} for their number.
     """

@@ -87,7 +87,7 @@ def build_unigram(model: UnigramModel, extra_ids: int | None = None) -> Any:
 
 
 def _read(content: bytes, path: Path) -> UnigramModel:
-    """Parse the required fields of a model file; a missing one has the format's default."""
+    """Parse the fields of a model file; a missing field has the default of the format."""
     try:
         parts = list(_fields(content))
         pieces = [_read_piece(dict(_fields(part))) for number, part in parts if number == 1]

@@ -18,7 +18,7 @@ class WordPieces(dict[str, tuple[int, ...]]):
     """Bounded cache from words to the ids of their greedily matched pieces; use ``[word]``.
 
     Args:
-        vocabulary: id of each piece.
+        vocabulary: mapping from piece to id.
         unknown_id: id of a character at which no piece begins.
         marked: True to look up pieces inside of words with the prefix ``##``, unless they have
             Chinese characters.
@@ -34,7 +34,7 @@ class WordPieces(dict[str, tuple[int, ...]]):
         self._unknown_id = unknown_id
         self._marked = marked
         self._longest = max(map(len, vocabulary), default=0)
-        inside = _inside(self._vocabulary) if self._marked else self._vocabulary
+        inside = _inner_pieces(self._vocabulary) if self._marked else self._vocabulary
         self._matcher = LongestMatcher(inside)
 
     def __missing__(self, word: str) -> tuple[int, ...]:
@@ -57,8 +57,8 @@ class WordPieces(dict[str, tuple[int, ...]]):
         return [self._unknown_id, *self._matcher.encode(word[1:], self._unknown_id)]
 
 
-def _inside(vocabulary: Mapping[str, int]) -> dict[str, int]:
-    """Return the ids of the pieces that may occur inside of a word, by piece."""
+def _inner_pieces(vocabulary: Mapping[str, int]) -> dict[str, int]:
+    """Return a dict from piece to id of the pieces that may occur inside of a word."""
     inside = {piece: id for piece, id in vocabulary.items() if has_chinese(piece)}
     for piece, id in vocabulary.items():
         suffix = piece.removeprefix(CONTINUES)

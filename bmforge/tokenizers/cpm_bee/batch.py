@@ -141,7 +141,7 @@ def build_instance(
 
 
 class BestFit:
-    """Best-fit packing: an item is added to the sequence with the least space that suffices.
+    """Best-fit packing: each item is added to the fullest sequence in which it still fits.
 
     Args:
         max_length: length of a sequence.
@@ -273,12 +273,12 @@ _COLUMNS = (
 
 
 def _columns(instance: Instance, relation: int, span: int) -> dict[str, NDArray[Any]]:
-    """Return the values of one instance by input name.
+    """Return the per-token inputs of one instance, as a dict from input name to array.
 
     Args:
-        instance: the instance.
+        instance: instance of the sequence.
         relation: offset of its relations in the sequence.
-        span: number of the instance in the sequence.
+        span: index of the instance in the sequence.
     """
     return {
         "input": instance.ids,
@@ -295,7 +295,7 @@ def _columns(instance: Instance, relation: int, span: int) -> dict[str, NDArray[
 def _label(
     instance: Instance, tokenizer: CPMBeeTokenizer, numbers: Mapping[Token, int]
 ) -> NDArray[np.int64]:
-    """Return the labels of one instance: each answer token's successor, ``</s>`` at the end."""
+    """Return the labels of one instance: the next token of each answer token, finally ``</s>``."""
     outputs = instance.ids.astype(np.int64)
     for i in np.flatnonzero(instance.subs).tolist():
         outputs[i] = numbers[int(instance.ids[i]), int(instance.subs[i])]

@@ -54,8 +54,8 @@ class Extension(NamedTuple):
     """Extension table of a sample, with the tokens that the vocabulary lacks.
 
     Attributes:
-        texts: text by extension id.
-        tokens: (base id, sub id) by extension id.
+        texts: mapping from extension id to text.
+        tokens: mapping from extension id to (base id, sub id).
     """
 
     texts: dict[int, str]
@@ -63,7 +63,7 @@ class Extension(NamedTuple):
 
     @property
     def names(self) -> dict[Token, str]:
-        """Texts by (base id, sub id)."""
+        """Mapping from (base id, sub id) to text."""
         return {token: self.texts[id] for id, token in self.tokens.items()}
 
 
@@ -108,7 +108,7 @@ class EncodedDocument(NamedTuple):
 
     @property
     def ext_table(self) -> dict[int, str]:
-        """Texts by extension id, as an argument for the tokenizer's `decode`."""
+        """Mapping from extension id to text, which the tokenizer's `decode` takes."""
         return self.extension.texts
 
 
@@ -136,8 +136,8 @@ def encode_document(
         max_nesting: maximum depth of a text below the root.
 
     Raises:
-        DataError: no ``<ans>``; not a dict of texts, or too deep; an answer slot without a blank of
-            its name; an unknown special token.
+        DataError: the document is not a nested dict of texts with ``<ans>``, is too deep, has an
+            answer slot without a blank of the same name, or an unknown special token.
         UnwritableError: an answer contains text that neither the vocabulary nor the other segments
             have, so that no model can generate it (subclass of DataError).
         TooLongError: the document is longer than the window (subclass of DataError).
@@ -247,8 +247,8 @@ def encode_text(
     """Encode a text as (id, sub id) pairs; also return the extended extension table.
 
     Raises:
-        DataError: a token that only the encoder inserts, an unknown special token, or a stray
-            ``<``.
+        DataError: the text has a token that only the encoder inserts, an unknown special token,
+            or a ``<`` that does not begin a special token.
     """
     texts, tokens = extension or Extension({}, {})
     ids, texts = tokenizer.encode_extended(text, texts)
@@ -286,7 +286,7 @@ def _base_id(text: str, tokenizer: CPMBeeTokenizer) -> int:
 def _encode_segments(
     segments: Sequence[Segment], tokenizer: CPMBeeTokenizer, extension: Extension | None
 ) -> tuple[list[list[Token]], Extension]:
-    """Encode every segment as tokens, with its begin and end tokens."""
+    """Encode every segment as tokens: ``<s>``, its text and, except for answers, ``</s>``."""
     extension = extension or Extension({}, {})
     begin, end = [(tokenizer.bos_id, 0)], [(tokenizer.eos_id, 0)]
     parts = []

@@ -42,14 +42,14 @@ def parse_document(line: bytes, where: str) -> dict[str, Any]:
         where: name of the line for error messages.
 
     Raises:
-        DataError: invalid UTF-8 or JSON, not an object, nested too deep, a duplicate key, or an
-            unpaired surrogate.
+        DataError: the line is not a JSON object in UTF-8, is nested too deeply, or has a
+            duplicate key or an unpaired surrogate.
     """
     try:
-        document = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_refuse_twice)
+        document = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_refuse_duplicate_keys)
         if b"\\u" in line:  # lone surrogates are possible only as escapes
             json.dumps(document, ensure_ascii=False).encode()
-    except _TwiceError as error:
+    except _DuplicateKeyError as error:
         raise DataError(
             f"{where} has the key {error.args[0]!r} twice. Rename one of them."
         ) from error
@@ -67,13 +67,13 @@ def parse_document(line: bytes, where: str) -> dict[str, Any]:
     return document
 
 
-class _TwiceError(Exception):
-    """Raised if a key occurs twice."""
+class _DuplicateKeyError(Exception):
+    """Raised if a JSON object has the same key twice."""
 
 
-def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) != len(pairs):
         names = [name for name, _ in pairs]
-        raise _TwiceError(next(name for name in names if names.count(name) > 1))
+        raise _DuplicateKeyError(next(name for name in names if names.count(name) > 1))
     return document

@@ -28,7 +28,7 @@ __all__ = ["DocumentLoader", "iter_documents"]
 
 
 class DocumentLoader:
-    """Yields this rank's micro-batches of one optimizer step after another, endlessly.
+    """Endless iterator over optimizer steps; each item is the list of this rank's micro-batches.
 
     Each micro-batch is a dict of the tensors listed in `collate_rows`, padded to the mixture's
     window. Every rank packs all sequences and keeps its share, so the packing does not depend on

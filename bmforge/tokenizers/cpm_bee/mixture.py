@@ -169,8 +169,8 @@ class TaskMixture:
 
     Attributes:
         samples_per_epoch: number of samples per epoch.
-        skipped: reason why a sample is skipped, by sample number.
-        instances_of: error message of the first skipped sample, by reason.
+        skipped: mapping from the number of a skipped sample to the reason.
+        instances_of: mapping from reason to the error message of the first skipped sample.
 
     Raises:
         ConfigError: the mixture has no sources.
@@ -227,7 +227,7 @@ class TaskMixture:
         return None
 
     def survey(self, count: int = 500) -> dict[int, str]:
-        """Return the reasons, by number, why any of the first `count` samples would be skipped."""
+        """Check the first `count` samples; map the number of each invalid one to the reason."""
         skipped = {}
         for number in range(min(count, self.samples_per_epoch)):
             try:

@@ -110,13 +110,13 @@ def encode_prompt(
         tokenizer: CPM-Bee's tokenizer.
         examples: documents with their answers, as context.
         max_length: window in tokens; None is no limit.
-        constraints: allowed texts of a slot, by its path of keys under ``<ans>``; None is
-            `find_constraints`.
+        constraints: mapping from the path of a slot (keys under ``<ans>``) to its allowed texts;
+            None uses `find_constraints`.
 
     Raises:
-        ConfigError: a constraint of a slot that does not exist, or without allowed texts.
-        DataError: see `encode_document`; an allowed answer cannot be generated; document and
-            examples are longer than the window.
+        ConfigError: a constraint names a slot that does not exist, or allows no text.
+        DataError: the document is invalid (see `encode_document`) or, with its examples, longer
+            than the window, or an allowed answer cannot be generated.
     """
     encoded = [encode_document(document, tokenizer, max_length=max_length, blank_answers=True)]
     for example in examples:

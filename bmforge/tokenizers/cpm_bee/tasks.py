@@ -69,7 +69,7 @@ def choose_option(
     """Build a multiple-choice document; `answer` is the index of the correct option.
 
     Raises:
-        DataError: fewer than two options, or `answer` is not the index of an option.
+        DataError: there are fewer than two options, or `answer` is not the index of an option.
     """
     if len(options) < 2 or isinstance(options, str):
         raise DataError(f"options={options!r} must contain at least two texts.")
@@ -90,7 +90,7 @@ def fill_blanks(text: str, answers: Mapping[str, str] | None = None) -> Document
     """Build a document to fill in the blanks ``<mask_0>``, ``<mask_1>``, ... in `text`.
 
     Raises:
-        DataError: `text` has no blank, or the answers have other blanks.
+        DataError: `text` has no blank, or `answers` has other blanks than `text`.
     """
     blanks = list(dict.fromkeys(_BLANK.findall(text.replace("<<", ""))))
     if not blanks:
@@ -115,7 +115,7 @@ def extract_entities(
     """Build an entity extraction document, with one answer per kind of entity.
 
     Raises:
-        DataError: no kind, or the answers have other kinds.
+        DataError: `kinds` is empty, or `answers` has other kinds.
     """
     if not kinds or isinstance(kinds, str):
         raise DataError(f"kinds={kinds!r} must contain at least one entity type.")
@@ -127,7 +127,7 @@ def extract_entities(
 
 
 def find_constraints(document: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return the allowed texts of a document's answer by slot path; empty if unconstrained.
+    """Return a mapping from slot path to the allowed answers; empty if unconstrained.
 
     Only a plain text under ``<ans>`` is constrained: to the keys of the only dict of
     ``<option_0>``, ``<option_1>``, ..., or else to the ratings that ``question`` or ``prompt``

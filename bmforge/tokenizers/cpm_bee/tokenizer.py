@@ -35,10 +35,10 @@ class CPMBeeTokenizer(Tokenizer):
         tokens: vocabulary in the order of its ids.
 
     Attributes:
-        special_tokens: ids of the special tokens, by token.
+        special_tokens: mapping from special token to id.
 
     Raises:
-        ConfigError: a duplicate token, or one that CPM-Bee requires is missing.
+        ConfigError: a token is duplicated, or one that CPM-Bee requires is missing.
         MissingDependencyError: ``ahocorasick_rs`` is not installed.
     """
 
@@ -121,7 +121,7 @@ class CPMBeeTokenizer(Tokenizer):
         return self._ids.get(_WRITTEN_AS.get(token, token))
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the vocabulary as ids by token; spaces and newlines are not escaped."""
+        """Return a dict from token to id; spaces and newlines are not escaped."""
         return dict(self._ids)
 
     @property
@@ -141,7 +141,7 @@ class CPMBeeTokenizer(Tokenizer):
             text: text in which ``<<`` is ``<``, and ``<name>`` a special token.
 
         Raises:
-            DataError: a ``<`` that begins no special token.
+            DataError: a ``<`` does not begin a special token.
         """
         ids, table = self.encode_extended(text)
         unknown = self._ids["<unk>"]
@@ -161,10 +161,10 @@ class CPMBeeTokenizer(Tokenizer):
             ext_table: extension table of earlier texts of the same sample; a copy is extended.
 
         Returns:
-            the token ids, and the extension table: unseen special tokens and unknown text, by id.
+            the token ids, and the extension table (id -> unseen special token or unknown text).
 
         Raises:
-            DataError: a ``<`` that begins no special token.
+            DataError: a ``<`` does not begin a special token.
         """
         table = dict(ext_table or {})
         numbers = {token: i for i, token in table.items()}
@@ -187,10 +187,10 @@ class CPMBeeTokenizer(Tokenizer):
 
         Args:
             ids: token ids and extension ids.
-            ext_table: texts by id, which take precedence over the vocabulary.
+            ext_table: mapping from id to text, which takes precedence over the vocabulary.
 
         Raises:
-            DataError: an id that neither the vocabulary nor the table has.
+            DataError: an id is neither in the vocabulary nor in the table.
         """
         table = ext_table or {}
         return "".join([table[id] if id in table else self._piece(id) for id in ids])

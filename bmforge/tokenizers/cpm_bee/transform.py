@@ -55,7 +55,7 @@ class Transform:
         """Transform a record into a document.
 
         Raises:
-            DataError: the record lacks the value of a source, or two rules write the same target.
+            DataError: the record lacks the value of a source, or two sources have the same target.
         """
         document: dict[str, Any] = {}
         for rule in self._rules:
