@@ -174,12 +174,12 @@ class _Job:
         return self.keys().of(stage)[-1][:12]
 
     def spread(self, stage: str, rank: int, world: int) -> None:
-        """Run one task's share of the parts of a stage, and write their results."""
+        """Process one task's share of the shards in a stage, and write the results."""
         plan, steps, tokenizer = self._open()
         config = self.config.prepare
         keys = make_keys(plan, config, steps, tokenizer)
         with Journal(work_dir(self.config.out_dir), for_reading=True, trusting=True) as journal:
-            runner = _Some(stage, rank, world, keys.of(stage), journal.folder(stage))
+            runner = _TaskShare(stage, rank, world, keys.of(stage), journal.folder(stage))
             try:
                 run_stages(plan, config, steps, tokenizer, journal, runner)
             except _StoppedError:
@@ -202,7 +202,7 @@ class _Job:
                 return
 
     def check(self, stage: str) -> None:
-        """Raise `DataError` if a stage has unfinished parts."""
+        """Raise `DataError` if some shards of a stage are unfinished."""
         keys = self.keys().of(stage)
         with Journal(work_dir(self.config.out_dir), for_reading=True, trusting=True) as journal:
             left = [n for n, key in enumerate(keys) if journal.find(stage, n, key) is None]
@@ -216,19 +216,19 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Spread:
-    """Pipeline step for datatrove that runs one task's share of the parts of a stage."""
+    """Pipeline step for datatrove that processes one task's share of the shards in a stage."""
 
     job: _Job
     stage: str
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        """Run the parts that belong to one rank."""
+        """Process the shards of one rank."""
         self.job.spread(self.stage, rank, world_size)
 
 
 @dataclass(frozen=True)
 class _Join:
-    """Pipeline step for datatrove that collects the results of a stage."""
+    """Pipeline step for datatrove that adds the tasks' results of a stage to the journal."""
 
     job: _Job
     stage: str
@@ -243,7 +243,7 @@ class _Join:
 
 
 class _StoppedError(Exception):
-    """Internal signal: stop at a stage whose remaining parts belong to other tasks."""
+    """Raised to stop a task at a stage whose remaining shards are processed by other tasks."""
 
 
 def _stop(
@@ -259,8 +259,8 @@ def _stop(
 
 
 @dataclass(frozen=True)
-class _Some:
-    """Runs the parts of one stage that belong to this task, and then stops the preparation."""
+class _TaskShare:
+    """Processes the shards of one stage that are assigned to this task, then stops the task."""
 
     stage: str
     rank: int
@@ -292,7 +292,9 @@ class _Some:
         execution = config.execution
         limits = Limits(execution.document_seconds, execution.worker_memory_bytes)
         # Blamed entries are recorded with the result of the part that leaves them out.
-        for number, result in run_parts(run, own_parts, min(execution.workers, 1), limits, _forget):
+        for number, result in run_parts(
+            run, own_parts, min(execution.workers, 1), limits, _ignore_blame
+        ):
             files = result.pop("files")
             record = {"key": self.keys[number], "files": files, "result": result}
             replace_file(self.folder / _DONE.format(number), json.dumps(record))
@@ -300,12 +302,12 @@ class _Some:
         yield
 
 
-def _forget(number: int, blame: Blame) -> None:
-    """Do nothing about a skipped entry: the task itself runs the part again without the entry."""
+def _ignore_blame(number: int, blame: Blame) -> None:
+    """Ignore a skipped entry; its shard's result, which is written later, records it."""
 
 
 def _read_done(folder: Path, number: int, key: str) -> Any | None:
-    """Read the result that a task wrote for a part; None if it is outdated or files are missing."""
+    """Read a task's result for a shard; None if it is outdated or one of its files is missing."""
     path = folder / _DONE.format(number)
     try:
         record = json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Repeated word n-grams of a text, found without comparing the n-grams that occur once."""
+"""Finds the repeated word n-grams of a text for the repetition filters of Gopher."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SHORTEST = 5  # words; longer n-grams are searched at the positions found for t
 class TopNgrams:
     """Finds the most frequent n-gram of a list of words, for several n.
 
-    A repeated n-gram begins with a repeated shorter one and ends with a repeated word, so few
-    n-grams must be counted.
+    Only n-grams that begin with a repeated shorter n-gram and end with a repeated word are counted,
+    as no other n-gram can occur twice.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -56,9 +56,8 @@ class TopNgrams:
 class RepeatedNgrams:
     """Measures how much of a list of words repeats earlier n-grams, for several n.
 
-    N-grams are compared as strings without spaces. Two equal ones begin with the same 12
-    characters, or both are shorter. So only n-grams that are shorter, or whose first 12 characters
-    also follow the beginning of another word, are compared; in most texts these are few.
+    N-grams are compared as strings without spaces. For speed, an n-gram of more than 12 characters
+    is compared only if its first 12 characters also occur at the start of another word.
 
     Args:
         words: the words.

@@ -58,7 +58,8 @@ class RuleSet:
 
     Attributes:
         version: number that increases whenever a text may be judged or changed differently.
-        form: function that classifies the form of a text, for rules with bounds by form.
+        form: function that classifies the form of a text, for rules whose bounds depend on the
+            form.
         rewrite: function from a text that passes all rules to the part of it to keep, for
             example without boilerplate lines; None keeps the whole text.
     """

@@ -62,7 +62,7 @@ class TextStatistics:
         self._found: dict[object, object] = {}
 
     def once(self, find: Callable[[TextStatistics], Value]) -> Value:
-        """Return ``find(self)``, cached after the first call so that rules can share it."""
+        """Return ``find(self)``; the result is cached, so that several rules can use it."""
         if find not in self._found:
             self._found[find] = find(self)
         return self._found[find]  # type: ignore[return-value]

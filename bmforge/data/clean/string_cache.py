@@ -12,7 +12,7 @@ _LONGEST = 64  # characters; the results of longer strings are not cached
 
 
 class StringCache(dict[str, Value], Generic[Value]):
-    """Results of a function by argument; a missing one is computed on lookup.
+    """Dict from an argument to the function's result, which is computed on the first lookup.
 
     ``map(cache.__getitem__, strings)`` takes about half the time of `functools.lru_cache`. A full
     cache is emptied, but its results are kept until it is full again, and used on lookup. So the
@@ -30,7 +30,7 @@ class StringCache(dict[str, Value], Generic[Value]):
         self._earlier: dict[str, Value] = {}
 
     def __missing__(self, key: str) -> Value:
-        """Compute the result of a string, and cache it if the string is short."""
+        """Call the function for a string that is not cached; cache the result of a short string."""
         value = self._earlier[key] if key in self._earlier else self._function(key)
         if len(key) <= _LONGEST:
             if len(self) >= self._max_entries:

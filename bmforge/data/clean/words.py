@@ -152,7 +152,7 @@ def _split_run(run: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _split_piece(run: str) -> tuple[str, ...]:
-    """Split a piece of a long string; most long strings repeat a few characters."""
+    """Split a piece of a long string; cached, as a long string often repeats a few characters."""
     return _split_run(run)
 
 

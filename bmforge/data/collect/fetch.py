@@ -33,7 +33,7 @@ class Response:
 
     Attributes:
         head: status line and headers, as written to an archive.
-        headers: header values by lower-case name.
+        headers: dict from lower-case header name to value.
     """
 
     status: int
@@ -143,7 +143,7 @@ def fetch(
 
 
 def _join_headers(pairs: list[tuple[str, str]]) -> dict[str, str]:
-    """Return headers by lower-case name; the values of repeated headers are joined with commas."""
+    """Map lower-case header names to values; values of repeated headers are joined with commas."""
     joined: dict[str, str] = {}
     for name, value in pairs:
         name = name.lower()

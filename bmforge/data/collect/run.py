@@ -166,7 +166,7 @@ class _Collection:
             self.report.outcomes["other_host"] += 1
             return
         record = self.archive.known.get(url)
-        if record is not None and not self.config.again and not _is_passing(record):
+        if record is not None and not self.config.again and not _is_temporary(record):
             self.report.outcomes["known"] += 1
             for more in record.get("named", ()):
                 self.add_found(more, url, 0)
@@ -330,7 +330,7 @@ class _Collection:
         raise AssertionError("unreachable")
 
 
-def _is_passing(record: Mapping[str, Any]) -> bool:
+def _is_temporary(record: Mapping[str, Any]) -> bool:
     """Return True if a recorded failure is temporary, so that the URL is requested again."""
     return record["outcome"] == "failed" or record.get("status") in _LATER
 

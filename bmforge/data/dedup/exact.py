@@ -45,7 +45,7 @@ def find_repeated_paragraphs(
     min_characters: int = 50,
     config: DedupConfig | None = None,
 ) -> dict[str, list[int]]:
-    """Find paragraphs that occur elsewhere too; return their numbers by document id.
+    """Find repeated paragraphs; return a dict from document id to paragraph numbers.
 
     One occurrence is kept: the first one in the document with the highest priority by
     `DedupConfig.source_order`, then length, then hashes of text and id. Paragraphs are separated by

@@ -54,12 +54,13 @@ _MOST_REMEMBERED = 1 << 18  # maximum number of pairs remembered as different
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """Documents to drop as near duplicates, by id.
+    """Ids of the near duplicates to drop, with the documents that are kept instead.
 
     Attributes:
-        survivor: id of the kept document, by the id of each dropped one.
-        similarity: similarity to the matched document, by the id of each dropped document.
-        place: position in the corpus, by the id of each dropped document.
+        survivor: dict from the id of a dropped document to the id of the kept one.
+        similarity: dict from the id of a dropped document to its similarity to the matched
+            document.
+        place: dict from the id of a dropped document to its position in the corpus.
         compared: number of pairs that were compared exactly.
     """
 
@@ -77,7 +78,7 @@ class NearDuplicates:
 
 
 class NearPlaces(NamedTuple):
-    """Documents to drop as near duplicates, by position in the corpus.
+    """Positions in the corpus of the near duplicates to drop.
 
     Shape: all arrays (D,), sorted by position. The similarity is NaN if nothing was compared.
     `survivors` are cluster numbers: equal within a cluster and different between clusters.
@@ -176,7 +177,7 @@ def find_near_places(
     bound_bytes: int = SORT_BYTES,
     names: dict[int, str] | None = None,
 ) -> NearPlaces:
-    """Find near duplicates like `find_near_duplicates`, but by position and in bounded memory.
+    """Find near duplicates in bounded memory; return their positions instead of their ids.
 
     Args:
         documents: function called for each of two passes; both passes must yield the same documents
@@ -190,9 +191,9 @@ def find_near_places(
         work_dir: folder of temporary files: a band's keys, and the candidates' n-grams.
         bound_bytes: largest size of a band's keys in memory, at 32 bytes a document; larger ones
             are sorted in files.
-        names: dict to fill with the document ids of all candidates, by position and by
-            ``~number`` (their candidate number); candidates from `index_folders` only have the
-            latter.
+        names: dict to which the ids of all candidate documents are added. The keys of a candidate
+            are ``~number``, the complement of its candidate number, and its position if it belongs
+            to this corpus.
     """
     config = config or DedupConfig()
     hasher = MinHasher(config, shingle)

@@ -37,7 +37,7 @@ def find_repeated_spans(
     min_tokens: int = 50,
     work_dir: str | os.PathLike[str] | None = None,
 ) -> dict[str, Spans]:
-    """Find spans that occurred before; return their start and end offsets by document id.
+    """Find repeated spans; return a dict from document id to their start and end offsets.
 
     The first occurrence, in the order of reading, is kept.
 

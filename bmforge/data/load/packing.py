@@ -1,4 +1,4 @@
-"""Packs a token store into rows of `seq_len` tokens, and marks the documents inside a row.
+"""Packs a token store into rows of `seq_len` tokens, and finds document boundaries in a row.
 
 All documents are concatenated in the store; a row is a window on that stream and may span
 documents. Adjacent windows share one token, so every token is predicted: a row of T tokens makes
@@ -21,7 +21,7 @@ __all__ = ["Dataset", "PackedDataset", "document_starts", "reset_positions"]
 
 
 class Dataset(Protocol):
-    """Interface of a corpus for `DataLoader`: training rows by number, and a held-out pass."""
+    """Interface of a corpus for `DataLoader`: shuffled training rows, and rows for validation."""
 
     seq_len: int
     eos_id: int | None

@@ -38,8 +38,8 @@ def find_copies(
         earlier: indexes of earlier corpora.
 
     Returns:
-        dict with ``files`` (hash by file name), ``documents`` and ``read_bytes`` (number and raw
-        bytes of the dropped documents), and ``text_bytes`` (of the remaining documents).
+        dict with ``files`` (file names and hashes), ``documents`` and ``read_bytes`` (number and
+        raw bytes of the dropped documents), and ``text_bytes`` (of the remaining documents).
     """
     total = sum(counts)
     rows = SortedRows(folder / "rows", bound_bytes)
@@ -85,7 +85,7 @@ def choose_split(
     """Write the mask ``held_out`` of the documents that `split_documents` assigns to validation.
 
     Returns:
-        dict with ``files`` (hash by file name), ``cut`` and ``cut_bytes`` (see `Split`), and
+        dict with ``files`` (file names and hashes), ``cut`` and ``cut_bytes`` (see `Split`), and
         ``has_any`` (True if any text is held out).
     """
     rows = SortedRows(folder / "rows", bound_bytes)

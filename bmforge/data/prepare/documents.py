@@ -94,9 +94,9 @@ def make_documents(part: StagePart, beat: Beat) -> dict[str, Any]:
     """Read one shard, apply the steps to its documents, and write the remaining documents.
 
     Returns:
-        dict with ``files`` (hash by file name), ``documents`` and ``text_bytes`` (number and bytes
-        of the remaining documents), ``funnel`` (documents read, kept and dropped by each rule), and
-        ``sources`` (counts of dropped documents per group).
+        dict with ``files`` (file names and hashes), ``documents`` and ``text_bytes`` (number and
+        bytes of the remaining documents), ``funnel`` (documents read, kept and dropped by each
+        rule), and ``sources`` (counts of dropped documents per group).
 
     Raises:
         DataError: an entry is damaged and `skip_bad` is False, or a file changed during the work.

@@ -99,8 +99,8 @@ def encode_shard(part: StagePart, beat: Beat) -> dict[str, Any]:
     """Encode one shard into a training and a validation store; an empty store is not written.
 
     Returns:
-        dict with ``files`` (hash by file name), the fields of an `EncodeCount` for each of `SIDES`,
-        and the ``summary`` of the shard's documents.
+        dict with ``files`` (file names and hashes), the fields of an `EncodeCount` for each of
+        `SIDES`, and the ``summary`` of the shard's documents.
     """
     task: EncodeTask = part.task
     tokenizer = task.tokenizer

@@ -35,9 +35,9 @@ class Funnel:
 
     Attributes:
         read: all entries of the inputs; an unreadable entry counts with its raw bytes.
-        dropped: amount per rule name.
-        changed: per step name, the number of changed documents and the total change of their
-            lengths in characters.
+        dropped: dict from the name of a rule to the documents and bytes that it dropped.
+        changed: dict from the name of a step to the number of documents that it changed, and the
+            total change of their lengths in characters.
     """
 
     read: Amount = field(default_factory=Amount)

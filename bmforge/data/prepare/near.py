@@ -64,7 +64,7 @@ class NearDrops:
     threshold: float
 
     def read(self, first: int, count: int) -> dict[int, float]:
-        """Return the similarity of each near duplicate by its position.
+        """Map the positions of the near duplicates in a range of documents to their similarities.
 
         Args:
             first: first position of the range.
@@ -103,7 +103,7 @@ def sketch_shard(part: StagePart, beat: Beat) -> dict[str, Any]:
     """Compute and write the MinHash sketches of a shard's documents, without exact copies.
 
     Returns:
-        dict with ``files`` (hash by file name).
+        dict with ``files`` (file names and hashes).
     """
     task: SketchTask = part.task
     blamed = {blame.entry for blame in part.blamed}
@@ -169,8 +169,8 @@ def choose_survivors(
         index_folders: folders of sketches of earlier corpora.
 
     Returns:
-        dict with ``files`` (hash by file name), ``documents`` and ``read_bytes`` (number and raw
-        bytes of the dropped documents), ``text_bytes`` (of the remaining documents), and
+        dict with ``files`` (file names and hashes), ``documents`` and ``read_bytes`` (number and
+        raw bytes of the dropped documents), ``text_bytes`` (of the remaining documents), and
         ``clusters`` (number of clusters by size).
     """
     before = open_mask(copies)

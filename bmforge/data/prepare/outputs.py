@@ -38,7 +38,7 @@ class OutputFile:
     """One output file: relative path, size, and BLAKE2b digest.
 
     Attributes:
-        parts: byte ranges of a token file by shard; empty for other files.
+        parts: byte range that each shard wrote to a token file; empty for other files.
     """
 
     path: str
@@ -68,7 +68,8 @@ def read_outputs(
     """Return size and digests of all files below `folder`, sorted by path.
 
     Args:
-        cuts: per path of a merged file, its parts as (shard number, end in bytes, inputs).
+        cuts: dict from the path of a merged file to its parts: (shard number, end in bytes,
+            inputs).
     """
     files = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):

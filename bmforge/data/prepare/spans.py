@@ -29,7 +29,7 @@ _ROW = np.dtype([("position", "<i8"), ("start", "<i8"), ("end", "<i8")])
 
 
 class LeastRepeats(NamedTuple):
-    """Minimum lengths of repeats: spans in tokens, paragraphs in characters; None is off."""
+    """Minimum lengths of repeats: spans in tokens, paragraphs in characters; None skips them."""
 
     tokens: int | None
     characters: int | None
@@ -56,7 +56,7 @@ class Repeats:
     least: LeastRepeats
 
     def read(self, first: int, count: int) -> dict[int, Spans]:
-        """Return the spans to cut, by document position.
+        """Map the positions of documents in a range to the spans to cut from them.
 
         Args:
             first: first position of the range.
@@ -93,8 +93,8 @@ def choose_spans(
         least: minimum lengths of repeats.
 
     Returns:
-        dict with ``files`` (hash by file name), ``documents`` and ``read_bytes`` (number and raw
-        bytes of the dropped documents), ``text_bytes`` (of the remaining documents), and
+        dict with ``files`` (file names and hashes), ``documents`` and ``read_bytes`` (number and
+        raw bytes of the dropped documents), ``text_bytes`` (of the remaining documents), and
         ``changed`` (number of cut documents, and of characters removed).
     """
     mask = open_mask(before)

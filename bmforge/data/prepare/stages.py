@@ -73,7 +73,7 @@ _SAMPLE_BYTES = 1 << 28  # bytes of text to train a tokenizer on, the step with 
 
 @dataclass(frozen=True)
 class StageKeys:
-    """Keys of the parts of each stage; a disabled stage has no keys."""
+    """Journal keys of each stage: one per shard, or one for the corpus; empty if disabled."""
 
     documents: list[str]
     duplicates: str
@@ -85,7 +85,7 @@ class StageKeys:
     encode: list[str]
 
     def of(self, stage: str) -> list[str]:
-        """Return the keys of a stage's parts."""
+        """Return the keys of a stage as a list."""
         keys = getattr(self, stage)
         return keys if isinstance(keys, list) else [keys]
 

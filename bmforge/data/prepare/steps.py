@@ -70,7 +70,7 @@ def choose_steps(
 
 
 def _source_steps(options: FilterConfig) -> list[DocumentStage]:
-    """Return the steps that judge a document by its license and host."""
+    """Return the steps that set or check the license of a document, and drop blocked hosts."""
     steps = []
     if options.license:
         say = SayLicense(read_licenses(options.license))
@@ -100,7 +100,7 @@ def _language_steps(options: FilterConfig) -> list[DocumentStage]:
 
 
 def _quality_steps(options: FilterConfig) -> list[DocumentStage]:
-    """Return the steps that judge a document by filter rules, listed words and scores."""
+    """Return the steps that filter documents by quality rules, blocked words and scores."""
     steps, judge = [], JudgeByRules(options.rules)
     if options.rules != "none":
         steps.append(DocumentStage("rules", judge, judge.version))

@@ -186,7 +186,7 @@ def _values(table: dict[str, list[int]], by_name: bool = False) -> str:
 
 
 def _known(table: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Return the table, or an empty one if all of its values are unknown."""
+    """Return the table, or an empty one if its only entry is "unknown"."""
     return table if set(table) - {UNKNOWN} else {}
 
 

@@ -1,4 +1,4 @@
-"""HTML viewer of sample documents, kept and dropped, with search and selection by rule.
+"""HTML viewer of sample documents, kept and dropped, with a search field and a list of the rules.
 
 Every text comes from the corpus, so it is escaped here, and the page's script reads it as text
 only. Without scripts the page shows all samples.
@@ -24,8 +24,8 @@ def draw_viewer(
     Args:
         kept: texts of kept documents.
         dropped: entries of ``dropped.jsonl``.
-        counts: number of documents that each rule dropped, by rule; "kept" has the number of kept
-            documents.
+        counts: dict from rule to the number of documents that it dropped; "kept" is the number of
+            kept documents.
     """
     samples = [_sample(_KEPT, "", text) for text in kept]
     samples += [

@@ -25,7 +25,7 @@ class Document:
         date: ISO 8601, as far as known: ``"2024"``, ``"2024-05-01"``.
         language, script: ISO 639-1 (or -3) and ISO 15924, such as ``"zh"`` and ``"Hans"``; a source
             may give a longer tag, such as ``"zh-CN"``, whose language `primary_subtag` returns.
-        scores: numbers from sources and steps, by name.
+        scores: dict from the name of a score to its value, set by sources and steps.
     """
 
     text: str

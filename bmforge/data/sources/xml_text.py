@@ -60,7 +60,7 @@ class TextRules:
 
     Args:
         shown: elements whose text is included; None includes all text.
-        before, after: string inserted before and after each element, by element name.
+        before, after: dict from element name to the string inserted before or after the element.
         hidden: elements whose content is excluded.
     """
 

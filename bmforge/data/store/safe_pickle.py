@@ -309,7 +309,7 @@ def _finish(record: Any, done: dict[int, Any]) -> Any:
 
     Args:
         record: unpickled record.
-        done: copy of each container, by the container's id; `_OPEN` while it is being copied.
+        done: dict from the ``id`` of a container to its copy; `_OPEN` while it is being copied.
     """
     if isinstance(record, _Array) and record.value is not None:
         return record.value

@@ -46,7 +46,7 @@ def _classes(
         name: name of the task.
         fields: names of the text fields.
         label_names: names of the labels.
-        words: label index by the label's string in the files; None if the files contain label
+        words: dict from a label's string in the files to its index; None if the files contain label
             names.
     """
     numbers = words or {word: n for n, word in enumerate(label_names)}

@@ -21,7 +21,7 @@ class TaskExample:
     """One example of a benchmark task.
 
     Attributes:
-        fields: texts by field name.
+        fields: dict from field name to text.
         label: index into the task's `label_names`, or into `choices` if the example has its own;
             the first of `answers` for a text answer; None if the label is not published.
         idx: index in the task's files. Answers to one question share all but the last number.
@@ -84,7 +84,7 @@ class TaskRecord:
 
     Args:
         place: file and line, for error messages.
-        values: values by name.
+        values: dict from field name to value.
     """
 
     def __init__(self, place: str, values: Any) -> None:

@@ -27,7 +27,8 @@ class Wording:
         prompt: template of a language model's prompt.
         words: answer text of each label; empty if the answers are the choices or texts of an
             example.
-        renames: replacement texts of field values, by field.
+        renames: dict from a field to the texts that replace its values in the templates, such as
+            "because" for "cause".
     """
 
     segments: tuple[str, ...]

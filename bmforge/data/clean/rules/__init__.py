@@ -1,6 +1,7 @@
 """Published filter rules with their bounds and sources, one family per file.
 
-Start reading at `gopher.py`; `chinese.py` shows bounds by the form of a text.
+Start reading at `gopher.py`; `chinese.py` shows a rule set whose bounds depend on the form of the
+text.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def repetition_rules(
     """Return Gopher's rules on repetition, with the given bounds.
 
     Args:
-        lines: upper bounds of the rules on paragraphs and lines, by rule name.
+        lines: dict from the name of a rule on paragraphs or lines to its upper bound.
         top: pairs of an n-gram size and the largest share of the most frequent n-gram.
         repeated: pairs of an n-gram size and the largest share of repeated n-grams.
         source: publication from which the bounds are taken.
