@@ -11,7 +11,7 @@ __all__ = ["load_callback_states", "read_callback_states"]
 
 
 def read_callback_states(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return the state of each callback that has a `state_dict`, by callback name.
+    """Return a dict from the name of each callback with a `state_dict` to its state.
 
     Raises:
         ConfigError: two such callbacks have the same name.
@@ -40,7 +40,7 @@ def load_callback_states(callbacks: Sequence[Any], states: dict[str, Any]) -> No
 
 
 def _stateful(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return the callbacks that have a state, by their names."""
+    """Return a dict from name to callback of the callbacks that have a state."""
     stateful = [c for c in callbacks if hasattr(c, "state_dict")]
     named = {getattr(c, "name", type(c).__name__): c for c in stateful}
     if len(named) < len(stateful):

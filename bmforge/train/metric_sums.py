@@ -23,7 +23,7 @@ class MetricSums:
     """Accumulates the metrics of an optimizer step; divides sums by counts once, at the end.
 
     Args:
-        kinds: "mean", "sum", "max" or "min" by metric name; the same on all ranks.
+        kinds: dict from metric name to "mean", "sum", "max" or "min"; the same on all ranks.
     """
 
     def __init__(self, kinds: Mapping[str, MetricKind]) -> None:
@@ -37,7 +37,7 @@ class MetricSums:
         """Add the metrics of one micro-batch; unknown names raise an error.
 
         Args:
-            values: values by metric name: (sum, count) for a mean, the value for a sum, or the
+            values: dict from metric name to (sum, count) for a mean, the value for a sum, or the
                 extreme value.
         """
         for name, value in values.items():

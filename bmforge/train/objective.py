@@ -6,11 +6,11 @@ ranks or micro-batches, and every layout gets the same mean.
 
 An objective may also have any of the following attributes (`ItemObjective` has all):
 
-- ``count(batch)``: number of items of a micro-batch, such as pairs or answers (default: labels).
-- ``metrics``: kind of each metric that it returns with the loss (`LossAndMetrics`), by name.
-- ``prepare(model, micro_batches)``: called before the forward of a step; returns the micro-batches
-  with further tensors, such as log-probabilities of a reference model.
-- ``companion``: second model that the objective trains (`Companion`); it is saved with the run.
+- ``count(batch)``: number of items of a micro-batch, such as pairs or answers (default: labels). -
+``metrics``: dict from the name of each metric that it returns with the loss (`LossAndMetrics`) to
+the metric's kind. - ``prepare(model, micro_batches)``: called before the forward of a step; returns
+the micro-batches with further tensors, such as log-probabilities of a reference model. -
+``companion``: second model that the objective trains (`Companion`); it is saved with the run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LossAndMetrics(NamedTuple):
 
     Args:
         loss: sum of the item losses divided by `num_items`.
-        metrics: metrics of this micro-batch by name; see `MetricSums.add`.
+        metrics: dict from name to metric of this micro-batch; see `MetricSums.add`.
     """
 
     loss: Tensor
@@ -64,7 +64,7 @@ class ItemObjective(Protocol):
     """Interface of an objective that defines its items and returns metrics.
 
     Attributes:
-        metrics: "mean", "sum", "max" or "min" by metric name.
+        metrics: dict from metric name to "mean", "sum", "max" or "min".
     """
 
     metrics: Mapping[str, MetricKind]
@@ -172,7 +172,7 @@ def rename_inputs(names: Mapping[str, str], objective: Objective = causal_lm) ->
     """Wrap an objective for a loader whose batch keys differ from the model's arguments.
 
     Args:
-        names: model argument for each batch key to rename; other keys keep their names.
+        names: dict from a batch key to the model's argument; other keys keep their names.
         objective: objective to wrap.
     """
 

@@ -149,7 +149,7 @@ def write_shard(
 
     Args:
         path: path of the file, which must not exist yet.
-        tensors: tensors by name; each is read only when it is written.
+        tensors: dict from name to tensor; each tensor is read only when it is written.
         fault: function called with the phases "shard-open", "shard-half", "shard-written",
             "shard-synced".
 

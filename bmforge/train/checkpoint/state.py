@@ -1,6 +1,6 @@
-"""Contents of a checkpoint: tensors of the model and its optimizers by parameter name.
+"""Contents of a checkpoint: tensors of the model and its optimizers, keyed by parameter name.
 
-Optimizer state is stored by parameter name, not by position, so it is independent of groups, order
+Optimizer state is keyed by parameter name, not by position, so it does not depend on groups, order
 and layout. A tied parameter is stored once, under its first name.
 """
 
@@ -69,14 +69,14 @@ class Snapshot:
 
     Args:
         step: number of completed optimizer steps.
-        tensors: this process's chunks by tensor name; late chunks are read only when they are
-            written.
+        tensors: dict from tensor name to this process's chunk; chunks that are on disk (`is_late`)
+            are read only when they are written.
         boxes: position of each chunk in its whole tensor.
         records: dtype and whole shape of every tensor that this process knows, including those
             that other processes write.
         frozen: names of the model's tensors that this process knows to be frozen.
-        optimizer: per parameter: optimizer class, hyper-parameters, python values, tensor keys;
-            None without an optimizer.
+        optimizer: dict from parameter name to optimizer class, hyperparameters, Python values and
+            tensor names; None without an optimizer.
         state: caller's state as JSON text.
         seed: seed of the generators if the world size changes.
         rng: state of this process's generators.
@@ -154,7 +154,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that a checkpoint contains, by checkpoint name."""
+    """Return a dict from checkpoint name to tensor of a model, as saved in a checkpoint."""
     return {
         f"model/{name}": tensor
         for name, tensor in named_tensors(model).items()

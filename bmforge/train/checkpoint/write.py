@@ -82,7 +82,7 @@ FAULT_POINTS = (
 
 
 def no_fault(phase: str) -> None:
-    """Do nothing; the default fault hook."""
+    """Do nothing; the default of `fault`, which tests replace to kill a process while it saves."""
 
 
 class NoRoomError(CheckpointError):
@@ -160,7 +160,7 @@ def publish(
 
 @dataclass(frozen=True)
 class _ShareWeight:
-    """Number of bytes that a process will write, and the free disk space on its machine."""
+    """Changed tensors and bytes that a process will write, and the free space on its disk."""
 
     changed: frozenset[str]
     needed_bytes: int

@@ -38,11 +38,11 @@ class Away:
         parameter: parameter of the model.
         order: position of the parameter in the model.
         engine: copy engine, whose thread also runs the updates.
-        homes: storage of each state by name.
+        homes: dict from the name of an optimizer state to its storage.
         master: fp32 master weights if the parameter has a narrower dtype.
         steps: number of updates so far.
         left: offloaded gradient, if gradients are offloaded during backward.
-        tickets: pending copies of the last step.
+        tickets: handles of the last step's pending copies to the device.
         changed: function called at the beginning of a step.
         early: gradient of the step in which the parameter was offloaded.
     """
@@ -130,8 +130,8 @@ class Away:
         return self.engine.copy_(target, narrow, "weights")
 
 
-class _KeptElsewhere:
-    """Base class of `OffloadedAdamW` and `OffloadedMuon`: offloaded parameters and their state."""
+class _OffloadingOptimizer:
+    """Base class of `OffloadedAdamW` and `OffloadedMuon`: saves and restores offloaded state."""
 
     away: dict[int, Away]
     state: Any
@@ -203,7 +203,7 @@ def _put_back(parameter: Tensor, value: Any) -> Any:
     return laid_out_like(value.to(local_tensor(parameter).device), parameter)
 
 
-class OffloadedAdamW(_KeptElsewhere, torch.optim.AdamW):
+class OffloadedAdamW(_OffloadingOptimizer, torch.optim.AdamW):
     """AdamW that updates offloaded parameters on the host and all others on the device.
 
     With fp32 states its results are bit-identical to those of torch's fused AdamW.
@@ -263,7 +263,7 @@ def _step_adamw(offloaded: Away, gradient: Gradient, numbers: Group, step: float
             offloaded.tickets.append(copied)
 
 
-class OffloadedMuon(_KeptElsewhere, Muon):
+class OffloadedMuon(_OffloadingOptimizer, Muon):
     """Muon that fetches the offloaded momentum of a matrix for its update."""
 
     saved_as = "Muon"
