@@ -48,8 +48,8 @@ class BlockRun:
         name: module name of the block.
         block: block module.
         matrices: selected matrices of the block.
-        statistics: input statistics of each matrix by name; matrices whose layer processed no token
-            are missing.
+        statistics: dict from the name of a matrix to its input statistics; a matrix whose layer
+            processed no token is missing.
         calls: recorded call of the block for each batch.
         inputs: input hidden states of each batch.
         is_last: True if this is the last visit to the block.
@@ -115,7 +115,7 @@ def calibrate_blocks(
     prepared = prepare_batches(model, batches)
     blocks = find_repeated_blocks(model)
     matrices = by_block(find_matrices(model, where), blocks)
-    show = _Show(visit, gather, size)
+    show = _BlockVisitor(visit, gather, size)
     with evaluating(model):
         stacks = _find_stacks(model, blocks, prepared[0])
         names = [name for stack in stacks for name in stack]
@@ -178,8 +178,8 @@ def _find_stacks(
 
 
 @dataclass(frozen=True)
-class _Show:
-    """Gathers the statistics of a block and calls `visit`, once or several times."""
+class _BlockVisitor:
+    """Gathers the input statistics of a block and calls `visit`, for some matrices at a time."""
 
     visit: Callable[[BlockRun], None]
     gather: Callable[[Matrix], Statistic]
@@ -200,7 +200,7 @@ def _calibrate_stack(
     blocks: dict[str, nn.Module],
     matrices: dict[str, list[Matrix]],
     batches: Sequence[Mapping[str, Any]],
-    show: _Show,
+    show: _BlockVisitor,
     bar: Iterator[str],
 ) -> None:
     hidden: list[Tensor] = []

@@ -78,7 +78,7 @@ def compress(
 
 
 class Compression:
-    """Compression in progress: training objective, callback, and finally the finished model.
+    """A model under compression, with the training objective and the Trainer callback.
 
     Args:
         model: model, not parallelized yet.
@@ -119,7 +119,7 @@ class Compression:
             self.distiller.init_(seed)
 
     def optim_groups(self) -> dict[str, dict[str, float]]:
-        """Return optimizer settings of the methods' parameters, by name glob."""
+        """Return a dict from globs of the methods' parameter names to optimizer settings."""
         settings: dict[str, dict[str, float]] = {}
         for method in self.methods:
             groups = getattr(method, "optim_groups", None)

@@ -18,7 +18,7 @@ __all__ = ["CompressConfig"]
 class CompressConfig:
     """Compression methods in order of application; None disables a method.
 
-    Distillation is active throughout.
+    Distillation runs during the training steps of all methods.
 
     Args:
         structure: structured pruning to smaller shapes.

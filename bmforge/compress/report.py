@@ -49,9 +49,9 @@ class PhaseFacts:
     Args:
         name: name of the phase.
         sizes: size of the model after the phase.
-        facts: facts reported by each method, by method name.
-        quality: values on held-out data by metric.
-        speed: measured values by operation.
+        facts: dict from method name to the facts that the method reports.
+        quality: dict from metric to its value on held-out data.
+        speed: dict from operation to its measured speed.
         steps: number of training steps.
         directory: directory of the resulting model.
     """
@@ -73,8 +73,8 @@ class CompressReport:
         model: model family or class name.
         before: size before compression.
         phases: results of the phases, in order.
-        quality: values before compression by metric.
-        speed: measured values before compression by operation.
+        quality: dict from metric to its value before compression.
+        speed: dict from operation to its speed before compression.
     """
 
     model: str
@@ -90,7 +90,7 @@ class CompressReport:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts of all methods, by method name."""
+        """Dict from method name to the facts that the method reported."""
         return {name: facts for phase in self.phases for name, facts in phase.facts.items()}
 
     def format(self) -> str:
@@ -127,7 +127,7 @@ class CompressReport:
         return [(name, getattr(sizes, key) * scale) for name, sizes in phases]
 
     def _figures(self, kind: str) -> dict[str, list[tuple[str, float]]]:
-        """Return the (phase, value) pairs of each metric of one kind."""
+        """Map each metric to its (phase, value) pairs; `kind` is "quality" or "speed"."""
         by_metric: dict[str, list[tuple[str, float]]] = {}
         for name, values in [
             ("before", getattr(self, kind)),

@@ -107,9 +107,9 @@ class Recorder:
     """Records internal tensors of a model during one call.
 
     Attributes:
-        states: outputs of modules by name, projected to the teacher's width if there is a
+        states: dict from module name to output, projected to the teacher's width if there is a
             `TeacherView`.
-        attention: inputs of attention operations by module name.
+        attention: dict from module name to the inputs of its attention operation.
         prediction: inputs of the head.
         inputs: keyword arguments of the model's call.
         output: result of the model.

@@ -64,7 +64,7 @@ class Distiller:
 
     Attributes:
         step: number of completed optimizer steps, used by the weight schedules.
-        parts: last unweighted value of each loss on this process, by its kind.
+        parts: dict from the kind of a loss to its last unweighted value on this process.
         task: last value of the task's loss on this process.
 
     Raises:

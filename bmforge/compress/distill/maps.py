@@ -58,7 +58,7 @@ def _spread(index: int, count: int, depth: int) -> int:
 
 
 def find_stacks(model: nn.Module) -> dict[str, list[str]]:
-    """Return the names of the blocks of each stack, in order, by stack name.
+    """Return a dict from stack name to the names of the stack's blocks, in order.
 
     bmforge models declare their stacks; in other models the repeated blocks are detected.
 

@@ -25,7 +25,7 @@ def collect_inputs(
     batches: Iterable[Any],
     max_tokens: int,
 ) -> dict[str, Tensor]:
-    """Return the input tokens of modules by module name, without padding.
+    """Return a dict from module name to the module's input tokens, without padding.
 
     Args:
         model: any model.

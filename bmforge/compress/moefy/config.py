@@ -20,7 +20,7 @@ class MoEfyConfig:
     Args:
         num_experts: number of experts E; must divide the number of features of every split MLP.
         share: fraction of the experts that are active per token.
-        shares: fractions for some blocks, by name glob; these override `share`.
+        shares: dict from globs of block names to fractions, which override `share`.
         where: name globs of the blocks whose MLPs to split.
         group: grouping of features: "weights" (balanced k-means of rows), "coactivation" (graph
             cut by METIS) or "random" (control).

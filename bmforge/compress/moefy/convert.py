@@ -52,7 +52,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class MoEfyReport:
-    """Results of MoEfication for a model, by block name."""
+    """Results of MoEfication for a model: one `LayerReport` per split block."""
 
     layers: Mapping[str, LayerReport]
 
@@ -159,7 +159,7 @@ def _options(config: MoEfyConfig, per_token: int) -> dict[str, Any]:
 
 
 def _find_layers(model: Any, config: MoEfyConfig) -> dict[str, int]:
-    """Return the number of active experts per token for each block to split, by block name."""
+    """Map the name of each block to split to its number of active experts per token."""
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, Block) and m.mlp is not None}
     if not blocks or getattr(model, "spec", None) is None:
         raise ConfigError(

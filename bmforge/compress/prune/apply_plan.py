@@ -1,8 +1,8 @@
 """Applies a pruning plan: removes heads, features, sublayers, blocks and hidden features.
 
 The result is a model of the same family. Its config stores the new sizes in published fields if
-they suffice, and otherwise as "resize" changes (`models.changes`). The model can therefore be
-saved, loaded, parallelized, streamed and served like any other model.
+they suffice, and otherwise in "resize" entries of its list of model changes (`models.changes`). The
+model can therefore be saved, loaded, parallelized, streamed and served like any other model.
 
 Source: the prunable sizes are BMCook's (`dim_ff`, `num_heads`, `dim_head`, `dim_model`, attention
 or MLP, layers), which wrote pruned weights to a file that no model class could load.
@@ -197,7 +197,7 @@ def _heads(block: Any) -> int:
 
 
 def _shared_biases(model: Any) -> dict[str, Tensor]:
-    """Return the shared position bias tables with one column per head, by stack name."""
+    """Return a dict from stack name to a shared position bias with one column per head."""
     tables = {}
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks_of(model)):
         owner = model.get_submodule(stack.rpartition(".")[0])
@@ -208,7 +208,7 @@ def _shared_biases(model: Any) -> dict[str, Tensor]:
 
 
 def _collect(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Tensor]:
-    """Return the tensors of the smaller model by their new names."""
+    """Return a dict from new tensor names to the tensors of the smaller model."""
     picks = _pick_beside(model, settled, plan)
     wide = {} if plan.hidden is None else hidden_dims(model, len(plan.hidden))
     stay = None if plan.hidden is None else torch.tensor(plan.hidden)
@@ -283,7 +283,7 @@ def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
 
 
 def _fold_beside(old: Any, new: Any, name: str) -> float:
-    """Return the factor by which an embedding or final norm absorbs changed model scales."""
+    """Return the factor for an embedding or the final norm that keeps the model's outputs equal."""
     scales = [
         (getattr(m.spec, "embed_scale", 1.0), getattr(m.spec, "head_scale", 1.0))
         for m in (old, new)

@@ -95,7 +95,7 @@ def _has(parts: Kept, half: str) -> bool:
 
 
 def _kept(block: Block, parts: Kept) -> list[tuple[str, Tensor]]:
-    """Return the last linear layers that lose inputs, and their kept input columns."""
+    """Return the name and kept input columns of each `o_proj` or `down_proj` that loses inputs."""
     picks = pick_block(block, parts)
     fits = []
     for name in _LAST:

@@ -71,7 +71,7 @@ class Costs:
     """Costs of all blocks.
 
     Args:
-        blocks: costs of each block's "attn" and "mlp", by block name.
+        blocks: dict from block name to the costs of the block's "attn" and "mlp".
         bare: costs at hidden size 0, from which the cost is linear in the hidden size; empty if the
             hidden size is not pruned.
         width: number of hidden features.
@@ -90,9 +90,9 @@ class Costs:
         """Return the expected cost for given open probabilities of gates.
 
         Args:
-            open_units: open probability of each unit, 0 to 1, by (block, kind). Kinds are
-                "heads", "dims", "features", "attn", "mlp", "block", and ("", "hidden") for hidden
-                features. Missing kinds are fully open.
+            open_units: dict from (block, kind) to the open probability of each unit, 0 to 1. Kinds
+                are "heads", "dims", "features", "attn", "mlp", "block", and ("", "hidden") for
+                hidden features. Missing kinds are fully open.
         """
         some = next(iter(open_units.values()), torch.zeros(()))
         sums: dict[str, dict[str, Any]] = {}
@@ -109,8 +109,8 @@ class Costs:
 
         Args:
             name: block name.
-            open_now: number of open units by kind; for "hidden" the fraction of open features.
-                Missing kinds are fully open.
+            open_now: dict from kind to the number of open units; for "hidden" the fraction of open
+                features. Missing kinds are fully open.
         """
         total = _left(self.blocks[name], open_now)
         if "hidden" in open_now:

@@ -31,7 +31,7 @@ def attach_hidden_gate_(model: Any, gate: HiddenWidth) -> None:
     Raises:
         ConfigError: the family does not support reducing the hidden size.
     """
-    places = _find_places(model)
+    places = _find_modules(model)
     for norm in places.norms.values():
         wrap_forward_(norm, partial(_count_open, gate, norm), "width")
     for module in places.writers.values():
@@ -68,12 +68,12 @@ def _wide_dims(model: Any) -> dict[str, list[int]]:
 
 
 @dataclass
-class _Places:
+class _GatedModules:
     """Modules to which a hidden gate is attached.
 
     Attributes:
         writers: modules that write hidden features.
-        norms: norms over hidden features, by id.
+        norms: dict from the ``id`` of a norm over hidden features to the norm.
         has_others: whether the blocks have other inputs than token embeddings, such as image
             patches.
     """
@@ -83,9 +83,9 @@ class _Places:
     has_others: bool = False
 
 
-def _find_places(model: Any) -> _Places:
+def _find_modules(model: Any) -> _GatedModules:
     width, modules = model.config.hidden_size, dict(model.named_modules())
-    places, inside = _Places(), tuple(f"{name}." for name in blocks_of(model))
+    places, inside = _GatedModules(), tuple(f"{name}." for name in blocks_of(model))
     for block in blocks_of(model).values():  # gate after the all-reduce
         parts = (block.attn, block.cross_attn, block.mlp)
         places.writers |= {id(part): part for part in parts if part is not None}

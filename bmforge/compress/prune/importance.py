@@ -144,7 +144,7 @@ class _Probes:
     """Probe modules that record statistics of batches at the places where gates are attached.
 
     Args:
-        blocks: blocks of the model by name.
+        blocks: dict from name to block of the model.
         wants_gradient: record gradients as well.
     """
 

@@ -33,8 +33,8 @@ def choose_plan(
     Args:
         model: bmforge model of any family.
         scores: importance scores of `measure_importance`.
-        sizes: requested sizes of blocks by name glob; later entries take precedence.
-        gone: number of blocks to remove, least important first, by stack name.
+        sizes: dict from a glob of block names to requested sizes; later entries take precedence.
+        gone: dict from stack name to the number of blocks to remove, least important first.
         halves: number of blocks per stack that keep their "attn" or "mlp".
         hidden_size: new hidden size; 0 keeps the current one.
 

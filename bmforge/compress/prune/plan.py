@@ -51,7 +51,7 @@ class PruningPlan:
     """Pruning plan of a model; layers that are not listed are kept unchanged.
 
     Args:
-        layers: kept indices of the layers, by block name.
+        layers: dict from block name to the kept indices of the layer.
         gone: names of removed blocks.
         hidden: kept hidden features; None keeps all.
     """
@@ -127,7 +127,7 @@ class PruningPlan:
 
 
 def blocks_of(model: nn.Module) -> dict[str, Block]:
-    """Return the blocks of a bmforge model by name.
+    """Return a dict from name to block of a bmforge model.
 
     Raises:
         ConfigError: the model has no bmforge blocks, or has latent attention.

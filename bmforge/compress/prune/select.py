@@ -66,7 +66,7 @@ def choose_masks(
     """Yield the name of each parameter and the mask of its local shard.
 
     Args:
-        scored: local parameters with scores, by name.
+        scored: dict from name to local parameter with scores.
         names: names of the parameters of all processes, in the same order on each.
         config: pattern and scope.
         share: fraction of zeros.

@@ -1,4 +1,4 @@
-"""Builds the config of a pruned model: published fields if they suffice, else `Change`s."""
+"""Builds the config of a pruned model: published fields if they suffice, else "resize" changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Settled:
     Args:
         config: config of the smaller model, including changes.
         model: smaller model, on meta.
-        sources: original name of each block by its new name.
+        sources: dict from the new name of a block to its original name.
     """
 
     config: Any

@@ -42,7 +42,7 @@ def take(tensor: Tensor, picks: Picks) -> Tensor:
 
 
 def pick_block(block: Block, kept_part: Kept) -> dict[str, Picks]:
-    """Return the selected indices of a block's parameters by name; unlisted ones are kept whole."""
+    """Map the names of the parameters to slice in a block to the indices that are kept."""
     picks: dict[str, Picks] = {}
     for part, heads in (("attn", kept_part.heads), ("cross_attn", kept_part.cross_heads)):
         spec = getattr(block.spec, part)
@@ -66,7 +66,7 @@ def pick_block(block: Block, kept_part: Kept) -> dict[str, Picks]:
 def _attention_rows(
     spec: AttentionSpec, heads: Sequence[int] | None, part: Kept
 ) -> dict[str, Tensor]:
-    """Return the kept output rows of each projection by name (for `o_proj`: input columns)."""
+    """Map the name of each projection to its kept output rows (of `o_proj`: input columns)."""
     if heads is None and part.query_dims is None:
         return {}
     heads = tuple(range(spec.num_heads)) if heads is None else heads

@@ -93,7 +93,7 @@ class StructureMethod(MethodBase):
         self._draw_(0)
 
     def optim_groups(self) -> dict[str, dict[str, float]]:
-        """Return the optimizer settings of the gates, by name glob."""
+        """Return a dict from globs of the gates' names to optimizer settings."""
         settings = {"lr": self.config.gate_lr, "weight_decay": 0.0}
         return {"**.delta": settings} if self.gates else {}
 

@@ -37,7 +37,7 @@ class StructureConfig:
         num_layers: number of blocks to keep per stack.
         attn_layers: number of blocks per stack that keep self-attention (the most important ones).
         mlp_layers: number of blocks per stack that keep the MLP (the most important ones).
-        layers: sizes of blocks by name glob, with the options of a "resize" change
+        layers: dict from a glob of block names to sizes, with the options of a "resize" change
             (`num_heads`, `intermediate_size`, `attn = false`, ...); they override the sizes above.
         target: "sizes" uses the sizes above; "parameters", "flops" or "milliseconds" (measured
             on this machine) removes heads and MLP features, least important first, until
@@ -123,7 +123,7 @@ class StructureConfig:
 
 
 def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
-    """Return the requested sizes of every layer, by block name; later globs take precedence.
+    """Return a dict from block name to requested sizes; later globs take precedence.
 
     Raises:
         ConfigError: the model or tensor parallelism does not allow a size; the message names

@@ -43,7 +43,7 @@ def quantize(
         batches: calibration batches for all methods but "absmax", and for "auto": keyword
             arguments of the model's forward, or only token ids.
         where: name globs of modules; empty uses those of the config.
-        specs: scheme of each module by name, instead of one scheme for all.
+        specs: dict from module name to scheme, instead of one scheme for all modules.
 
     Raises:
         ConfigError: the scheme or method is unknown, a layer is already quantized or does not
@@ -95,7 +95,7 @@ def _choose_specs(
     batches: Sequence[Any] | None,
     given_specs: Mapping[str, QuantSpec] | None,
 ) -> dict[str, QuantSpec]:
-    """Return the scheme of each module by name, after checking that it fits.
+    """Return a dict from module name to scheme, after checking that each scheme fits.
 
     The result holds no references to modules.
     """

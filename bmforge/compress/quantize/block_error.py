@@ -39,7 +39,7 @@ def block_errors(
     Args:
         run: block with its calibration inputs.
         fold: matrices that share an input.
-        specs: scheme of each module by name.
+        specs: dict from module name to scheme.
         candidates: scales, (columns,) each.
     """
     tokens, count = 0, 0

@@ -45,7 +45,7 @@ class FakeQuantize(MethodBase):
     Args:
         config: quantization settings; the scheme must not be "auto" unless `specs` is given.
         batches: calibration batches for `finish_` with ``training="none"``.
-        specs: scheme of each module by name, for different schemes per module.
+        specs: dict from module name to scheme, if the schemes differ.
     """
 
     name = "quantize"

@@ -43,7 +43,7 @@ class _BlockRounder:
     ) -> None:
         self._model, self._config, self._specs = model, config, specs
         self._narrowest = _narrowest(model, specs)
-        self._tokens = _Tokens()
+        self._tokens = _TokenCheck()
         self._integers: dict[str, Integers] = {}
         self._waiting: list[Matrix] = []
         self.done: list[str] = []
@@ -98,7 +98,7 @@ def quantize_gptq_(
     Args:
         model: model in memory.
         config: damping and block size.
-        specs: scheme of each module by name.
+        specs: dict from module name to scheme.
         batches: calibration batches.
 
     Raises:
@@ -136,7 +136,7 @@ def quantize_gptq_(
 
 
 def _narrowest(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, int]:
-    """Return the width of the narrowest matrix of each block, by block name.
+    """Return a dict from block name to the width of the block's narrowest matrix.
 
     Experts count only in blocks without other matrices.
     """
@@ -158,8 +158,8 @@ def _check_tokens(run: BlockRun, narrowest: Mapping[str, int]) -> None:
         )
 
 
-class _Tokens:
-    """Collects matrices with too few calibration tokens, which are rounded to nearest."""
+class _TokenCheck:
+    """Checks the number of calibration tokens of matrices; logs those with too few."""
 
     def __init__(self) -> None:
         self._few: list[str] = []

@@ -27,8 +27,8 @@ def store_block_(
     Args:
         model: model that contains the matrices.
         matrices: all matrices of the modules to replace.
-        specs: scheme of each module by name.
-        integers: precomputed integers of each matrix by name; None rounds to nearest.
+        specs: dict from module name to scheme.
+        integers: dict from matrix name to precomputed integers; None rounds to nearest.
     """
     own_specs = {matrix.owner: specs[matrix.owner] for matrix in matrices}
     for spec, names in by_spec(own_specs).items():

@@ -45,7 +45,7 @@ def quantize_scaled_(
     Args:
         model: model in memory, not parallelized.
         config: method and its hyperparameters.
-        specs: scheme of each module by name.
+        specs: dict from module name to scheme.
         batches: calibration batches.
     """
     scaled: set[str] = set()
@@ -89,9 +89,9 @@ def _clip_block(
 
     Args:
         run: block whose inputs were measured before it was scaled.
-        specs: scheme of each module by name.
-        scales: scales by which the columns of each matrix were multiplied after the
-            measurement, by matrix name.
+        specs: dict from module name to scheme.
+        scales: dict from matrix name to the scales by which its columns were multiplied after the
+            measurement.
     """
     integers = {}
     for matrix in run.matrices:
