@@ -38,12 +38,12 @@ class Rules(PipelineRules, Cuts, Protocol):
 
     @property
     def tensor_parallel(self) -> tuple[Cut, ...]:
-        """Sharding style of each module that tensor parallelism shards."""
+        """Sharding style of each module to shard by tensor parallelism."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """Validated plan of `parallelize`: units, cuts, stages and precision."""
+    """Validated plan of `parallelize`: sharding units, tensor-parallel cuts, stages, precision."""
 
     units: tuple[Unit, ...]
     styles: dict[str, Cut]

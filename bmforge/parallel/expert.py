@@ -57,7 +57,7 @@ class MixtureOfExperts(Protocol):
 
 
 def find_mixtures(model: nn.Module) -> dict[str, Any]:
-    """Return the mixture-of-experts modules of a model by name."""
+    """Return a dict from name to mixture-of-experts module of a model."""
     names = MixtureOfExperts.__annotations__
     return {
         name: module
@@ -84,7 +84,7 @@ def expert_problems(model: nn.Module, size: int) -> list[str]:
 
 
 def _find_foreign(model: nn.Module) -> dict[str, nn.Module]:
-    """Return transformers' modules of stacked experts by name."""
+    """Return a dict from name to module of transformers' stacked experts."""
     return {name: module for name, module in model.named_modules() if is_foreign_experts(module)}
 
 

@@ -132,7 +132,7 @@ def refuse_calls_outside_(units: Mapping[str, nn.Module]) -> None:
     """Make submodules raise a clear error if they are called while their unit is sharded.
 
     Args:
-        units: sharded modules by name; parameters are gathered only while such a module runs.
+        units: dict from name to sharded module, which gathers its parameters only while it runs.
     """
     for name, unit in units.items():
         for inner, module in unit.named_modules():

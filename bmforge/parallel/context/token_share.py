@@ -193,7 +193,7 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TokenCut:
-    """Creates `TokenShare` objects for any sequence length; the fields mean the same as there."""
+    """Creates a `TokenShare` for any sequence length; it has the same fields, without `length`."""
 
     group: dist.ProcessGroup
     zigzag: bool

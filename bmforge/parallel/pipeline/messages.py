@@ -197,7 +197,7 @@ class _Outgoing:
 
 
 class Wire:
-    """Sends and receives the messages of one run of a schedule.
+    """Sends and receives the messages of one execution of a schedule.
 
     Sends return at once. The tensors of a message are released when a message arrives that its
     receiver has sent afterwards. Only the messages that are in flight in the schedule thus occupy

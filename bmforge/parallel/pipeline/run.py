@@ -57,7 +57,7 @@ class _Kept:
 
 @dataclass
 class _Run:
-    """State of one run of a schedule."""
+    """State of one execution of a schedule."""
 
     wire: Wire
     micro_batches: Sequence[Batch]
@@ -72,7 +72,7 @@ class Pipeline:
 
     Args:
         schedule: schedule built by `write_schedule`.
-        stages: stages on this rank, by their number.
+        stages: dict from number to stage of the stages on this rank.
         link: connection to the other ranks.
         sync: function called as sync(stage, is_last) before each backward of a stage; `is_last`
             is True once per step, before the backward that completes the stage's gradients. It

@@ -43,8 +43,8 @@ class Cutting:
     """Assignment of blocks and modules to stages.
 
     Args:
-        spans: per stage, stack name -> range of blocks.
-        homes: stages that have a module or parameter, by its name.
+        spans: for each stage, a dict from stack name to the range of its blocks.
+        homes: dict from the name of a module or parameter to the stages that have it.
     """
 
     spans: tuple[dict[str, Span], ...]

@@ -164,7 +164,7 @@ def _learn(
     mode: FakeTensorMode,
     device: torch.device | None = None,
 ) -> Maker | None:
-    """Return a function (arguments, mode) -> result that reproduces `out`; None if impossible.
+    """Return a function (arguments, mode) that reproduces the result `out`; None if impossible.
 
     Args:
         out: result of the operator: fake tensors, or plain tensors on meta.

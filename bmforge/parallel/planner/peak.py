@@ -55,7 +55,7 @@ class Share:
     """Part of the model on one process, and the sharded and offloaded fractions.
 
     Args:
-        counts: per stack, number of blocks of every kind.
+        counts: dict from stack name to the number of blocks of every kind.
         in_flight: number of micro-batches whose activations are alive at once on this rank.
         first: whether the modules before the blocks are on this rank.
         last: whether the modules after the blocks are on this rank.

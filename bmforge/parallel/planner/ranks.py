@@ -19,7 +19,7 @@ class Rank:
     """Blocks on one pipeline rank, and presence of the modules before and after all blocks.
 
     Args:
-        counts: per stack, number of blocks of every kind.
+        counts: dict from stack name to the number of blocks of every kind.
         first: whether the modules before the blocks are on this rank.
         last: whether the modules after the blocks are on this rank.
     """

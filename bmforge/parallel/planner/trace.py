@@ -118,8 +118,8 @@ class StepTrace:
         has_gradients: whether gradients of earlier micro-batches exist from the beginning.
         flops: matrix FLOPs of the whole trace.
         traffic_bytes: bytes read and written by all other operators of the whole trace.
-        parameters: number of elements in one block of each stack, before ZeRO shards them, and
-            under "" outside the blocks.
+        parameters: dict from stack name to the number of elements in one of its blocks, before ZeRO
+            shards them; the key "" has the elements outside the blocks.
         carry_bytes: bytes passed from block to block.
         others: pairs (number of blocks, trace) of every further kind of block.
     """

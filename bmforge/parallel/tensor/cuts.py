@@ -173,7 +173,7 @@ def _leaves_empty(parameter: Tensor, dim: int | None, size: int) -> bool:
 
 
 def find_cuts(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, Cut]:
-    """Return the cut of each module by its name; of several matching cuts the last one applies."""
+    """Return a dict from module name to cut; of several matching cuts the last one applies."""
     names = [name for name, _ in model.named_modules()]
     return {name: cut for cut in cuts for name in match_names(names, (cut.glob,))}
 
@@ -190,7 +190,7 @@ def apply_tensor_parallel_(
 
     Args:
         model: model with rules.
-        styles: cut of each module of the model by name; see `find_cuts`.
+        styles: dict from module name to cut; see `find_cuts`.
         stacks: containers of blocks that run in sequence.
         mesh: one-dimensional mesh.
         sequence: shard the tokens between sublayers as well (sequence parallelism).

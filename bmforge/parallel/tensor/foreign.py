@@ -20,7 +20,7 @@ __all__ = ["FOREIGN_STYLES"]
 
 
 class _GatherColumns(torch.autograd.Function):
-    """All-gather of the last dim; in backward each process keeps its own columns' gradient."""
+    """All-gathers the last dim; in backward each process keeps the gradient of its own columns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:

@@ -231,7 +231,7 @@ class _Vocab:
 
 
 class _GatherLogits(torch.autograd.Function):
-    """All-gather of the vocabulary dim; backward keeps the gradient of this rank's columns."""
+    """All-gathers the vocabulary dim; backward keeps the gradient of this rank's columns."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, vocab: _Vocab) -> Tensor:
