@@ -1,7 +1,9 @@
 """Strict conversion of config dataclasses to TOML and back.
 
 An unknown field, a wrong type or a missing value raises `ConfigError` with the full path of the
-field and the most similar known name. The command line (`cli/`) sets the same fields.
+field and the most similar known name. The command line (`cli/`) sets the same fields. A group is a
+field whose value is another dataclass, such as `PrepareConfig.filter`; the group's fields can also
+be set without its name.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ GROUP: Mapping[str, bool] = types.MappingProxyType({"is_group": True})
 
 
 def _find_groups(cls: Any) -> dict[str, str]:
-    """Map each field in a group of a config class to the name of the group."""
+    """Map the name of each field that belongs to a group to the name of the group."""
     return {
         field.name: group.name
         for group in dataclasses.fields(cls)
@@ -71,7 +73,7 @@ def accept_ungrouped(cls: type[C]) -> type[C]:
 
 
 def ungrouped_values(config: Any) -> dict[str, Any]:
-    """Return the values of a config by field; fields of groups have no group name."""
+    """Return a flat dict from field name to value, in which groups are replaced by their fields."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -80,9 +82,9 @@ def ungrouped_values(config: Any) -> dict[str, Any]:
 
 
 def _group_tables(cls: Any, values: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a table of a file with the fields of groups in the tables of their groups.
+    """Move the fields of groups in a TOML table into subtables named like the groups.
 
-    Files of earlier versions have these fields without groups.
+    Files of earlier versions have these fields in the main table.
     """
     groups = _find_groups(cls)
     out = {name: value for name, value in values.items() if name not in groups}

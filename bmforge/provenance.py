@@ -92,7 +92,7 @@ class Provenance:
         return bool(self.license or self.parts)
 
     def as_parts(self, kind: str, name: str) -> tuple[ProvenanceSource, ...]:
-        """Return the model and its parts as parts of a model that is derived from it."""
+        """Return the parts that a model derived from this one inherits: the model and its parts."""
         return (ProvenanceSource(kind, name, self.license or UNKNOWN), *self.parts)
 
     def joined(self, parts: Iterable[ProvenanceSource]) -> Provenance:
