@@ -76,7 +76,7 @@ def run_on_cluster(
         the report; None for Slurm, where `prepare` with the same settings returns it afterwards.
 
     Raises:
-        ConfigError: an unknown executor, or settings that do not fit together.
+        ConfigError: the executor is unknown, or settings contradict each other.
         MissingDependencyError: the extra ``cluster`` is not installed.
         DataError: a task failed; its log is in ``OUT.cluster``.
     """

@@ -61,7 +61,7 @@ class DataLoader:
         prefetch_steps: number of steps prepared ahead in a thread; 0 prepares in the caller.
 
     Raises:
-        ConfigError: a number is out of range, or the eos_id is needed and missing.
+        ConfigError: a number is out of range, or the dataset lacks an eos_id that is needed.
         DataError: the corpus is shorter than one row.
     """
 

@@ -35,7 +35,7 @@ class Mixture:
         shares: samples of each corpus per period, integers; the exact long-run proportions.
 
     Raises:
-        ConfigError: no dataset, a weight that is not above 0, or datasets with different settings.
+        ConfigError: there is no dataset, a weight is not above 0, or the datasets' settings differ.
     """
 
     def __init__(self, parts: Mapping[str, tuple[PackedDataset, float]]) -> None:

@@ -99,7 +99,7 @@ def make_documents(part: StagePart, beat: Beat) -> dict[str, Any]:
         rule), and ``sources`` (counts of dropped documents per group).
 
     Raises:
-        DataError: an entry is damaged and `skip_bad` is False, or a file changed during the work.
+        DataError: an entry is damaged and `skip_bad` is False, or a file changed while it was read.
     """
     task: DocumentsTask = part.task
     funnel, dropped, summary = Funnel(), Dropped(task.keep_dropped), Summary()

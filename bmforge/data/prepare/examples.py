@@ -23,7 +23,7 @@ def read_examples(sets: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         sets: paths of .jsonl files, all strings of which are used, or ``TASK=FOLDER``.
 
     Raises:
-        ConfigError: no such task or file.
+        ConfigError: the task or the file does not exist.
         DataError: a file cannot be read, or does not have its task's format.
     """
     for option in sets:

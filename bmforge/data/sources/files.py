@@ -75,7 +75,7 @@ def read_documents(
 
     Raises:
         DataError: a file is missing, empty, binary, not UTF-8 or damaged, or a line does not parse.
-        MissingDependencyError: a .zst file without the package zstandard.
+        MissingDependencyError: a .zst file is read, and zstandard is not installed.
     """
     count = SkipCount() if skipped is None else skipped
     before = count.count

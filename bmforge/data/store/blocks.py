@@ -76,7 +76,7 @@ class BlockDataset:
         files: the data files, including masked ones.
 
     Raises:
-        ConfigError: an unknown `form`.
+        ConfigError: `form` is unknown.
         DataError: ``meta.bin`` is missing or damaged, or a data file is missing or cut off.
 
     Memory: one block.
@@ -118,8 +118,8 @@ class BlockDataset:
         """Yield every record of every file that is not masked.
 
         Raises:
-            DataError: a damaged record, or one that would run code; the message has the file, block
-                and record.
+            DataError: a record is damaged or would run code; the message has the file, block and
+                record.
         """
         for file in self.files:
             if not file.mask:
@@ -145,7 +145,7 @@ class BlockDataset:
         """Yield the records of one block, each with its end offset in the block.
 
         Raises:
-            DataError: a damaged record, or one that would run code.
+            DataError: a record is damaged or would run code.
         """
         file = self.file_of(block)
         path, index = self.directory / file.file_name, block - file.block_begin
@@ -206,8 +206,8 @@ def blocks_to_store(
         The number of records.
 
     Raises:
-        ConfigError: a store exists already.
-        DataError: a damaged or unsafe record, or one that is not a list of token ids.
+        ConfigError: the token store exists already.
+        DataError: a record is damaged, unsafe or not a list of token ids.
 
     Memory: one block.
     """

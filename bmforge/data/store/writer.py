@@ -167,7 +167,7 @@ def merge_stores(
     The dtype is the narrowest one that holds the tokens of all stores.
 
     Raises:
-        ConfigError: no prefix, or the output is one of the inputs or exists already.
+        ConfigError: `prefixes` is empty, or the output is one of the inputs or exists already.
     """
     if not prefixes:
         raise ConfigError("merge_stores: prefixes is empty. Give at least one store.")

@@ -31,7 +31,7 @@ def find_task(name: str) -> BenchmarkTask:
     """Return the task with a name, ignoring case.
 
     Raises:
-        ConfigError: no such task.
+        ConfigError: no task has this name.
     """
     for task_name, task in TASKS.items():
         if task_name.lower() == name.lower():
@@ -48,7 +48,7 @@ def read_task(name: str, folder: str | Path, split: str) -> list[TaskExample]:
         split: "train", "dev" (also "val", "validation") or "test".
 
     Raises:
-        ConfigError: no such task or split.
+        ConfigError: the task or the split does not exist.
         DataError: the file is missing, or a line has the wrong format.
     """
     if name not in TASKS:

@@ -25,8 +25,8 @@ def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = (
             except "label".
 
     Raises:
-        ConfigError: fewer than two labels, a duplicate label, or a field name that is not valid in
-            a prompt template.
+        ConfigError: there are fewer than two labels, a label occurs twice, or a field name is not
+            valid in a prompt template.
         DataError: the file cannot be read, or its first line has no text.
     """
     if len(labels) < 2 or len(set(labels)) < len(labels):
