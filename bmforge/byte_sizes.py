@@ -22,7 +22,7 @@ def parse_size(text: str, name: str = "size") -> int:
         name: name of the option, for the error message.
 
     Raises:
-        ConfigError: invalid size.
+        ConfigError: the text is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:

@@ -75,8 +75,8 @@ def parallelize(
             with `recompute` these are the block inputs.
 
     Raises:
-        ConfigError: all problems in one message, the same on every process, before the first
-            collective.
+        ConfigError: the layout does not fit the model or the processes. One message lists all
+            problems, the same on every process, before the first collective.
     """
     layout = layout or Layout()
     _check_wrapping(offload_activations, compile)

@@ -137,7 +137,8 @@ def check_fit(
     With ``strict=False`` only shapes must agree; other differences are listed in a warning.
 
     Raises:
-        CheckpointError: lists missing and unexpected tensors and those with another shape or dtype.
+        CheckpointError: tensors are missing or unexpected, or have another shape or dtype; the
+            message lists them.
     """
     fits: list[_Fit | str] = peers.gather(_compare(manifest, model, optimizers, strict))
     failures = [fit for fit in fits if isinstance(fit, str)]
