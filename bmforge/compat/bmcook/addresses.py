@@ -53,11 +53,11 @@ def modules_with(model: nn.Module, patterns: Sequence[str], key: str) -> list[st
 
     Args:
         model: any model; a pattern may occur in a module's bmforge name or in its ModelCenter name.
-        patterns: parts of names.
+        patterns: substrings of module names.
         key: config key, for messages.
 
     Raises:
-        ConfigError: a pattern that matches no name.
+        ConfigError: a pattern matches no module name.
     """
     has_gate = any(name.endswith("gate_proj") for name, _ in model.named_modules())
     names_of_module: dict[str, tuple[str, ...]] = {}

@@ -83,7 +83,7 @@ def check_cook_config(raw: Any) -> dict[str, Any]:
     """Check a config, and return it with all keys in their current spelling.
 
     Raises:
-        ConfigError: unknown or contradicting keys.
+        ConfigError: the config has unknown or contradicting keys.
     """
     if not isinstance(raw, dict):
         raise ConfigError(f"a config of BMCook must be a table of sections, not {raw!r}.")
@@ -144,7 +144,7 @@ def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
         model: directory or hub id of the model whose module names are looked up.
 
     Raises:
-        ConfigError: unknown or contradicting keys, or options that are not supported.
+        ConfigError: the file has unknown or contradicting keys, or options that are not supported.
     """
     config = ConfigParser(str(path)).config
     described = AutoModel.describe_pretrained(find_source(model).model)[0]

@@ -43,7 +43,7 @@ class BMDistill:
             target_linear: class of the projection for `mse_hidn_proj` (default: nn.Linear).
 
         Raises:
-            ConfigError: no teacher, or unknown modules.
+            ConfigError: the teacher is missing, or the config names unknown modules.
         """
         section = config.get("distillation")
         if not any(section[f"{what}_scale"] for what in ("ce", "mse_hidn", "mse_att")):

@@ -21,7 +21,7 @@ class BMMoE:
 
     @staticmethod
     def get_hidden(model: nn.Module, config: Any, forward_fn: Forward) -> Forward:
-        """Return a forward function whose output has `moe_records`: outputs by module name.
+        """Return a forward function whose output has `moe_records`, the modules' outputs.
 
         Args:
             model: any model.
@@ -29,7 +29,7 @@ class BMMoE:
             forward_fn: ``(model, loss_func, targets, *args, **kwargs)`` -> output.
 
         Raises:
-            ConfigError: an entry that matches no module name.
+            ConfigError: an entry matches no module name.
         """
         section = config.get("MoEfication")
         if not section["is_moefy"]:
@@ -54,7 +54,7 @@ def _record(records: dict[str, Tensor], label: str, module: nn.Module, args: Any
 
 
 def _find(model: nn.Module, patterns: list[str]) -> dict[str, str]:
-    """Return the ModelCenter names, by bmforge name, of the modules that match a pattern."""
+    """Map bmforge names to ModelCenter names for the modules that match a pattern."""
     old_names = {}
     for name, module in model.named_modules():
         if name and not list(module.children()):

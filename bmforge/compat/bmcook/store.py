@@ -35,7 +35,7 @@ def save(model: nn.Module, file_name: str, mode: str) -> None:
             and their sizes to ``FILE.config.json``.
 
     Raises:
-        ConfigError: another mode, or the model was not compressed in this way.
+        ConfigError: `mode` is unknown, or the model was not compressed in this way.
 
     Comm: every process must call it.
     """
@@ -87,7 +87,7 @@ def _write(path: Path, value: Any) -> None:
 
 
 def save_masks(file_name: str, model: nn.Module | None = None) -> None:
-    """Write a pruned model's masks: bool tensors by parameter name, True for nonzero weights.
+    """Write a pruned model's masks: a bool tensor for each parameter, True for nonzero weights.
 
     Args:
         file_name: path.

@@ -29,7 +29,7 @@ class CookOutput:
     Attributes:
         d_loss: distillation loss.
         lag_loss: Lagrangian loss of the gates.
-        moe_records: recorded outputs by module name.
+        moe_records: dict from module name to recorded output.
     """
 
     def __init__(self, loss: Tensor, original_output: Any) -> None:
