@@ -31,7 +31,7 @@ def place_blocks_(
 
     Args:
         model: model in memory; parameters of its blocks are frozen.
-        blocks: blocks that may be streamed, by name.
+        blocks: dict from name to block of the blocks that may be streamed.
         limit_bytes: limit of weights, buffers and streaming slots (device memory for streamed
             blocks) in bytes (default: 0.9 of the free memory of an accelerator; no limit on a CPU).
         device: compute device.
@@ -62,7 +62,7 @@ class TransformerBlockList(nn.ModuleList):
             empty, blocks are not moved.
 
     Raises:
-        ConfigError: no blocks, or a limit that is too small; the message names the smallest
+        ConfigError: there are no blocks, or a limit is too small; the message names the smallest
             possible limit.
     """
 

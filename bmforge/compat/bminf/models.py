@@ -52,7 +52,7 @@ def open_engine(
         device_idx: index of the accelerator (only the first one).
 
     Raises:
-        ConfigError: the model is not found or of another family, or a limit is too small.
+        ConfigError: the model does not exist or is of another family, or a limit is too small.
     """
     if device_idx not in (None, default_device().index, 0):
         raise ConfigError(
@@ -88,7 +88,7 @@ class _Model:
             directory with the name of BMInf's last version).
 
     Raises:
-        ConfigError: the model is not found or of another family, or a limit is too small.
+        ConfigError: the model does not exist or is of another family, or a limit is too small.
     """
 
     family: ClassVar[str]
@@ -168,7 +168,7 @@ class CPM1(_Model):
             left).
 
         Raises:
-            ConfigError: an empty prompt, an unknown token, or an option out of range.
+            ConfigError: the prompt is empty, a stop token is unknown, or an option is out of range.
         """
         tokenizer = self._tokenizer
         stops = self._stops(stop_tokens, [tokenizer.eos_id])
@@ -224,7 +224,7 @@ class CPM2(_Model):
             `position` and `text` of each blank, in order.
 
         Raises:
-            ConfigError: no blank or too many, or an option out of range.
+            ConfigError: the text has no blank or too many, or an option is out of range.
         """
         places = _find_spans(input_sentence, spans_position)
         make = partial(
@@ -259,7 +259,7 @@ class CPM2(_Model):
         """Generate a continuation of a text; arguments as in `CPM1.generate`.
 
         Raises:
-            ConfigError: an unknown token, or an option out of range.
+            ConfigError: a stop token is unknown, or an option is out of range.
         """
         tokenizer = self._tokenizer
         marks = tokenizer.sentinel_ids
@@ -303,7 +303,7 @@ class EVA(_Model):
             The answer, and True if the answer is finished.
 
         Raises:
-            ConfigError: an empty context, or an option out of range.
+            ConfigError: the context is empty, or an option is out of range.
         """
         if not context or not all(text.strip() for text in context):
             raise ConfigError("context is empty, or contains an empty utterance.")
