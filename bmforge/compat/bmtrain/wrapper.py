@@ -30,7 +30,7 @@ def BMTrainModelWrapper(model: Model) -> Model:  # noqa: N802
     transformers' models do.
 
     Raises:
-        ConfigError: a buffer on the meta device that no checkpoint or model provides.
+        ConfigError: neither a checkpoint nor the model provides the values of a buffer on meta.
 
     Memory: one shard of a model on the meta device.
     """

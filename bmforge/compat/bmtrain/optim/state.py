@@ -32,7 +32,7 @@ def pack_state(optimizer: torch.optim.Optimizer, gather: bool) -> State:
     """Return a `state_dict` of plain tensors: local shards, or with `gather` full tensors.
 
     Raises:
-        ConfigError: `gather` with a pipeline.
+        ConfigError: `gather` is set and the model has a pipeline.
     """
     if gather and config["pipe_size"] > 1:
         raise ConfigError(
