@@ -1,4 +1,4 @@
-"""Converts CPM-Pretrain's ``ds_config_*.json`` to fields of a run's config.
+"""Converts CPM-Pretrain's ``ds_config_*.json`` to fields of a `bmforge train` config.
 
 CPM-Pretrain read the file for pipelines only, and otherwise used only the command line. If
 ``train_batch_size`` differs from the product of the other batch sizes in the file, the product is
@@ -125,13 +125,13 @@ def _check_fp16(reader: _Reader, table: Mapping[str, Any]) -> None:
 
 
 def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
-    """Update a run's config with the settings of a CPM-Pretrain file, which have precedence.
+    """Update a config with the settings of a CPM-Pretrain file, which have precedence.
 
     Args:
         config: recipe config with `train` and `data`.
         path: path of the JSON file.
-        world_size: number of processes, for the rule micro batch x accumulation x processes / pp /
-            tp.
+        world_size: number of processes, from which the total batch size is computed: micro batch
+            size x accumulation steps x processes / (pp x tp).
 
     Raises:
         ConfigError: the file is invalid or does not fit the run.

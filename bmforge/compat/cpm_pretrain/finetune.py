@@ -1,4 +1,4 @@
-"""Converts start scripts of CPM-1-Finetune and CPM-2-Pretrain to the config of a run.
+"""Converts start scripts of CPM-1-Finetune and CPM-2-Pretrain to `bmforge train` configs.
 
 The table is `finetune.toml`; arguments without a counterpart are listed, never dropped silently.
 Source: ``arguments.py`` of TsinghuaAI/CPM-1-Finetune and CPM-2-Pretrain for defaults.
@@ -29,7 +29,7 @@ _HANDLED = {"--model-config", "--data_dir", "--lr-decay-style", "--deepspeed_con
 
 
 def place_finetune(program: str, words: Sequence[str]) -> Migrated:
-    """Convert the arguments of a program.
+    """Convert the arguments of a program to a config of `bmforge train`.
 
     Args:
         program: name of the program's file, a key of `PROGRAMS`.
@@ -58,7 +58,7 @@ def place_finetune(program: str, words: Sequence[str]) -> Migrated:
 
 
 def _read_words(words: Sequence[str], out: Migrated) -> dict[str, str]:
-    """Parse words into arguments by name; list unknown ones."""
+    """Parse words into a dict from argument name to value; list unknown arguments."""
     arguments: dict[str, str] = {}
     names = {*_KNOWN, *_HANDLED, *_DEFAULTS}
     takes_none = {*_FILE["switches"], "--do_train", "--do_eval", "--deepspeed", "--no-load-optim"}

@@ -1,4 +1,4 @@
-"""Converts CPM-Pretrain's start scripts and command lines to a run's config in TOML.
+"""Converts CPM-Pretrain's start scripts and command lines to configs of `bmforge train`.
 
 Start at `migrate_text`. `arguments.py` documents the mapping, this file computes it. Arguments
 without a counterpart are listed, never dropped silently.
@@ -80,7 +80,7 @@ _LAUNCHERS = ("--num_gpus", "--nproc_per_node", "--nproc-per-node")
 
 
 def migrate_text(text: str) -> Migrated:
-    """Convert a script or a command line to a run.
+    """Convert a start script or a command line to a config of `bmforge train`.
 
     Args:
         text: a start script of CPM-1-Pretrain, CPM-1-Finetune or CPM-2-Pretrain, or a command
@@ -125,11 +125,11 @@ def migrate_text(text: str) -> Migrated:
 
 
 def place_arguments(task: str, arguments: Mapping[str, Any]) -> Migrated:
-    """Convert arguments to the config of a run.
+    """Convert arguments to a config of `bmforge train`.
 
     Args:
         task: name of the recipe.
-        arguments: values by argument name; True for arguments without a value.
+        arguments: dict from argument name to value; True for arguments without a value.
     """
     out = Migrated(task)
     _Places(task, out, dict(arguments)).fill()
@@ -137,7 +137,7 @@ def place_arguments(task: str, arguments: Mapping[str, Any]) -> Migrated:
 
 
 def _split(words: Sequence[str], out: Migrated) -> dict[str, Any]:
-    """Parse words into arguments by name; of repeated arguments the last one counts."""
+    """Parse words into a dict from argument name to value; the last repetition counts."""
     at = 0
     arguments: dict[str, Any] = {}
     while at < len(words):
@@ -158,7 +158,7 @@ def _split(words: Sequence[str], out: Migrated) -> dict[str, Any]:
 
 
 def _command(launcher: Sequence[str], script: Script, task: str, least: str) -> str:
-    """Return the command that starts the run, on `least` processes unless the script says more."""
+    """Return the `torchrun` command; `least` is the process count if the script has none."""
     variables = script.variables
     count = variables.get("GPUS_PER_NODE", "")
     for number, word in enumerate(launcher):
@@ -175,12 +175,12 @@ def _command(launcher: Sequence[str], script: Script, task: str, least: str) -> 
 
 
 class _Places:
-    """Converts arguments to config fields.
+    """Converts CPM-Pretrain's arguments to config fields.
 
     Args:
         task: name of the recipe.
         out: result that receives fields and arguments without a counterpart.
-        given: arguments by name.
+        given: dict from argument name to value.
     """
 
     def __init__(self, task: str, out: Migrated, arguments: dict[str, Any]) -> None:

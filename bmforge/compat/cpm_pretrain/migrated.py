@@ -1,4 +1,4 @@
-"""Result of converting an old start script or config: a run's config, with notes."""
+"""Result of converting an old start script or config: a config of `bmforge train`, with notes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Migrated:
         unplaced: arguments without a counterpart, with the reason.
         dropped: arguments that need no counterpart, with the reason.
         command: command that starts the run, with `{config}` for the file.
-        files: contents of further files that the config refers to, by name.
+        files: dict from name to content of the further files that the config refers to.
     """
 
     task: str

@@ -102,7 +102,7 @@ class PipelineModule(nn.Module):
         activation_checkpoint_interval: above 0, `pretrain` recomputes every layer in backward.
 
     Attributes:
-        layers: layers by index; in a pipeline those of this process's stages.
+        layers: dict from index to layer; in a pipeline only the layers of this process's stages.
     """
 
     arrived: tuple[Tensor, ...] = ()

@@ -76,8 +76,8 @@ class Program:
 
     Attributes:
         args: parsed arguments; None before parsing.
-        placed: arguments as fields of a run's config.
-        timers: timers by name.
+        placed: the arguments, converted to fields of a `bmforge train` config.
+        timers: the program's timers.
         tokenizer: tokenizer of --vocab-file, once it was requested.
     """
 
@@ -125,7 +125,7 @@ def _now() -> float:
 
 
 class Timers:
-    """Timers by name, created on first use."""
+    """Collection of named timers; a timer is created when its name is first used."""
 
     def __init__(self) -> None:
         self.timers: dict[str, _Timer] = {}
@@ -204,12 +204,12 @@ def initialize_megatron(
 
     Args:
         extra_args_provider: function that adds a program's own arguments to the parser.
-        args_defaults: values of arguments that are not on the command line, by namespace name.
+        args_defaults: dict from the name of an argument in the namespace to its default.
         ignore_unknown_args: True to ignore arguments that the parser does not know.
         allow_no_cuda: accepted and ignored; a CPU is always allowed.
 
     Raises:
-        ConfigError: parallel sizes that do not fit the processes, or an unsupported argument.
+        ConfigError: the parallel sizes do not fit the processes, or an argument is unsupported.
     """
     program.__init__()  # type: ignore[misc]
     program.args = args = _parse(extra_args_provider, args_defaults or {}, ignore_unknown_args)
@@ -264,7 +264,7 @@ def _parse(
 
 
 def _place(args: argparse.Namespace) -> Migrated:
-    """Convert the arguments to fields of a run's config."""
+    """Convert the arguments to fields of a `bmforge train` config."""
     arguments = {}
     for name in (name for group in _TRAINS for name in ARGUMENTS[group]):
         value = getattr(args, name.removeprefix("--").replace("-", "_"), None)

@@ -36,7 +36,7 @@ class Rows:
     """Loader of this process's micro-batches, with the samples of a dataset in order.
 
     Args:
-        dataset: samples by index, each a mapping of tensors, arrays or numbers.
+        dataset: indexable dataset; each sample is a mapping of tensors, arrays or numbers.
         batch_size: samples per micro-batch.
         micro_batches: micro-batches per step.
         rank: data-parallel rank of this process.
@@ -124,11 +124,11 @@ def pretrain(
             batch's mean loss and values for the log. A pipeline uses the model's
             `_megatron_batch_fn` for inputs and labels instead, and its `loss_fn` for the loss.
         extra_args_provider: function that adds a program's own arguments to the parser.
-        args_defaults: values of arguments that are not on the command line.
+        args_defaults: defaults of arguments that are not on the command line.
 
     Raises:
-        ConfigError: settings that do not fit, before training starts.
-        DataError: a dataset has too few samples, or samples that are not mappings.
+        ConfigError: settings contradict each other or the model; raised before training starts.
+        DataError: a dataset has too few samples, or its samples are not mappings.
     """
     initialize_megatron(extra_args_provider, args_defaults)
     args, placed = program.args, program.placed

@@ -27,11 +27,11 @@ def broadcast_data(
 
     Args:
         keys: names of the tensors.
-        data: tensors by name; read on the first process only.
+        data: dict from name to tensor; only that of the first process is read.
         datatype: dtype of all tensors.
 
     Raises:
-        DataError: on all processes, a tensor is missing or has another dtype.
+        DataError: a tensor is missing or has another dtype; raised on all processes.
 
     Comm: within the group, a broadcast of the shapes and one of all values.
     """
