@@ -56,8 +56,8 @@ class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
 
     Python's `random` selects the middle: it begins in the second eighth and ends in the last
     quarter, or at the end of a piece that ends with `<sep>`. An index returns the piece, the target
-    of each position (-100: none), its length, and the context mask; four times None for a skipped
-    piece.
+    of each position (-100: none), its length, and the context mask; for a skipped piece all four
+    values are None.
 
     Args:
         ctx: pieces of token ids.

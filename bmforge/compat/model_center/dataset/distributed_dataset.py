@@ -39,7 +39,7 @@ class DistributedDataset:
         path: directory with `meta.bin`.
         rank: rank of the process.
         world_size: number of processes.
-        block_size: block size in bytes, if `meta.bin` does not say.
+        block_size: block size in bytes, if `meta.bin` does not contain it.
     """
 
     def __init__(
@@ -124,7 +124,8 @@ class DistributedDataset:
                 start over.
 
         Raises:
-            ConfigError: another number of processes, or the state of another dataset.
+            ConfigError: the number of processes has changed (with `strict`), or the state is that
+                of another dataset.
         """
         block = state["block"]
         if strict and len(block) != self._world_size:
@@ -190,7 +191,7 @@ class DatasetWriter:
         """Append a record of plain values, lists, dicts and arrays of numbers.
 
         Raises:
-            DataError: other values, or a record larger than a block.
+            DataError: the record has values of another type, or is larger than a block.
         """
         content = pickle.dumps(data, protocol=4)
         load_plain(content)  # raises an error for a record that could not be read again

@@ -31,7 +31,7 @@ class TaskRows(Dataset[dict[str, Tensor]]):
         rank: accepted and ignored; every process has all samples.
         world_size: accepted and ignored; `DistributedDataLoader` splits the samples.
         tokenizer: tokenizer of the model.
-        lengths: max_encoder_length and max_decoder_length, by position or name.
+        lengths: max_encoder_length and max_decoder_length, as positional or keyword arguments.
 
     Attributes:
         task: name of the task.

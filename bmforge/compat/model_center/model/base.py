@@ -140,7 +140,8 @@ class BaseModel(nn.Module):
 
         Raises:
             ConfigError: the model is not found, or its config is not supported.
-            CheckpointError: weights missing, unexpected, wrongly shaped or damaged; all listed.
+            CheckpointError: weights are missing, unexpected, wrongly shaped or damaged; the message
+                lists all.
         """
         hub_ids = FAMILIES[cls._CONFIG_TYPE.family].config_class.hub_ids
         directory = resolve_model(name, hub_ids)
@@ -238,7 +239,7 @@ class BaseModel(nn.Module):
         self.to_zoo(head).save_pretrained(directory, overwrite=overwrite)
 
     def published_modules(self) -> dict[str, list[str]]:
-        """Return the module names in this model by ModelCenter's names, for adapter targets."""
+        """Map ModelCenter's module names to those in this model, for adapter targets."""
         return module_names(self.model, self.config.family, "model.")
 
     def to_zoo(self, head: str | None = None) -> Model:
@@ -325,7 +326,7 @@ class InputEmbedding:
 
 
 def _values(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a module by name, unsharded."""
+    """Return a dict from name to unsharded parameter of a module."""
     state = module.state_dict(keep_vars=True)
     return module.state_dict() if any(isinstance(v, DTensor) for v in state.values()) else state
 
@@ -357,7 +358,7 @@ def refuse_unused(inputs: dict[str, Any]) -> None:
 
 
 def one_of(ids: Tensor | None, embeds: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return ids and embeddings, at most one of them; embeddings have precedence."""
+    """Return (ids, None), or (None, embeddings) if embeddings are given."""
     return (ids, None) if embeds is None else (None, embeds)
 
 

@@ -17,7 +17,7 @@ _INSIDE = re.compile(r"(.*\.(?:self_att|cross_att|ffn))\.(self_attention|ffn)\..
 
 
 def module_names(model: Model, family: str, before: str = "") -> dict[str, list[str]]:
-    """Return the module names in a bmforge model, by ModelCenter's names.
+    """Return a dict from ModelCenter's module names to those of a bmforge model.
 
     ModelCenter's ``self_att`` (with norm) maps to the attention module, ``ffn`` to the MLP.
 
@@ -41,7 +41,7 @@ def module_names(model: Model, family: str, before: str = "") -> dict[str, list[
 
 
 class OldModules(dict[str, nn.Module]):
-    """Child modules of a model (`_modules`), which can also be read by ModelCenter's names."""
+    """Child modules of a model (`_modules`), which can also be read under ModelCenter's names."""
 
     def __missing__(self, name: str) -> nn.Module:
         model = self.get("model")

@@ -37,7 +37,7 @@ class Later:
 class ModelOutput:
     """Base class of outputs: values by attribute, by `out["name"]`, and by position.
 
-    Positions count fields that are None; fields that were not requested are None.
+    Fields that were not requested are None; positions include them.
     """
 
     fields: ClassVar[tuple[str, ...]] = ()

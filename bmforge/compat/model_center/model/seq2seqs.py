@@ -127,7 +127,8 @@ class CPM2(Seq2SeqModel):
         """Run the model on source and target.
 
         Before version 1.0, and in ModelCenter's examples, forward returned the logits; so does a
-        call by position or with the names here. A call with `input_ids` returns an output.
+        call with positional arguments or with the names below. A call with `input_ids` returns an
+        output.
 
         Args:
             enc_input: token ids of the source.

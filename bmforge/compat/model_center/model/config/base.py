@@ -50,11 +50,11 @@ class Config:
     """Model config with ModelCenter's field names.
 
     Args:
-        fields: values by field name; the defaults are ModelCenter's, or bmforge's for newer
-            families. `half` or `dtype` set the parameter dtype (default: fp32).
+        fields: values of fields, as keyword arguments; the defaults are ModelCenter's, or bmforge's
+            for newer families. `half` or `dtype` set the parameter dtype (default: fp32).
 
     Raises:
-        ConfigError: an unknown field, or a value that the family does not support.
+        ConfigError: a field is unknown, or the family does not support a value.
     """
 
     family: ClassVar[str] = ""
@@ -72,7 +72,7 @@ class Config:
         return FAMILIES[self.family]
 
     def needed(self) -> Mapping[str, Any]:
-        """Return the fields that must have a fixed value, by name."""
+        """Return a dict from field to value, for fields that support only one value."""
         old = OLD_FAMILIES.get(self.family)
         return {**(old.needed if old else {}), **self.fixed}
 

@@ -34,7 +34,7 @@ __all__ = [
 
 
 def _define(name: str, family: str) -> type[Config]:
-    """Create the config class of a family that needs nothing besides the base class."""
+    """Create the config class of a family, for families without special fields."""
     doc = f"Config of a {family} model."
     return type(
         f"{name}Config", (Config,), {"__doc__": doc, "__module__": __name__, "family": family}
@@ -91,7 +91,7 @@ class CPM1Config(Config):
         return RelativeCPM1 if self.is_relative else FAMILIES["CPM1"]
 
     def needed(self) -> Mapping[str, Any]:
-        """Return the fields that must have a fixed value, by name."""
+        """Return a dict from field to value, for fields that support only one value."""
         fixed = self._RELATIVE if self.is_relative else self._PUBLISHED
         return {"pos_bias_type": "relative" if self.is_relative else "none", **fixed}
 
