@@ -32,7 +32,7 @@ class AutoDeltaConfig:
         """Create a config with the given fields.
 
         Raises:
-            ConfigError: no `delta_type`, or an unknown one.
+            ConfigError: `delta_type` is missing or unknown.
         """
         kind = str({**config_dict, **kwargs}.get("delta_type"))
         if kind not in CONFIGS:
@@ -73,7 +73,7 @@ class AutoDeltaModel:
         """Add a saved delta model to a backbone; see `DeltaBase.from_finetuned`.
 
         Raises:
-            ConfigError: no delta in the directory, or a type that OpenDelta did not have.
+            ConfigError: the directory has no delta, or its type did not exist in OpenDelta.
         """
         directory = Path(kwargs.get("cache_dir") or ".") / finetuned_model_name_or_path
         kind = type_of_delta(directory)

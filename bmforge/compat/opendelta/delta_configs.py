@@ -46,16 +46,16 @@ class BaseDeltaConfig:
     """Config of a delta model.
 
     Args:
-        values: values by field name; missing fields have their defaults.
+        values: values of fields, as keyword arguments; missing fields have their defaults.
 
     Attributes:
         delta_type: type of the delta model.
         fields: fields of this type, with their defaults.
-        fixed: fields that support only their default here.
+        fixed: fields of which only the default value is supported.
         aliases: other names of fields.
 
     Raises:
-        ConfigError: an unknown field, or an unsupported value.
+        ConfigError: a field is unknown, or its value is not supported.
     """
 
     delta_type: ClassVar[str] = ""

@@ -36,7 +36,7 @@ __all__ = [
 
 
 def _define(name: str, config_class: type[BaseDeltaConfig], what: str) -> type[DeltaBase]:
-    """Create the class of a type that needs nothing besides the base class."""
+    """Create the class of a delta type, for types without special methods."""
     attributes = {"delta_type": config_class.delta_type, "config_class": config_class}
     doc = f"Delta model with {what}."
     return type(name, (DeltaBase,), {"__doc__": doc, "__module__": __name__, **attributes})
