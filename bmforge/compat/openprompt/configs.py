@@ -1,4 +1,4 @@
-"""Converts OpenPrompt's YAML configs to a run of `bmforge train`, in TOML.
+"""Converts OpenPrompt's YAML configs to TOML configs of `bmforge train`.
 
 Start at `read_config`. A key maps to a field by `config_keys.toml` or by a method of `_Reader`;
 keys without a counterpart are listed with the reason, never dropped silently.
@@ -27,7 +27,7 @@ _DATASETS, _TYPES = _KEYS["datasets"], {kind.__name__: kind for kind in (str, in
 
 
 def read_config(path: str | Path, files_dir: Path | None = None) -> Migrated:
-    """Convert an OpenPrompt config to a run; no file is written.
+    """Convert an OpenPrompt config to a config of `bmforge train`; no file is written.
 
     Args:
         path: path of the YAML file; relative paths in it are not changed.
@@ -350,7 +350,7 @@ class _Reader:
 
 
 def _find_reason(key: str, reasons: Mapping[str, str]) -> str | None:
-    """Return the reason for the longest matching prefix of a key."""
+    """Return why a key has no counterpart, from the entry for its longest listed prefix."""
     parts = key.split(".")
     for count in range(len(parts), 0, -1):
         if (why := reasons.get(".".join(parts[:count]))) is not None:

@@ -19,7 +19,7 @@ class InputExample:
         text_a: first text.
         text_b: second text.
         label: class index.
-        meta: further texts by name.
+        meta: dict from name to further text.
         tgt_text: text to generate.
     """
 
@@ -57,7 +57,7 @@ class InputExample:
 
 
 class InputFeatures(dict[str, Any]):
-    """A batch of tensors and other values, by name or as attributes."""
+    """A batch of tensors and other values, which can be read as items or as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -54,7 +54,7 @@ class TheirTokenizer(Tokenizer):
         return self.get_vocab().get(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the whole vocabulary, as ids by token."""
+        """Return the whole vocabulary as a dict from token to id."""
         return dict(self.theirs.get_vocab())
 
     @property

@@ -1,7 +1,8 @@
 """OpenPrompt's runners, which train, validate and test a prompted model from a config.
 
 The configuration is any object with the attributes of OpenPrompt's `CfgNode`; `bmforge migrate`
-converts its YAML files to runs of `bmforge train`, which also checkpoint, resume and shard.
+converts its YAML files to configs of `bmforge train`, which can also save, resume and shard a
+training run.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ class ClassificationRunner(BaseRunner):
 
     Args:
         loss_function: function of logits and labels; default: cross entropy.
-        id2label: name of each class, for the loose metrics.
+        id2label: dict from class index to name, for the loose metrics.
         given, options: as `BaseRunner`.
     """
 

@@ -35,7 +35,8 @@ class ManualVerbalizer(nn.Module):
         tokenizer: tokenizer of bmforge or transformers.
         classes: class names.
         num_classes: number of classes, instead of names.
-        label_words: words per class, as a list or by class name; None waits for `from_file`.
+        label_words: words per class, as a list or as a dict from class name to words; None if
+            `from_file` sets them.
         prefix: text before a word: " " or "".
         multi_token_handler: first, max, mean, or joint (not in OpenPrompt).
         post_log_softmax: True to return log-probabilities.
@@ -223,7 +224,7 @@ class AutomaticVerbalizer(ManualVerbalizer):
 class SoftVerbalizer(ManualVerbalizer):
     """Verbalizer with the model's head, whose last layer has one trained row per class.
 
-    `model` (or `plm`) is the second argument.
+    The second argument is the model, named `model` or `plm`.
     """
 
     def __init__(self, tokenizer: Any = None, model: Any = None, *arguments: Any, **options: Any):
@@ -250,7 +251,7 @@ class SoftVerbalizer(ManualVerbalizer):
 class ProtoVerbalizer(ManualVerbalizer):
     """Verbalizer with label words and trained class prototypes.
 
-    `model` (or `plm`) is the second argument.
+    The second argument is the model, named `model` or `plm`.
     """
 
     def __init__(self, tokenizer: Any = None, model: Any = None, *arguments: Any, **options: Any):

@@ -48,7 +48,7 @@ class DataProcessor:
 
     @property
     def label_mapping(self) -> dict[Any, int]:
-        """Index of each label, by label."""
+        """Dict from label to index."""
         return {label: index for index, label in enumerate(self.labels)}
 
     @label_mapping.setter
@@ -57,7 +57,7 @@ class DataProcessor:
 
     @property
     def id2label(self) -> dict[int, Any]:
-        """Label of each index, by index."""
+        """Dict from index to label."""
         return dict(enumerate(self.labels))
 
     def get_label_id(self, label: Any) -> int | None:

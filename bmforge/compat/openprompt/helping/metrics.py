@@ -34,11 +34,11 @@ def classification_metrics(
         labels: true class of each example.
         metric: "micro-f1", "macro-f1", "accuracy", "precision" and "recall" (of class 1),
             "loose-micro-f1" or "loose-macro-f1".
-        id2label: name of each class, for the loose metrics.
+        id2label: dict from class index to name, for the loose metrics.
         label_path_sep: separator of a name's levels, for the loose metrics.
 
     Raises:
-        ConfigError: an unknown metric, or a loose one without `id2label`.
+        ConfigError: the metric is unknown, or a loose metric lacks `id2label`.
     """
     if metric in _AVERAGES:
         return metrics.class_f1(preds, labels, _AVERAGES[metric])
@@ -73,7 +73,7 @@ def generation_metric(
         metric: must be "sentence_bleu".
 
     Raises:
-        ConfigError: another metric, or different numbers of texts.
+        ConfigError: the metric is unknown, or the numbers of texts differ.
     """
     if metric != "sentence_bleu":
         raise ConfigError(f"unknown metric: metric={metric!r} (known: sentence_bleu).")
@@ -124,7 +124,7 @@ def evaluate(predictions: Sequence[str], data: Sequence[Any], metric: str, **kwa
         kwargs: `only_compare_prefix=True` cuts a text to the answer's length, for ACC.
 
     Raises:
-        ConfigError: an unknown metric or argument.
+        ConfigError: the metric or an argument is unknown.
     """
     prefix = kwargs.pop("only_compare_prefix", False)
     if kwargs:

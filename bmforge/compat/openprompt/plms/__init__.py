@@ -76,7 +76,7 @@ def load_plm(
         Model, tokenizer, config and tokenizer wrapper class.
 
     Raises:
-        ConfigError: an unknown kind.
+        ConfigError: the kind of model is unknown.
     """
     if model_name in _MODEL_CLASSES:
         classes = _MODEL_CLASSES[model_name]

@@ -68,7 +68,7 @@ class TemplateGenerator:
         beam_width: beam width, and the number of templates returned.
 
     Raises:
-        ConfigError: another `target_number`.
+        ConfigError: `target_number` is not 2.
     """
 
     def __init__(
