@@ -8,12 +8,12 @@ from typing import Any
 
 from canvas import Canvas
 
+ROOT = Path(__file__).resolve().parents[2]
 FIGURES = tomllib.loads((Path(__file__).parent / "figures.toml").read_text("utf-8"))
 
 
-def bars(name: str, title: str) -> Canvas:
-    """Draw horizontal bars; each group of figures.toml is on a scale of its own."""
-    groups: list[dict[str, Any]] = FIGURES[name]["groups"]
+def bars(groups: list[dict[str, Any]], title: str) -> Canvas:
+    """Draw horizontal bars; each group has a scale of its own."""
     rows = sum(len(group["values"]) for group in groups)
     c = Canvas(760, 26 * rows + 34 * len(groups) + 20, title)
     y = 8.0
@@ -34,7 +34,7 @@ def bars(name: str, title: str) -> Canvas:
 def decoding() -> Canvas:
     """Tokens a second next to llama.cpp."""
     return bars(
-        "decoding",
+        FIGURES["decoding"]["groups"],
         "Decoding a 1.1B model on one CPU thread: bmforge 38.0 and 23.1 tokens per second in Q4_0 "
         "and Q8_0, llama.cpp 30.4 and 18.5; prefill of 512 tokens 139.9 and 136.0 against 65.9 "
         "and 51.7",
@@ -44,7 +44,7 @@ def decoding() -> Canvas:
 def training_step() -> Canvas:
     """Tokens a second of a training step, and memory of a LoRA step."""
     return bars(
-        "training_step",
+        FIGURES["training_step"]["groups"],
         "Training step of GPT-2 124M in bf16: bmforge 746 tokens per second, transformers 554 as "
         "used and 683 tuned; LoRA on all linear layers peaks at 527 MiB, PEFT at 1018 MiB",
     )
@@ -53,17 +53,25 @@ def training_step() -> Canvas:
 def eleven_billion() -> Canvas:
     """An 11B model in 6 GiB."""
     return bars(
-        "eleven_billion",
+        FIGURES["eleven_billion"]["groups"],
         "An 11B Llama in int8 within an enforced 6 GiB: bmforge 0.240 tokens per second with a "
         "peak of 5.79 GiB, llama.cpp 0.187 with 6.12 GiB",
     )
 
 
 def memory() -> Canvas:
-    """Memory of full tuning, LoRA and QLoRA, from the planner."""
+    """Memory of full tuning, offloading, LoRA and QLoRA: the 8B row of docs/reference/memory.md."""
+    table = (ROOT / "docs" / "reference" / "memory.md").read_text("utf-8").splitlines()
+    head, row = (
+        [cell.strip() for cell in next(line for line in table if mark in line).split("|")[2:-1]]
+        for mark in ("| model |", "`llama-3.1-8b`")
+    )
+    values = dict(zip(head, map(float, row), strict=True))
+    name = "Llama 8B, one row of 2,048 tokens, bf16, with recompute"
     return bars(
-        "memory",
-        "Planned GPU memory for tuning an 8B Llama on one row of 2,048 tokens, by method",
+        [{"name": name, "unit": "GiB", "own": "QLoRA", "values": values}],
+        "Planned GPU memory for tuning an 8B Llama on one row of 2,048 tokens: "
+        + ", ".join(f"{method} {value:g} GiB" for method, value in values.items()),
     )
 
 
@@ -151,6 +159,34 @@ def loss() -> Canvas:
     return c
 
 
+def recipe_losses() -> Canvas:
+    """Training losses of a pretraining, of LoRA on chats and of a prompt, side by side."""
+    runs: list[dict[str, Any]] = FIGURES["recipe_losses"]["runs"]
+    c = Canvas(
+        760,
+        250,
+        "Training loss of three runs: "
+        + "; ".join(
+            f"{r['name']}, from {r['loss'][0][1]:.2f} to {r['loss'][-1][1]:.2f}" for r in runs
+        ),
+    )
+    wide, high, bottom = 190, 150, 195
+    for number, run in enumerate(runs):
+        left, points = 45 + 250 * number, run["loss"]
+        most, last = max(value for _, value in points), points[-1][0]
+        c.text(left, 22, run["name"], "name", "start")
+        c.line([(left, bottom - high), (left, bottom), (left + wide, bottom)])
+        c.text(left - 8, bottom - high + 4, f"{most:.1f}", at="end")
+        c.text(left - 8, bottom + 4, "0", at="end")
+        c.text(left + wide, bottom + 18, f"{last} steps", at="end")
+        c.line(
+            [(left + wide * step / last, bottom - high * value / most) for step, value in points],
+            "blue-line",
+        )
+    c.text(380, 240, "training loss in nats")
+    return c
+
+
 CHARTS = {
     "decoding": decoding,
     "training_step": training_step,
@@ -159,4 +195,5 @@ CHARTS = {
     "corpus_funnel": funnel,
     "compression": compression,
     "loss": loss,
+    "recipe_losses": recipe_losses,
 }
