@@ -42,12 +42,12 @@ model.prompt-types model.prompts-in-vocabulary model.q-rank model.qkv-bias model
 model.raw model.remove-final-norm model.residual-scale model.rope-dim model.rope-interleaved
 model.rope-scaling model.rope-theta model.rotary-dim model.rotary-part model.rotated-layers
 model.router-aux-loss-coef model.scale-head model.segment-types model.sep-token-id
-model.shared-size model.sop-token-id model.sparse-step model.sum-scale model.task-id
-model.tie-word-embeddings model.top-groups model.unrotated-every model.uses-qk-norm
-model.value-dim model.vocab-size model.weight-scale model.window model.window-layers
-model.windows new-head nll-on-prompt nll-weight noise-density offload.activations
-offload.directory offload.fraction offload.gradients offload.states offload.target
-offload.weights override prefetch push-to-hub recompute reference reference-dtype
+model.shared-size model.sop-token-id model.sparse-step model.sum-scale model.swiglu-limit
+model.task-id model.tie-word-embeddings model.top-groups model.unrotated-every
+model.uses-qk-norm model.value-dim model.vocab-size model.weight-scale model.window
+model.window-layers model.windows new-head nll-on-prompt nll-weight noise-density
+offload.activations offload.directory offload.fraction offload.gradients offload.states
+offload.target offload.weights override prefetch push-to-hub recompute reference reference-dtype
 reference-offload reward reward-timeout-s rl.advantage rl.beta rl.clip rl.clip-dual rl.clip-high
 rl.clip-low rl.correction rl.correction-cap rl.entropy-bonus rl.gamma rl.kl rl.kl-importance
 rl.kl-in rl.lam rl.normalize rl.ratio rollout.exact-logprobs rollout.log-completions

@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # the exports that `__getattr__` imports
     from bmforge.models.glm4_moe import GLM4Moe, GLM4MoeConfig
     from bmforge.models.gpt2 import GPT2, GPT2Config
     from bmforge.models.gpt_neox import GPTNeoX, GPTNeoXConfig
+    from bmforge.models.gpt_oss import GptOss, GptOssConfig
     from bmforge.models.gptj import GPTJ, GPTJConfig
     from bmforge.models.granite import Granite, GraniteConfig
     from bmforge.models.internlm3 import InternLM3, InternLM3Config

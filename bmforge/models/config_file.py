@@ -11,6 +11,7 @@ from bmforge.gguf_header import is_gguf
 from bmforge.models.formats.compressed_tensors import without_compression
 from bmforge.models.formats.gguf_config import read_gguf_config
 from bmforge.models.formats.gptq import without_packing
+from bmforge.models.formats.mxfp4 import without_mxfp4
 
 __all__ = ["GENERATION_FILE", "GENERATION_KEY", "read_config_file"]
 
@@ -40,7 +41,7 @@ def read_config_file(directory: str | Path) -> dict[str, Any]:
     generation = file.with_name(GENERATION_FILE)
     if generation.is_file():
         raw[GENERATION_KEY] = _read_object(generation)
-    return without_compression(without_packing(raw))
+    return without_mxfp4(without_compression(without_packing(raw)))
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -33,6 +33,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "glm4_moe": ("GLM4Moe",),
     "gpt2": ("GPT2",),
     "gpt_neox": ("GPTNeoX",),
+    "gpt_oss": ("GptOss",),
     "gptj": ("GPTJ",),
     "granite": ("Granite",),
     "internlm3": ("InternLM3",),

@@ -284,6 +284,11 @@ def _keep_heads_(
 ) -> None:
     """Copy the part of a parameter that both attentions have, if their head counts differ."""
     module, _, kind = leaf.partition(".")
+    if module == "sinks":  # one per head
+        groups = [(s.num_kv_heads, s.num_heads // s.num_kv_heads) for s in specs]
+        box = tuple(slice(min(pair)) for pair in zip(*groups, strict=True))
+        new.view(groups[0])[box] = old.view(groups[1])[box]
+        return
     if module == "o_proj":
         if kind == "bias":
             new.copy_(old)

@@ -93,6 +93,7 @@ _STYLES = {
     "o_proj": ("row", "heads"),
     "q_norm": ("head_norm", ""),
     "k_norm": ("head_norm", ""),
+    "sinks": ("head_norm", ""),
     "thin": ("gate", ""),
     "thin_dims": ("gate", ""),
     "gate_proj": ("column", ""),
@@ -146,7 +147,7 @@ def default_cuts(
 
 
 # Parts of an attention layer with a sharding style.
-_ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "prefix")
+_ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "sinks", "prefix")
 
 
 def whole_attention(cuts: tuple[TensorCut, ...]) -> tuple[TensorCut, ...]:

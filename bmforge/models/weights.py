@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ __all__ = [
     "linear_rules",
 ]
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True)
 class WeightRule:
@@ -39,11 +42,14 @@ class WeightRule:
     Args:
         ours: canonical name in bmforge.
         theirs: published name.
-        transpose: whether the published tensor is stored as (in, out).
+        transpose: whether the published tensor is stored as (in, out), or a stack as (E, in, out).
         part: (first row, number of rows) in the fused tensor, in bmforge's orientation; None
             for the whole tensor. For resized layers the rows are recomputed, in the same order.
         index: entry of the stacked tensor `ours`; set by `expand_rules`.
-        part_dim: dim that `part` slices, in bmforge's orientation: 0 for rows, 1 for columns.
+        part_dim: dim that `part` slices, in bmforge's orientation: 0 for rows, 1 for columns (of a
+            stack: 1 for rows).
+        step: number of parts whose rows alternate in the fused tensor; `part` is then the index of
+            the first row and the number of rows of all parts.
         groups: number of groups of rows in which the fused tensor interleaves its parts, such as
             q, k and v of each head; every part has as many rows in one group as in another.
         rows: (first row, number of rows) of `ours` that the rule maps; None for all. Set by
@@ -56,6 +62,7 @@ class WeightRule:
     part: tuple[int, int] | None = None
     index: int | None = None
     part_dim: int = 0
+    step: int = 1
     groups: int = 1
     rows: tuple[int, int] | None = None
 
@@ -85,7 +92,7 @@ class WeightRule:
         full_shape = list(shape)
         if self.part is not None:
             full_shape[self.part_dim] = self.part[1]
-        return tuple(reversed(full_shape)) if self.transpose else tuple(full_shape)
+        return tuple(self._published_order(full_shape))
 
     def source_slices(self, box: Box) -> tuple[slice, ...] | None:
         """Return the slices of `theirs` for a region of the parameter; None without an overlap."""
@@ -101,8 +108,14 @@ class WeightRule:
             slices[0] = slice(shared.start - first, shared.stop - first)
         if self.part is not None:
             first, own = self.part[0], slices[self.part_dim]
-            slices[self.part_dim] = slice(own.start + first, own.stop + first)
-        return tuple(reversed(slices)) if self.transpose else tuple(slices)
+            end = first + (own.stop - 1) * self.step + 1
+            step = self.step if self.step > 1 else None
+            slices[self.part_dim] = slice(first + own.start * self.step, end, step)
+        return tuple(self._published_order(slices))
+
+    def _published_order(self, dims: list[_T]) -> list[_T]:
+        """Return values for each dim in the order of the published tensor's dims."""
+        return [*dims[:-2], *reversed(dims[-2:])] if self.transpose else dims
 
     def target(self, local: Tensor, box: Box) -> Tensor:
         """Return a view of the elements of a rank's shard (`local`) that `theirs` fills."""
@@ -119,7 +132,7 @@ class WeightRule:
 
     def source_view(self, target: Tensor) -> Tensor:
         """Return a view of a slice of the parameter with the dims in published order."""
-        return target.t() if self.transpose else target
+        return target.transpose(-1, -2) if self.transpose else target
 
     def stored_numel(self, shape: tuple[int, ...]) -> int:
         """Return the number of elements of `theirs` that come from a parameter of this shape."""
@@ -137,6 +150,15 @@ class WeightRule:
         if self.rows is not None:
             return tensor.narrow(0, *self.rows)
         return tensor if self.index is None else tensor[self.index]
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Join the parts of a published tensor, ordered by rows; this rule is that of the first."""
+        if self.step > 1:
+            joined = torch.stack(tuple(parts), self.part_dim + 1)
+            joined = joined.flatten(self.part_dim, self.part_dim + 1)
+        else:
+            joined = parts[0] if len(parts) == 1 else torch.cat(tuple(parts), self.part_dim)
+        return (joined.transpose(-1, -2) if self.transpose else joined).contiguous()
 
 
 def linear_rules(
@@ -238,13 +260,14 @@ def _fit_parts_(
 
     The parts of a resized layer that do not have the same rows in every group are concatenated.
     """
-    rows = [shapes[rules[index].ours][0] for index in indices]
+    dim = rules[indices[0]].part_dim
+    rows = [shapes[rules[index].ours][dim] for index in indices]
     groups = rules[indices[0]].groups
     groups = 1 if any(count % groups for count in rows) else groups
     total, first = sum(rows), 0
     for index in sorted(indices, key=lambda index: (rules[index].part or (0, 0))[0]):
         rules[index] = replace(rules[index], part=(first, total), groups=groups)
-        first += shapes[rules[index].ours][0]
+        first += 1 if rules[index].step > 1 else shapes[rules[index].ours][dim]
 
 
 def _split_groups(rule: WeightRule, shape: tuple[int, ...]) -> list[WeightRule]:
@@ -274,6 +297,4 @@ def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
 def assemble_source(rules: list[WeightRule], find_tensor: Callable[[str], Tensor]) -> Tensor:
     """Assemble a published tensor from parameters, which `find_tensor` returns by name."""
     whole = {name: find_tensor(name) for name in dict.fromkeys(rule.ours for rule in rules)}
-    parts = [rule.to_source(whole[rule.ours]) for rule in rules]
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts, rules[0].part_dim)
-    return joined.t().contiguous() if rules[0].transpose else joined.contiguous()
+    return rules[0].join([rule.to_source(whole[rule.ours]) for rule in rules])

@@ -27,6 +27,7 @@ from bmforge.nn.norm import build_norm
 from bmforge.nn.position import apply_rope, narrow_rope
 from bmforge.nn.prefix import Pair, mix_behind, put_before, takes_one
 from bmforge.nn.shard_hooks import Pass, pass_on
+from bmforge.nn.sinks import HeadSinks, add_sink_key
 
 __all__ = [
     "Attention",
@@ -177,6 +178,7 @@ class Attention(nn.Module):
         thin_query: pruning gate of head dims, applied to queries before the rotary embedding.
         head_share: (index, count) of the local shard of heads; set by layouts.
         prefix: module that returns keys and values to prepend, or None; see `nn.prefix`.
+        sinks: module with the sink logits of the heads, or None; see `nn.sinks`.
 
     Shape:
         x: (B, T, D) -> (B, T, D)
@@ -201,6 +203,7 @@ class Attention(nn.Module):
         self.thin_dims: Pass = pass_on
         self.thin_query: Pass = pass_on
         self.prefix: nn.Module | None = None
+        self.sinks = HeadSinks(spec.num_heads) if spec.sinks else None
         self.q_norm = self.k_norm = None
         self.qk_norm_whole = spec.qk_norm_whole
         self.num_kv_heads = spec.num_kv_heads
@@ -258,7 +261,8 @@ class Attention(nn.Module):
             if cache is not None and attend is None:
                 key, value = cache.append(self.layer_index, key, value)
         if attend is not None and memory is None:
-            is_plain = self.causal and self.prefix is None and self.mix is mix_values
+            is_plain = self.causal and self.prefix is None and self.sinks is None
+            is_plain = is_plain and self.mix is mix_values
             scale = (self.scale or self.head_dim**-0.5) if is_plain and not self.training else None
             mixed = attend(self.layer_index, self.window, self._mix, query, key, value, scale)
         else:
@@ -291,14 +295,35 @@ class Attention(nn.Module):
     def _mix(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """Compute attention, (B, N, T, H), with the layer's dropout, scale and prefix."""
+        """Compute attention, (B, N, T, H), with the layer's dropout, scale, prefix and sinks."""
         dropout = self.dropout if self.training else 0.0
+        prefix = self.prefix
+        pair = None if prefix is None or weight_of(prefix) == 0 else prefix()
+        if self.sinks is not None:
+            return self._mix_with_sinks(query, key, value, mask, bias, dropout, pair)
         arguments = (query, key, value, mask, bias, self.causal, self.scale, dropout)
         # Without a prefix the argument is omitted: a user-defined `mix` need not support it.
-        prefix = self.prefix
-        if prefix is None or weight_of(prefix) == 0:
-            return self.mix(*arguments)
-        return self.mix(*arguments, prefix())
+        return self.mix(*arguments) if pair is None else self.mix(*arguments, pair)
+
+    def _mix_with_sinks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        dropout: float,
+        prefix: Pair | None,
+    ) -> Tensor:
+        """Compute attention with the heads' sinks, (B, N, T, H)."""
+        assert self.sinks is not None
+        scale = self.scale or self.head_dim**-0.5
+        sinks = self.sinks(*self.head_share)
+        if self.mix is mix_values and bias is None and takes_one(query, dropout):
+            return mix_behind(prefix, query, key, value, mask, scale, sinks)
+        wide = add_sink_key(sinks, query, key, value, prefix, scale)
+        out = self.mix(*wide[:3], mask, bias, self.causal, scale, dropout, wide[3])
+        return out[..., : query.shape[-1]]
 
     def _queries(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """Project hidden states to queries, (B, N, T, H), with rotary positions."""

@@ -56,6 +56,7 @@ class AttentionSpec:
         softcap: cap c of the scores s, which become ``c * tanh(s / c)``; None is no cap (Gemma 2).
         alibi: add a bias to the scores that falls linearly with the distance (Press et al., "Train
             Short, Test Long", 2022); needs `causal`.
+        sinks: a trained logit per head in the denominator of the softmax (gpt-oss).
         latent: sizes of multi-head latent attention (MLA); None is plain attention.
         in_scale: factor on the input of q, k and v, applied by the block.
         out_scale: factor on the input of o, applied by the block; 1/sqrt(width) in muP (Yang et
@@ -78,6 +79,7 @@ class AttentionSpec:
     rotary: Literal["model", "local", "none"] = "model"
     softcap: float | None = None
     alibi: bool = False
+    sinks: bool = False
     latent: LatentSpec | None = None
     in_scale: float = 1.0
     out_scale: float = 1.0

@@ -197,8 +197,7 @@ class Int8Experts(Experts):
 
     def __init__(self, experts: Experts) -> None:
         nn.Module.__init__(self)
-        self.activation, self.active_share = experts.activation, experts.active_share
-        self.keep_biases_of_(experts)
+        self.keep_settings_of_(experts)
         for key in _EXPERT_KEYS:
             matrices = getattr(experts, key)
             if matrices is None:

@@ -16,7 +16,16 @@ from bmforge.nn.linear import Linear
 from bmforge.nn.recompute import call_and_drop
 from bmforge.nn.shard_hooks import Pass, pass_on
 
-__all__ = ["ACTIVATIONS", "MLP", "MLPSpec", "WideLinear", "apply_gate", "get_activation"]
+__all__ = [
+    "ACTIVATIONS",
+    "SWIGLU_ALPHA",
+    "MLP",
+    "MLPSpec",
+    "WideLinear",
+    "apply_gate",
+    "clamp_swiglu",
+    "get_activation",
+]
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -36,6 +45,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swish": F.silu,
     "tanh": torch.tanh,
 }
+# Factor in the sigmoid of gpt-oss's gate, which makes it an approximation of GELU.
+SWIGLU_ALPHA = 1.702
 # Activations of gates that have a CPU kernel, with their names in `host_rows.GATES`.
 _HOST_GATES: dict[Callable[[Tensor], Tensor], str] = {F.silu: "silu", _gelu_tanh: "gelu_tanh"}
 
@@ -87,6 +98,15 @@ def apply_gate(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor)
     if name is not None and takes_host_gated(gate, up):
         return host_gated(gate, up, name)
     return multiply_temporary(activation(gate), up, made_of=gate)
+
+
+def clamp_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """Return ``g * sigmoid(1.702 g) * (u + 1)`` for g = min(gate, limit) and u = up in +-limit.
+
+    Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv 2508.10925), section 2.
+    """
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(gate * SWIGLU_ALPHA) * (up + 1)
 
 
 class WideLinear(Linear):

@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.device import wide_dtype
-from bmforge.errors import ConfigError
 from bmforge.nn.balanced_assignment import assign_balanced
 from bmforge.nn.grouped import grouped_linear, take_rows
-from bmforge.nn.mlp import MLP, MLPSpec, apply_gate, get_activation
+from bmforge.nn.mlp import MLP, MLPSpec, apply_gate, clamp_swiglu, get_activation
+from bmforge.nn.moe_spec import MoESpec
 from bmforge.nn.part import beside_parts
 from bmforge.nn.recompute import call_and_drop
-from bmforge.nn.router import RouterKind, Scoring, build_router, pick_experts
+from bmforge.nn.router import build_router, pick_experts
 from bmforge.nn.shard_hooks import Pass, pass_on
 from bmforge.nn.uniform_routing import can_run_uniform, run_uniform
 
@@ -44,110 +42,6 @@ __all__ = [
 # (tokens (M, D), their experts (M, k), number of experts, function of the experts) -> (M, k, D)
 RunExperts = Callable[[Tensor, Tensor], Tensor]
 Dispatch = Callable[[Tensor, Tensor, int, RunExperts], Tensor]
-
-
-@dataclass(frozen=True)
-class MoESpec:
-    """Hyperparameters of a mixture of experts.
-
-    Args:
-        num_experts: number E of experts.
-        experts_per_token: number k of experts per token.
-        intermediate_size: hidden width F of one expert.
-        activation: activation function: relu, gelu, gelu_tanh, silu or tanh.
-        gated: experts have a `gate_proj`.
-        normalize_weights: normalize the k weights of a token to sum to 1; otherwise use the
-            softmax over all experts as is.
-        shared_size: hidden width F of a shared expert that processes every token; 0 means no
-            shared expert.
-        shared_gate: multiply the shared expert's output by a sigmoid gate of the token.
-        choice: "top_k": the k largest router logits, weighted by their softmax; "balanced": one
-            unweighted expert (the router gets no gradient), assigned evenly over the tokens in
-            training and by argmax otherwise; "per_call": the same k experts for all tokens of a
-            call, with the largest sum of sigmoids.
-        capacity_factor: maximum number of tokens per expert in training, as a multiple of an even
-            share of the rank's tokens (see `limit_loads`); None means no limit.
-        in_scale: factor on the input of the router and the experts; see `AttentionSpec`.
-        out_scale: factor on the input of the experts' last projections.
-        weighs: weight the selected experts' outputs; otherwise sum them unweighted, and the
-            router gets no gradient.
-        bias: biases on each expert's gate and up projections, and one on the summed output.
-        router: "linear", "two_layer" or "wide": linear in fp32 (`router.py`).
-        scoring: function from router logits to the experts' weights, "softmax" or "sigmoid".
-        choice_bias: a "wide" router has a bias on the choice of experts that is not trained.
-        expert_groups: number of groups of experts; a token's experts are in `top_groups` of them
-            (see `router.pick_experts`).
-        top_groups: number of groups from which a token's experts are chosen.
-        weight_scale: factor on the weights of a token's experts.
-        split: shared expert and experts are slices of one dense MLP, which checkpoints contain.
-    """
-
-    num_experts: int
-    experts_per_token: int
-    intermediate_size: int
-    activation: str = "silu"
-    gated: bool = True
-    normalize_weights: bool = True
-    shared_size: int = 0
-    shared_gate: bool = True
-    choice: Literal["top_k", "balanced", "per_call"] = "top_k"
-    capacity_factor: float | None = None
-    in_scale: float = 1.0
-    out_scale: float = 1.0
-    weighs: bool = True
-    bias: bool = False
-    router: RouterKind = "linear"
-    scoring: Scoring = "softmax"
-    choice_bias: bool = False
-    expert_groups: int = 1
-    top_groups: int = 1
-    weight_scale: float = 1.0
-    split: bool = False
-
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` for inconsistent values."""
-        if self.choice == "per_call" and (self.weighs or self.capacity_factor is not None):
-            raise ConfigError(
-                "choice='per_call' selects the same experts for all tokens and adds their "
-                "outputs. Set weighs=False and leave capacity_factor out."
-            )
-        if self.split and self.weighs:
-            raise ConfigError("split=True uses no router weights. Set weighs=False.")
-        self._check_groups()
-        if not 1 <= self.experts_per_token <= self.num_experts:
-            raise ConfigError(
-                f"experts_per_token={self.experts_per_token} is out of range (1 to "
-                f"num_experts={self.num_experts})."
-            )
-        if self.choice == "balanced" and self.experts_per_token != 1:
-            raise ConfigError(
-                f"experts_per_token={self.experts_per_token} must be 1 with choice='balanced'."
-            )
-        if self.capacity_factor is None:
-            return
-        if not (self.capacity_factor > 0 and math.isfinite(self.capacity_factor)):
-            raise ConfigError(
-                f"capacity_factor={self.capacity_factor} must be above 0, or None for no limit."
-            )
-        if self.choice == "balanced":
-            raise ConfigError(
-                f"capacity_factor={self.capacity_factor} has no effect with choice='balanced', "
-                "where all experts get the same number of tokens. Leave it out."
-            )
-
-    def _check_groups(self) -> None:
-        """Raise `ConfigError` if the groups of experts cannot hold a token's experts."""
-        groups, top = self.expert_groups, self.top_groups
-        if groups < 1 or self.num_experts % groups:
-            raise ConfigError(
-                f"expert_groups={groups} must divide num_experts={self.num_experts}. Set "
-                "expert_groups=1 and top_groups=1 to choose among all experts."
-            )
-        if not 1 <= top <= groups or self.experts_per_token > top * (self.num_experts // groups):
-            raise ConfigError(
-                f"top_groups={top} of expert_groups={groups} must contain "
-                f"experts_per_token={self.experts_per_token} experts."
-            )
 
 
 def dispatch_locally(x: Tensor, index: Tensor, num_experts: int, run: RunExperts) -> Tensor:
@@ -220,7 +114,7 @@ class Experts(nn.Module):
 
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
         super().__init__()
-        self.activation = get_activation(spec.activation)
+        self.activation, self.swiglu_limit = get_activation(spec.activation), spec.swiglu_limit
         self.active_share = spec.experts_per_token / spec.num_experts
         inner = (spec.num_experts, spec.intermediate_size, hidden_size)
         outer = (spec.num_experts, hidden_size, spec.intermediate_size)
@@ -234,8 +128,10 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(wide)) if wide else None
         self.gate_bias = nn.Parameter(torch.zeros(wide)) if wide and spec.gated else None
 
-    def keep_biases_of_(self, plain: Experts) -> None:
-        """Share the biases of the plain experts that this quantized layer replaces."""
+    def keep_settings_of_(self, plain: Experts) -> None:
+        """Take the settings and share the biases of the experts that this layer replaces."""
+        self.activation, self.swiglu_limit = plain.activation, plain.swiglu_limit
+        self.active_share = plain.active_share
         self.register_parameter("up_bias", plain.up_bias)
         self.register_parameter("gate_bias", plain.gate_bias)
 
@@ -246,11 +142,17 @@ class Experts(nn.Module):
         gate = gate if gate is None else _add_biases(gate, self.gate_bias, ends)
 
         def inner() -> Tensor:
-            if gate is None:
-                return self.activation(up)
-            return apply_gate(self.activation, gate, up)
+            return self.activate(gate, up)
 
         return call_and_drop(lambda h: self.product("down_proj", h, ends), inner(), inner)
+
+    def activate(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        """Return the input of the down projections, given the outputs of the others."""
+        if gate is None:
+            return self.activation(up)
+        if self.swiglu_limit is not None:
+            return clamp_swiglu(gate, up, self.swiglu_limit)
+        return apply_gate(self.activation, gate, up)
 
     def product(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
         """Multiply each expert's rows by its matrix `key`, including attached adapters.
@@ -312,9 +214,12 @@ class MoE(nn.Module):
         self.weighs, self.is_split = spec.weighs, spec.split
         self.scoring, self.weight_scale = spec.scoring, spec.weight_scale
         self.groups = spec.expert_groups, spec.top_groups
-        self.router = build_router(spec.router, hidden_size, spec.num_experts, spec.choice_bias)
+        flags = spec.choice_bias, spec.router_bias
+        self.router = build_router(spec.router, hidden_size, spec.num_experts, *flags)
         self.experts = Experts(hidden_size, spec)
-        self.down_bias = nn.Parameter(torch.zeros(hidden_size)) if spec.bias else None
+        # An expert's bias is added here, where it is added once however the experts are sharded.
+        sizes = (spec.num_experts, hidden_size) if spec.weighs else (hidden_size,)
+        self.down_bias = nn.Parameter(torch.zeros(sizes)) if spec.bias else None
         self.shared_expert = self.shared_gate = None
         if spec.shared_size:
             shared = MLPSpec(spec.shared_size, spec.activation, gated=spec.gated, bias=spec.bias)
@@ -327,9 +232,11 @@ class MoE(nn.Module):
         """Return the weighted sum of the experts' outputs and the router logits."""
         tokens = x.flatten(0, -2)
         logits = self.router(tokens)
-        out = self.leave(self._mix(tokens, *self._route(logits)))
+        weights, index = self._route(logits)
+        index = self._limit(index)
+        out = self.leave(self._mix(tokens, weights, index))
         if self.down_bias is not None:
-            out = out + self.down_bias
+            out = out + self._mean_bias(weights, index, out.dtype)
         if self.shared_expert is not None:
             shared = self.shared_expert(tokens)
             if self.shared_gate is not None:
@@ -344,13 +251,30 @@ class MoE(nn.Module):
         if alike and self.dispatch is dispatch_locally and can_run_uniform(run, Experts):
             return run_uniform(run, self.enter(tokens), index[0])
         if self.capacity_factor is not None and self.training:
-            even = index.numel() / self.num_experts
-            index = limit_loads(index, self.num_experts, math.ceil(self.capacity_factor * even))
             run = partial(_run_limited, run)
         parts = self.dispatch(self.enter(tokens), index, self.num_experts, run)
         if weights is not None:
             return (parts * self.enter(weights).to(parts.dtype).unsqueeze(-1)).sum(1)
         return parts.squeeze(1) if parts.shape[1] == 1 else parts.sum(1)
+
+    def _limit(self, index: Tensor) -> Tensor:
+        """Return the experts of each token, (M, k), with E for those beyond the capacity."""
+        if self.capacity_factor is None or not self.training:
+            return index
+        even = index.numel() / self.num_experts
+        return limit_loads(index, self.num_experts, math.ceil(self.capacity_factor * even))
+
+    def _mean_bias(self, weights: Tensor | None, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the bias of the output: one for all tokens, or the weighted sum of the experts'.
+
+        Shape:
+            weights, index: (M, k); returns (D,) or (M, D)
+        """
+        assert self.down_bias is not None
+        if weights is None:
+            return self.down_bias
+        shares = weights.new_zeros(len(weights), self.num_experts + 1).scatter(1, index, weights)
+        return shares[:, :-1].to(dtype) @ self.down_bias
 
     def _route(self, logits: Tensor) -> tuple[Tensor | None, Tensor]:
         """Select k experts per token; return their weights, (M, k) or None, and indices, (M, k)."""

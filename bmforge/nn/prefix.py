@@ -147,28 +147,32 @@ def takes_one(query: Tensor, dropout: float) -> bool:
 
 
 def mix_behind(
-    prefix: Pair,
+    prefix: Pair | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     scale: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention over a shared prefix and each row's own keys, without concatenation.
 
     Args:
-        prefix: keys and values for all rows.
+        prefix: keys and values for all rows; None for none.
         query: query of one token per row.
         key: keys of the tokens of each row.
         value: values of the tokens of each row.
         mask: True where a query may attend; None for no mask.
         scale: factor on the scores; None is 1/sqrt(H).
+        sinks: logit of each query head in the denominator of the softmax; see `nn.sinks`.
 
     Shape:
         prefix: (K, P, H); query: (B, N, 1, H); key, value: (B, K, S, H); mask: (B or 1, 1, 1, S);
-        returns (B, N, 1, H)
+        sinks: (N,); returns (B, N, 1, H)
     """
     rows, heads = query.shape[0], key.shape[1]
+    if prefix is None:
+        prefix = (key.new_empty(heads, 0, key.shape[-1]),) * 2
     front_key, front_value = (part.to(key.dtype) for part in prefix)
     length = front_key.shape[1]
     grouped_query = query.reshape(
@@ -179,8 +183,12 @@ def mix_behind(
     if mask is not None:
         own = own.masked_fill(~mask, float("-inf"))
     scores = torch.cat((front, own), -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(heads, -1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), -1)
     weights = scores.softmax(-1, dtype=_wide(scores.dtype)).to(value.dtype)
-    out = _times(weights[..., :length], front_value) + weights[..., length:] @ value
+    end = length + key.shape[2]
+    out = _times(weights[..., :length], front_value) + weights[..., length:end] @ value
     return out.reshape(query.shape)
 
 

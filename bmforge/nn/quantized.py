@@ -154,8 +154,7 @@ class QuantizedExperts(PackedStore, Experts):
                 f"outlier_ratio={spec.outlier_ratio} is not supported for experts. Exclude the "
                 "experts with `where`, or set outlier_ratio=0."
             )
-        self.activation, self.active_share = plain.activation, plain.active_share
-        self.keep_biases_of_(plain)
+        self.keep_settings_of_(plain)
         self._sizes = plain.stack_sizes()
         self._keep(spec, plain.up_proj.dtype, plain.up_proj.device)
         for key in _EXPERT_KEYS:

@@ -87,6 +87,7 @@ def build_router(
     hidden_size: int,
     num_experts: int,
     has_choice_bias: bool = False,
+    has_bias: bool = False,
 ) -> nn.Module:
     """Build a router, (M, D) -> (M, E).
 
@@ -95,12 +96,13 @@ def build_router(
         hidden_size: width D of the hidden states.
         num_experts: number E of experts.
         has_choice_bias: bias on the choice of a "wide" router.
+        has_bias: bias on the logits of a "linear" router.
     """
     if kind == "two_layer":
         return TwoLayerRouter(hidden_size, num_experts)
     if kind == "wide":
         return WideRouter(hidden_size, num_experts, has_choice_bias)
-    return nn.Linear(hidden_size, num_experts, bias=False)
+    return nn.Linear(hidden_size, num_experts, bias=has_bias)
 
 
 def pick_experts(

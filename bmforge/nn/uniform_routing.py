@@ -38,11 +38,9 @@ def run_uniform(experts: Any, x: Tensor, chosen: Tensor) -> Tensor:
     """
     out = x.new_zeros(x.shape[0], experts.down_proj.shape[1])
     for expert in chosen.tolist():
-        inner = _project(experts, "up", x, expert)
-        if experts.gate_proj is not None:
-            inner = experts.activation(_project(experts, "gate", x, expert)) * inner
-        else:
-            inner = experts.activation(inner)
+        has_gate = experts.gate_proj is not None
+        gate = _project(experts, "gate", x, expert) if has_gate else None
+        inner = experts.activate(gate, _project(experts, "up", x, expert))
         out.addmm_(inner, experts.down_proj[expert].t())
     return out
 

@@ -80,7 +80,7 @@ class FamilySuite(
     def test_init_has_the_promised_spread(self, tiny: Model) -> None:
         """Matrices have mean 0 and the family's standard deviation; biases are 0, norms 1."""
         for name, parameter in tiny.named_parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or name.endswith("bias"):
                 offset = getattr(tiny.get_submodule(name.rpartition(".")[0]), "offset", 0.0)
                 expected = 1.0 - offset if name.endswith("norm.weight") else 0.0
                 assert torch.all(parameter == expected), name

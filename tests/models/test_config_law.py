@@ -107,6 +107,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepseekV2ForCausalLM": ("DeepseekV2Config", {**_LATENT, **_SHARED_EXPERTS}),
     "DeepseekV3ForCausalLM": ("DeepseekV3Config", {**_LATENT, **_SHARED_EXPERTS}),
     "MiniCPM3ForCausalLM": ("MiniCPM3Config", _LATENT),
+    "GptOssForCausalLM": (
+        "GptOssConfig",
+        {**_GROUPED, "num_local_experts": 4, "head_dim": 8, "sliding_window": 5},
+    ),
     "BertForMaskedLM": ("BertConfig", _BODY),
     "RobertaForMaskedLM": ("RobertaConfig", _BODY),
     "XLMRobertaForMaskedLM": ("XLMRobertaConfig", _BODY),

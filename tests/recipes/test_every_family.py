@@ -115,6 +115,7 @@ TRIALS["GLM4Moe"] = Trial("pretrain", "prepared", f"{GROUPED} {_EXPERTS} --data.
 TRIALS["DeepSeekV2"] = Trial("pretrain", "prepared", f"{_LATENT} {_EXPERTS}")
 TRIALS["DeepSeekV3"] = TRIALS["DeepSeekV2"]
 TRIALS["MiniCPM3"] = Trial("pretrain", "prepared", f"{_LATENT}")
+TRIALS["GptOss"] = Trial("pretrain", "prepared", f"{MIXED} --model.window 8 --data.seq-len 40")
 TRIALS["XLMRoberta"] = TRIALS["Roberta"]
 TRIALS["ModernBert"] = Trial(
     "pretrain",
@@ -123,7 +124,7 @@ TRIALS["ModernBert"] = Trial(
 )
 TRIALS["Bloom"] = TRIALS["OPT"]
 LONG = {*LIKE_LLAMA, "XLMRoberta", "ModernBert", "Bloom", "GLM4Moe"} - {"Mistral"}
-LONG |= {"DeepSeekV2", "MiniCPM3"}
+LONG |= {"DeepSeekV2", "GptOss", "MiniCPM3"}
 
 
 def texts() -> Iterator[str]:

@@ -88,6 +88,8 @@ def _attention_rows(
         "v_proj": rows(groups, value),
         "o_proj": rows(heads, [value[number] for number in per_head]),
     }
+    if spec.sinks:
+        kept_rows["sinks"] = torch.tensor(heads)
     kept_rows |= {f"{key[0]}_global_proj": kept_rows[key] for key in ("q_proj", "k_proj", "v_proj")}
     if spec.qk_norm_whole:  # the norms cover all heads
         kept_rows |= {"q_norm": kept_rows["q_proj"], "k_norm": kept_rows["k_proj"]}
@@ -101,9 +103,10 @@ def _expert_picks(part: Kept) -> dict[str, Picks]:
     """Return the selected indices of stacked experts and their router."""
     first: Picks = [] if part.experts is None else [(0, torch.tensor(part.experts))]
     inside = None if part.features is None else torch.tensor(part.features)
-    router = ("mlp.router.weight", "mlp.router.choice_bias")
-    picks: dict[str, Picks] = {name: list(first) for name in router}
-    for key, dim in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
+    per_expert = ("router.weight", "router.bias", "router.choice_bias", "down_bias")
+    picks: dict[str, Picks] = {f"mlp.{name}": list(first) for name in per_expert}
+    dims = {"gate_proj": 1, "up_proj": 1, "down_proj": 2, "gate_bias": 1, "up_bias": 1}
+    for key, dim in dims.items():
         width: Picks = [] if inside is None else [(dim, inside)]
         picks[f"mlp.experts.{key}"] = first + width
     return picks

@@ -116,6 +116,17 @@ _LIST = (
         {"moe_intermediate_size": _EXPERT},
     ),
     Architecture(
+        "gpt-oss",
+        "gpt-oss",
+        _raw("gpt_oss", "GptOss"),
+        {
+            **_WINDOWS,
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+        },
+        {"intermediate_size": _EXPERT},
+    ),
+    Architecture(
         "minicpm",
         "minicpm",
         _raw("minicpm", "MiniCPM"),

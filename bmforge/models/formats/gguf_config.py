@@ -95,11 +95,11 @@ def to_raw(header: GgufHeader) -> dict[str, Any]:
     raw |= {name: own.size(*tensor_dim) for name, tensor_dim in architecture.sizes.items()}
     if architecture.name != "bert":
         raw["tie_word_embeddings"] = "output.weight" not in header.tensors
-    _SPECIAL.get(architecture.name, _leave)(raw, own)
     if architecture.rotary:
         rope, keys = read_rope(header, architecture.kind, raw.get("head_dim") or _head_dim(raw))
         raw |= rope
         own.taken |= keys
+    _SPECIAL.get(architecture.name, _leave)(raw, own)
     for key, value in architecture.alone.items():
         if own.number(key, value) != value:
             own.taken.remove(key)
@@ -292,6 +292,14 @@ def _falcon(raw: dict[str, Any], own: _Metadata) -> None:
         raw |= {"new_decoder_architecture": True, "num_ln_in_parallel_attn": norms}
 
 
+def _gpt_oss(raw: dict[str, Any], own: _Metadata) -> None:
+    """Set the fields that llama.cpp implies; without a scaling, the family would have its own."""
+    raw["attention_bias"] = "blk.0.attn_q.bias" in own.header.tensors
+    scaling = raw["rope_scaling"] or {"rope_type": "default"}
+    is_yarn = scaling["rope_type"] == "yarn"
+    raw["rope_scaling"] = {**scaling, "truncate": False} if is_yarn else scaling
+
+
 def _tied(raw: dict[str, Any], own: _Metadata) -> None:
     """Set the fields that llama.cpp implies for models whose head is the embedding."""
     raw["tie_word_embeddings"] = True
@@ -321,6 +329,7 @@ _SPECIAL = {
     "t5": _t5,
     "bert": _bert,
     "glm4": _glm4,
+    "gpt-oss": _gpt_oss,
     "granite": _llama,
     **dict.fromkeys(("gemma", "cohere", "cohere2"), _tied),
     "gemma2": _gemma,

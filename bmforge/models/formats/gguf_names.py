@@ -95,6 +95,14 @@ _T5 = [
 _OUTPUT_NORMS = _in_layers({"attn_norm": "post_attention_norm", "mlp_norm": "post_ffw_norm"})
 _NORMS = {f"layers.{{i}}.{part}_norm.{kind}" for part in ("attn", "mlp") for kind in _KINDS}
 _OLMO2 = [*(rule for rule in _DECODER if rule.ours not in _NORMS), *_OUTPUT_NORMS]
+_GPT_OSS = [
+    *(rule for rule in _DECODER if not rule.ours.startswith("layers.{i}.mlp_norm.")),
+    *_in_layers({"mlp_norm": "post_attention_norm"}),
+    WeightRule("layers.{i}.attn.sinks.bias", "blk.{i}.attn_sinks.weight"),
+    WeightRule("layers.{i}.mlp.experts.gate_bias", "blk.{i}.ffn_gate_exps.bias"),
+    WeightRule("layers.{i}.mlp.experts.up_bias", "blk.{i}.ffn_up_exps.bias"),
+    WeightRule("layers.{i}.mlp.down_bias", "blk.{i}.ffn_down_exps.bias"),
+]
 _UP = "layers.{i}.mlp.%s_proj.weight"
 _GLM4 = [
     *(rule for rule in _DECODER if rule.ours not in (_UP % "gate", _UP % "up")),
@@ -104,7 +112,7 @@ _GLM4 = [
 ]
 _TABLES = {
     **{"gpt2": _GPT2, "bert": _BERT, "t5": _T5},
-    **{"olmo2": _OLMO2, "olmo3": _OLMO2, "glm4": _GLM4},
+    **{"olmo2": _OLMO2, "olmo3": _OLMO2, "glm4": _GLM4, "gpt-oss": _GPT_OSS},
     **{"gptneox": _FUSED_DECODER, "falcon": _FUSED_DECODER},
     "bloom": [*linear_rules({"embed_norm": "token_embd_norm"}), *_FUSED_DECODER],
 }

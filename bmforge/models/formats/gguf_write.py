@@ -44,7 +44,10 @@ __all__ = ["GgufType", "write_gguf"]
 GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 _FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
 # Tensors that llama.cpp requires in fp32, besides vectors.
-_KEPT_WIDE = ("ffn_gate_inp.weight", "position_embd.weight", "token_types.weight")
+_KEPT_WIDE = (
+    *("ffn_gate_inp.weight", "position_embd.weight", "token_types.weight"),
+    "_exps.bias",
+)
 _QUANTIZATION_VERSION = 2
 # Fields of a config that no forward pass of a trained model depends on, or that the tokenizer has.
 _UNSAID = {
@@ -215,6 +218,7 @@ def _more(
     more = dict(architecture.alone)
     for name, key in (
         ("moe_intermediate_size", "expert_feed_forward_length"),
+        ("intermediate_size", "expert_feed_forward_length"),
         ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
     ):
         if name in architecture.sizes:

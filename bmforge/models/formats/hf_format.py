@@ -23,6 +23,7 @@ from bmforge.models.formats.gguf import GgufFile
 from bmforge.models.formats.gguf_blocks import QuantizedGroups
 from bmforge.models.formats.gptq import PackedLinears, find_packing
 from bmforge.models.formats.megatron import MegatronShards, holds_shards
+from bmforge.models.formats.mxfp4 import Mxfp4Stacks, find_mxfp4
 from bmforge.models.formats.safe_file import (
     FileReads,
     Read,
@@ -175,11 +176,13 @@ class WeightFiles:
             for path in _find_files(self.directory)
         ]
 
-    def _packed_linears(self) -> PackedLinears | CompressedLinears | None:
-        """Return the reader of packed linear layers; None if there are none."""
+    def _packed_linears(self) -> PackedLinears | CompressedLinears | Mxfp4Stacks | None:
+        """Return the reader of packed layers; None if there are none."""
         files = dict(self._files)
         if packing := find_packing(self.directory):
             return PackedLinears(files, packing)
+        if find_mxfp4(self.directory):
+            return Mxfp4Stacks(files)
         how = find_compression(self.directory)
         return None if how is None else CompressedLinears(files, how)
 

@@ -219,7 +219,7 @@ class Read:
     Args:
         file: file with the tensor.
         name: name of the tensor.
-        slices: one slice per dim of the tensor.
+        slices: one slice per dim of the tensor, also with a step.
         target: tensor with the slice's shape and any dtype, strides and device.
     """
 
@@ -236,22 +236,32 @@ class Read:
             return
         row_bytes = self.target.numel() // rows * self.file.dtype(self.name).itemsize
         step = max(1, _CHUNK_BYTES // max(row_bytes, 1))
-        start = self.slices[0].start
+        start, stride = self.slices[0].start, self.slices[0].step or 1
         for first in range(0, rows, step):
             last = min(first + step, rows)
-            slices = (slice(start + first, start + last), *self.slices[1:])
+            end = start + (last - 1) * stride + 1
+            slices = (slice(start + first * stride, end, stride), *self.slices[1:])
             yield replace(self, slices=slices, target=self.target[first:last])
 
     def run(self) -> None:
         """Read the slice, through a buffer if dtype or layout differ from those of the file."""
         target, dtype = self.target.detach(), self.file.dtype(self.name)
-        if reads_are_free(target) and target.dtype == dtype and target.is_contiguous():
+        if any((part.step or 1) > 1 for part in self.slices):
+            self._run_strided(target, dtype)
+        elif reads_are_free(target) and target.dtype == dtype and target.is_contiguous():
             self.file.fill(self.name, self.slices, target)
             increment_version([target])  # the write bypassed torch
         elif target.numel():
             buffer = torch.empty(target.shape, dtype=dtype)
             self.file.fill(self.name, self.slices, buffer)
             target.copy_(buffer)
+
+    def _run_strided(self, target: Tensor, dtype: torch.dtype) -> None:
+        """Read everything between the first and the last element, and copy the needed ones."""
+        dense = tuple(slice(part.start, part.stop) for part in self.slices)
+        buffer = torch.empty([part.stop - part.start for part in dense], dtype=dtype)
+        self.file.fill(self.name, dense, buffer)
+        target.copy_(buffer[tuple(slice(None, None, part.step) for part in self.slices)])
 
 
 def run_reads(reads: list[Read], title: str | None = None, threads: int | None = None) -> None:

@@ -100,8 +100,7 @@ class Names:
             if all(rule.ours in tensors for rule in rules):
                 rows = sorted(rules, key=lambda rule: rule.part[0] if rule.part else 0)
                 parts = [rule.to_source(tensors[rule.ours]) for rule in rows]
-                joined = torch.cat(parts, rows[0].part_dim) if len(parts) > 1 else parts[0]
-                sources[published_name] = joined.t().contiguous() if rows[0].transpose else joined
+                sources[published_name] = rows[0].join(parts)
         return sources
 
     def row_order(self, published_name: str) -> Tensor | None:
