@@ -95,7 +95,7 @@ class Reading:
 
     Args:
         tools: tools that may be called.
-        begins: start of the answer that is not sent to the client: an encoder-decoder's sentinel.
+        begins: prefix of the answer that the client does not receive, such as a sentinel token.
         thoughts: parser of the reasoning at the start; None without it.
     """
 

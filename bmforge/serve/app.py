@@ -101,8 +101,8 @@ def create_app(
         app.include_router(part.router)
     app.add_middleware(Gate, serving=serving)
     app.add_exception_handler(RequestError, _tell_refusal)
-    app.add_exception_handler(RequestValidationError, _tell_types)
-    app.add_exception_handler(HTTPException, _tell_http)
+    app.add_exception_handler(RequestValidationError, _respond_to_invalid_body)
+    app.add_exception_handler(HTTPException, _respond_to_http_error)
     return app
 
 
@@ -156,12 +156,12 @@ async def _tell_refusal(request: Request, error: Exception) -> Response:
     return error_response(error, request.scope)
 
 
-async def _tell_types(request: Request, error: Exception) -> Response:
+async def _respond_to_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     return error_response(explain_types(error), request.scope)
 
 
-async def _tell_http(request: Request, error: Exception) -> Response:
+async def _respond_to_http_error(request: Request, error: Exception) -> Response:
     """Respond to errors of the web framework, such as an unknown path, in OpenAI's format."""
     assert isinstance(error, HTTPException)
     return error_response(

@@ -55,7 +55,7 @@ class DeadlineProtocol(H11Protocol):
         # would count no data as unsent too.
         self.transport.set_write_buffer_limits(high=1)
         if len(self.connections) > self._most_connections:
-            self._turn_away(503, "the server has too many open connections")
+            self._reject(503, "the server has too many open connections")
             return
         self._await_request()
 
@@ -145,7 +145,7 @@ class DeadlineProtocol(H11Protocol):
             if status == 431
             else str(problem)
         )
-        self._turn_away(status if status in _PHRASES else 400, f"this is not HTTP/1.1: {reason}")
+        self._reject(status if status in _PHRASES else 400, f"this is not HTTP/1.1: {reason}")
 
     def pause_writing(self) -> None:
         """Start the deadline by which the client must read the buffered data."""
@@ -170,9 +170,9 @@ class DeadlineProtocol(H11Protocol):
 
     def _give_up(self) -> None:
         self._receiving = None
-        self._turn_away(408, f"the request was not complete after {self._timeouts.receive_s:g} s")
+        self._reject(408, f"the request was not complete after {self._timeouts.receive_s:g} s")
 
-    def _turn_away(self, status: int, message: str) -> None:
+    def _reject(self, status: int, message: str) -> None:
         """Send an error in OpenAI's format, if no response has begun, and close the connection."""
         if self.transport.is_closing():
             return
@@ -188,14 +188,14 @@ class DeadlineProtocol(H11Protocol):
     def _await_reader(self) -> None:
         self._stop_sending()
         self._unsent = self.transport.get_write_buffer_size()
-        self._sending = self.loop.call_later(self._timeouts.send_s, self._look_at_reader)
+        self._sending = self.loop.call_later(self._timeouts.send_s, self._check_reader)
 
     def _stop_sending(self) -> None:
         if self._sending is not None:
             self._sending.cancel()
             self._sending = None
 
-    def _look_at_reader(self) -> None:
+    def _check_reader(self) -> None:
         """Disconnect a client that has read nothing; a client that reads slowly gets more time."""
         if self.transport.get_write_buffer_size() < self._unsent:
             self._await_reader()

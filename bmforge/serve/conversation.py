@@ -35,7 +35,7 @@ class EncodedPrompt(NamedTuple):
         ids: token ids of the conversation.
         ends: tokens that end an answer.
         stops: strings that end an answer.
-        begins: start of the answer that is not sent to the client: an encoder-decoder's sentinel.
+        begins: prefix of the answer that the client does not receive, such as a sentinel token.
         thought_marks: texts around the model's reasoning; None if it is not separated.
         is_thinking: True if the prompt ends inside the reasoning.
     """

@@ -1,4 +1,4 @@
-"""Describes how the server treats each request field: supported, ignored, or neutral value only.
+"""Lists whether each request field is supported, ignored, or accepted with one neutral value.
 
 `dev/serve_fields.py` writes the table into the documentation; a test compares the table with the
 server.

@@ -23,7 +23,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _suggest_fields(cls, value: Any) -> Any:
-        """Report an unknown field that resembles a known one; the others are reported later."""
+        """Report an unknown field that resembles a known one; pydantic reports all others."""
         if not isinstance(value, dict) or value.keys() <= cls.model_fields.keys():
             return value
         names = [field.alias or name for name, field in cls.model_fields.items()]
@@ -36,7 +36,7 @@ class Strict(BaseModel):
 
 
 class SentBack(Strict):
-    """Base class of types that clients return from an earlier answer; null fields are ignored."""
+    """Base class of objects that clients copy from an earlier answer; null fields are ignored."""
 
     @model_validator(mode="before")
     @classmethod
