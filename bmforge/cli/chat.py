@@ -172,11 +172,11 @@ class _Session:
         elif name == "/help":
             print(_HELP)
         elif name in ("/system", "/save", "/load"):
-            self._change(name, value)
+            self._run_command(name, value)
         else:
             raise ConfigError(f"unknown command {name!r}.\n{_HELP}")
 
-    def _change(self, name: str, value: str) -> None:
+    def _run_command(self, name: str, value: str) -> None:
         """Run a command such as /save, which only models with a chat template support."""
         chat = self._chat
         if not isinstance(chat, Conversation):

@@ -15,7 +15,7 @@ _LAYOUT = "--layout."
 
 def run_evaluate(arguments: Sequence[str]) -> None:
     """Evaluate a model and print the metrics on one process."""
-    plain, laid = _divide(arguments)
+    plain, laid = _split_arguments(arguments)
     command = parse.parse_options(EvaluateCommand, plain, "evaluate")
     command.config.check()
     # Imported lazily: help and argument errors do not need torch.
@@ -30,8 +30,8 @@ def run_evaluate(arguments: Sequence[str]) -> None:
         print("\n".join(_draw_table(results)))
 
 
-def _divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into those of the command and those of the layout, without `--layout.`."""
+def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments without `--layout.*`, and those of the layout without this prefix."""
     plain: list[str] = []
     laid: list[str] = []
     part = plain

@@ -78,20 +78,20 @@ def _run(arguments: list[str]) -> int:
             raise
         return 2
     except KeyboardInterrupt:
-        if _speaks_for_others("stopped."):
+        if _is_first_to_report("stopped."):
             print("stopped.", file=sys.stderr)
         return 130
     finally:
-        _leave_the_others()
+        _leave_process_group()
 
 
 def _say(problem: str) -> None:
     rank = process_rank()
-    if _speaks_for_others(problem):
+    if _is_first_to_report(problem):
         print(f"{f'[rank {rank}] ' if rank else ''}error: {problem}", file=sys.stderr)
 
 
-def _speaks_for_others(text: str) -> bool:
+def _is_first_to_report(text: str) -> bool:
     """Return True if this torchrun process is the first to report a message.
 
     Other processes do not print the message. The error directories of all processes have a common
@@ -118,7 +118,7 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _leave_the_others() -> None:
+def _leave_process_group() -> None:
     """Destroy the process group, if this process is in one, without importing torch."""
     parallel = sys.modules.get("bmforge.parallel")
     if parallel is not None and hasattr(parallel, "shutdown_distributed"):

@@ -47,7 +47,7 @@ def parse_options(
     """
     spelled = _spell_options(kind, arguments)
     _check_names(kind, spelled, command)
-    with _said_once():
+    with _silence_other_processes():
         return tyro.cli(
             kind,
             args=spelled,
@@ -75,7 +75,7 @@ def _check_names(kind: Any, arguments: Sequence[str], command: str) -> None:
 
 
 @contextlib.contextmanager
-def _said_once() -> Iterator[None]:
+def _silence_other_processes() -> Iterator[None]:
     """Context manager that silences all but the first process of a machine.
 
     All processes would print the same message.

@@ -43,7 +43,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class TaskStep:
-    """A micro-batch of a task and its loss.
+    """Micro-batch format and loss of a task, which the planner traces to estimate memory.
 
     Args:
         run: function that returns the loss, given the model and a micro-batch.
@@ -81,7 +81,7 @@ def _reward(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _divergence(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the divergence of the student from itself; a teacher's logits need the same memory."""
+    """Return the distillation loss; the student replaces the teacher, whose logits are as large."""
 
     def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:
         return linear_jsd(head, head.detach(), 1.0, 1.0)

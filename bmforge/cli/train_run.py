@@ -36,7 +36,7 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
     """
     remaining = list(arguments)
     file, model = take_option(remaining, "--config"), take_option(remaining, "--model")
-    recipe = find_recipe(task, model, _see_option(remaining, "--init-from"), file)
+    recipe = find_recipe(task, model, _peek_option(remaining, "--init-from"), file)
     shows, tries = take_switch(remaining, "--print-config"), take_switch(remaining, "--dry-run")
     traces = take_switch(remaining, "--profile")
     old_file, plans = take_option(remaining, "--ds-config"), take_option(remaining, "--layout")
@@ -88,11 +88,11 @@ def _set_adapter_rate(default: Any, arguments: Sequence[str], file: str | None) 
     Adapters need a higher learning rate than the whole model. The option --lr overrides this
     default.
     """
-    kind = _see_option(arguments, "--adapter.kind") or default.adapter.kind
+    kind = _peek_option(arguments, "--adapter.kind") or default.adapter.kind
     values = read_config_values(file)
     if kind is None or "lr" in values.get("train", {}).get("optim", {}):
         return
-    rank = _see_option(arguments, "--adapter.rank") or default.adapter.rank
+    rank = _peek_option(arguments, "--adapter.rank") or default.adapter.rank
     rate = default_rate(kind, int(rank) if str(rank).isdecimal() else None)
     optim = dataclasses.replace(default.train.optim, lr=rate)
     default.train = dataclasses.replace(default.train, optim=optim)
@@ -106,8 +106,8 @@ def _set_epochs(task: str, default: Any, arguments: Sequence[str], file: str | N
     """
     has_steps = "steps" in read_config_values(file).get("train", {})
     spellings = ("--steps", "--train.steps")
-    steps = [v for name in spellings if (v := _see_option(arguments, name)) is not None]
-    epochs = _see_option(arguments, "--epochs")
+    steps = [v for name in spellings if (v := _peek_option(arguments, name)) is not None]
+    epochs = _peek_option(arguments, "--epochs")
     if steps and epochs is not None:
         raise ConfigError(
             f"--epochs {epochs} and --steps {steps[0]} both set the length of the run: leave one "
@@ -135,7 +135,7 @@ def _choose_layout(config: Any, word: str, world: int | None) -> Any:
     return apply_auto_layout(config, world or launched_processes(), joins=world is None)
 
 
-def _see_option(arguments: Sequence[str], name: str) -> str | None:
+def _peek_option(arguments: Sequence[str], name: str) -> str | None:
     """Return the value of an option without removing it from the arguments."""
     spelt = [a.replace("_", "-") if a.startswith("--init_from") else a for a in arguments]
     return take_option(spelt, name)
