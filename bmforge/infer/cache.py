@@ -75,7 +75,7 @@ class KVCache:
     def remember(
         self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Return a layer's cross-attention keys and values; the first call computes them (`make`).
+        """Return a layer's cross-attention keys and values; the first call computes both by `make`.
 
         Shape:
             returns two tensors (B, K, S, H)

@@ -83,7 +83,7 @@ class Answer:
         ids: generated tokens.
         finish_reason: reason why the answer ended; None while it is generated.
         cached: number of prompt tokens found in the prefix cache.
-        is_told: whether the last piece was delivered.
+        is_told: whether the final output of the answer was delivered to the handle.
         weights_version: version of the weights when the first token was chosen.
     """
 
@@ -242,7 +242,7 @@ class Answer:
             self._fresh += self._stream.finish()
 
     def piece(self) -> OutputDelta | None:
-        """Return the output since the previous piece; None if there is no new output."""
+        """Return the output since the previous call; None if there is no new output."""
         ids, tells = tuple(self.ids[self._told :]), self.config.logprobs is not None
         if not ids and not self._fresh and self.finish_reason is None:
             return None

@@ -38,11 +38,11 @@ class Changes:
 
     def __init__(self, model: nn.Module, is_shared: bool = True) -> None:
         self._model, self._is_shared = model, is_shared
-        self._remember(_find_facts(model, is_shared))
+        self._remember(_snapshot(model, is_shared))
 
     def since_last(self) -> bool:
         """Return True if the model changed since the last call."""
-        facts = _find_facts(self._model, self._is_shared)
+        facts = _snapshot(self._model, self._is_shared)
         if self._facts == facts and self._is_whole():
             return False
         self._remember(facts)
@@ -63,8 +63,8 @@ def _find_objects(model: nn.Module) -> Iterator[Any]:
     yield from model.buffers()
 
 
-def _find_facts(model: nn.Module, is_shared: bool) -> list[Any]:
-    """Return the facts of a model that are compared, collected by one fast loop."""
+def _snapshot(model: nn.Module, is_shared: bool) -> list[Any]:
+    """Return the values that are compared: module classes, attributes, hooks, tensor states."""
     facts: list[Any] = []
     left = [model]
     while left:
@@ -79,12 +79,12 @@ def _find_facts(model: nn.Module, is_shared: bool) -> list[Any]:
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
                 if tensor is not None:
-                    facts += _facts_of(tensor, is_shared)
+                    facts += _tensor_state(tensor, is_shared)
         left += [child for child in module._modules.values() if child is not None]
     return facts
 
 
-def _facts_of(tensor: Tensor, is_shared: bool) -> tuple[int, int, int, int]:
+def _tensor_state(tensor: Tensor, is_shared: bool) -> tuple[int, int, int, int]:
     """Return the identity, version, address and checksum of a tensor."""
     version = 0 if tensor.is_inference() else tensor._version
     if type(tensor) not in _PLACED or is_streamed(tensor) or tensor.is_meta:

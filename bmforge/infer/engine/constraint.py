@@ -113,7 +113,7 @@ class ConstraintCompiler:
                 "constraints are not supported with this tokenizer, because it leaves out "
                 "spaces that its tokens imply. Leave the constraint out."
             )
-        plain = _Spelled(tokenizer, size, ends)
+        plain = _GuidanceTokenizer(tokenizer, size, ends)
         return guide.LLTokenizer(guide.TokenizerWrapper(plain), n_vocab=size, eos_token=ends)
 
 
@@ -158,7 +158,7 @@ class Matcher:
             )
 
 
-class _Spelled:
+class _GuidanceTokenizer:
     """Adapts a tokenizer to llguidance's interface.
 
     llguidance can read the definition of a FastTokenizer itself, but it then encodes a special

@@ -57,7 +57,7 @@ class Divided:
 
 @dataclass(frozen=True)
 class _Block:
-    """Size of a block in bytes: streamed tensors and resident tensors."""
+    """Name of a block, and the sizes in bytes of its streamed and of its resident tensors."""
 
     name: str
     moving: int
@@ -96,7 +96,7 @@ def divide_blocks(
 
     Args:
         model: model, possibly on the meta device.
-        blocks: modules that may be streamed, by name, in execution order.
+        blocks: map from name to module that may be streamed, in execution order.
         rooms: memory of the devices.
         host_budget_bytes: host memory for streamed blocks; None uses half of the free memory,
             limited by the remaining budget if a CPU is among the devices.
@@ -226,7 +226,7 @@ def _divide_by_room(sizes: Sequence[int], free: Sequence[int]) -> list[int]:
 
 
 def _only(stacks: Sequence[_Stack], names: Collection[str]) -> list[_Stack]:
-    """Return the blocks with the given names, by stack."""
+    """Return every stack, reduced to the blocks with the given names."""
     return [[block for block in stack if block.name in names] for stack in stacks]
 
 

@@ -96,14 +96,14 @@ def pool(states: Tensor, pooling: Pooling) -> Tensor:
 
 def read_states(model: Any, rows: dict[str, Tensor]) -> Tensor:
     """Return the last hidden states of rows, (B, T, D), without those of the soft prompt."""
-    rows, added = _behind_prompt(model, rows)
+    rows, added = _prepend_prompt(model, rows)
     if model.traits.reads == "apart":
         return model.encode(**rows).last_hidden_state[:, added:]
     more = {"logits_to_keep": 1} if model.traits.writes else {}
     return model(**rows, **more).last_hidden_state[:, added:]
 
 
-def _behind_prompt(model: Any, rows: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+def _prepend_prompt(model: Any, rows: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
     """Prepend the model's soft prompt to the rows; return the new rows and the prompt's length."""
     if "input_ids" not in rows:
         return rows, 0
@@ -153,7 +153,7 @@ def classify(model: Any, inputs: Inputs, *, max_rows: int = 1) -> Tensor:
         )
 
     def read(rows: dict[str, Tensor]) -> Tensor:
-        rows, added = _behind_prompt(model, rows)
+        rows, added = _prepend_prompt(model, rows)
         logits = model(**rows).logits
         return logits[:, added:] if logits.dim() == 3 else logits
 
@@ -187,7 +187,7 @@ def fill_mask(
     with evaluating(model):
         for text in [texts] if isinstance(texts, str) else texts:
             (row,) = read_rows(model, [(text, tokenizer)])
-            row, _ = _behind_prompt(model, row)
+            row, _ = _prepend_prompt(model, row)
             places = row["input_ids"][0] == tokenizer.mask_id
             if not bool(places.any()):
                 raise ConfigError(

@@ -79,7 +79,7 @@ class Job:
         return "deadline" if late else None
 
     def tell(self, finished: bool = False) -> None:
-        """Deliver the new output of every answer; with `finished`, end all answers."""
+        """Send the new output of every answer to the handle; with `finished`, end all answers."""
         for answer in self.ready.answers:
             if finished and answer.finish_reason is None:
                 answer.end("length")
@@ -109,7 +109,7 @@ class Job:
 
 
 class PackedJobs:
-    """Batched requests: every model step computes tokens of several requests.
+    """Runs the batched requests: every model step computes tokens of several requests.
 
     Args:
         model: the model.
@@ -237,7 +237,7 @@ class PackedJobs:
         chosen = _choose_together(jobs, parts, logits)
         for job, part, scores in zip(jobs, parts, logits, strict=True):
             if job in self.jobs:
-                self._go_on(job, part, scores, chosen)
+                self._advance(job, part, scores, chosen)
         for job in dict.fromkeys(jobs):
             job.is_running = True
             job.tell()
@@ -251,7 +251,7 @@ class PackedJobs:
         counts = [_count_logits(part) for part in parts]
         return step.run(rows, [part.tokens for part in parts], counts, deltas)
 
-    def _go_on(
+    def _advance(
         self, job: Job, part: SequenceChunk, scores: Tensor, chosen: dict[Answer, TokenChoice]
     ) -> None:
         """Choose a sequence's next tokens from a chunk's logits; an error ends the job."""

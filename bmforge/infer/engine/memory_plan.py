@@ -22,7 +22,8 @@ class MemoryPlan:
         device: device of the plan; with several devices, the first, which has the tensors
             outside of blocks.
         budget_bytes: budget of the device.
-        smallest_bytes: smallest sufficient budget; with several devices, a sufficient one.
+        smallest_bytes: smallest sufficient budget; with several devices, a sufficient budget that
+            may not be the smallest.
         weights_bytes: resident weights: tensors outside of blocks, and resident blocks.
         slots_bytes: streaming slots for the other blocks.
         cache_bytes: KV cache of the longest rows.
@@ -64,7 +65,7 @@ class MemoryPlan:
 
     @property
     def elsewhere(self) -> dict[str, torch.device]:
-        """Device of each block that is not on the first device, by block name."""
+        """Map from block name to device, for the blocks that are not on the first device."""
         return {
             name: plan.device for plan in self.others for name in (*plan.resident, *plan.moving)
         }

@@ -24,7 +24,7 @@ __all__ = ["AdapterTables", "find_low_ranks", "read_prefixes"]
 
 
 def find_low_ranks(module: nn.Module | None) -> dict[str, LowRank]:
-    """Return the LoRA modules attached to a linear layer that the native step supports, by name.
+    """Map adapter names to the LoRA modules of a linear layer that the native step supports.
 
     DoRA, biases and modules whose factors have two dtypes are not supported.
     """

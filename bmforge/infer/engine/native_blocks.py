@@ -151,7 +151,7 @@ def describe_block(block: nn.Module, watch: Watch) -> Any:
         return None
 
 
-def _know(module: Any, watch: Watch, kinds: Iterable[type], children: Iterable[str] = ()) -> None:
+def _record(module: Any, watch: Watch, kinds: Iterable[type], children: Iterable[str] = ()) -> None:
     """Record a module; raise `_UnknownError` if its class or children are not supported."""
     attributes = vars(module)
     kind: Any = type(module)
@@ -197,7 +197,7 @@ def _describe_vector(tensor: Tensor | None) -> Any:
 def _describe_norm(module: Any, watch: Watch) -> Any:
     if module is None:
         return Norm()
-    _know(module, watch, _NORMS)
+    _record(module, watch, _NORMS)
     _require(not getattr(module, "offset", 0.0))
     weight, bias = (_describe_vector(getattr(module, key, None)) for key in ("weight", "bias"))
     return Norm(weight, bias, module.eps, _NORMS[type(module)])
@@ -207,9 +207,9 @@ def _describe_matrix(module: Any, watch: Watch) -> Any:
     if module is None:
         return Matrix()
     parts = find_low_ranks(module)
-    _know(module, watch, _LINEARS, parts)
+    _record(module, watch, _LINEARS, parts)
     for part in parts.values():
-        _know(part, watch, (LowRank,))
+        _record(part, watch, (LowRank,))
         _describe_vector(part.down), _describe_vector(part.up)
     if parts:
         watch.adapted.append((*parts.values(),))
@@ -235,9 +235,9 @@ def _describe_attention(block: Any, name: str, watch: Watch) -> Any:
     if attn is None:
         return AttentionPart()
     projections = [f"{part}_proj" for part in "qkvo"]
-    _know(attn, watch, (Attention,), (*projections, "q_norm", "k_norm", "prefix"))
+    _record(attn, watch, (Attention,), (*projections, "q_norm", "k_norm", "prefix"))
     if attn.prefix is not None:
-        _know(attn.prefix, watch, (KeyValuePrefix,))
+        _record(attn.prefix, watch, (KeyValuePrefix,))
         watch.prefixes.append(attn.prefix)
     prefix = len(watch.prefixes) if attn.prefix is not None else 0
     _require(attn.enter is pass_on, attn.enter_memory is pass_on, attn.mix is mix_values)
@@ -277,7 +277,7 @@ def _describe_feed(block: Any, watch: Watch) -> Any:
 
 def _describe_mlp(mlp: Any, watch: Watch) -> list[Any]:
     """Return the descriptions of an MLP's gate, up and down matrices."""
-    _know(mlp, watch, (MLP,), ("gate_proj", "up_proj", "down_proj"))
+    _record(mlp, watch, (MLP,), ("gate_proj", "up_proj", "down_proj"))
     _require(mlp.enter is pass_on, mlp.thin is pass_on, mlp.activation in _ACTIVATIONS)
     gate, up, down = (
         _describe_matrix(part, watch) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
@@ -291,10 +291,10 @@ def _describe_experts(mlp: Any, watch: Watch) -> Any:
     """Return the address of the description of a mixture of experts; None for other modules."""
     if type(mlp) is not MoE:
         return None
-    _know(mlp, watch, (MoE,), ("router", "experts", "shared_expert", "shared_gate"))
+    _record(mlp, watch, (MoE,), ("router", "experts", "shared_expert", "shared_gate"))
     _require(mlp.enter is pass_on, mlp.leave is pass_on, mlp.dispatch is dispatch_locally)
     experts, shared = mlp.experts, mlp.shared_expert
-    _know(experts, watch, _EXPERTS)
+    _record(experts, watch, _EXPERTS)
     _require(mlp.choice != "per_call", mlp.down_bias is None, experts.up_bias is None)
     _require(mlp.scoring == "softmax", mlp.groups == (1, 1), mlp.weight_scale == 1.0)
     if shared is not None:  # one description has both
@@ -364,7 +364,7 @@ def expert_sizes(layer: Any) -> dict[str, int] | None:
 
 def _describe_block(block: Any, watch: Watch) -> Any:
     parts = ("attn", "cross_attn", "mlp")
-    _know(block, watch, (Block,), (*parts, *(f"{part}_norm" for part in parts)))
+    _record(block, watch, (Block,), (*parts, *(f"{part}_norm" for part in parts)))
     attn, cross = (_describe_attention(block, name, watch) for name in parts[:2])
     _require(block.norm_place in _NORM_PLACES, not getattr(block.attn, "qk_norm_whole", False))
     feed, norm_place = _describe_feed(block, watch), _NORM_PLACES[block.norm_place]

@@ -76,7 +76,7 @@ class _Run(ctypes.Structure):
 
 
 class Pasts(NamedTuple):
-    """Addresses of a `KVCache`'s keys and values, for a run of blocks.
+    """Addresses of a `KVCache`'s keys and values, for consecutive blocks.
 
     Args:
         key: state on which these addresses depend; see `CacheCall._key`.
@@ -194,8 +194,8 @@ class CacheCall(_AnyCall):
 
     Args:
         x: input of the first block, (B, T, D).
-        masks: attention masks by size of the sliding window.
-        biases: attention biases by number of heads.
+        masks: map from sliding window size to attention mask.
+        biases: map from number of heads to attention bias.
         inputs: further arguments of the blocks, including the cache.
     """
 

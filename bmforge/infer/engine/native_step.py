@@ -122,8 +122,8 @@ class NativeStep:
         Args:
             layers: the blocks.
             x: input of the first block, (B, T, D).
-            masks: attention masks by size of the sliding window, as in `run_layers`.
-            biases: attention biases by number of heads.
+            masks: map from sliding window size to attention mask, as in `run_layers`.
+            biases: map from number of heads to attention bias.
             inputs: further arguments of the blocks, including the cache.
         """
         self.native_blocks = self.torch_blocks = 0

@@ -54,7 +54,7 @@ def make_packed_place(folder: Path | None) -> tuple[Path, Callable[[], None]]:
                 f"({error.strerror}). Choose an existing, writable directory."
             ) from error
         descriptor = None if fcntl is None else os.open(directory, os.O_RDONLY)
-        if descriptor is None or _hold(directory, descriptor):
+        if descriptor is None or _lock(directory, descriptor):
             break
         os.close(descriptor)
 
@@ -118,7 +118,7 @@ def reporting_full_disk(folder: Path, weights: Iterable[Tensor]) -> Iterator[Non
         ) from error
 
 
-def _hold(directory: Path, descriptor: int) -> bool:
+def _lock(directory: Path, descriptor: int) -> bool:
     """Lock a new directory; return False if another process has already removed it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -98,7 +98,7 @@ class PackedStep:
         self._native.look_again()
 
     def cut(self) -> ChunkRules:
-        """Return the rules for dividing sequences into steps, for the model's present state."""
+        """Return the `ChunkRules`, which limit how sequences are divided into steps."""
         rope, has_local = self.model.spec.rope, self.model.spec.local_rope is not None
         by_longest = rope is not None and rope.kind in _BY_LONGEST
         is_native = not has_local and self._native.knows(self.model.layers)
@@ -222,7 +222,7 @@ class PackedStep:
 
 
 def _group(numbers: Sequence[int], keys: Sequence[Hashable]) -> list[list[int]]:
-    """Group numbers by their keys."""
+    """Return groups of the numbers whose keys (in the same order) are equal."""
     groups: dict[Hashable, list[int]] = {}
     for number, key in zip(numbers, keys, strict=True):
         groups.setdefault(key, []).append(number)

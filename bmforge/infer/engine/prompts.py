@@ -31,7 +31,7 @@ def is_document(model: Any, request: Request) -> bool:
 
 @dataclass(frozen=True)
 class Ready:
-    """Prepared request.
+    """Validated request, converted to token ids and complete generation options.
 
     Args:
         request: original request.
@@ -51,7 +51,7 @@ class Ready:
 
 
 class PromptReader:
-    """Prepares requests for one model.
+    """Validates requests for one model, and converts them to token ids and options.
 
     Args:
         model: the model.

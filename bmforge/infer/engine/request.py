@@ -198,7 +198,7 @@ class RequestsStatus:
 class Handle:
     """Handle of a queued request: iterate over its pieces, or wait for the complete answers.
 
-    Any thread may read from a handle; only the engine writes to it.
+    A piece is an `OutputDelta`. Any thread may read from a handle; only the engine writes to it.
 
     Args:
         answers: number of answers.

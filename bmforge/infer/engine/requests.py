@@ -71,7 +71,7 @@ class Requests:
 
     Args:
         model: the model.
-        reader: object that prepares requests.
+        reader: object that validates requests and converts them to token ids.
         tokenizer: the model's tokenizer; None if there is none.
         config: limits of batched requests.
         packed: runner of the requests that share steps.

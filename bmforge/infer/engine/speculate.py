@@ -25,8 +25,8 @@ _AHEAD = 4
 _TRIED, _SHARE, _PAUSE = 16, 0.4, 64
 
 
-class _Guesses(ABC):
-    """Base class of speculators of one sequence, which pause if few draft tokens are accepted.
+class _Speculator(ABC):
+    """Base class of a sequence's speculator, which pauses if few draft tokens are accepted.
 
     Args:
         share: minimum acceptance rate.
@@ -42,7 +42,7 @@ class _Guesses(ABC):
         """Return draft tokens, or `GUESSED_LATER` placeholders for the draft model to fill."""
 
     @abstractmethod
-    def fresh(self) -> _Guesses:
+    def fresh(self) -> _Speculator:
         """Return a new speculator of the same kind for a forked sequence."""
 
     def learn(self, length: int, guessed: int, right: int) -> None:
@@ -55,7 +55,7 @@ class _Guesses(ABC):
             self._guessed = self._right = 0
 
 
-class DraftSpeculator(_Guesses):
+class DraftSpeculator(_Speculator):
     """Speculator for a draft model; n-gram matches take precedence.
 
     Args:
@@ -81,14 +81,14 @@ class DraftSpeculator(_Guesses):
         return DraftSpeculator(self._cost, None if self._lookup is None else NgramSpeculator())
 
     def learn(self, length: int, guessed: int, right: int) -> None:
-        """Record the result for the speculator that proposed the tokens."""
+        """Record the counts in the speculator that proposed the tokens."""
         if self._looked_up and self._lookup is not None:
             self._lookup.learn(length, guessed, right)
         else:
             super().learn(length, guessed, right)
 
 
-class NgramSpeculator(_Guesses):
+class NgramSpeculator(_Speculator):
     """Speculator that copies the continuation of an earlier occurrence of the last n-gram."""
 
     def __init__(self) -> None:

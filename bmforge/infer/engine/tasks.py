@@ -32,7 +32,7 @@ class EngineTask:
 
     @property
     def is_over(self) -> bool:
-        """Whether the task has ended; a task past its deadline fails here."""
+        """Whether the task has ended; fail the task first if its deadline has passed."""
         if self.future.cancelled() and not self._is_answered:
             self.stop()
         elif self._deadline_s is not None and time.monotonic() >= self._deadline_s:

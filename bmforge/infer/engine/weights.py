@@ -78,7 +78,7 @@ def place_(
         ConfigError: the directory is not writable, or its disk is too small.
     """
     with ExitStack() as cleanup:
-        reads = [_keep(model, device_plan, directory, cleanup) for device_plan in plan.each()]
+        reads = [_offload(model, device_plan, directory, cleanup) for device_plan in plan.each()]
         streamers = _stream_(model, reads, plan, cleanup)
         for name, device in plan.elsewhere.items():
             _move_(model.get_submodule(name), device)
@@ -88,7 +88,7 @@ def place_(
         return streamers, cleanup.pop_all().close
 
 
-def _keep(
+def _offload(
     model: nn.Module, plan: MemoryPlan, directory: Path | None, cleanup: ExitStack
 ) -> ReadWeights:
     """Move one device's streamed blocks to the host or a file; return a reader of these blocks.
@@ -106,12 +106,12 @@ def _keep(
         if any(name.startswith(f"{block}.") for block in plan.moving) and not stays(name, tensor)
     }
     if not streamed or not is_host(plan.device):
-        return _Kept(streamed)
+        return _HostReader(streamed)
     sizes = (tensor.numel() * tensor.element_size() for tensor in streamed.values())
     size = sum(map(SpillFile.rounded, sizes))
     file = SpillFile(directory, size, "EngineConfig.spill_directory")
     cleanup.callback(file.close)
-    return _Spilled(file, streamed)
+    return _SpillReader(file, streamed)
 
 
 def _stream_(
@@ -147,14 +147,14 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def _move_(module: nn.Module, device: torch.device, but: Collection[int] = ()) -> None:
-    """Move resident tensors to a device in place, except those with the ids `but`."""
+    """Move resident tensors to a device in place, except tensors whose `id` is in `but`."""
     for tensor in _tensors_of(module):
         if id(tensor) not in but and not is_streamed(tensor):
             tensor.data = tensor.data.to(device)
 
 
-class _Kept:
-    """Reads tensors from host memory by name."""
+class _HostReader:
+    """Function that copies the named tensor from host memory into a target tensor."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._kept = tensors
@@ -163,8 +163,8 @@ class _Kept:
         target.copy_(self._kept[name])
 
 
-class _Spilled:
-    """Reads tensors from an unnamed file by name."""
+class _SpillReader:
+    """Function that reads the named tensor from an unnamed file into a target tensor."""
 
     def __init__(self, file: SpillFile, tensors: dict[str, Tensor]) -> None:
         self._reads = DirectReads()

@@ -67,8 +67,8 @@ def fill_documents(
         config: generation options. Default: 3 beams, or none with ``do_sample=True``, and at
             most 100 tokens per answer. `max_new_tokens` is the limit of one answer.
         examples: documents with their answers as few-shot examples.
-        constraints: allowed answers by key under ``<ans>``; None reads options and ratings such
-            as (1-5) from each document; see `tokenizers.cpm_bee_tasks`.
+        constraints: map from the keys under ``<ans>`` to allowed answers; None reads options and
+            ratings such as (1-5) from each document; see `tokenizers.cpm_bee_tasks`.
         max_length: maximum length of a document including its examples, in tokens; None for no
             limit.
         batch_size: documents per batch.
