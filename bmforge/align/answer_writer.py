@@ -100,7 +100,7 @@ class AnswerWriter:
         Comm: an all-gather of each sharded weight.
         """
         with evaluating(self._copy or self._model):
-            version = self._take_weights()
+            version = self._load_weights()
             handles = [
                 self._engine.submit(
                     Request(
@@ -148,12 +148,12 @@ class AnswerWriter:
             seed=0, num_return_sequences=1, max_new_tokens=1, prompt_logprobs=0
         )
         with evaluating(self._copy or self._model):
-            self._take_weights()
+            self._load_weights()
             handles = [self._engine.submit(Request(list(row), options)) for row in rows]
             scored = [handle.wait()[0].prompt_logprobs or () for handle in handles]
         return [[token.logprob for token in tokens if token is not None] for tokens in scored]
 
-    def _take_weights(self) -> int:
+    def _load_weights(self) -> int:
         """Make the engine use the current trained weights, and return their version.
 
         The model must be in evaluation mode already, since the engine detects mode changes as well.
@@ -184,7 +184,7 @@ def _needs_copy(model: Any) -> bool:
 
 
 def _find_owners(model: Any) -> dict[str, int]:
-    """Return the first rank that has each tensor of a pipeline; empty without a pipeline.
+    """Map the name of each tensor to the first rank that has it; empty without a pipeline.
 
     Comm: an all-gather of the tensors' names.
     """

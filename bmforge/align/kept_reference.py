@@ -84,7 +84,7 @@ def _read(path: Path, names: Sequence[str]) -> list[Tensor] | None:
 
 
 def _score(source: _Source, batch_size: int, model: nn.Module) -> Tensor:
-    """Return the summed log-probabilities of all rows, (N, 2) in fp64 on the CPU."""
+    """Return the summed log-probabilities of each example's two rows, (N, 2) in fp64 on the CPU."""
     mesh, total = mesh_of(model), len(source)
     rank, size = data_parallel_rank(mesh), data_parallel_size(mesh)
     device = next(model.parameters()).device

@@ -43,7 +43,7 @@ def _score(
 
 
 def _score_whole(model: Any, batch: Batch, temperature: float) -> Tensor:
-    """Return a batch's log-probabilities outside of a training step.
+    """Return a batch's log-probabilities on every pipeline stage; not for use in a training step.
 
     Outside of a training step every stage of a pipeline gets the outputs of the last stage, so the
     result is never None.
@@ -54,7 +54,7 @@ def _score_whole(model: Any, batch: Batch, temperature: float) -> Tensor:
 
 
 def _score_exactly(score_rows: RowScorer, micro_batches: Sequence[Batch]) -> list[Tensor]:
-    """Return the log-probabilities of the labels of micro-batches, (B, T) each, in fp64."""
+    """Return the labels' log-probabilities by `score_rows`, (B, T) per micro-batch, in fp64."""
     rows = [
         ids[: int(length)].tolist()
         for batch in micro_batches
@@ -79,8 +79,8 @@ class PolicyObjective:
         temperature: temperature of the rollouts, which divides the logits of all policies.
         max_tokens: maximum length of an answer in tokens.
         rollout_metrics: names of the rollout's metrics, and a function that returns their values.
-        score_rows: function from token ids to the log-probabilities of the sampling kernels; None
-            takes the values of torch.
+        score_rows: function that computes the log-probabilities of token ids with the sampling
+            kernels; None uses torch's log-probabilities.
 
     Attributes:
         companion: trainer of the value model, set before the first step; None without one.

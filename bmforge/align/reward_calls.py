@@ -24,9 +24,9 @@ class RewardReply(NamedTuple):
     """Result of a call of a reward function.
 
     Args:
-        rewards: what the function has returned, one reward per answer.
-        columns: values that it has logged for each answer, by column.
-        metrics: mean of the values that it has logged, by metric.
+        rewards: return value of the function, one reward per answer.
+        columns: map from column name to the values that the function logged, one per answer.
+        metrics: map from metric name to the mean of the values that the function logged.
     """
 
     rewards: Any

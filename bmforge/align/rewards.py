@@ -236,12 +236,12 @@ class RewardSet:
     """Named, weighted reward sources of a run.
 
     Args:
-        sources: sources by name, in the order of the weights.
+        sources: map from name to reward source, in the order of the weights.
         weights: weight of each source in the sum.
         timeout_s: time limit of a call in seconds.
 
     Attributes:
-        failures: number of calls without a usable result, by name.
+        failures: map from source name to the number of calls without a usable result.
     """
 
     def __init__(
@@ -276,7 +276,8 @@ class RewardSet:
             state: fields of ``trainer_state``, which functions may take.
 
         Returns:
-            rewards by source, and a reply with the columns and metrics that all sources logged
+            map from source name to rewards, and a reply with the columns and metrics that the
+            sources logged
         """
         if state is not None:
             batch = {**batch, STATE_ARGUMENT: dict(state)}

@@ -36,7 +36,7 @@ class RolloutAnswer:
         reference: log-probabilities of the reference; empty if not needed.
         values: value before each token at the time of the rollout; empty without a value model.
         returns: targets of the value model; empty without a value model.
-        logged: values that reward functions have logged for this answer, by column.
+        logged: map from column name to the value that reward functions logged for this answer.
         logged_metrics: metrics that reward functions logged in the call that scored this answer.
     """
 

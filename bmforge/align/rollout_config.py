@@ -38,17 +38,17 @@ class RolloutConfig:
         steps_per_generation: optimizer steps among which the answers of a rollout are divided
             (default: 1).
         num_iterations: passes over the answers of a rollout (default: 1).
-        mask_truncated_completions: leave answers that did not end out of the loss.
+        mask_truncated_completions: exclude answers that reached max_new_tokens from the loss.
         overlong_tokens: number of last tokens before max_new_tokens over which up to 1 is
             subtracted from the reward, linearly (DAPO; default: 0, off).
-        max_num_seqs: maximum number of answers that are written at once (default: 64).
+        max_num_seqs: maximum number of answers that are generated at once (default: 64).
         tools: functions that answers may call between turns: module:function or
             file.py:function, with annotations and a docstring. Prompts must be conversations.
         max_turns: maximum number of turns that the model writes with tools (default: 5).
         tool_timeout_s: time limit of a call of a tool in seconds (default: 10).
-        exact_logprobs: the loss takes the values of log-probabilities from the kernels that
-            sample (gradients are torch's), so that the ratio of sampler and trained policy is
-            exactly 1 at the first update. For CPUs; costs one more forward per update.
+        exact_logprobs: use log-probabilities computed by the sampling kernels in the loss (the
+            gradients are torch's), so that the ratio of sampler and trained policy is exactly
+            1 at the first update. For CPUs; costs one more forward per update.
         log_completions: number of prompts per rollout whose answers are written to
             ``completions.jsonl`` (default: 4).
     """

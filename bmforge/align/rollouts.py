@@ -195,7 +195,7 @@ class RolloutLoader:
         return self._prompts[int(permute(np.array([index]), len(self._prompts), key)[0])]
 
     def _write(self, numbers: Sequence[int]) -> dict[int, list[RolloutAnswer]]:
-        """Generate and reward the answers for some prompts; return them by prompt number."""
+        """Generate and reward answers for some prompts; return a map from prompt number to them."""
         assert self._writer is not None
         rows = [self.prompt(number) for number in numbers]
         keys = [derive_key("answers", self._sizes.seed, number) for number in numbers]
@@ -288,11 +288,11 @@ class RolloutLoader:
     def _score_policies(self) -> dict[str, dict[int, list[float]]]:
         """Set the log-probabilities and values of answers; return those that advantages need.
 
-        They are computed in the micro-batches of the update, so that the ratio of the first update
-        is exactly 1: other shapes could give slightly different numbers.
+        The forward passes use the micro-batches of the update, so that the ratio of the first
+        update is exactly 1: other shapes could give slightly different numbers.
 
         Returns:
-            the KL (``kl``) and the value (``values``) of each token by answer number
+            ``kl`` and ``values``, each a map from answer number to the values of its tokens
 
         Comm: an all-gather of objects, if there are several ranks.
         """

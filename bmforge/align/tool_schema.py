@@ -17,8 +17,8 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list:
 def describe_function(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the schema of a function in OpenAI's form.
 
-    Types are those of its annotations (str, int, float, bool, list, dict, and None in a union),
-    descriptions those of its docstring in Google style.
+    Types come from the annotations (str, int, float, bool, list, dict, and None in a union),
+    descriptions from the docstring in Google style.
     """
     hints = typing.get_type_hints(function)
     text = inspect.getdoc(function) or ""

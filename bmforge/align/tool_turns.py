@@ -23,7 +23,7 @@ class FunctionCall:
 
     Args:
         name: name of the function.
-        arguments: arguments by name; None if they are not a JSON object.
+        arguments: map from argument name to value; None if the arguments are not a JSON object.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ToolTurns:
     A call that raises, hangs or has wrong arguments gives the model the error as its result.
 
     Args:
-        functions: functions by name.
+        functions: map from name to function.
         parse: function from the text of a turn to its calls.
         encode: function from the messages of results to the token ids between two turns.
         decode: function from the token ids of a turn to its text.

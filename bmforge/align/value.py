@@ -39,7 +39,7 @@ _EPSILON = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class ValueConfig:
-    """Value model of PPO; setting an option with another method is an error.
+    """Options of PPO's value model; setting one with another method is an error.
 
     Args:
         init_from: initial value model: a reward model, or a language model, which gets a new head;
