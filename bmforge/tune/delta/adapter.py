@@ -66,7 +66,7 @@ class ParallelAdapter(Delta):
 
     @classmethod
     def from_places(cls, model: nn.Module, name: str, options: Mapping[str, Any]) -> Self:
-        """Attach the adapter that a directory describes by pairs of read and written modules."""
+        """Attach a saved adapter, whose options list the pairs of read and written modules."""
         arguments = dict(options)
         reads_at = arguments.pop("reads_at", {})
         pairs = [(reads_at.get(n, n), n) for n in arguments.pop("targets")]

@@ -252,7 +252,7 @@ def _inside(pairs: Iterable[tuple[str, list[str]]]) -> dict[str, set[str]]:
 
 
 def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return the parameters, by name, of all modules or single parameters that targets match.
+    """Map names to the parameters of all matching modules, and to all matching parameters.
 
     Raises:
         ConfigError: a target matches neither a module with parameters nor a parameter.

@@ -82,13 +82,13 @@ class AdapterLike(Protocol):
 
 
 def deltas_of(model: nn.Module) -> dict[str, Any]:
-    """Return the model's mutable registry of adapters by name, including detached ones."""
+    """Return the model's mutable map from adapter name to adapter, including detached ones."""
     deltas: dict[str, Any] = model.__dict__.setdefault(_DELTAS, {})
     return deltas
 
 
 def base_weights_of(model: nn.Module) -> dict[str, Any]:
-    """Return the original value of every base parameter with merged adapters, by name."""
+    """Return the map from name to original value of every base parameter with merged adapters."""
     weights: dict[str, Any] = model.__dict__.setdefault(_BASE_WEIGHTS, {})
     return weights
 

@@ -229,9 +229,10 @@ class AttachedDelta:
         return [part.owner for part in self.held if not part.slot.endswith(TOKENS_SLOT)]
 
     def init_(self, seed: int = 0) -> Self:
-        """Initialize the adapter at random, by tensor names, so identically on every layout.
+        """Initialize the adapter at random, and return it.
 
-        Returns the adapter.
+        The values of a tensor depend only on the seed and its name, so they are equal on every
+        layout.
         """
         for owner, slot, part in self.here():
             for key, note in tensor_notes(part).items():
@@ -272,7 +273,7 @@ class AttachedDelta:
         return self
 
     def wholes(self) -> dict[str, nn.Parameter]:
-        """Return the base's parameters, by name, that are trained in full (`train_also`)."""
+        """Return a map from name to base parameter that is trained in full (`train_also`)."""
         named = self.model.named_parameters() if self._whole_names else ()
         return {name: p for name, p in named if name in self._whole_names}
 
@@ -386,7 +387,7 @@ class AttachedDelta:
         return sum(p.numel() for p in (*self.parameters(), *self.wholes().values()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the adapter's tensors by name, including the parameters trained in full."""
+        """Return a map from name to tensor, including the parameters trained in full."""
         return {**dict(self.named_parameters()), **self.wholes()}
 
     def __repr__(self) -> str:

@@ -29,7 +29,7 @@ def combine_deltas(
 
     Args:
         model: model with the adapters; not parallelized.
-        weights: weight of each adapter by its name.
+        weights: map from adapter name to weight.
         into: name of the new adapter.
         how: "concatenate" (LoRAs only): exact; the new rank is the sum of the ranks. "svd" (LoRAs
             only): the best approximation of rank `rank` to the weighted sum. "sum": weighted sum of

@@ -101,7 +101,7 @@ def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) 
 
 @contextmanager
 def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
-    """Gather an adapter's tensors on every process; return the parameters trained in full.
+    """Context manager: gather an adapter's tensors; yield the parameters trained in full.
 
     Comm: an all-gather of each tensor; with a pipeline, the stages also exchange their tensors.
     """

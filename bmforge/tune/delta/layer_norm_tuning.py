@@ -98,7 +98,7 @@ class LayerNormTuning(Delta):
         return self
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the trained norm parameters by name."""
+        """Return a map from name to trained norm parameter."""
         return dict(self.wholes())
 
     def describe(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class Lora(Delta):
 
     Options: those of `nn.low_rank.LowRankOptions`; `use_rslora` (`root_scale`) scales by
     ``alpha / sqrt(rank)``, `use_dora` (`magnitude`) trains the magnitudes of weight rows, `bias`
-    adds a bias to B; `ranks` and `alphas` override the rank and alpha of modules by glob.
+    adds a bias to B; `ranks` and `alphas` map name globs to the rank and alpha of modules.
     `trainable_token_indices` also trains the embedding rows of some tokens: a list of token ids, or
     a dict from names of embeddings or heads to such lists; tied layers share the rows.
 

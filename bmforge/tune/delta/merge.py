@@ -109,7 +109,7 @@ def merge_(model: nn.Module, deltas: Sequence[AttachedDelta], dequantize: bool =
         for key, value in values.items():
             write_local_(get_parameter(model, target, key), value)
     for delta in deltas:
-        _take_out_(delta)
+        _remove_modules_(delta)
         _join_licenses_(delta)
         delta.merged = True
 
@@ -385,7 +385,7 @@ def _join_licenses_(delta: AttachedDelta) -> None:
     warn_of_licenses(where, model.provenance, base, source)
 
 
-def _take_out_(delta: AttachedDelta) -> None:
+def _remove_modules_(delta: AttachedDelta) -> None:
     """Remove the adapter modules; unlike `detach`, this also works on a parallelized model."""
     if not is_laid_out(delta.model):
         delta.detach()

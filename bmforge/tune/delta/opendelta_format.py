@@ -89,7 +89,7 @@ _SLOTS = {"compactor": "compacter", "soft_prompt_layer": "soft_prompt"}
 
 
 def rename_inner(name: str) -> str:
-    """Replace OpenDelta's names inside an adapter module by bmforge's.
+    """Replace OpenDelta's names inside an adapter module with bmforge's.
 
     `...project_q.lora.lora_A` becomes `...project_q.lora.down`; other names do not change.
     """
@@ -254,7 +254,7 @@ def to_our_names(
     Args:
         model: bmforge model with the adapter.
         delta: adapter built from OpenDelta's config.
-        tensors: tensors by OpenDelta's names.
+        tensors: map from OpenDelta's tensor name to tensor.
         minus_base: True to subtract the model's biases: OpenDelta's biases replace them, bmforge's
             are added.
     """

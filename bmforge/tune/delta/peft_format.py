@@ -38,7 +38,7 @@ __all__ = ["PREFIX", "Names", "options_of", "read_tensors", "rows_of", "tie_fact
 
 
 class Names:
-    """Map between published module names and bmforge's, in row order of fused layers.
+    """Map between published and bmforge's module names; fused layers map to several, in row order.
 
     Args:
         model: bmforge model; for any other model the map is the identity.
@@ -59,7 +59,7 @@ class Names:
         self.tied = _tied_names(model)
 
     def read_whole(self, published_name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return bmforge's parameters, by name, that a published parameter contains, or {}.
+        """Split a published parameter; return a map from bmforge's name to tensor, or {}.
 
         Args:
             published_name: published name of the parameter.
@@ -92,7 +92,7 @@ class Names:
         return pieces
 
     def sources_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute published parameters, by name, from bmforge's parameters."""
+        """Convert bmforge's parameters to a map from published name to parameter."""
         if self.rules is None:
             return dict(tensors)
         sources: dict[str, Tensor] = {}
@@ -241,7 +241,7 @@ def read_tensors(
 
     Args:
         delta: adapter built from PEFT's config.
-        tensors: tensors by PEFT's names.
+        tensors: map from PEFT's tensor name to tensor.
         blocks: ranks of the bmforge layers in each fused layer whose adapters bmforge wrote as one
             block-diagonal LoRA.
     """
@@ -275,7 +275,7 @@ def read_tensors(
 
 
 def _read_other(delta: AttachedDelta, names: Names, key: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Convert a tensor that belongs to no adapted module; return it by bmforge's name."""
+    """Convert a tensor that belongs to no adapted module; return a map from bmforge's names."""
     if key == "prompt_embeddings":
         return _read_prompt(delta, tensor)
     if is_token_key(key):

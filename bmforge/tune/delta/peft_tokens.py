@@ -44,7 +44,7 @@ def layer_parts(delta: AttachedDelta) -> list[Held]:
 def token_indices_of(
     names: Any, indices: Any, owners: list[str], fits: Callable[[str, Any], bool]
 ) -> dict[str, list[int]]:
-    """Return the token ids of the trained rows, by bmforge's name of the layer.
+    """Map bmforge's layer names to the token ids of their trained rows.
 
     Args:
         names: the map of published module names (`peft_format.Names`).

@@ -152,7 +152,7 @@ def written_whole(delta: AttachedDelta) -> set[str]:
 def write_tensors(
     delta: AttachedDelta, wholes: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, list[int]], dict[str, Any]]:
-    """Return an adapter's tensors by PEFT's names, the ranks in fused layers, and rank patterns.
+    """Return an adapter's tensors under PEFT's names, ranks in fused layers, and rank patterns.
 
     The patterns are the config fields `rank_pattern` and `alpha_pattern`.
 
@@ -190,7 +190,7 @@ def write_tensors(
 def _write_wholes(
     delta: AttachedDelta, names: Names, wholes: Mapping[str, Tensor], prefix: str = PREFIX
 ) -> dict[str, Tensor]:
-    """Return the parameters trained in full, by PEFT's names."""
+    """Map PEFT's names to the parameters trained in full."""
     written: dict[str, Tensor] = {}
     places, norms = set(delta.places()), delta.peft_type == "LN_TUNING"
     sources = names.sources_of(wholes)
@@ -210,7 +210,7 @@ def _write_wholes(
 def _write_prompt(
     delta: AttachedDelta, names: Names, wholes: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return prompt embeddings by PEFT's names, with the head that PEFT expects for the task."""
+    """Map PEFT's names to the prompt embeddings and the head that PEFT expects for the task."""
     if delta.kind == "prompt":
         written = {"prompt_embeddings": _prompt_rows(delta)}
     else:

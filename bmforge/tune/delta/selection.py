@@ -67,7 +67,7 @@ _ARGUMENT = "adapter_names"
 
 
 def list_deltas(model: nn.Module) -> dict[str, Any]:
-    """Return the adapters of a model by name, in the order in which they were attached."""
+    """Return a map from name to adapter of a model, in the order in which they were attached."""
     return dict(deltas_of(model))
 
 
@@ -81,8 +81,8 @@ def use_deltas(
     Args:
         model: model with adapters; parallelized or not.
         names: adapters to enable; () disables all.
-        weights: factor on the output of each adapter, by name or in the order of `names`; None
-            means 1.
+        weights: map from adapter name to the factor on its output, or factors in the order of
+            `names`; None means 1.
 
     Raises:
         ConfigError: an unknown name, a weight that an adapter does not support, or a merged

@@ -71,7 +71,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class ModuleRun:
-    """A run of modules with equal structure, and the contents of one of them.
+    """Row of the tree: adjacent modules with equal structure, and the contents of one of them.
 
     Args:
         name: displayed name, such as ``attn``, ``layers.0-11`` or ``q_proj, k_proj``.
@@ -80,7 +80,7 @@ class ModuleRun:
             adapter.
         tensors: parameters registered directly on one of the modules.
         counts: parameters of all the modules.
-        children: contents of one of the modules, as further runs.
+        children: rows of the submodules of one of the modules.
     """
 
     name: str
@@ -157,7 +157,7 @@ def _row(node: _Node, name: str, target: str) -> ModuleRun:
         run_row = _run_row(node, runs[0], target)
         return replace(run_row, name=f"{name}.{run_row.name}")
     children = tuple(_run_row(node, run, target) for run in runs)
-    targets = () if node.is_delta or not target else (_spelled(target),)
+    targets = () if node.is_delta or not target else (_write_target(target),)
     return ModuleRun(name, node.kind, targets, node.tensors, node.counts, children)
 
 
@@ -182,21 +182,22 @@ def _run_row(owner: _Node, run: Sequence[_Node], target: str) -> ModuleRun:
         return replace(row, counts=counts)
     names = [node.name for node in run]
     row = _row(first, ", ".join(names), before + first.name)
-    targets = tuple(_spelled(before + name) for name in names)
+    targets = tuple(_write_target(before + name) for name in names)
     return replace(row, targets=targets if row.targets else (), counts=counts)
 
 
 def _numbers(owner: _Node, run: Sequence[_Node]) -> str:
-    """Return the index pattern of some of a list's modules; ``*`` if the list has no others."""
+    """Return a pattern for the indices of a module list's `run`; ``*`` if it is the whole list."""
     if len(run) == len(owner.children):
         return "*"
     return f"({'|'.join(node.name for node in run)})"
 
 
-def _spelled(target: str) -> str:
-    """Write a target in user syntax; a subset of the layer indices needs a regular expression.
+def _write_target(target: str) -> str:
+    """Write a target in user syntax.
 
-    So does a module name that is also a generic target name, which would match more modules.
+    It is a regular expression for a subset of the layer indices, and for a module name that is
+    also a generic target name, which would match more modules.
     """
     if target in WORDS:
         return f"[r]^{target}$"

@@ -1,4 +1,4 @@
-"""Renders a model's tree as an HTML page, on which clicks select targets and show the code."""
+"""Renders a model's tree as an HTML page; clicking rows shows code that adapts these modules."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def check_masks(template: Template, verbalizer: Any) -> None:
 def score_batch(
     model: Any, verbalizer: Any, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    """Run the model on a batch; return class scores, and the model outputs behind them.
+    """Run the model on a batch; return the class scores, and the logits or word scores.
 
     The result is None on a pipeline stage other than the last.
     """
@@ -236,7 +236,7 @@ def class_loss(scores: Tensor, labels: Tensor, verbalizer: Any) -> Tensor:
 
 @torch.no_grad()
 def calibrate(classifier: PromptClassifier, texts: Sequence[Any], **options: Any) -> None:
-    """Calibrate a classifier's verbalizer by the label words' scores on content-free texts.
+    """Calibrate a classifier's verbalizer with the label words' scores on content-free texts.
 
     Args:
         classifier: classifier whose verbalizer has `calibrate_`.

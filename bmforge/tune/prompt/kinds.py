@@ -33,7 +33,7 @@ class PTuning(Template):
     """Template whose soft tokens are computed by a trained encoder (`Template(..., encoder=...)`).
 
     Args:
-        text: template text with soft pieces.
+        text: template text with soft tokens.
         tokenizer, model: arguments of `Template`.
         encoder: "lstm" or "mlp".
         options: further options of `Template`.

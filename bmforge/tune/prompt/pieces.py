@@ -84,7 +84,7 @@ class Wrapped:
 
     Args:
         text: text to tokenize; for a soft token, the word that initializes its embedding.
-        kind: "text" for any piece that is tokenized.
+        kind: "mask", "special" (a special token), "soft", or "text" for any other piece.
         soft: number of the soft token, from 1; 0 if the piece is not a soft token.
         shortenable: True if the text may be truncated.
     """

@@ -22,8 +22,8 @@ class Asking:
         kind: name of the kind.
         about: description of how a mask is represented.
         form: position of the prediction: "row" (at the mask), "apart" (in the decoder), "behind"
-            (after the text in the same row), "hidden" (at a hidden token) or "document" (in a
-            CPM-Bee document).
+            (after the text in the same row), "hidden" (at CPM-Ant's hidden tokens) or "document"
+            (in a CPM-Bee document).
         begins: tokenizer roles of the token before the text, in order of preference; () for no
             token.
         ends: tokenizer roles of the token after the text, in order of preference; () for no token.

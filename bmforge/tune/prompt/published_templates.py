@@ -43,7 +43,7 @@ class Published:
 
 @cache
 def read_published() -> Mapping[str, Published]:
-    """Return the published templates and label words of each task, by task name."""
+    """Return a map from task name to the published templates and label words."""
     table = json.loads((files(__package__) / "published.json").read_text("utf-8"))
     return {
         name: Published(tuple(row["templates"]), tuple(map(tuple, row.get("words", ()))))

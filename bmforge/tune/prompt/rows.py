@@ -38,12 +38,12 @@ class _Rows:
         examples: any indexable sequence.
         seq_len: longest prompt in tokens.
         cut: truncation of long prompts, as in `cut_parts`.
-        told: further values to include in the fingerprint, because the rows depend on them.
+        settings: further values on which the rows depend, to include in the fingerprint.
 
     Attributes:
         columns: label columns; `collate` adds all other columns.
-        fingerprint: hash of the template and the number of examples, as in `ExampleSource`; the
-            examples themselves are not hashed, because that would require reading all of them.
+        fingerprint: hash of the template, the settings, the number of examples, and the first and
+            last example; hashing every example would require reading all of them.
 
     Raises:
         ConfigError: there are no examples.

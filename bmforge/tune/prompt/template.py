@@ -270,9 +270,10 @@ def _is_mask(piece: Piece) -> bool:
 
 
 def read_fields(example: Any) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Return the texts of an example by name, and its meta entries; text_a is the first text.
+    """Return a map from name to text of an example, and its meta entries.
 
-    The choices of a `TaskExample` are named choice1, choice2, ...
+    The first two texts are also named text_a and text_b. The choices of a `TaskExample` are the
+    meta entries choice1, choice2, ...
     """
     if isinstance(example, Mapping):
         fields = {k: v for k, v in example.items() if isinstance(v, str)}

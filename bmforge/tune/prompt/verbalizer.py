@@ -259,7 +259,8 @@ class PTRVerbalizer(nn.Module):
     """Verbalizer for several masks, whose classes are defined by one word at each mask.
 
     Args:
-        words: one word per mask for every class, in order or by class name.
+        words: one word per mask for every class, as a list in class order or a map from class
+            name.
         tokenizer: the model's tokenizer.
         per_mask: True to add the mean of the log-probabilities at the single masks, in training and
             evaluation.
