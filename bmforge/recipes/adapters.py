@@ -145,14 +145,14 @@ class AdapterConfig:
 
 
 def adapter_defaults(kind: str | None) -> dict[str, Any]:
-    """Return the sizes of an adapter type's default: the rank of LoRA, the length of a prefix."""
+    """Return the default sizes of an adapter type: the rank of LoRA, the length of a prefix."""
     if kind not in ("lora", "prefix", "soft-prompt"):
         return {}
     return {k: v for k, v in KINDS[kind].defaults.items() if k in ("rank", "length")}
 
 
 def settle_adapter(config: Any) -> Any:
-    """Return a run's config with the default sizes of its adapter, as run.toml records them."""
+    """Return a run's config with the default sizes of its adapter filled in, for run.toml."""
     chosen: AdapterConfig = config.adapter
     defaults = adapter_defaults(chosen.kind)
     missing = {name: v for name, v in defaults.items() if getattr(chosen, name) is None}

@@ -1,4 +1,4 @@
-"""Builds a run's model: describe on meta, change, parallelize, then initialize or load."""
+"""Builds a run's model on meta with its `changes`, parallelizes it, and sets its weights."""
 
 from __future__ import annotations
 

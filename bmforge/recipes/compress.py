@@ -124,7 +124,7 @@ def run_compress(config: CompressRunConfig) -> CompressReport:
     """Compress a model, or resume its compression; return the report.
 
     Raises:
-        BmforgeError: a setting, the model, the data or the layout does not fit.
+        BmforgeError: a setting, the model, the data or the layout is invalid or unsuitable.
         StoppedError: a signal ended a phase; the same call resumes it.
     """
     phases, source = _check(config)
@@ -284,7 +284,7 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
         count: number of top tokens stored for every position.
 
     Raises:
-        BmforgeError: a setting, the teacher or the data does not fit; or `out` exists.
+        BmforgeError: a setting, the teacher or the data is invalid or unsuitable; or `out` exists.
     """
     distill = config.compress.distill
     if distill is None or distill.teacher is None:

@@ -76,7 +76,7 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
 
 
 def read_vocabulary(directory: Path) -> dict[str, int] | None:
-    """Return the token ids of a model directory's tokenizer by token; None without one."""
+    """Return the map from token to id of a directory's tokenizer; None without a tokenizer."""
     try:
         vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(directory).get_vocab()
     except DataError as error:
@@ -88,7 +88,7 @@ def read_vocabulary(directory: Path) -> dict[str, int] | None:
 
 
 def estimate_phases(source: Path, phases: Sequence[Phase]) -> Iterator[tuple[Phase, str, str]]:
-    """Yield each phase with the model sizes after it as text, and a note on unknown sizes.
+    """Yield (phase, text on the model sizes after the phase, text on sizes not yet known).
 
     Nothing is computed: the model is on meta.
     """
@@ -188,7 +188,7 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
 
 
 def _shrink(model: Any, phase: Phase) -> str:
-    """Apply a phase's sizes to a model on meta; return a note on sizes that are not yet known."""
+    """Apply a phase's sizes to a model on meta; return a text on sizes that are not yet known."""
     config = phase.config
     if config.structure is not None:
         if config.structure.target != "sizes":

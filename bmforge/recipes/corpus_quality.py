@@ -107,7 +107,7 @@ def _sample(inputs: Sequence[str], config: QualityConfig) -> list[str]:
 
 
 def _lowest(texts: Iterable[str], config: QualityConfig) -> list[str]:
-    """Sample at most `most_texts` texts, which are the texts with the lowest hashes."""
+    """Sample at most `most_texts` texts: those with the lowest hashes of seed and text."""
     keyed = []
     for text in texts:
         key = blake2b(f"{config.seed}{text}".encode(), digest_size=8).digest()

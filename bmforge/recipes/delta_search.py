@@ -154,7 +154,7 @@ class Candidate:
 
 
 def find_candidates(config: Any) -> dict[str, Candidate]:
-    """Return all candidates, by name, that fit the model and the parameter limit.
+    """Return a map from name to candidate, for those that fit the model and the parameter limit.
 
     Raises:
         ConfigError: no adapter fits.

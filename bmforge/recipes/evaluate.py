@@ -79,7 +79,7 @@ class _Subject:
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _RowSettings:
     """Settings to build task rows; the fields mean the same as in a run's config."""
 
     model: ModelConfig
@@ -94,9 +94,10 @@ def evaluate_model(
     *,
     allow_other_base: bool = False,
 ) -> Results:
-    """Evaluate a model; return its metrics by title and data name, equal on every process.
+    """Evaluate a model; return its metrics, which are equal on every process.
 
-    For the export of a run, the metrics are also added to the run's results and report.
+    The result maps the title of each metric to a map from text or task to value. For the export of
+    a run, the metrics are also added to the run's results and report.
 
     Args:
         name: directory or hub id of a model, a run's directory, or a preset with `weights`.
@@ -105,7 +106,7 @@ def evaluate_model(
         allow_other_base: accept an adapter that was trained on other base weights.
 
     Raises:
-        BmforgeError: a setting, the model, the data or the layout does not fit.
+        BmforgeError: a setting, the model, the data or the layout is invalid or unsuitable.
     """
     config.check()
     layout, out = layout or Layout(), config.out
@@ -123,7 +124,7 @@ def evaluate_model(
         for what, measure in measures:
             for metric, value in measure().items():
                 results.setdefault(metric, {})[what] = value
-    run_on_first(lambda: _keep(name, subject.directory, config, layout, results))
+    run_on_first(lambda: _store_results(name, subject.directory, config, layout, results))
     return results
 
 
@@ -235,10 +236,10 @@ def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
             path,
         )
     data = ExampleConfig(seq_len=subject.seq_len, micro_batch_size=config.micro_batch_size)
-    source = AnswerRows(pairs, _Reading(model.config, data), reads_apart=False)
+    source = AnswerRows(pairs, _RowSettings(model.config, data), reads_apart=False)
     rows = subject.rows
     batches = iter_held_out(source, data, rows.rank, rows.size)
-    return lambda: _judge(subject, batches, text_bytes if begin else None)
+    return lambda: _measure_text(subject, batches, text_bytes if begin else None)
 
 
 def _open_prepared(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
@@ -249,10 +250,12 @@ def _open_prepared(subject: _Subject, path: str, config: EvaluateConfig) -> Meas
     )
     rows = subject.rows
     batches = held_out.batches(config.micro_batch_size, rows.rank, rows.size)
-    return lambda: _judge(subject, batches, held_out.text_bytes)
+    return lambda: _measure_text(subject, batches, held_out.text_bytes)
 
 
-def _judge(subject: _Subject, batches: Iterable[Batch], text_bytes: int | None) -> dict[str, float]:
+def _measure_text(
+    subject: _Subject, batches: Iterable[Batch], text_bytes: int | None
+) -> dict[str, float]:
     """Return the perplexity, and the bits per byte if the number of bytes is known."""
     evaluation = evaluate(subject.model, batches, mesh=subject.mesh, device=subject.rows.device)
     figures = {"perplexity": evaluation.perplexity}
@@ -273,7 +276,7 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
     )[: config.examples]
     if not examples:
         raise DataError(f"{name!r} contains no example.")
-    reading = _Reading(model.config, data, config.max_new_tokens)
+    reading = _RowSettings(model.config, data, config.max_new_tokens)
     traits = traits_of(model.config)
     form: Callable[..., AskedTask]
     if traits.reads == "both" and not traits.has_images and not task.asks_for_text:
@@ -323,7 +326,7 @@ def _own_labels(model: Model) -> tuple[str, ...]:
     return tuple(named[key] for key in sorted(named, key=int))
 
 
-def _keep(
+def _store_results(
     name: str, directory: Path, config: EvaluateConfig, layout: Layout, results: Results
 ) -> None:
     """Write the metrics to the output file, and add them to the results of the training run."""

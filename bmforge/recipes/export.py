@@ -156,7 +156,7 @@ def _save_adapter(adapter: Delta, model: Any, config: Any, target: Path) -> None
 
 
 def describe_base(adapter: Path, base: str | None, reads: str) -> None:
-    """Write the base model into an adapter's config, where PEFT's AutoPeftModel finds it.
+    """Write the base model's name into an adapter's config, where PEFT's AutoPeftModel reads it.
 
     Args:
         adapter: adapter directory.

@@ -186,7 +186,7 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
 
 
 def _open(form: Callable[..., AskedTask], config: Any, rows: World, **fields: Any) -> TrainingData:
-    """Open a task as training data, through an `AskedTask`; `fields` are set on `TrainingData`."""
+    """Open a task as `TrainingData`; `form` encodes its examples, `fields` set further fields."""
     check_length(config)
     task, train, dev = read_examples(config.data)
     tokenizer = open_tokenizer(config)

@@ -24,7 +24,7 @@ class HeldOutScore:
     """Quality of a classifier on held-out texts.
 
     Args:
-        good, bad: number of held-out texts by label.
+        good, bad: number of held-out texts with each label.
         auc: probability that a good text has a higher score than a bad one; ties count half.
         precision: share of good texts among those with a score of at least 0.5.
         recall: share of the good texts with a score of at least 0.5.

@@ -121,10 +121,11 @@ class PromptTuneConfig(PromptGenerateConfig):
 
     Args:
         verbalizer: file with the classes' label words; None selects the task's defaults.
-        verbalizer_class: user class instead of `ManualVerbalizer`, named like `template_class`; it
-            receives `join` unless that is "first".
+        verbalizer_class: user class instead of `ManualVerbalizer`, in the form of
+            `template_class`; it receives `join` unless `join` is "first".
         join: score of a label word with several tokens: first, max, mean or joint.
-        behind: treatment of text after a causal model's mask: refuse, leave out or score.
+        behind: handling of template text after the mask, which a causal model does not read:
+            refuse, leave out or score.
         calibrate: number of unlabeled examples for contextual calibration; 0 disables it.
         zero_shot: evaluate the model without training (one step at a learning rate of 0).
     """
@@ -138,7 +139,7 @@ class PromptTuneConfig(PromptGenerateConfig):
 
 
 def train_classes(config: Any) -> RunResult:
-    """Run or resume training to classify by a prompt.
+    """Run or resume training of a classifier that uses a prompt template.
 
     Args:
         config: a `PromptTuneConfig` with `model`.
@@ -155,7 +156,7 @@ def train_classes(config: Any) -> RunResult:
 
 
 def train_texts(config: Any) -> RunResult:
-    """Run or resume training to generate text at a template's mask.
+    """Run or resume training of a model to generate text at a template's mask.
 
     Args:
         config: a `PromptGenerateConfig` with `model`.

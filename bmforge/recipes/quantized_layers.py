@@ -1,4 +1,4 @@
-"""Measures the quantization error of each layer: its output against the original layer's."""
+"""Measures the quantization error of each layer: its output minus the original layer's."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def _first_tokens(tokenizer: Any, texts: Sequence[str], count: int) -> list[int]
 
 
 class _Losses:
-    """Accumulates squared outputs and squared output errors by module.
+    """Accumulates the squared outputs and squared output errors of each module.
 
     Args:
         read: function that reads original weights.
-        known: names of the original weights; a tied head has no name.
+        packed_names: names of the original weights; a tied head has no name.
     """
 
     def __init__(self, read: WeightReader, packed_names: set[str]) -> None:

@@ -22,7 +22,7 @@ Schema = dict[str, Any]
 
 
 def open_functions(config: Any, template: ChatTemplate | None) -> dict[str, ToolProcess]:
-    """Start a process per tool function, and return the processes by function name.
+    """Start a process per tool function, and return a map from function name to process.
 
     Raises:
         ConfigError: prompts are plain texts, the chat template has no format of tool calls, or a
@@ -91,7 +91,7 @@ def find_calls(form: ToolFormat, schemas: Mapping[str, Any], text: str) -> list[
 
     Args:
         form: format of the calls.
-        schemas: schemas of the functions' parameters by name.
+        schemas: map from function name to the schema of the function's parameters.
         text: text of the turn.
     """
     calls: list[FunctionCall] = []

@@ -106,8 +106,9 @@ class RunConfig:
             line; None selects the fields that differ from the recipe's defaults.
         new_head: initialize the task's head if `init_from`'s model has none.
         family: family of `model`; set by the command line, and recorded in `run.toml`.
-        changes: changes of the model before it is parallelized, as JSON or a JSON file; see
-            `models.changes`. New weights are initialized with `seed`.
+        changes: structural changes of the model, such as adapters or pruning, that are applied
+            before it is parallelized: JSON or a JSON file (see `models.changes`). New weights
+            are initialized with `seed`.
         adapter: train an adapter instead of the model; see `adapters.AdapterConfig`.
         base_dtype: dtype in which an adapter run stores the frozen base weights: fp32, bf16,
             fp16, or int8 and int4 (QLoRA); None selects the precision of the computation.
@@ -169,14 +170,13 @@ class TrainingData:
     Args:
         loader: iterator over the micro-batches of every step.
         row_tokens: tokens of a row, for the FLOPs of attention.
-        held_out: functions, by name of the held-out data, that return this process's batches of one
-            pass; every process gets equally many batches.
+        held_out: map from name of a held-out data set to a function that returns this process's
+            batches of one pass; every process gets equally many batches.
         objective: loss function.
         save_tokenizer: function that writes the tokenizer into the export.
         special_ids: fields of the export's config.json for tokens and classes, such as
             ``eos_token_id`` and ``id2label``.
-        figures: function of the trained model and its evaluation that returns further metrics; all
-            processes call it.
+        figures: function (trained model, evaluation) -> further metrics; all processes call it.
         close, begin: functions called at the end of the run (close) and before training (begin);
             `begin` receives the parallelized model.
         epoch_rows: rows of one pass over the training data; None if a pass is not defined.
@@ -226,8 +226,8 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
         needs: fields of `model` that the task requires, such as the head.
 
     Raises:
-        BmforgeError: a setting, the data, a checkpoint or the layout does not fit; raised
-            before training starts.
+        BmforgeError: a setting, the data, a checkpoint or the layout is invalid or unsuitable;
+            raised before training starts.
         CheckpointError: the last checkpoint could not be written; raised at the very end.
     """
     if config.timeout_s <= 0:

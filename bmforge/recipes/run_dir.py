@@ -97,7 +97,7 @@ def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator
                 run_dir, config, free
             )  # another run may have used it before the lock was taken
             log = log_to_file(run_dir / _LOG) if is_first else None
-            run_on_first(lambda: _say_changes(run_dir, config))
+            run_on_first(lambda: _log_changes(run_dir, config))
             try:
                 yield
             finally:
@@ -175,7 +175,7 @@ def overridden_fields(config: Any) -> frozenset[str]:
 
 
 def _find_changes(file: Path, config: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that differ: (value in run.toml, current value) by field name."""
+    """Map the names of fields that differ to (value in run.toml, current value)."""
     before = _flatten(rename_fields(tomllib.loads(file.read_text(encoding="utf-8"))))
     # Earlier versions recorded the default size of an adapter as None, by leaving it out.
     sizes = adapter_defaults(before.get("adapter.kind"))
@@ -200,7 +200,7 @@ def _default_values(config: Any) -> dict[str, Any]:
     return out
 
 
-def _say_changes(run_dir: Path, config: Any) -> None:
+def _log_changes(run_dir: Path, config: Any) -> None:
     """Log the fields that differ from the existing run, and those missing in its run.toml."""
     file = run_dir / _FILE
     if not file.exists():
@@ -264,7 +264,7 @@ def _is_free_place(run_dir: Path) -> bool:
 
 
 def add_results(run_dir: Path, results: dict[str, dict[str, float]]) -> None:
-    """Add metrics, by title and name, to ``results.json``."""
+    """Add metrics (a map from title to a map from name to value) to ``results.json``."""
     file = run_dir / "results.json"
     recorded = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for title, numbers in results.items():

@@ -22,8 +22,8 @@ def write_search_page(path: Path, state: Mapping[str, Any], title: str) -> Path:
 
     Args:
         path: output file.
-        state: `candidates`, number of parameters by name; `plan`, (candidates, steps) of every
-            round; `rounds`, for each round the loss and metrics by name.
+        state: `candidates`, a map from name to number of parameters; `plan`, (candidates, steps)
+            of every round; `rounds`, for each round a map from name to loss and metrics.
         title: title of the search.
     """
     rounds, plan = state["rounds"], state["plan"]

@@ -34,15 +34,15 @@ def check_speed(model: Model) -> None:
 def measure_speeds(before: Path, others: Sequence[Path]) -> list[dict[str, float]]:
     """Measure the prefill and decoding speed of models, one request at a time, in fp32.
 
-    Each of the others is run alternately with the first one, so that varying load of the machine
-    affects both. The figures are medians.
+    Each compressed model is run alternately with the original one, so that varying load of the
+    machine affects both. The figures are medians.
 
     Args:
         before: directory of the original model.
         others: directories of the compressed models.
 
     Returns:
-        A dict of values by metric, for `before` and then for each other model.
+        A map from metric to value, for `before` and then for each other model.
 
     Memory: two models at a time.
     """

@@ -122,17 +122,17 @@ def family_of(config: ModelConfig) -> type[Model]:
 
 
 def with_changes(config: Any) -> Any:
-    """Return the model config with the run's modifications applied."""
+    """Return the model config with the run's structural changes (option `changes`) applied."""
     model = config.model
     return model.replace(changes=(*model.changes, *config.changes)) if config.changes else model
 
 
 def read_changes(option: str) -> tuple[Change, ...]:
-    """Parse the option `changes`: model changes as in `models.changes`.
+    """Parse the option `changes`: structural changes of the model, see `models.changes`.
 
     Args:
-        option: JSON text or path of a JSON file, with one modification or a list; each has the
-            keys kind, where and options.
+        option: JSON text or path of a JSON file, with one change or a list; each has the keys
+            kind, where and options.
 
     Raises:
         ConfigError: the file is missing, or the JSON has another form.

@@ -1,7 +1,8 @@
 """Task prompts and metrics, for fine-tuning and evaluation.
 
-An encoder classifies; for a task with choices it classifies each choice as right or wrong. Decoders
-and encoder-decoders are scored by the most likely option, or generate if the task asks for a text.
+An encoder classifies; for a task with choices it classifies each choice as right or wrong. A
+decoder or encoder-decoder answers with the most likely option, or generates if the task needs a
+text.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class AskedClasses:
     ) -> None:
         self._task, self._examples = task, examples
         self._size = config.data.micro_batch_size
-        self._wording = _word(task, examples[0])
+        self._wording = _find_wording(task, examples[0])
         marks = traits_of(config.model).marks_between
         rows = _class_rows(examples, self._wording)
         self.source: Any = ClassRows(rows, tokenizer, config, marks)
@@ -109,7 +110,7 @@ class AskedOptions:
         config: Any,
     ) -> None:
         self._task, self._examples, self._data = task, examples, config.data
-        self._wording = wording = _word(task, examples[0])
+        self._wording = wording = _find_wording(task, examples[0])
         self._pairs = _pairs(examples, wording, tokenizer, config)
         firsts = (right_options(e, wording.options(e))[0] for e in examples)
         right = [options[n] for n, options in zip(firsts, self._pairs, strict=True)]
@@ -165,8 +166,8 @@ class AskedTexts:
         return score_task(self._task.name, answers, self._examples)
 
 
-def _word(task: BenchmarkTask, example: TaskExample) -> Wording:
-    """Return the prompt templates of a task, which must have answer options."""
+def _find_wording(task: BenchmarkTask, example: TaskExample) -> Wording:
+    """Return the wording (prompt templates) of a task, which must have answer options."""
     wording = word_task(task, example)
     if not wording.options(example):
         raise ConfigError(

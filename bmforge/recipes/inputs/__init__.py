@@ -1,4 +1,4 @@
-"""Training data of runs: prepared corpora, examples, and pieces of documents.
+"""Training data of runs: prepared corpora, examples, and segments of documents.
 
 Start reading at `corpus.py`.
 """

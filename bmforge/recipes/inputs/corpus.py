@@ -1,4 +1,8 @@
-"""Opens prepared text for a run: directories of `bmforge prepare`, or bare token stores."""
+"""Opens prepared text for a run: directories of `bmforge prepare`, or bare token stores.
+
+A bare token store is a pair of files .bin and .idx (Megatron-LM's format) without the record of
+its tokenizer, splits and licenses that `bmforge prepare` writes.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +65,8 @@ class CorpusConfig:
         reset_at_documents: restart positions and attention at every document.
         tokenizer: directory of the tokenizer of bare stores, which is exported with the model;
             None selects the prepared directory's.
-        eos_id: token at the end of every document; None selects the prepared directory's, or else
-            the tokenizer's.
+        eos_id: id of the token at the end of every document; None selects the one that the
+            prepared directory records, or else the tokenizer's.
         validation: prefix of a validation store; None selects the first prepared directory's.
         split: shares of a bare store's documents for training, for validation, and left unused,
             such as 949 50 1; empty trains on all.

@@ -140,7 +140,7 @@ class ExampleLoader:
         for start in range(0, total, size * self._world):
             slots = range(start + self._rank * size, start + (self._rank + 1) * size)
             rows = [self._row(first + slot if slot < total else None) for slot in slots]
-            batches.append(_lay(rows, self._source))
+            batches.append(_collate(rows, self._source))
         self._samples += total
         return batches
 
@@ -196,7 +196,7 @@ def iter_held_out(
             source.make(i, ("held out", i)) if i < total else _unlabel(source.make(0, ("padding",)))
             for i in range(start, start + size)
         ]
-        yield _lay(rows, source)
+        yield _collate(rows, source)
 
 
 def open_examples(
@@ -206,7 +206,7 @@ def open_examples(
     rows: World,
     **fields: Any,
 ) -> TrainingData:
-    """Build the `TrainingData` of a run from example sources; `fields` are set on it."""
+    """Build the `TrainingData` of a run from example sources; `fields` set its other fields."""
     parts = {}
     if held_out is not None and len(held_out):
         parts["validation"] = lambda: iter_held_out(held_out, config, rows.rank, rows.size)
@@ -223,8 +223,8 @@ def _unlabel(example: Example) -> Example:
     return {**example, "labels": [IGNORE_INDEX] * len(example["labels"])}
 
 
-def _lay(rows: Sequence[Example], source: ExampleSource) -> Batch:
-    """Collate rows with the source's `collate` method if it has one, else with the default."""
+def _collate(rows: Sequence[Example], source: ExampleSource) -> Batch:
+    """Collate rows with the source's own `collate` method, or with this module's `collate`."""
     own = getattr(source, "collate", None)
     return collate(rows, source.columns) if own is None else own(rows)
 

@@ -1,4 +1,7 @@
-"""Pieces of prepared documents, for recipes in which every example is one text."""
+"""Segments of prepared documents, for recipes in which every example is one text.
+
+A piece is a document, or a segment of a document that is longer than a row.
+"""
 
 from __future__ import annotations
 

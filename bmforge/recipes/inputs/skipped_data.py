@@ -26,7 +26,7 @@ def tell_left_out(
         reasons: reason of each item that was skipped.
         total: number of all items.
         what: plural noun for the items in the message.
-        examples: message about one such item, by reason.
+        examples: map from reason to a message about one such item.
     """
     counts = Counter(reasons)
     if not counts or process_rank():

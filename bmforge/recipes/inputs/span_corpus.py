@@ -34,7 +34,7 @@ def is_span_corpus(prefix: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _CorpusRange:
     """Range of texts in a preprocessed corpus.
 
     Args:
@@ -102,7 +102,7 @@ class SpanCorpus:
         stores = [(part.contexts, part.targets, part.offsets) for part in self._parts]
         self.content = digest_stores(list(chain.from_iterable(stores)))
 
-    def _open(self, prefix: str, split: Sequence[float], index: int) -> _Part:
+    def _open(self, prefix: str, split: Sequence[float], index: int) -> _CorpusRange:
         contexts, targets, offsets = (
             TokenStore(f"{prefix}_{name}") for name in ("context", "target", "target_offset")
         )
@@ -117,7 +117,7 @@ class SpanCorpus:
         starts = np.asarray(contexts.pointers) // contexts.dtype.itemsize
         ends = np.append(starts, contexts.num_tokens)
         rows = int(ends[last] - ends[first]) // self._length
-        return _Part(prefix, contexts, targets, offsets, starts, int(ends[first]), rows)
+        return _CorpusRange(prefix, contexts, targets, offsets, starts, int(ends[first]), rows)
 
     def __len__(self) -> int:
         return self._bounds[-1]
@@ -138,7 +138,7 @@ class SpanCorpus:
         target.append(self._sentinel(count, part))
         return {"input_ids": source, "labels": target[: self._longest]}
 
-    def _sentinel(self, count: int, part: _Part) -> int:
+    def _sentinel(self, count: int, part: _CorpusRange) -> int:
         if count >= len(self._sentinels):
             raise DataError(
                 f"a row of {part.prefix!r} has more spans than the tokenizer has sentinel "
@@ -147,7 +147,7 @@ class SpanCorpus:
             )
         return self._sentinels[count]
 
-    def _span(self, part: _Part, position: int, token: int) -> list[int]:
+    def _span(self, part: _CorpusRange, position: int, token: int) -> list[int]:
         """Return the span that a sentinel at `position` of the contexts replaces."""
         text = int(np.searchsorted(part.starts, position, side="right")) - 1
         number = token - self._vocab_size

@@ -1,4 +1,4 @@
-"""Opens the examples of a task: a published one by name, or user data by files and labels."""
+"""Opens the examples of a published task, or of the user's own files with labels."""
 
 from __future__ import annotations
 
