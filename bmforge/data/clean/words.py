@@ -53,7 +53,7 @@ class _Rules(NamedTuple):
 
 
 class _Classes(NamedTuple):
-    """Character classes in the patterns: lower case (with caseless scripts), upper case, ..."""
+    """Character classes for the patterns: lower case (with caseless scripts), upper case, ..."""
 
     lower: str
     upper: str

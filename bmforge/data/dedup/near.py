@@ -221,7 +221,7 @@ def find_near_places(
 def _equal_groups(
     keys: Iterable[Hashes], band: int, folder: Path, bound_bytes: int, old: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield groups of documents with equal keys in a band, if one of them is in this corpus."""
+    """Yield the groups of documents with equal keys in a band that include one of this corpus."""
     rows, first = SortedRows(folder, bound_bytes), 0
     for part in keys:
         new = np.zeros(len(part), ROW)
@@ -235,7 +235,7 @@ def _equal_groups(
 
 @dataclass
 class _Candidates:
-    """Documents that share a band key with another one, numbered by survival rank.
+    """Documents that share a band key with another one, numbered in the order of `rank_documents`.
 
     Documents of earlier corpora come first, then those of this corpus in the order of their rank.
 
@@ -272,7 +272,7 @@ class _Candidates:
 
 
 def _rank(places: NDArray[np.int64], parts: Iterable[Sketches]) -> NDArray[np.int64]:
-    """Return the survival ranks of the documents at sorted positions: (N,)."""
+    """Return the ranks (`rank_documents`) of the documents at sorted positions: (N,)."""
     count, first = len(places), 0
     sources, sizes = np.empty(count, np.int64), np.empty(count, np.int64)
     texts, ids = np.empty(count, np.uint64), np.empty((count, 2), np.uint64)

@@ -49,7 +49,7 @@ class HashedFile:
         self._file, self._hash = file, blake2b(digest_size=16)
 
     def write(self, data: bytes) -> int:
-        """Append `data`."""
+        """Append bytes to the file."""
         self._hash.update(data)
         return self._file.write(data)
 

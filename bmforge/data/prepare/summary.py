@@ -52,13 +52,13 @@ class Summary:
     """Counts of documents, bytes and tokens in a corpus or in some of its shards.
 
     Attributes:
-        sources: per source group and outcome (name of the rule that dropped the document, or
-            ``kept``): number of documents, and their raw bytes.
-        languages, scripts, licenses, terms, years: per value of the metadata: number, bytes of
-            text, and tokens of the kept documents.
-        origins: per license and host (or file): number and bytes of the kept documents.
-        lengths: per k: number, bytes and tokens of the kept documents with 2^(k-1) to 2^k - 1
-            tokens.
+        sources: number of documents and their raw bytes, for each source group and outcome (name of
+            the rule that dropped the documents, or ``kept``).
+        languages, scripts, licenses, terms, years: number, bytes of text, and tokens of the kept
+            documents with each value of the metadata.
+        origins: number and bytes of the kept documents from each host (or file) under each license.
+        lengths: number, bytes and tokens of the kept documents of each length; the key k stands for
+            2^(k-1) to 2^k - 1 tokens.
         clusters: number of near-duplicate clusters per size.
     """
 

@@ -49,7 +49,7 @@ def open_zip(stream: BinaryIO, where: Where) -> zipfile.ZipFile:
 
 
 def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Member]:
-    """Yield the name and stream of each file in a zip archive; unreadable ones yield a record."""
+    """Yield the name of each file in a zip archive, with its stream, or a failed record."""
     archive = open_zip(stream, where)
     for count, member in enumerate(archive.infolist()):
         if 0 <= where.end <= count:  # end of the range

@@ -251,7 +251,7 @@ def _lost_ratio(lines: list[_Line], chosen: list[bool]) -> float:
 
 
 def _join(lines: list[_Line], chosen: list[bool]) -> str:
-    """Join the chosen lines, with a blank line wherever the page has one between two of them."""
+    """Join the chosen lines; keep a blank line between two of them if the page has one."""
     parts: list[str] = []
     is_apart = False
     for line, is_chosen in zip(lines, chosen, strict=True):

@@ -26,7 +26,7 @@ _PROSE = 18  # minimum mean length of prose lines, in characters
 
 
 class PlacedLine(NamedTuple):
-    """A line and its bounding box; `bottom` is below `top` in value, as PDF's y axis points up."""
+    """A line and its bounding box; `bottom` is less than `top`, as PDF's y axis points up."""
 
     text: str
     left: float

@@ -71,7 +71,7 @@ def select_lines(text: TextStatistics, any_end: bool = False) -> KeptLines:
 
 
 def _has_phrase(text: TextStatistics) -> bool:
-    """Return True if a line can contain a phrase that drops the line or the page."""
+    """Return True if a line may have a phrase for which C4 drops the line or the page."""
     lower = _CITATION.sub("", text.text).lower()
     return any(phrase in lower for phrase in _PHRASES)
 
