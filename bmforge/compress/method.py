@@ -42,7 +42,7 @@ class Method(Protocol):
         """Resume from the result of `state_dict`."""
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Finish the compressed model; return facts for the report as plain values."""
+        """Finish the compressed model; return results for the report as plain values."""
 
 
 class MethodBase:

@@ -158,7 +158,7 @@ def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
 def _steps(
     model: Any, likely: Mapping[tuple[str, str], Tensor], config: StructureConfig
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
-    """Return the sets of units that can be closed together, with their open probabilities."""
+    """Return the sets of units that can be removed together, with their open probabilities."""
     steps = []
     for (name, kind), value in likely.items():
         if kind == "dims":
@@ -217,7 +217,7 @@ def _fewest(kind: str, config: StructureConfig) -> int:
 def _attentions_left(
     left: Mapping[tuple[str, str], set[int]], key: tuple[str, str], costs: Costs
 ) -> int:
-    """Return the number of attentions that remain in the stack without this attention or block."""
+    """Return how many attentions the stack keeps if this attention or block is removed."""
     stack = key[0].rpartition(".")[0]
     return sum(
         "attn" in halves

@@ -206,7 +206,7 @@ class _Probes:
         self.scales.clear()
 
     def _add(self, key: tuple[str, str], total: Tensor, count: int) -> None:
-        """Add a sum over `count` tokens, or the value of one batch, to a score."""
+        """Add a value to a score: the sum over `count` tokens, or the value of one batch."""
         self.seen[key] = self.seen[key] + total if key in self.seen else total
         self.counts[key] = self.counts.get(key, 0) + count
 

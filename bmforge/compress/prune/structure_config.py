@@ -1,4 +1,4 @@
-"""Configuration of structured pruning: exact sizes or a cost target, and the selection."""
+"""Configuration of structured pruning: exact sizes or a cost target, and how units are selected."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Fold:
         return scales.view(-1, times, self.head_dim).amax(1).flatten()
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors that a scale changes."""
+        """Return all tensors that `scale_` changes."""
         matrices = [matrix.parameter for matrix in self.targets]
         return [t.detach() for t in (*matrices, *self.source.parameters(recurse=False))]
 
