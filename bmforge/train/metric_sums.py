@@ -84,7 +84,7 @@ class MetricSums:
 
 
 def _wide(value: Tensor | float) -> Tensor:
-    """Return a value in fp64, without its graph."""
+    """Return a value in fp64, detached from the autograd graph."""
     return torch.as_tensor(value).detach().double()
 
 

@@ -206,7 +206,7 @@ class WandbSink:
         )
 
     def __call__(self, step: int, values: Mapping[str, Any]) -> None:
-        """Send one row."""
+        """Send one row of metrics to W&B."""
         self._run.log({k: v for k, v in values.items() if k != "step"}, step=step)
 
     def close(self) -> None:
@@ -241,11 +241,11 @@ class Throughput:
         self._started = clock()
 
     def start(self) -> None:
-        """Begin a step."""
+        """Start timing a step."""
         self._started = self._clock()
 
     def stop(self, tokens: int) -> None:
-        """End a step in which all processes together processed `tokens` tokens."""
+        """Stop timing a step in which all processes together processed `tokens` tokens."""
         now = self._clock()
         self._steps.append((tokens, now - self._started))
         self._started = now
