@@ -83,7 +83,7 @@ class TokenShare:
 
     @cached_property
     def mine(self) -> list[Chunk]:
-        """Chunks of this process."""
+        """Token chunks of this process."""
         return self.chunks_of(self.rank)
 
     @cached_property

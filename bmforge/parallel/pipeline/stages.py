@@ -177,7 +177,7 @@ def _fits(name: str, globs: Sequence[str]) -> bool:
 def _homes(
     model: nn.Module, rules: PipelineRules, spans: Sequence[dict[str, Span]]
 ) -> Iterator[tuple[str, frozenset[int]]]:
-    """Yield each module or parameter that stages have completely or not at all, and its stages."""
+    """Yield the name and the stages of each module or parameter that is assigned as a whole."""
     everywhere = range(len(spans))
     parents = {parent for name in rules.stacks for parent in _parents(name)}
     for stack in rules.stacks:

@@ -301,7 +301,7 @@ class Estimator:
         shards: int,
         ranks: Sequence[Rank],
     ) -> tuple[Times, float]:
-        """Return the times of the slowest rank, and the most trained parameters on any rank."""
+        """Return the times of the slowest rank, and the maximum of trained parameters per rank."""
         layout, request = choice.layout, self.request
         work = [count_work(trace, rank.counts, rank.last) for rank in ranks]
         seconds = [

@@ -50,7 +50,7 @@ class Outcomes:
         mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         if mode is not None and func._schema.name in _FIRST_COMES_BACK:
             return self._send(func, args, kwargs)
-        key = _key(func, args, kwargs, mode) if mode is not None and _is_told(func) else None
+        key = _key(func, args, kwargs, mode) if mode is not None and _is_determined(func) else None
         if key is None:
             if func.namespace == "profiler":  # profiler spans, irrelevant for fake tensors
                 with torch._C._DisableTorchDispatch():
@@ -75,7 +75,7 @@ class Outcomes:
 
 
 @cache
-def _is_told(func: Any) -> bool:
+def _is_determined(func: Any) -> bool:
     """Return True if the metadata of the arguments fully determine the operator's result."""
     name = func._schema.name
     is_shape_op = name.split("::")[0] in _ROOMS and "lift" not in name
@@ -87,7 +87,7 @@ def _key(
 ) -> tuple[Any, ...] | None:
     """Return the cache key of a call; None if the call cannot be cached."""
     key: list[Any] = [func._schema.name, func._overloadname, *kwargs]
-    if not (_tell(args, key, mode) and _tell(kwargs.values(), key, mode)):
+    if not (_add_to_key(args, key, mode) and _add_to_key(kwargs.values(), key, mode)):
         return None
     hashed = tuple(key)
     try:
@@ -97,7 +97,7 @@ def _key(
     return hashed
 
 
-def _tell(values: Iterable[Any], key: list[Any], mode: FakeTensorMode) -> bool:
+def _add_to_key(values: Iterable[Any], key: list[Any], mode: FakeTensorMode) -> bool:
     """Append the arguments' metadata to a cache key; return False if an argument has no key."""
     for value in values:
         if isinstance(value, FakeTensor):
@@ -110,7 +110,7 @@ def _tell(values: Iterable[Any], key: list[Any], mode: FakeTensorMode) -> bool:
             return False
         elif isinstance(value, (list, tuple)):
             key += (type(value), len(value))
-            if not _tell(value, key, mode):
+            if not _add_to_key(value, key, mode):
                 return False
         else:  # the type too, since 1, 1.0 and True are equal
             key += (type(value), value)

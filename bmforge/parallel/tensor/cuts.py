@@ -42,7 +42,7 @@ class Cut(Protocol):
 
     @property
     def style(self) -> str:
-        """Sharding style."""
+        """Sharding style, such as "column" or "row"."""
 
     @property
     def units(self) -> int:
