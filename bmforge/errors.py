@@ -23,27 +23,27 @@ class BmforgeError(Exception):
 
 
 class ConfigError(BmforgeError, ValueError):
-    """A setting is unknown, has the wrong type, is out of range, or contradicts another one."""
+    """Raised if a setting is unknown, has the wrong type, is out of range, or contradicts another one."""
 
 
 class ShapeError(BmforgeError, ValueError):
-    """A tensor has the wrong shape, dtype or value range."""
+    """Raised if a tensor has the wrong shape, dtype or value range."""
 
 
 class DataError(BmforgeError, ValueError):
-    """An input file is missing, empty, damaged or in the wrong format."""
+    """Raised if an input file is missing, empty, damaged or in the wrong format."""
 
 
 class CheckpointError(BmforgeError, RuntimeError):
-    """A checkpoint is missing, damaged, from another model, or in a newer format."""
+    """Raised if a checkpoint is missing, damaged, from another model, or in a newer format."""
 
 
 class DistributedError(BmforgeError, RuntimeError):
-    """The processes do not match the layout, or one of them failed."""
+    """Raised if the processes do not match the layout, or one of them failed."""
 
 
 class MissingDependencyError(BmforgeError, ImportError):
-    """An optional package is missing; the message names the extra that installs it."""
+    """Raised if an optional package is missing; the message names the extra that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         self._arguments = package, extra, purpose

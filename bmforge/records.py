@@ -227,7 +227,7 @@ _SIDES = WeakIdKeyDictionary()
 
 
 def side_of(tensor: Tensor) -> Side:
-    """Return the `Side` record of a tensor; fast if no tensor has a record."""
+    """Return the `Side` record of a tensor; an empty one if the tensor has no record."""
     return _SIDES.get(tensor, _NOTHING) if len(_SIDES) else _NOTHING
 
 
