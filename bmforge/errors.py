@@ -23,7 +23,7 @@ class BmforgeError(Exception):
 
 
 class ConfigError(BmforgeError, ValueError):
-    """Raised if a setting is unknown, has the wrong type, is out of range, or contradicts another one."""
+    """Raised if a setting is unknown, of the wrong type, out of range, or contradicts another."""
 
 
 class ShapeError(BmforgeError, ValueError):

@@ -238,7 +238,7 @@ def _bars(title: str, rows: Sequence[tuple[str, float]]) -> str:
         return ""
     largest = max(abs(value) for _, value in rows) or 1.0
     lines = "".join(
-        f"<tr><th>{escape(name)}</th><td class='num'>{_say(value)}</td>"
+        f"<tr><th>{escape(name)}</th><td class='num'>{_format_value(value)}</td>"
         f'<td class="bar"><i style="width:{100 * abs(value) / largest:.1f}%"></i></td></tr>'
         for name, value in rows
     )
@@ -252,7 +252,7 @@ def _facts_section(phase: PhaseFacts) -> str:
         numbers = {k: v for k, v in facts.items() if _is_table(v)}
         others = {k: v for k, v in facts.items() if k not in numbers}
         lines = "".join(
-            f"<tr><th>{escape(_name(k))}</th><td>{escape(_say(v))}</td></tr>"
+            f"<tr><th>{escape(_name(k))}</th><td>{escape(_format_value(v))}</td></tr>"
             for k, v in others.items()
             if not _is_empty(v)
         )
@@ -281,15 +281,15 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | Sequence | Mapping) and not value)
 
 
-def _say(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Format a value for the page; a long list is replaced by its length."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
         return f"{value:.4g}" if abs(value) < _LARGE else f"{value:,.0f}"
     if isinstance(value, Mapping):
-        items = [f"{_name(k)}: {_say(v)}" for k, v in value.items() if not _is_empty(v)]
+        items = [f"{_name(k)}: {_format_value(v)}" for k, v in value.items() if not _is_empty(v)]
         return "; ".join(items)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"{len(value):,}" if len(value) > _FEW else ", ".join(map(_say, value))
+        return f"{len(value):,}" if len(value) > _FEW else ", ".join(map(_format_value, value))
     return str(value)

@@ -69,7 +69,7 @@ class InputSizes:
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
         self._sums = sums if self._sums is None else self._sums + sums
         self.tokens += x.shape[0]
-        self._rows.append(_spread(wide))
+        self._rows.append(_sample_rows(wide))
 
     @property
     def means(self) -> Tensor:
@@ -81,10 +81,10 @@ class InputSizes:
         """Return evenly spaced rows from all batches, (rows, columns)."""
         rows = torch.cat(self._rows)
         self._rows = [rows]
-        return _spread(rows)
+        return _sample_rows(rows)
 
 
-def _spread(rows: Tensor) -> Tensor:
+def _sample_rows(rows: Tensor) -> Tensor:
     """Return at most `_SAMPLED_ROWS` evenly spaced rows."""
     return rows[:: max(1, -(-rows.shape[0] // _SAMPLED_ROWS))]
 

@@ -97,13 +97,13 @@ def run_on_cluster(
     if executor == "slurm":
         before = None
         for stage in stages:
-            before = _make(make, config, _Spread(job, stage), tasks, before)
-            before = _make(make, config, _Join(job, stage, stage == stages[-1]), 1, before)
+            before = _make(make, config, _ShardStep(job, stage), tasks, before)
+            before = _make(make, config, _JournalStep(job, stage, stage == stages[-1]), 1, before)
         assert before is not None
         before.run()  # this also submits the jobs that it depends on
         return None
     for stage in stages:
-        _make(make, config, _Spread(job, stage), tasks).run()
+        _make(make, config, _ShardStep(job, stage), tasks).run()
         job.join()
         job.check(stage)
     return prepare(config.inputs, config.out_dir, config.prepare, steps=config.steps)
@@ -112,7 +112,7 @@ def run_on_cluster(
 def _make(
     make: Callable[..., Any],
     config: ClusterConfig,
-    run: _Spread | _Join,
+    run: _ShardStep | _JournalStep,
     tasks: int,
     before: Any = None,
 ) -> Any:
@@ -215,7 +215,7 @@ class _Job:
 
 
 @dataclass(frozen=True)
-class _Spread:
+class _ShardStep:
     """Pipeline step for datatrove that processes one task's share of the shards in a stage."""
 
     job: _Job
@@ -227,7 +227,7 @@ class _Spread:
 
 
 @dataclass(frozen=True)
-class _Join:
+class _JournalStep:
     """Pipeline step for datatrove that adds the tasks' results of a stage to the journal."""
 
     job: _Job

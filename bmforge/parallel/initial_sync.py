@@ -36,7 +36,7 @@ def start_alike_(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.size() == 1:
         return
     signature = [(name, tuple(t.shape), str(t.dtype)) for name, t in materialized.items()]
-    if not _agree(_hash(repr(signature).encode()), mesh):
+    if not _is_same_everywhere(_hash(repr(signature).encode()), mesh):
         raise ConfigError(
             f"processes have different {type(model).__name__}s: the names, shapes or dtypes of "
             "their tensors differ. Build the same model on each process, or build it on the "
@@ -61,7 +61,7 @@ def _hash(content: bytes) -> int:
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little") >> 1
 
 
-def _agree(number: int, mesh: DeviceMesh) -> bool:
+def _is_same_everywhere(number: int, mesh: DeviceMesh) -> bool:
     """Return True, on all processes, if all processes have the same number."""
     return not bool(_differs(torch.tensor([number], device=mesh.device_type)).any())
 

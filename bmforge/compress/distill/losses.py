@@ -107,7 +107,9 @@ def compare_attention(student: AttentionInput, teacher: AttentionInput, heads: i
         )
 
     def compare(start: int, stop: int) -> Tensor:
-        student_probs, teacher_probs = (_look(side, start, stop) for side in (student, teacher))
+        student_probs, teacher_probs = (
+            _log_attention(side, start, stop) for side in (student, teacher)
+        )
         return _divergence(student_probs, teacher_probs).sum(1) / heads
 
     rows, count, length = student.query.shape[:3]
@@ -184,7 +186,7 @@ def _in_chunks(compare: Callable[[int, int], Tensor], length: int, each: int) ->
     return torch.cat(list(parts()), -1)
 
 
-def _look(side: AttentionInput, start: int, stop: int) -> Tensor:
+def _log_attention(side: AttentionInput, start: int, stop: int) -> Tensor:
     """Return the log attention probabilities of some queries, (B, N, t, S)."""
     query, key = side.query[:, :, start:stop], side.key
     wide = wide_dtype(query.dtype)

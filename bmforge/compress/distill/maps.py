@@ -41,7 +41,7 @@ def pair_layers(student: int, teacher: int, layers: str) -> list[tuple[int, int]
     count = min(student, teacher)
     if layers == "last":
         return [(student - count + i, teacher - count + i) for i in range(count)]
-    pairs = [(_spread(i, count, student), _spread(i, count, teacher)) for i in range(count)]
+    pairs = [(_same_depth(i, count, student), _same_depth(i, count, teacher)) for i in range(count)]
     if layers == "skip":
         pairs.pop()
     if not pairs:
@@ -52,7 +52,7 @@ def pair_layers(student: int, teacher: int, layers: str) -> list[tuple[int, int]
     return pairs
 
 
-def _spread(index: int, count: int, depth: int) -> int:
+def _same_depth(index: int, count: int, depth: int) -> int:
     """Map layer `index` of `count` to the layer at the same relative depth of `depth`."""
     return -(-(index + 1) * depth // count) - 1
 

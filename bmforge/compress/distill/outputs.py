@@ -36,7 +36,7 @@ def compare_outputs(
     if logits[0] is None or logits[1] is None:
         return _compare_spans(student_output, teacher_output, temperature) / num_items
     losses = compare_logits(logits[0], logits[1], temperature)
-    return (losses * _counted(student, model, losses)).sum() / num_items
+    return (losses * _label_mask(student, model, losses)).sum() / num_items
 
 
 def _logits_of(output: Any) -> Tensor | None:
@@ -61,7 +61,7 @@ def _compare_spans(student: Any, teacher: Any, temperature: float) -> Tensor:
     return total
 
 
-def _counted(recorder: Recorder, model: nn.Module, losses: Tensor) -> Tensor:
+def _label_mask(recorder: Recorder, model: nn.Module, losses: Tensor) -> Tensor:
     """Return a mask that is 1 for the rows or tokens with a label."""
     labels = recorder.inputs.get("labels")
     if labels is None or labels.is_floating_point() or labels.dim() != losses.dim():

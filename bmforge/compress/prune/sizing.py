@@ -242,11 +242,11 @@ def _check_block(new: Block, old: Block, want: LayerSizes, name: str) -> None:
     """Raise an error if a new block differs from its original in more than its sizes."""
     spec = old.spec
     if spec.attn is not None and new.spec.attn is not None:
-        spec = replace(spec, attn=_alike(new.spec.attn, spec.attn))
+        spec = replace(spec, attn=_with_sizes_of(new.spec.attn, spec.attn))
     if spec.cross_attn is not None and new.spec.cross_attn is not None:
-        spec = replace(spec, cross_attn=_alike(new.spec.cross_attn, spec.cross_attn))
+        spec = replace(spec, cross_attn=_with_sizes_of(new.spec.cross_attn, spec.cross_attn))
     if new.spec.mlp is not None and spec.mlp is not None:
-        spec = replace(spec, mlp=_alike(new.spec.mlp, spec.mlp))
+        spec = replace(spec, mlp=_with_sizes_of(new.spec.mlp, spec.mlp))
     lost = {key: None for key in ("attn", "mlp") if getattr(new.spec, key) is None}
     expected = replace(
         spec,
@@ -261,7 +261,7 @@ def _check_block(new: Block, old: Block, want: LayerSizes, name: str) -> None:
         )
 
 
-def _alike(new: Any, old: Any) -> Any:
+def _with_sizes_of(new: Any, old: Any) -> Any:
     """Return a copy of the old spec with the sizes and scales of the new one."""
     names = (*_HEADS, *_FEED, "in_scale", "out_scale")
     field_names = {item.name for item in dataclasses.fields(old)}

@@ -135,7 +135,7 @@ class Zeros(MethodBase):
     def _found(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the name and parameter of each pruned matrix on this process."""
         for name, (owner, key) in self._places.items():
-            module = _find(model, owner)
+            module = _module_or_none(model, owner)
             if module is not None:
                 yield name, getattr(module, key)
 
@@ -147,7 +147,7 @@ class Zeros(MethodBase):
             scores = values.abs()
             if self._movement is not None:
                 scores = self._movement.scores(name, values).masked_fill(values == 0, -torch.inf)
-            module = _find(model, self._places[name][0])
+            module = _module_or_none(model, self._places[name][0])
             assert module is not None
             scored[name] = Scored(module, parameter, scores)
         names = list(self._places)
@@ -220,7 +220,7 @@ def check_pattern(matrices: list[Matrix], config: PruneConfig) -> None:
         )
 
 
-def _find(model: nn.Module, owner: str) -> nn.Module | None:
+def _module_or_none(model: nn.Module, owner: str) -> nn.Module | None:
     """Return a module by its name; None if it is on another pipeline stage."""
     module: Any = model
     for part in owner.split("."):

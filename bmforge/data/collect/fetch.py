@@ -117,7 +117,7 @@ def fetch(
     make: type[_Pinned | _PinnedTls] = _PinnedTls if secure else _Pinned
     connection = make(host, port, timeout=seconds)
     connection.address = find_address(host, port, is_private_allowed)
-    watch = _Watch(connection, seconds)
+    watch = _Deadline(connection, seconds)
     try:
         connection.connect()
         with watch:
@@ -151,7 +151,7 @@ def _join_headers(pairs: list[tuple[str, str]]) -> dict[str, str]:
     return joined
 
 
-class _Watch:
+class _Deadline:
     """Timer that closes a connection after a timeout."""
 
     def __init__(self, connection: http.client.HTTPConnection, seconds: float) -> None:

@@ -74,13 +74,13 @@ def _source_steps(options: FilterConfig) -> list[DocumentStage]:
     steps = []
     if options.license:
         say = SayLicense(read_licenses(options.license))
-        steps.append(DocumentStage("license", say, _short(say.version)))
+        steps.append(DocumentStage("license", say, _hash_version(say.version)))
     if options.license_policy != ANY_LICENSE:
         keep = KeepLicenses(options.license_policy)
-        steps.append(DocumentStage("license_policy", keep, _short(keep.version)))
+        steps.append(DocumentStage("license_policy", keep, _hash_version(keep.version)))
     if options.bad_hosts:
         hosts = ListedHosts(read_list(options.bad_hosts, "bad_hosts"))
-        steps.append(DocumentStage("bad_hosts", hosts, _short(hosts.version)))
+        steps.append(DocumentStage("bad_hosts", hosts, _hash_version(hosts.version)))
     return steps
 
 
@@ -106,14 +106,16 @@ def _quality_steps(options: FilterConfig) -> list[DocumentStage]:
         steps.append(DocumentStage("rules", judge, judge.version))
     if options.bad_words:
         words = ListedWords(read_list(options.bad_words, "bad_words"))
-        steps.append(DocumentStage("bad_words", words, _short(words.version)))
+        steps.append(DocumentStage("bad_words", words, _hash_version(words.version)))
     for option in options.scores:
         score = read_score(option)
-        steps.append(DocumentStage(f"score {Path(score.path).stem}", score, _short(score.version)))
+        steps.append(
+            DocumentStage(f"score {Path(score.path).stem}", score, _hash_version(score.version))
+        )
     return steps
 
 
-def _short(version: str) -> str:
+def _hash_version(version: str) -> str:
     """Hash a version string that contains a whole list, to keep it short."""
     return blake2b(version.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 

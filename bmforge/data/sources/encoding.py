@@ -280,7 +280,7 @@ def _try(raw: bytes, name: str) -> str | None:
 _WINDOWS_CONTROLS = {0xDC00 + byte: byte for byte in (0x81, 0x8D, 0x8F, 0x90, 0x9D)}
 
 
-def _cut(raw: bytes, name: str) -> str | None:
+def _decode_beginning(raw: bytes, name: str) -> str | None:
     """Decode bytes whose last character may be incomplete; None if they are invalid."""
     try:
         return codecs.getincrementaldecoder(name)("strict").decode(raw, final=False)
@@ -289,7 +289,7 @@ def _cut(raw: bytes, name: str) -> str | None:
 
 
 def _is_utf8(sample: bytes) -> bool:
-    return _cut(sample, "utf-8") is not None
+    return _decode_beginning(sample, "utf-8") is not None
 
 
 def _is_damaged_utf8(sample: bytes) -> bool:
@@ -304,7 +304,7 @@ def _detect_utf16(sample: bytes) -> str:
     """Detect UTF-16 without a byte order mark by its frequent characters; "" if it is not."""
     scores = {}
     for name in ("utf-16-le", "utf-16-be"):
-        text = _cut(sample, name) or ""
+        text = _decode_beginning(sample, name) or ""
         common = sum(c in _common() or "\t" <= c <= "~" for c in text)
         scores[name] = common / len(text) if text and "\0" not in text else 0.0
     best = max(scores, key=lambda name: scores[name])
@@ -344,7 +344,7 @@ def _share_of_common(text: str) -> float:
 
 def _is_japanese_euc(sample: bytes) -> bool:
     """Detect EUC-JP by its share of kana; as GB 2312 it would decode to frequent characters."""
-    text = _cut(sample, "euc_jp") or ""
+    text = _decode_beginning(sample, "euc_jp") or ""
     wide = sum(c > "\x7f" for c in text)
     return (
         wide >= _FEWEST and 10 * len(_KANA.findall(text)) >= wide and _share_of_common(text) > _SURE
@@ -353,7 +353,9 @@ def _is_japanese_euc(sample: bytes) -> bool:
 
 def _is_korean(sample: bytes) -> bool:
     """Detect Korean by its share of Hangul; as GB 2312 it would decode to frequent characters."""
-    text = _cut(sample, "euc_kr")  # cp949's other syllables are rare, and Shift-JIS looks so
+    text = _decode_beginning(
+        sample, "euc_kr"
+    )  # cp949's other syllables are rare, and Shift-JIS looks so
     wide = [c for c in text or "" if c > "\x7f"]
     hangul = sum("\uac00" <= c <= "\ud7a3" for c in wide)
     return len(wide) >= _FEWEST and hangul >= 0.9 * len(wide) and " " in (text or "")
@@ -369,7 +371,7 @@ def _ask_library(sample: bytes) -> str:
         return ""
     detected = ask(sample, html5_compatible=False) or ""
     detected = "cp1252" if detected == "iso8859-1" else detected  # C1 controls are not text
-    text = _cut(sample, detected) if detected and _knows(detected) else None
+    text = _decode_beginning(sample, detected) if detected and _knows(detected) else None
     return detected if text is not None and detected not in ("utf-8", "ascii") else ""
 
 

@@ -72,7 +72,7 @@ def apply_context_parallel_(
         as_stack_(stack).token_cut = TokenCut(group, is_causal and not by_heads, unit, by_heads)
         for attn in _attentions(stack):
             if _is_window(attn):
-                _see_everything_(attn)
+                _gather_window_attention_(attn)
             else:
                 attn.mix = partial(METHODS[method], attn.mix)
                 if method == "gather" and getattr(attn, "softcap", None) is not None:
@@ -173,12 +173,12 @@ def _mix_gathered(
     pair = share.gather(torch.cat((key, value), -1), 2)
     if causal and rows is None and bias is None:
         if is_plain and not dropout:
-            return attend_causally(query, _behind(pair, *prefix), share, scale)
+            return attend_causally(query, _join_with_prefix(pair, *prefix), share, scale)
         rows = _causal_rows(share, query.device)
     return inner(query, *pair.chunk(2, -1), rows, bias, False, scale, dropout, *prefix)
 
 
-def _behind(pair: Tensor, *prefix: Pair) -> Tensor:
+def _join_with_prefix(pair: Tensor, *prefix: Pair) -> Tensor:
     """Concatenate keys and values to (B, K, T, 2 H), and prepend those of a prefix."""
     parts = [
         torch.cat(each, -1).to(pair.dtype).expand(pair.shape[0], -1, -1, -1) for each in prefix
@@ -264,7 +264,7 @@ METHODS: dict[str, Mix] = {
 }
 
 
-def _see_everything_(attn: Any) -> None:
+def _gather_window_attention_(attn: Any) -> None:
     """Make sliding-window attention run on the full sequence; each process keeps its own tokens.
 
     The blocks and global tokens of window attention reach across the shards. The replicated work, a

@@ -113,7 +113,7 @@ def _attend_backward(
     return scores @ s.key, scores.transpose(-1, -2) @ s.query, value, pulled
 
 
-class _Work:
+class _TileAccumulator:
     """Accumulates the attention of one process's queries over tiles of keys and values.
 
     Shape:
@@ -242,7 +242,7 @@ def attend_to_ends(query: Tensor, pair: Tensor, share: TokenShare, scale: float)
 class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, pair: Tensor, share: TokenShare, scale: float) -> Tensor:
-        work = _Work(query, None, None, scale)
+        work = _TileAccumulator(query, None, None, scale)
         for tile in _causal_tiles(share, pair.shape[2] - share.length):
             work.add(tile, pair)
         out = work.out.to(query.dtype)
@@ -254,7 +254,7 @@ class _Causal(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         query, pair, out, total = ctx.saved_tensors
-        work = _Work(query, None, None, ctx.scale)
+        work = _TileAccumulator(query, None, None, ctx.scale)
         work.start_backward(grads[0], out, total)
         grad_pair = torch.zeros_like(pair, dtype=work.wide)
         for tile in _causal_tiles(ctx.share, pair.shape[2] - ctx.share.length):
@@ -307,7 +307,7 @@ class _Ring(torch.autograd.Function):
         causal: bool,
         scale: float,
     ) -> Tensor:
-        work, moving = _Work(query, mask, bias, scale), pair
+        work, moving = _TileAccumulator(query, mask, bias, scale), pair
         for tile in _prefix_tiles(share, prefix):
             work.add(tile, prefix)  # type: ignore[arg-type]
         for step in range(share.size):
@@ -325,7 +325,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, moving, bias, prefix, mask, out, total = ctx.saved_tensors
         share, pair = ctx.share, moving
-        work = _Work(query, mask, bias, ctx.scale)
+        work = _TileAccumulator(query, mask, bias, ctx.scale)
         work.start_backward(grads[0], out, total)
         grad_prefix = None if prefix is None else torch.zeros_like(prefix, dtype=work.wide)
         for tile in _prefix_tiles(share, prefix):

@@ -48,7 +48,7 @@ class Stage(Protocol):
 
 
 @dataclass
-class _Kept:
+class _ForwardState:
     """State that a forward keeps for its backward."""
 
     inputs: list[Tensor | None]  # inputs that require a gradient; None for the others
@@ -56,13 +56,13 @@ class _Kept:
 
 
 @dataclass
-class _Run:
+class _ScheduleState:
     """State of one execution of a schedule."""
 
     wire: Wire
     micro_batches: Sequence[Batch]
     handed: dict[StageMessage, Tensors] = field(default_factory=dict)
-    saved: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    saved: dict[tuple[int, int], _ForwardState] = field(default_factory=dict)
     weights: dict[tuple[int, int], WeightBackward] = field(default_factory=dict)
     results: dict[int, Tensors] = field(default_factory=dict)
 
@@ -170,11 +170,11 @@ class Pipeline:
             return [share_from(self.last_rank, run.results.get(n), self.link) for n in numbers]
         return [outputs for _, outputs in sorted(run.results.items())]
 
-    def _start(self, route: Route, micro_batches: Sequence[Batch]) -> _Run:
+    def _start(self, route: Route, micro_batches: Sequence[Batch]) -> _ScheduleState:
         if not self._connected:
             self.link.connect(list(self._route.messages))
             self._connected = True
-        return _Run(Wire(route, self.link), micro_batches)
+        return _ScheduleState(Wire(route, self.link), micro_batches)
 
     def _find_completing(self) -> set[Action]:
         """Return, per stage of this rank, the last action that adds to its gradients."""
@@ -185,14 +185,14 @@ class Pipeline:
                 last[action.stage] = action
         return set(last.values())
 
-    def _forward(self, run: _Run, stage: int, micro_batch: int) -> None:
+    def _forward(self, run: _ScheduleState, stage: int, micro_batch: int) -> None:
         message = StageMessage("forward", stage, micro_batch)
         carry = self._take(run, message._replace(stage=stage - 1)) if stage else None
         result = self._stages[stage].forward(carry, run.micro_batches[micro_batch])
         outputs = (result,) if isinstance(result, Tensor) else result
         training = torch.is_grad_enabled()
         if training:
-            run.saved[stage, micro_batch] = _Kept(
+            run.saved[stage, micro_batch] = _ForwardState(
                 [t if t is not None and t.requires_grad else None for t in carry or ()],
                 [get_gradient_edge(t) if _wants_gradient(t) else None for t in outputs],
             )
@@ -203,7 +203,7 @@ class Pipeline:
                 _check_loss(result, stage)
             run.results[micro_batch] = tuple(t if t is None else t.detach() for t in outputs)
 
-    def _backward(self, run: _Run, action: Action) -> None:
+    def _backward(self, run: _ScheduleState, action: Action) -> None:
         kind, stage, micro_batch = action
         is_whole = kind == "backward" or stage not in self._split
         if kind == "backward_weight" and is_whole:
@@ -230,7 +230,7 @@ class Pipeline:
             self._give(run, StageMessage("backward", stage, micro_batch), own_grads)
 
     def _gather(
-        self, run: _Run, stage: int, micro_batch: int
+        self, run: _ScheduleState, stage: int, micro_batch: int
     ) -> tuple[list[GradientEdge], list[Tensor], list[Tensor | None]]:
         """Return three lists: a stage's outputs with gradients, these gradients, and its inputs."""
         saved = run.saved.pop((stage, micro_batch))
@@ -247,7 +247,7 @@ class Pipeline:
             saved.inputs,
         )
 
-    def _give(self, run: _Run, message: StageMessage, tensors: Tensors) -> None:
+    def _give(self, run: _ScheduleState, message: StageMessage, tensors: Tensors) -> None:
         if self.schedule.stage_ranks[message.receiver] != self.link.rank:
             run.wire.send(message, tensors)
             return
@@ -255,7 +255,7 @@ class Pipeline:
             None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors
         )
 
-    def _take(self, run: _Run, message: StageMessage) -> Tensors:
+    def _take(self, run: _ScheduleState, message: StageMessage) -> Tensors:
         if message in run.handed:
             return run.handed.pop(message)
         return run.wire.receive(message)

@@ -117,7 +117,7 @@ def backward_input(
         return WeightBackward(outputs, grads)
     above = _reverse(edge.node for edge in outputs)
     sources = {get_gradient_edge(tensor).node for tensor in inputs}
-    path = _climb(sources, above)
+    path = _reachable(sources, above)
     leaves = [node for node in above if hasattr(node, "variable") and node not in sources]
     groups = _group(leaves, above, path, {edge.node for edge in outputs} - path)
     arrived: dict[Node, Grads] = {}
@@ -152,7 +152,7 @@ def _reverse(roots: Iterable[Node]) -> dict[Node, list[Node]]:
     return above
 
 
-def _climb(
+def _reachable(
     starts: Iterable[Node], above: Mapping[Node, list[Node]], stop: Iterable[Node] = ()
 ) -> set[Node]:
     """Return all nodes reachable upwards from `starts`, up to and including the nodes in `stop`."""
@@ -173,7 +173,7 @@ def _group(
     """Group weights that have the same joint, or the same output outside the path."""
     groups: dict[Node, _Group] = {}  # by joint or output
     for leaf in leaves:
-        reached = _climb([leaf], above, path)
+        reached = _reachable([leaf], above, path)
         group = _Group([leaf], reached & path, reached & loose)
         for other in {id(g): g for n in reached if (g := groups.get(n))}.values():
             group.leaves += other.leaves

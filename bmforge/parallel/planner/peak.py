@@ -177,7 +177,7 @@ def _held_in_flight(curve: Curve, trace: StepTrace, share: Share) -> float:
 
 def _add_static(live: Curve, trace: StepTrace, share: Share) -> None:
     """Add parameters and optimizer states to the memory curve; scale it to the plan's shards."""
-    static, trained = (_held(trace, share, what) for what in ("static", "trained"))
+    static, trained = (_rank_bytes(trace, share, what) for what in ("static", "trained"))
     live[:, _INDEX["parameters"]] += static
     if trace.has_gradients:
         live[:, _INDEX["gradients"]] += sum(
@@ -190,7 +190,7 @@ def _add_static(live: Curve, trace: StepTrace, share: Share) -> None:
         live[:, _INDEX[name]] *= share.shard_ratio
 
 
-def _held(trace: StepTrace, share: Share, what: str) -> float:
+def _rank_bytes(trace: StepTrace, share: Share, what: str) -> float:
     """Return the bytes of a rank's parameters: all for "static", the trained ones for "trained"."""
     total = float(getattr(trace, what))
     for each, extra in _further(trace, share.counts):
@@ -206,7 +206,7 @@ def _offload(live: Curve, trace: StepTrace, share: Share) -> None:
     left = 1.0 - share.offloaded
     live[:, _INDEX["optimizer"]] *= left
     if share.half:  # the 2-byte compute copies of trained parameters stay on the device
-        away = 0.5 * share.offloaded * _held(trace, share, "trained") * share.shard_ratio
+        away = 0.5 * share.offloaded * _rank_bytes(trace, share, "trained") * share.shard_ratio
         live[:, _INDEX["parameters"]] -= away
     if not share.gradients_leave:
         return

@@ -100,11 +100,11 @@ def plan(
         keep: directory of the trace cache; None disables it.
     """
     every = layouts or tuple(sensible_layouts(request))
-    groups = _that_share(every)
-    look = _Looker(request, keep)
-    by_layout: dict[Layout, _Look] = {}
+    groups = _group_by_trace(every)
+    look = _LayoutEstimator(request, keep)
+    by_layout: dict[Layout, _LayoutEstimates] = {}
 
-    def take(looks: list[_Look]) -> None:
+    def take(looks: list[_LayoutEstimates]) -> None:
         by_layout.update({look.layout: look for look in looks})
         for seen in looks:
             note(str(seen.layout))
@@ -133,7 +133,7 @@ def _find_least(rows: Sequence[PlanRow], estimator: Estimator) -> PlanRow | None
 
 
 @dataclass(frozen=True)
-class _Look:
+class _LayoutEstimates:
     """Estimates of one layout, or the reason why the layout is impossible."""
 
     layout: Layout
@@ -141,7 +141,7 @@ class _Look:
     refused: str = ""
 
 
-def _that_share(layouts: Sequence[Layout]) -> list[list[Layout]]:
+def _group_by_trace(layouts: Sequence[Layout]) -> list[list[Layout]]:
     """Group layouts that can share traces, such as pipelines of any length."""
     groups: dict[Layout, list[Layout]] = {}
     for layout in layouts:
@@ -151,7 +151,7 @@ def _that_share(layouts: Sequence[Layout]) -> list[list[Layout]]:
 
 
 @contextmanager
-def _workers(processes: int) -> Iterator[Callable[..., Iterator[list[_Look]]]]:
+def _workers(processes: int) -> Iterator[Callable[..., Iterator[list[_LayoutEstimates]]]]:
     """Context manager: yield a map function that runs in this process or in a process pool."""
     if processes < 2:
         yield map
@@ -162,7 +162,7 @@ def _workers(processes: int) -> Iterator[Callable[..., Iterator[list[_Look]]]]:
         yield pool.map
 
 
-class _Looker:
+class _LayoutEstimator:
     """Estimates layouts and reuses their traces; a new process starts without traces."""
 
     def __init__(self, request: PlanRequest, keep: Path | None) -> None:
@@ -173,17 +173,17 @@ class _Looker:
         self.per_row: dict[tuple[bool, int, int], float] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Looker, (self.request, self.keep)
+        return _LayoutEstimator, (self.request, self.keep)
 
-    def __call__(self, layouts: Sequence[Layout]) -> list[_Look]:
+    def __call__(self, layouts: Sequence[Layout]) -> list[_LayoutEstimates]:
         """Estimate each layout of a group."""
         looks = []
         for layout in layouts:
             try:
                 layout.check(self.request.cluster.count)
-                looks.append(_Look(layout, tuple(self._find_rows(layout))))
+                looks.append(_LayoutEstimates(layout, tuple(self._find_rows(layout))))
             except BmforgeError as error:
-                looks.append(_Look(layout, refused=str(error)))
+                looks.append(_LayoutEstimates(layout, refused=str(error)))
         return looks
 
     def _find_rows(self, layout: Layout) -> Iterator[PlanRow]:
