@@ -74,7 +74,7 @@ class StrictRequest(Request):
             body, serving = await self.body(), serving_of(self)
             if len(body) > _LARGE:
                 read = partial(_parse_and_validate, body, serving.config.body, self._field)
-                self._json = await serving.tokenize(read)
+                self._json = await serving.parse(read)
             else:
                 self._json = parse_json(body, serving.config.body)
             self.release()

@@ -27,6 +27,7 @@ from bmforge.serve.adapter_registry import LoadAdapter
 from bmforge.serve.app import create_app
 from bmforge.serve.auth import load_admin_key, load_keys
 from bmforge.serve.connection import DeadlineProtocol
+from bmforge.serve.pauses import short_pauses
 from bmforge.serve.serving import Serving
 from bmforge.serve.settings import MAX_HEAD_BYTES, ServeConfig, is_loopback
 from bmforge.serve.sleeping import AnyEngine
@@ -138,7 +139,8 @@ def serve(
     )
     with listener or bind_address(config) as bound:
         try:
-            make_server(app, bound).run([bound])
+            with short_pauses():
+                make_server(app, bound).run([bound])
         finally:
             if config.uds is not None:
                 config.uds.unlink(missing_ok=True)

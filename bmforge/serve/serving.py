@@ -114,10 +114,17 @@ class Serving:
         self.bodies = BodyBudget(_BODIES * self.config.body.max_body_bytes)
         # Tokenizing is work for a core; more threads would only hold more memory at once.
         self._tokenizing = CapacityLimiter(_TOKENIZING_THREADS)
+        # The JSON parser and pydantic hold Python's global lock: a second thread would gain no
+        # speed, but the event loop would wait for both.
+        self._parsing = CapacityLimiter(1)
 
     async def tokenize(self, function: Callable[[], T]) -> T:
-        """Run a parser or tokenizer in one of a few threads, to keep the event loop free."""
+        """Run a tokenizer in one of a few threads, to keep the event loop free."""
         return await to_thread.run_sync(function, limiter=self._tokenizing)
+
+    async def parse(self, function: Callable[[], T]) -> T:
+        """Run a parser in a thread, one at a time, to keep the event loop free."""
+        return await to_thread.run_sync(function, limiter=self._parsing)
 
     @property
     def engine(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from bmforge.infer import Engine
 from bmforge.infer.engine.request import Handle, Request, RequestsStatus
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
+from bmforge.serve.pauses import collect_all
 
 __all__ = ["AnyEngine", "ReopeningError", "SleepingEngine"]
 
@@ -110,7 +110,7 @@ class SleepingEngine:
             self._engine = None
             engine.close()  # under the lock, because two models may not fit into memory
             del engine
-            gc.collect()
+            collect_all()
         get_logger().info("engine: unloaded, because there was no request for %g s", self._idle_s)
         return True
 

@@ -52,7 +52,7 @@ def client() -> Iterator[TestClient]:
     router.post("/count")(count)
     app.include_router(router)
     bodies, run = BodyBudget(config.body.max_body_bytes), anyio.to_thread.run_sync
-    app.state.serving = SimpleNamespace(config=config, bodies=bodies, tokenize=run)
+    app.state.serving = SimpleNamespace(config=config, bodies=bodies, parse=run)
     VALIDATED_IN.clear()
     with TestClient(app) as client:
         yield client
