@@ -75,7 +75,8 @@ def create_app(
     _check(engine, config, embedder, admin)
     second = None
     if embedder is not None:
-        second = Served(config.embedding_name or "embedding", embedder, ("embeddings",))
+        name_of_second = config.embedding_name or "embedding"
+        second = Served(name_of_second, embedder, Served.encoding_abilities(embedder))
     main = Served.of(name, engine)
     all_keys = (keys or ApiKeys(), admin or ApiKeys())
     serving = Serving(main, config, *all_keys, directory, second, deltas or {}, load_adapter)

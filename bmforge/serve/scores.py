@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response
-from torch import Tensor
 
+from bmforge.infer.engine.text_pairs import encode_pairs
 from bmforge.serve.chat_requests import read_prompt
 from bmforge.serve.encoding import encode_inputs, finish_task
 from bmforge.serve.engine_options import check_size, longest_prompt, row_tokens
@@ -141,7 +141,7 @@ async def tokenizer_info(request: Request) -> Response:
 
 @router.post("/v1/score")
 async def score(body: ScoreRequest, request: Request) -> Response:
-    """Return the cosine similarities of texts' embeddings."""
+    """Return the scores of text pairs: by a cross-encoder, or cosines of their embeddings."""
     first, second = (
         [texts] if isinstance(texts, str) else list(texts) for texts in (body.text_1, body.text_2)
     )
@@ -153,11 +153,10 @@ async def score(body: ScoreRequest, request: Request) -> Response:
             ),
             "text_1",
         )
-    result = await _embed(request, body.model, [*first, *second], "text_2")
+    result = await _compare(request, body.model, first, second, "text_2")
     if result is None:
         return Response(status_code=GONE)
-    rows, tokens = result
-    scores = (rows[: len(first)] * rows[len(first) :]).sum(-1).tolist()
+    scores, tokens = result
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     head: dict[str, Any] = {"id": f"score-{secrets.token_hex(12)}", "object": "list"}
@@ -169,13 +168,12 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 @router.post("/rerank", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
 async def rerank(body: RerankRequest, request: Request) -> Response:
-    """Return the documents sorted by their similarity to a query."""
+    """Return the documents sorted by their relevance to a query, scored as in `/v1/score`."""
     texts = [doc if isinstance(doc, str) else doc.text for doc in body.documents]
-    result = await _embed(request, body.model, [body.query, *texts], "documents")
+    result = await _compare(request, body.model, [body.query], texts, "documents")
     if result is None:
         return Response(status_code=GONE)
-    rows, tokens = result
-    scores = (rows[:1] * rows[1:]).sum(-1).tolist()
+    scores, tokens = result
     order = sorted(range(len(texts)), key=lambda number: -scores[number])[: body.top_n]
     results = []
     for number in order:
@@ -186,30 +184,59 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     return JSONResponse({**head, "results": results, "usage": usage})
 
 
-async def _embed(
-    request: Request, model: str, texts: list[str], field: Literal["documents", "text_2"]
-) -> tuple[Tensor, int] | None:
-    """Return the normalized embeddings and the token count of texts; None if the client left."""
+async def _compare(
+    request: Request,
+    model: str,
+    first: list[str],
+    second: list[str],
+    field: Literal["documents", "text_2"],
+) -> tuple[list[float], int] | None:
+    """Return the scores of text pairs and their token count; None if the client left.
+
+    Args:
+        request: HTTP request.
+        model: name of the model.
+        first: one text, which is compared with all others, or one for each of `second`.
+        second: the other texts.
+        field: request field of `second`.
+    """
     serving: Serving = serving_of(request)
     served, config = serving.find(model, "embeddings"), serving.config
+    texts, engine = [*first, *second], served.engine
     check_at_most(field, len(texts), config.limits.max_inputs, "texts")
     if not all(texts):
         raise RequestError(f"{field} contains an empty text", field, code="invalid_value")
-    check_size(texts, served.engine, config.limits, field)
+    check_size(texts, engine, config.limits, field)
+    is_rated = "pairs" in served.abilities
+    rows: list[Any]
     with serving.admit(request, served, -(-len(texts) // config.limits.max_prompts)):
-        rows = await serving.tokenize(partial(encode_inputs, served.engine, list(texts)))
-        longest = longest_prompt(served.engine, config.limits)
-        if any(len(ids) > longest for ids in rows):
-            raise RequestError(
-                f"a text has {max(map(len, rows))} tokens, but this server accepts at "
-                f"most {longest}",
-                field,
-                code="context_length_exceeded",
+        if is_rated:
+            firsts = first * len(second) if len(first) == 1 else first
+            pairs = list(zip(firsts, second, strict=True))
+            rows = await serving.tokenize(
+                partial(encode_pairs, engine.model, engine.tokenizer, pairs)
             )
+        else:
+            rows = await serving.tokenize(partial(encode_inputs, engine, texts))
+        lengths = [len(row[0] if is_rated else row) for row in rows]
+        _check_lengths(lengths, longest_prompt(engine, config.limits), field)
+        submit = engine.submit_pairs if is_rated else engine.submit_embed
         options = {"delta": served.delta, "deadline_s": config.timeouts.request_s}
-        submit = partial(served.engine.submit_embed, rows, **options)
         try:
-            result = await finish_task(serving, request, served.engine, submit)
+            result = await finish_task(serving, request, engine, partial(submit, rows, **options))
         except GoneError:
             return None
-    return result.float().cpu(), sum(map(len, rows))
+    result = result.float().cpu()
+    if not is_rated:
+        result = (result[: len(first)] * result[len(first) :]).sum(-1)
+    return result.tolist(), sum(lengths)
+
+
+def _check_lengths(lengths: list[int], longest: int, field: str) -> None:
+    """Raise `RequestError` for a row of more tokens than the server accepts."""
+    if max(lengths) > longest:
+        raise RequestError(
+            f"a text has {max(lengths)} tokens, but this server accepts at most {longest}",
+            field,
+            code="context_length_exceeded",
+        )

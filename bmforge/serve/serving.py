@@ -15,6 +15,7 @@ from starlette.requests import Request as HTTPRequest
 
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.runtime_adapters import load_adapter_
+from bmforge.infer.engine.text_pairs import rates_pairs
 from bmforge.licenses import UNKNOWN
 from bmforge.provenance import Provenance
 from bmforge.serve.adapter_registry import AdapterRegistry, LoadAdapter
@@ -43,7 +44,7 @@ class Served:
         name: name in requests.
         engine: an `Engine` or a `SleepingEngine`.
         abilities: kinds of requests that the model supports: "chat", "completions", "documents",
-            "embeddings".
+            "embeddings", "pairs" (scores of text pairs by a cross-encoder).
         delta: adapter of the engine's model; None is the base model.
     """
 
@@ -66,7 +67,13 @@ class Served:
         if traits.objective == "documents" and traits.writes:
             return cls(name, engine, ("documents",))
         writes = ("chat", "completions") if traits.writes else ()
-        return cls(name, engine, writes if traits.has_images else (*writes, "embeddings"))
+        encodes = () if traits.has_images else cls.encoding_abilities(engine)
+        return cls(name, engine, (*writes, *encodes))
+
+    @staticmethod
+    def encoding_abilities(engine: Any) -> tuple[str, ...]:
+        """Return the abilities of an engine's model to encode texts."""
+        return ("embeddings", "pairs") if rates_pairs(engine.model) else ("embeddings",)
 
 
 @dataclass

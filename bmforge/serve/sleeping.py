@@ -86,6 +86,10 @@ class SleepingEngine:
         """Submit texts to embed; see `Engine.submit_embed`."""
         return self._use(lambda engine: engine.submit_embed(inputs, **options))
 
+    def submit_pairs(self, rows: Any, **options: Any) -> Future[Any]:
+        """Submit text pairs to score; see `Engine.submit_pairs`."""
+        return self._use(lambda engine: engine.submit_pairs(rows, **options))
+
     def submit_documents(self, documents: Any, **options: Any) -> Future[Any]:
         """Submit documents to fill in; see `Engine.submit_documents`."""
         return self._use(lambda engine: engine.submit_documents(documents, **options))

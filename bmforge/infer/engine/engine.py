@@ -32,6 +32,7 @@ from bmforge.infer.engine.score import score_pairs
 from bmforge.infer.engine.span_filling import fill_blanks
 from bmforge.infer.engine.stream import continue_prompts, stream_text
 from bmforge.infer.engine.tasks import TurnTask
+from bmforge.infer.engine.text_pairs import PairRow, rate_pairs
 from bmforge.infer.engine.weights import place_, read_weights_
 from bmforge.infer.generation import generate
 from bmforge.infer.openbmb.documents import fill_documents
@@ -315,6 +316,24 @@ class Engine:
         arguments = {"batch_size": min(8, self.config.max_rows), **options}
         fill = partial(fill_documents, self.model, self.tokenizer, documents, **arguments)
         return self._queue().add(TurnTask(self.model, fill, deadline_s, deltas))
+
+    def submit_pairs(
+        self,
+        rows: Sequence[PairRow],
+        *,
+        deadline_s: float | None = None,
+        delta: DeltaChoice = None,
+    ) -> Future[Tensor]:
+        """Queue text pairs for a cross-encoder and return the future of their scores.
+
+        Args:
+            rows: rows of `text_pairs.encode_pairs`.
+            deadline_s: deadline in seconds, as in `submit_embed`.
+            delta: name of an adapter.
+        """
+        self._check("submit_pairs", writes=False)
+        rate, deltas = partial(rate_pairs, self.model, rows), check_names(self.model, delta)
+        return self._queue().add(TurnTask(self.model, rate, deadline_s, deltas))
 
     def embed(self, inputs: Any, *, delta: DeltaChoice = None, **options: Any) -> Tensor:
         """Return an embedding of every input, (B, D); see `encode.embed`."""

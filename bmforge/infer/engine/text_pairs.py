@@ -1,0 +1,59 @@
+"""Scores of text pairs by a cross-encoder: an encoder with one class, such as a reranker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bmforge.surgery import evaluating
+from bmforge.tokenizers.segments import encode_segments
+
+__all__ = ["PairRow", "encode_pairs", "rates_pairs", "rate_pairs"]
+
+PairRow: TypeAlias = tuple[list[int], list[int]]  # token ids and segment ids
+
+
+def rates_pairs(model: Any) -> bool:
+    """Return True if a model is an encoder of two texts whose only class is their relevance."""
+    config, traits = model.config, model.traits
+    is_encoder = traits.reads == "both" and not traits.has_images
+    return is_encoder and config.head == "sequence_classification" and config.num_labels == 1
+
+
+def encode_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> list[PairRow]:
+    """Return the token ids and segment ids of text pairs, without truncation."""
+    longest = 8 + max((len(tokenizer.encode(text)) for pair in pairs for text in pair), default=0)
+    last = model.config.num_segments - 1
+    rows = []
+    for pair in pairs:
+        ids, segments = encode_segments(pair, tokenizer, 2 * longest, model.traits.marks_between)
+        rows.append((ids, [min(segment, last) for segment in segments]))
+    return rows
+
+
+@torch.no_grad()
+def rate_pairs(model: Any, rows: Sequence[PairRow]) -> Tensor:
+    """Return the relevance of text pairs, between 0 and 1: the sigmoid of the only class.
+
+    Args:
+        model: cross-encoder, see `rates_pairs`.
+        rows: rows of `encode_pairs`.
+
+    Shape:
+        returns (B,) in fp32
+    """
+    device = next(model.parameters()).device
+    scores = []
+    with evaluating(model):
+        for ids, segments in rows:
+            inputs = {"input_ids": ids}
+            if model.config.num_segments > 1:
+                inputs["token_type_ids"] = segments
+            tensors = {
+                name: torch.tensor([row], device=device) for name, row in inputs.items()
+            }
+            scores.append(model(**tensors).logits[0, 0].float().sigmoid())
+    return torch.stack(scores)
