@@ -19,7 +19,7 @@ from bmforge.serve.app import create_app
 from bmforge.serve.settings import ServeConfig
 
 QUERY, DOCUMENTS = "what is a panda", ["a panda is a bear", "paris", "a b", "bear what paris is"]
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"what is a b panda bear paris".split()]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *["what", "is", "a", "b", "panda", "bear", "paris"]]
 SIZES: dict[str, Any] = {
     "vocab_size": len(WORDS), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 64, "max_position_embeddings": 64, "pad_token_id": 0,

@@ -52,8 +52,6 @@ def rate_pairs(model: Any, rows: Sequence[PairRow]) -> Tensor:
             inputs = {"input_ids": ids}
             if model.config.num_segments > 1:
                 inputs["token_type_ids"] = segments
-            tensors = {
-                name: torch.tensor([row], device=device) for name, row in inputs.items()
-            }
+            tensors = {name: torch.tensor([row], device=device) for name, row in inputs.items()}
             scores.append(model(**tensors).logits[0, 0].float().sigmoid())
     return torch.stack(scores)
