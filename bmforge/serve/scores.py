@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response
 
-from bmforge.infer.engine.text_pairs import encode_pairs
+from bmforge.infer.engine.text_pairs import encode_pairs, pair_task
 from bmforge.serve.chat_requests import read_prompt
 from bmforge.serve.encoding import encode_inputs, finish_task
 from bmforge.serve.engine_options import check_size, longest_prompt, row_tokens
@@ -220,10 +220,12 @@ async def _compare(
             rows = await serving.tokenize(partial(encode_inputs, engine, texts))
         lengths = [len(row[0] if is_rated else row) for row in rows]
         _check_lengths(lengths, longest_prompt(engine, config.limits), field)
-        submit = engine.submit_pairs if is_rated else engine.submit_embed
         options = {"delta": served.delta, "deadline_s": config.timeouts.request_s}
+        submit = partial(engine.submit_embed, rows, **options)
+        if is_rated:
+            submit = partial(engine.submit_task, partial(pair_task, rows, **options))
         try:
-            result = await finish_task(serving, request, engine, partial(submit, rows, **options))
+            result = await finish_task(serving, request, engine, submit)
         except GoneError:
             return None
     result = result.float().cpu()

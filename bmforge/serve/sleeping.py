@@ -12,6 +12,7 @@ from typing import Any
 from bmforge.errors import BmforgeError
 from bmforge.infer import Engine
 from bmforge.infer.engine.request import Handle, Request, RequestsStatus
+from bmforge.infer.engine.tasks import EngineTask
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.serve.pauses import collect_all
@@ -86,9 +87,9 @@ class SleepingEngine:
         """Submit texts to embed; see `Engine.submit_embed`."""
         return self._use(lambda engine: engine.submit_embed(inputs, **options))
 
-    def submit_pairs(self, rows: Any, **options: Any) -> Future[Any]:
-        """Submit text pairs to score; see `Engine.submit_pairs`."""
-        return self._use(lambda engine: engine.submit_pairs(rows, **options))
+    def submit_task(self, make: Callable[[Any], EngineTask]) -> Future[Any]:
+        """Submit a task of the model; see `Engine.submit_task`."""
+        return self._use(lambda engine: engine.submit_task(make))
 
     def submit_documents(self, documents: Any, **options: Any) -> Future[Any]:
         """Submit documents to fill in; see `Engine.submit_documents`."""

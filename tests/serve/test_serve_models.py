@@ -188,6 +188,7 @@ def test_an_engine_that_was_closed_is_said(start: Any, model_directory: Path) ->
             model="tiny", prompt="a", max_tokens=900, stream=True, **bias
         )
         next(iter(stream))
+        server.keep_open()
         engine.close()
         with pytest.raises(openai.APIError, match="has failed"):
             list(stream)

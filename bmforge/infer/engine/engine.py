@@ -31,8 +31,7 @@ from bmforge.infer.engine.requests import Requests, open_requests
 from bmforge.infer.engine.score import score_pairs
 from bmforge.infer.engine.span_filling import fill_blanks
 from bmforge.infer.engine.stream import continue_prompts, stream_text
-from bmforge.infer.engine.tasks import TurnTask
-from bmforge.infer.engine.text_pairs import PairRow, rate_pairs
+from bmforge.infer.engine.tasks import EngineTask, TurnTask
 from bmforge.infer.engine.weights import place_, read_weights_
 from bmforge.infer.generation import generate
 from bmforge.infer.openbmb.documents import fill_documents
@@ -217,12 +216,7 @@ class Engine:
     def stream(self, prompt: str, *, delta: DeltaChoice = None, **options: Any) -> Iterator[str]:
         """Yield the continuation of a prompt, piece by piece, as it is generated.
 
-        Args:
-            prompt: prompt text.
-            options: fields of `GenerationConfig`, without beam search.
-
-        Raises:
-            ConfigError: same as in `generate`.
+        Options and errors are those of `generate`, without beam search.
         """
         with self.turn("stream", delta=delta) as model:
             yield from stream_text(model, self.tokenizer, prompt, **options)
@@ -317,23 +311,10 @@ class Engine:
         fill = partial(fill_documents, self.model, self.tokenizer, documents, **arguments)
         return self._queue().add(TurnTask(self.model, fill, deadline_s, deltas))
 
-    def submit_pairs(
-        self,
-        rows: Sequence[PairRow],
-        *,
-        deadline_s: float | None = None,
-        delta: DeltaChoice = None,
-    ) -> Future[Tensor]:
-        """Queue text pairs for a cross-encoder and return the future of their scores.
-
-        Args:
-            rows: rows of `text_pairs.encode_pairs`.
-            deadline_s: deadline in seconds, as in `submit_embed`.
-            delta: name of an adapter.
-        """
-        self._check("submit_pairs", writes=False)
-        rate, deltas = partial(rate_pairs, self.model, rows), check_names(self.model, delta)
-        return self._queue().add(TurnTask(self.model, rate, deadline_s, deltas))
+    def submit_task(self, make: Callable[[Any], EngineTask]) -> Future[Any]:
+        """Queue the task that a function creates for the model, and return its future."""
+        self._check("submit_task", writes=False)
+        return self._queue().add(make(self.model))
 
     def embed(self, inputs: Any, *, delta: DeltaChoice = None, **options: Any) -> Tensor:
         """Return an embedding of every input, (B, D); see `encode.embed`."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from bmforge.infer.engine.tasks import TurnTask
 from bmforge.surgery import evaluating
 from bmforge.tokenizers.segments import encode_segments
+from bmforge.tune.delta.selection import DeltaChoice, check_names
 
-__all__ = ["PairRow", "encode_pairs", "rates_pairs", "rate_pairs"]
+__all__ = ["PairRow", "encode_pairs", "pair_task", "rate_pairs", "rates_pairs"]
 
 PairRow: TypeAlias = tuple[list[int], list[int]]  # token ids and segment ids
 
@@ -55,3 +58,18 @@ def rate_pairs(model: Any, rows: Sequence[PairRow]) -> Tensor:
             tensors = {name: torch.tensor([row], device=device) for name, row in inputs.items()}
             scores.append(model(**tensors).logits[0, 0].float().sigmoid())
     return torch.stack(scores)
+
+
+def pair_task(
+    rows: Sequence[PairRow], model: Any, *, deadline_s: float | None, delta: DeltaChoice
+) -> TurnTask:
+    """Return a task that scores text pairs, for `Engine.submit_task`.
+
+    Args:
+        rows: rows of `encode_pairs`.
+        model: cross-encoder.
+        deadline_s: deadline in seconds, as in `EngineTask`.
+        delta: name of an adapter; None uses the active ones.
+    """
+    rate = partial(rate_pairs, model, rows)
+    return TurnTask(model, rate, deadline_s, check_names(model, delta))
