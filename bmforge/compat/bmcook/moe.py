@@ -25,7 +25,7 @@ class BMMoE:
 
         Args:
             model: any model.
-            config: a `ConfigParser`, whose `first_FFN_module` lists parts of module names.
+            config: a `ConfigParser`, whose `first_FFN_module` lists substrings of module names.
             forward_fn: ``(model, loss_func, targets, *args, **kwargs)`` -> output.
 
         Raises:

@@ -29,7 +29,7 @@ def save(model: nn.Module, file_name: str, mode: str) -> None:
 
     Args:
         model: trained model.
-        file_name: path.
+        file_name: path of the file to write.
         mode: "quant" writes ``X.weight_quant`` int8 (out, in) and ``X.weight_scale`` fp16 (out,)
             instead of ``X.weight`` of every quantized layer; "prune" writes the remaining weights,
             and their sizes to ``FILE.config.json``.
@@ -90,7 +90,7 @@ def save_masks(file_name: str, model: nn.Module | None = None) -> None:
     """Write a pruned model's masks: a bool tensor for each parameter, True for nonzero weights.
 
     Args:
-        file_name: path.
+        file_name: path of the file to write.
         model: pruned model (required).
     """
     pruned = _pruned(model)

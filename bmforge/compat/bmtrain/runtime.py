@@ -254,7 +254,7 @@ def init_distributed(
     Args:
         init_method: rendezvous URL of torch.distributed.
         seed: seed of torch, numpy and random, the same on every process; dropout masks differ.
-        pipe_size: number of pipeline stages; -1 and 1 are none.
+        pipe_size: number of pipeline stages; -1 or 1 for no pipeline.
         num_micro_batches: number of micro-batches of a pipeline (default: `pipe_size`).
         tp_size: number of tensor-parallel processes per model.
         zero_level: default ZeRO level of a `Block`: 2 or 3.

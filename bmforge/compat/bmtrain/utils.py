@@ -95,7 +95,7 @@ class AverageRecorder:
     """Exponential moving average with bias correction.
 
     Args:
-        alpha: weight of the past.
+        alpha: weight of the previous average, 0 to 1.
         start_value: value before the first record.
     """
 

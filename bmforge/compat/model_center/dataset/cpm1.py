@@ -24,7 +24,7 @@ class CPM1_Dataset(Dataset[Any]):  # noqa: N801
 
     Args:
         ctx: pieces of token ids.
-        tgt: targets, as long as their pieces.
+        tgt: targets of each piece, of the piece's length.
         max_length: padded length; slices skip longer pieces.
     """
 
@@ -61,7 +61,7 @@ class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
 
     Args:
         ctx: pieces of token ids.
-        max_length: longest piece; longer ones give None.
+        max_length: maximum length of a piece; for a longer piece the values are None.
     """
 
     def __init__(self, ctx: Any, max_length: int = 1024) -> None:

@@ -120,8 +120,8 @@ class DistributedDataset:
 
         Args:
             state: result of `state_dict` on any process.
-            strict: True to refuse another number of processes, for which partly read blocks
-                start over.
+            strict: True to raise an error if the number of processes has changed; False starts
+                partly read blocks again.
 
         Raises:
             ConfigError: the number of processes has changed (with `strict`), or the state is that
