@@ -54,7 +54,7 @@ def settle_columns(
     Args:
         matrix: weights, (rows, columns).
         hessian: Hessian of the matrix's inputs.
-        settler: computes the new value of each column.
+        settler: object that computes the new value of each column.
         damp: fraction of the Hessian's mean diagonal that is added to the diagonal.
         block_columns: number of columns per block; the remaining columns are updated after each
             block.

@@ -91,7 +91,7 @@ class Compression:
         model: compressed model once finished: the original object, or a plain model that
             replaces it if it was parallelized.
         step: number of completed optimizer steps.
-        distiller: compares student and teacher; None without a teacher.
+        distiller: `Distiller` that compares student and teacher; None without a teacher.
     """
 
     name = "compression"

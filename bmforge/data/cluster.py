@@ -45,8 +45,8 @@ class ClusterConfig:
         prepare: settings of the preparation; if its `workers` is above 0, each task runs a worker
             process, so that the time and memory limits apply.
         steps: additional steps, run after those of `prepare`.
-        tasks: largest number of tasks of a run; a task processes several shards if there are more
-            shards than tasks.
+        tasks: largest number of datatrove tasks per stage; a task processes several shards if there
+            are more shards than tasks.
         at_once: number of concurrent tasks; -1 is the number of cores, or unlimited for a job
             queue.
         options: further arguments of the executor, such as partition, time and mem_per_cpu_gb for

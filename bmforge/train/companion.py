@@ -19,7 +19,7 @@ class Companion(Protocol):
 
     Attributes:
         name: prefix of its tensors in checkpoints.
-        model: the model, in the layout of the run's model.
+        model: second model, parallelized like the trained model.
         optimizers: optimizers of the second model.
     """
 

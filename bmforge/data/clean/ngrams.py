@@ -60,7 +60,7 @@ class RepeatedNgrams:
     is compared only if its first 12 characters also occur at the start of another word.
 
     Args:
-        words: the words.
+        words: words of the text, in order.
         joined: all words without spaces.
     """
 

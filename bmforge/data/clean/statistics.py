@@ -41,10 +41,11 @@ class TextStatistics:
     """Statistics of one text, computed on first use and cached.
 
     Args:
-        text: the text.
+        text: text to analyze.
         split: function that splits the text, or a line, into words (default: the splitter for the
             text's script).
-        count: function that counts the sentences of a line (default: by the words of `split`).
+        count: function that counts the sentences of a line (default: counts them in the words that
+            `split` returns).
     """
 
     def __init__(

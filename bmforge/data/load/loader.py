@@ -53,7 +53,7 @@ class DataLoader:
         dataset: a `PackedDataset` or a `Mixture`.
         global_batch_size: rows per optimizer step over all ranks.
         micro_batch_size: rows per forward pass on one rank.
-        rank: this data-parallel rank.
+        rank: data-parallel rank of this process.
         world: number of data-parallel ranks.
         seed: random seed of the sample order.
         reset_at_documents: True to add position and document ids per document; the dataset needs
@@ -236,7 +236,7 @@ def iter_once(
     Args:
         dataset: a `PackedDataset` or a `Mixture`.
         batch_size: rows per batch on one rank.
-        rank: this data-parallel rank.
+        rank: data-parallel rank of this process.
         world: number of data-parallel ranks.
         max_batches: largest number of batches over all ranks, so that the rows do not depend on the
             world size; None reads the whole corpus.

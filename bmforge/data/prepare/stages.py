@@ -193,11 +193,11 @@ def run_stages(
     """Run the unfinished parts of all stages; return the results of every part by stage.
 
     Args:
-        plan: the inputs and shards.
-        config: the settings.
-        steps: single-document steps.
-        tokenizer: a tokenizer to use instead of training one.
-        journal: the open journal.
+        plan: inputs and shards of the preparation.
+        config: settings of the preparation.
+        steps: steps that are applied to each document by itself.
+        tokenizer: existing tokenizer; None trains one.
+        journal: open journal of the work directory.
         runner: function that runs the parts of a per-shard stage, in any order.
     """
     keys = make_keys(plan, config, steps, tokenizer)

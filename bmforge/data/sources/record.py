@@ -65,7 +65,7 @@ class Record:
     """One unparsed record of an input file.
 
     Attributes:
-        place: location for `Document.place`.
+        place: location of the record in its file, for `Document.place`.
         size_bytes: raw size of the record.
         parse: function that returns the document or a `Drop`, or raises `DataError` for damage.
     """

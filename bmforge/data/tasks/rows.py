@@ -54,7 +54,7 @@ class ClassRows:
     Args:
         rows: texts of each row, and its class (-100 for an unlabelled row).
         tokenizer: tokenizer of a BERT-like model.
-        config: settings of the run, for widths and padding.
+        config: data settings, which determine the width and padding of rows.
         marks_between: number of [SEP] tokens between two texts; see `encode_segments`.
 
     Raises:
@@ -126,7 +126,7 @@ class AnswerRows:
 
     Args:
         pairs: prompts and answers.
-        config: settings of the run.
+        config: data settings, which determine the width and padding of rows.
         reads_apart: True for an encoder-decoder (prompt and answer are separate); False puts both
             in one row.
     """

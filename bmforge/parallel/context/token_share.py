@@ -48,9 +48,12 @@ class TokenShare:
     Args:
         group: process group.
         length: length T of the whole sequence.
-        zigzag: two chunks per process, one counted from each end of the sequence.
-        unit: number of which chunk lengths are multiples if the sequence length is.
-        by_heads: attention shards heads and sees whole sequences (the method "ulysses").
+        zigzag: True to assign two chunks to each process, one counted from each end of the
+            sequence.
+        unit: divisor of the chunk lengths, for sequence lengths that it divides (the
+            tensor-parallel size with sequence parallelism, else 1).
+        by_heads: True if attention shards heads and computes whole sequences (the method
+            "ulysses").
     """
 
     group: dist.ProcessGroup

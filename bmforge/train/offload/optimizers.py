@@ -43,7 +43,7 @@ class Away:
         steps: number of updates so far.
         left: offloaded gradient, if gradients are offloaded during backward.
         tickets: handles of the last step's pending copies to the device.
-        changed: function called at the beginning of a step.
+        changed: callback that is called at the beginning of a step; None calls nothing.
         early: gradient of the step in which the parameter was offloaded.
     """
 
