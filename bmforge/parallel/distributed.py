@@ -54,7 +54,7 @@ def init_distributed(*, device: torch.device | None = None, timeout_s: float = 6
     A group that the program has already initialized is kept.
 
     Args:
-        device: compute device; None takes the accelerator of the local rank, or the CPU.
+        device: compute device; None uses the accelerator of the local rank, or the CPU.
         timeout_s: timeout of collectives in seconds.
 
     Raises:

@@ -62,7 +62,7 @@ def parallelize(
 
     Args:
         model: any nn.Module; a bmforge model has its own rules.
-        layout: degrees of parallelism; None takes ZeRO-3 over all processes.
+        layout: degrees of parallelism; None uses ZeRO-3 over all processes.
         rules: name globs; None uses the model's own rules, or else the repeated blocks.
         mesh: mesh of the layout, if it has already been built.
         precision: fp32, or bf16 / fp16 compute with fp32 parameters and fp32 gradient reduction.

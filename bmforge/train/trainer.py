@@ -269,7 +269,7 @@ class Trainer:
 
         Args:
             stop_asked: True if this process wants to stop; shared with all processes.
-            micro_batches: micro-batches of this process; None takes the next ones from the loader.
+            micro_batches: micro-batches of this process; None uses the next ones from the loader.
 
         Returns:
             metrics row, and whether any process wants to stop

@@ -30,7 +30,7 @@ class DistillLoss:
             same after the student's and the teacher's vectors are divided by their mean norm
             (BMCook), "cosine" one minus the cosine.
         of: tensor of the relation loss: "query", "key" or "value".
-        relation_heads: number of relation heads; 0 takes the student's number of heads.
+        relation_heads: number of relation heads; 0 uses the student's number of heads.
         layers: pairing of student and teacher blocks; see `maps.pair_layers`.
         pairs: explicit pairs (student module, teacher module) instead of `layers`; "into:NAME"
             means the input of a module.

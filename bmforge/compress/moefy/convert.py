@@ -74,7 +74,7 @@ def moefy(
 
     Args:
         model: bmforge model of any family, with its weights, before `parallelize`.
-        config: settings; None takes the defaults.
+        config: settings; None uses the defaults.
         batches: keyword arguments of the model's forward, used to group features (if
             configured), train routers and measure activity.
 

@@ -20,7 +20,7 @@ _BREAK = re.compile("(\n{2,})")
 def find_copies(documents: Iterable[Document], config: DedupConfig | None = None) -> dict[str, str]:
     """Map the id of each document that is an exact copy to the id of the document to keep.
 
-    Memory: about 250 bytes a document.
+    Memory: about 250 bytes per document.
     """
     order = (config or DedupConfig()).source_order
     best: dict[bytes, tuple[tuple[int, bytes], str]] = {}

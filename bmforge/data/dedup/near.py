@@ -189,7 +189,7 @@ def find_near_places(
             per band.
         shingle: function that returns sorted distinct n-gram hashes (default: `hash_shingles`).
         work_dir: folder of temporary files: a band's keys, and the candidates' n-grams.
-        bound_bytes: largest size of a band's keys in memory, at 32 bytes a document; larger ones
+        bound_bytes: largest size of a band's keys in memory, at 32 bytes per document; larger ones
             are sorted in files.
         names: dict to which the ids of all candidate documents are added. The keys of a candidate
             are ``~number``, the complement of its candidate number, and its position if it belongs

@@ -46,7 +46,7 @@ def read_conversations(path: str | os.PathLike[str]) -> list[ChatExample]:
     """Read every conversation from a file, or from all files of a folder.
 
     Args:
-        path: a file with one JSON object a line, with a JSON list of objects, or a Parquet table;
+        path: a file with one JSON object per line, with a JSON list of objects, or a Parquet table;
             or a folder of such files.
 
     Raises:

@@ -1,6 +1,6 @@
 """Block datasets of BMTrain, ModelCenter and CPM-Live: safe reader and converter.
 
-A dataset is a directory. ``meta.bin`` has one JSON object a line for each data file: file_name,
+A dataset is a directory. ``meta.bin`` has a line with a JSON object for each data file: file_name,
 block_begin, block_end, nbytes, nlines, mask and sometimes block_size. A data file consists of
 blocks of equal size; a block consists of records, each 0x1F, its length (uint32, little-endian) and
 that many bytes of pickle, then 0x00 up to the end. BMTrain and ModelCenter use an older form:

@@ -1,7 +1,7 @@
 """Readers of Few-NERD (entity types), LAMA (facts), and WebNLG (texts for triples).
 
 Sources: Ding et al. 2021 (Few-NERD, its supervised files), Petroni et al. 2019 and Shin et al. 2020
-(LAMA as AutoPrompt divides it, one folder a relation), Gardent et al. 2017 (WebNLG as JSON).
+(LAMA as AutoPrompt divides it, one folder per relation), Gardent et al. 2017 (WebNLG as JSON).
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ def write_schedule(
             last.
         num_ranks: number of pipeline ranks.
         num_micro_batches: micro-batches per optimizer step.
-        stages_per_rank: pipeline stages per rank; None takes the fewest that the schedule supports.
+        stages_per_rank: pipeline stages per rank; None uses the fewest that the schedule supports.
 
     Raises:
         ConfigError: the name is unknown or the numbers do not fit; the message lists all

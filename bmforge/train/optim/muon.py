@@ -39,7 +39,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: Newton-Schulz iterations.
         adjust_lr: factor on the learning rate: "match_rms_adamw": 0.2 sqrt(max(rows, columns)),
             so that AdamW's learning rate fits; "original": sqrt(max(1, rows / columns)).
-        ns_dtype: dtype of the gathered matrix and the iterations, bf16 or fp32; None takes bf16
+        ns_dtype: dtype of the gathered matrix and the iterations, bf16 or fp32; None uses bf16
             on an accelerator and fp32 on the CPU, where bf16 products may be many times slower.
 
     Memory/Comm: one whole matrix at a time, all-gathered in `ns_dtype`; momentum stays sharded.
