@@ -58,7 +58,7 @@ class DedupConfig:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever other duplicates may be found."""
+        """Version string, which changes whenever the detection may find other duplicates."""
         return f"near=2 {self!r}"
 
 

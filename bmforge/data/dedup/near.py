@@ -221,7 +221,7 @@ def find_near_places(
 def _equal_groups(
     keys: Iterable[Hashes], band: int, folder: Path, bound_bytes: int, old: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield the groups of documents with equal keys in a band that include one of this corpus."""
+    """Yield groups of documents with equal band keys that contain a document of this corpus."""
     rows, first = SortedRows(folder, bound_bytes), 0
     for part in keys:
         new = np.zeros(len(part), ROW)
