@@ -170,7 +170,7 @@ class _Job:
         return make_keys(plan, self.config.prepare, steps, tokenizer)
 
     def name(self, stage: str) -> str:
-        """Return a name for the run of a stage; it changes with the settings of the stage."""
+        """Return the name of a stage's datatrove run, which changes with the stage's settings."""
         return self.keys().of(stage)[-1][:12]
 
     def spread(self, stage: str, rank: int, world: int) -> None:
