@@ -189,7 +189,7 @@ def quantize_table(model: Any, section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pattern_of(method: str) -> Any:
-    """Convert BMCook's ``mask_method`` to bmforge's name."""
+    """Convert BMCook's ``mask_method`` to the name of bmforge's sparsity pattern."""
     return _PATTERNS[method]
 
 

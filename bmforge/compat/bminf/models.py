@@ -1,4 +1,4 @@
-"""Models of BMInf 1.0 with their names and arguments, over bmforge's engine.
+"""Models of BMInf 1.0 with their names and arguments, implemented with bmforge's engine.
 
 Source: the models of BMInf 1.0.2.
 """
@@ -76,7 +76,7 @@ def open_engine(
 
 
 class _Model:
-    """Base class of the three models.
+    """Base class of `CPM1`, `CPM2` and `EVA`.
 
     Args:
         device_idx: index of the accelerator (only the first one).

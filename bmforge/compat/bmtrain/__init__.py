@@ -1,4 +1,4 @@
-"""BMTrain 1.0's API over bmforge's engine, with the older forms that programs still use.
+"""BMTrain 1.0's API, implemented with bmforge, and older forms that programs still use.
 
     import bmforge.compat.bmtrain as bmt
 

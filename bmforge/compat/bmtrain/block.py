@@ -79,7 +79,7 @@ class Block(Facade):
             self.shard()
 
     def shard(self) -> None:
-        """Shard the parameters; called when they are on the right pipeline stage."""
+        """Shard the parameters; called after they are placed on their pipeline stage."""
         if not isinstance(self._module, FSDPModule):
             _shard_(self._module, frees=self.zero_level == 3)
 

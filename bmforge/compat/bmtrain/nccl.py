@@ -1,4 +1,4 @@
-"""BMTrain's `nccl` module over torch.distributed: collectives between storages.
+"""BMTrain's `nccl` module, implemented with torch.distributed: collectives between storages.
 
 A tensor that fills its storage may be passed instead of the storage.
 """

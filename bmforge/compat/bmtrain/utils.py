@@ -108,7 +108,7 @@ class AverageRecorder:
         return self._value / (1.0 - self.alpha**self._steps) if self._steps else self._value
 
     def record(self, v: float) -> None:
-        """Add a value."""
+        """Add a value to the moving average."""
         past = self._value if self._steps else 0.0
         self._value = self.alpha * past + (1.0 - self.alpha) * v
         self._steps += 1

@@ -1,4 +1,4 @@
-"""`pretrain(...)`, which trains a program's model on its data and forward step."""
+"""`pretrain`, which trains a program's model with the program's data and forward step."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _BESIDE = (*_TOLD, "answers", "which")
 
 
 class PromptModel(nn.Module):
-    """A model with a template.
+    """A language model with a prompt template.
 
     Args:
         plm: model of bmforge or transformers.

@@ -1,4 +1,4 @@
-"""Memory-mapped corpora (`.bin` and `.idx`) under their old names, over `TokenStore`."""
+"""Memory-mapped corpora (`.bin` and `.idx`) under ModelCenter's names, using `TokenStore`."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class TaskRows(Dataset[dict[str, Tensor]]):
 
 
 def _read_labelled(task: str, path: str, split: str) -> list[TaskExample]:
-    """Read a split; of a test split, only the labeled samples, possibly none."""
+    """Read a split; only the labeled samples of a test split are used, possibly none."""
     if split != "test":
         return read_task(task, path, split)
     if "test" not in TASKS[task].files:

@@ -1,4 +1,4 @@
-"""Base classes of text generation, over bmforge's own decoding."""
+"""Base classes of text generation, implemented with bmforge's decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention and feed-forward layers with ModelCenter's arguments, over bmforge's attention."""
+"""Attention and feed-forward layers with ModelCenter's arguments, using bmforge's attention."""
 
 from __future__ import annotations
 

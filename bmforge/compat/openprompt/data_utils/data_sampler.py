@@ -1,4 +1,4 @@
-"""OpenPrompt's few-shot sampler over `draw_few`: the same seed selects the same examples."""
+"""OpenPrompt's few-shot sampler, which uses `draw_few`: a seed selects the same examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenPrompt's search for templates and label words (LM-BFF), over bmforge's own search.
+"""OpenPrompt's search for templates and label words (LM-BFF), implemented with bmforge's search.
 
 Source: Gao et al., "Making pre-trained language models better few-shot learners" (2021).
 """
