@@ -143,7 +143,7 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
 
 
 def _spell_aliases(aliases: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
-    """Replace aliases of options by the options' names."""
+    """Replace aliases of options with the options' names."""
     parts = [argument.partition("=") for argument in arguments]
     return [
         aliases.get(name.replace("_", "-"), name) + equals + value for name, equals, value in parts

@@ -72,8 +72,8 @@ class GenerateCommand:
         no_repeat_ngram_size: size of n-grams that may occur only once (default: no limit).
         stop_strings: texts that end the continuation; they are not part of it.
         seed: random seed of sampling.
-        adapter: adapter directories to attach to the model; DIR=0.5 scales its output by
-            0.5.
+        adapter: adapter directories to attach to the model; DIR=0.5 scales the adapter's
+            output by 0.5.
         allow_other_base: accept adapters that were trained on other base weights.
         memory: memory limits of the model.
     """
@@ -119,8 +119,8 @@ class ChatCommand:
         model: directory, hub id or short name of a model that generates text, a run's
             directory, or an adapter directory.
         config: generation options.
-        adapter: adapter directories to attach to the model; DIR=0.5 scales its output by
-            0.5.
+        adapter: adapter directories to attach to the model; DIR=0.5 scales the adapter's
+            output by 0.5.
         allow_other_base: accept adapters that were trained on other base weights.
         hide_thoughts: do not print the text between <think> and </think>.
         memory: memory limits of the model.

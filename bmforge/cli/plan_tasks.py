@@ -200,7 +200,7 @@ def plan_residents(
         command: a `PlanCommand`.
         make_policy: function that builds the trained model on meta.
         make_value: function that builds the value model on meta.
-        make_teacher: function that builds a model by name on meta.
+        make_teacher: function that builds the model with a given name on meta.
         precision: precision of the computation.
         row_tokens: tokens per sequence, prompt and answer together.
     """

@@ -44,9 +44,9 @@ class ServeCommand:
     Args:
         model: directory, hub id or short name of a model, with its tokenizer.
         config: address and limits of the server.
-        adapter: adapter directories to attach to the model; DIR=0.5 scales its output by
-            0.5. With NAME=DIR, requests select the adapter by giving NAME as the model; other
-            requests use the base model.
+        adapter: adapter directories to attach to the model; DIR=0.5 scales the adapter's
+            output by 0.5. With NAME=DIR, requests select the adapter by giving NAME as the model;
+            other requests use the base model.
         allow_other_base: accept adapters that were trained on other base weights.
         context: maximum number of tokens of prompt and answer together, also as --max-model-len;
             none uses the model's maximum sequence length, or the longest that fits into memory.

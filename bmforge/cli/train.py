@@ -46,7 +46,7 @@ def _check_names(arguments: Sequence[str]) -> None:
 
 
 def _spell_out(arguments: Sequence[str]) -> list[str]:
-    """Replace short option names by the full names of their fields."""
+    """Replace short option names with the full names of their fields."""
     out = []
     for argument in arguments:
         name, mark, value = argument.partition("=")
