@@ -75,7 +75,7 @@ class KVCache:
     def remember(
         self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Return a layer's cross-attention keys and values; the first call computes both by `make`.
+        """Return a layer's cross-attention keys and values, computed by `make` in the first call.
 
         Shape:
             returns two tensors (B, K, S, H)
@@ -90,7 +90,7 @@ class KVCache:
         self.length = self.stored + tokens - self.extra_length
 
     def reorder(self, indices: Tensor) -> None:
-        """Replace row i by the old row ``indices[i]``; the number of rows may change.
+        """Replace row i with the old row ``indices[i]``; the number of rows may change.
 
         Shape:
             indices: (new B,), integers

@@ -121,7 +121,7 @@ class Decoder:
         return {"adapter_names": self._selection}
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace the rows by copies of the old rows with the given indices.
+        """Replace the rows with copies of the old rows with the given indices.
 
         Shape:
             rows: (B',), integers

@@ -74,7 +74,7 @@ class ForeignDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace the rows by copies of the old rows with the given indices."""
+        """Replace the rows with copies of the old rows with the given indices."""
         if self._caches:
             self.cache.reorder(rows)
         self._reorder_choice(rows)
@@ -148,7 +148,7 @@ class SeparateDecoder(Decoder):
         return torch.cat([row.run(ids[None, first:]) for row, ids, first in pairs])
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace the rows by copies of the old rows with the given indices."""
+        """Replace the rows with copies of the old rows with the given indices."""
         self._rows = [self._rows[row].copy() for row in rows.tolist()]
 
 

@@ -1,4 +1,4 @@
-"""Prepares and validates requests: token ids, complete options and new answers."""
+"""Validates requests, and converts them to token ids, complete options and new answers."""
 
 from __future__ import annotations
 

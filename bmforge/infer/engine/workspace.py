@@ -170,12 +170,12 @@ class _Follower(TorchDispatchMode):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Replaces attention by the allocations of the fused kernel (meta would allocate scores)."""
+    """Replaces attention with the allocations of the fused kernel (meta would allocate scores)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function; replace attention by the allocations of the fused kernel."""
+        """Run a function; replace attention with the allocations of the fused kernel."""
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)

@@ -340,7 +340,7 @@ class _DocumentDecoder(Decoder):
         return self.finish if row.slot == last else self.finish + 1 + row.slot
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace the rows by copies of the old rows with the given indices."""
+        """Replace the rows with copies of the old rows with the given indices."""
         self.cache.reorder(rows)
         self._seen = {name: seen.index_select(0, rows) for name, seen in self._seen.items()}
         relations = self._tables["segment_rel"].index_select(0, rows)
