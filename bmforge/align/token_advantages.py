@@ -1,4 +1,4 @@
-"""Advantages that differ between the tokens of an answer: PPO's, and REINFORCE++'s with a KL."""
+"""Advantages that differ between an answer's tokens, in PPO and in REINFORCE++ with a KL term."""
 
 from __future__ import annotations
 
