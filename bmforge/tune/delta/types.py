@@ -1,4 +1,4 @@
-"""Registry of adapter types by name, and initialization of all adapters of a model."""
+"""Lists the adapter types, and initializes all adapters of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["adapter_types", "init_deltas_"]
 
 
 def adapter_types(base: type[AttachedDelta] = AttachedDelta) -> dict[str, type[AttachedDelta]]:
-    """Return all adapter types by class name: the subclasses that define a `peft_type`."""
+    """Return a map from class name to adapter type: the subclasses that define a `peft_type`."""
     types: dict[str, type[AttachedDelta]] = {}
     for kind in base.__subclasses__():
         types |= {kind.__name__: kind} if "peft_type" in vars(kind) else {}
