@@ -1,4 +1,4 @@
-"""Scores answers with reward models: of whole answers (outcome) or of their steps (process)."""
+"""Scores answers with outcome reward models (whole answers) or process reward models (steps)."""
 
 from __future__ import annotations
 

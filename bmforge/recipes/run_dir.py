@@ -1,4 +1,4 @@
-"""Run directories: each belongs to one config, and a run never overwrites another run's."""
+"""Run directories: each belongs to one config, and a run never overwrites files of another run."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def check_new_run(run_dir: Path, name: str = "run_dir") -> None:
 
     Args:
         run_dir: the directory.
-        name: name of the option that sets it.
+        name: name of the option that sets the directory, for messages.
 
     Raises:
         ConfigError: the directory cannot be created, or contains unrelated files.

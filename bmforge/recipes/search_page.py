@@ -1,4 +1,4 @@
-"""HTML page of an adapter search, with the losses of every candidate by round."""
+"""HTML page of an adapter search, with the loss of every candidate in each round."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class ExampleSource(Protocol):
     """Interface of a data set that `ExampleLoader` reads.
 
     Attributes:
-        columns: width and padding value of each tensor by its name; ``labels`` is one of them.
+        columns: map from tensor name to width and padding value; ``labels`` is one of the names.
         fingerprint: hex digest that changes whenever an example changes.
 
     A source that reads token stores has `content`, an int digest of their contents. A source whose

@@ -20,7 +20,7 @@ def is_much(count: int, total: int) -> bool:
 def tell_left_out(
     reasons: Iterable[str], total: int, what: str, examples: Mapping[str, str] | None = None
 ) -> None:
-    """Log how many items were skipped, by reason, on one process; warn if they are many.
+    """Log on one process how many items were skipped for each reason; warn if they are many.
 
     Args:
         reasons: reason of each item that was skipped.
