@@ -83,7 +83,7 @@ _Test = TypeVar("_Test", bound=Callable[..., None])
 
 
 def capability(*names: str) -> Callable[[_Test], _Test]:
-    """Decorator: mark a test method as the test of some capabilities, by their names."""
+    """Decorator that marks a test method as the test of the named capabilities."""
     unknown = set(names) - set(CAPABILITIES)
     assert not unknown, f"{unknown} are not in CAPABILITIES"
 

@@ -1,4 +1,4 @@
-"""Builds models with changes, and equivalent models without, for `changed_suite.py`."""
+"""Builds models with LoRA, int8 or resized layers and equal plain ones, for `changed_suite.py`."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _STORED = ("k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
 
 def resized(model: nn.Module) -> list[Change]:
-    """Return changes that halve the heads and the MLP width of the last block of each stack.
+    """Return a `Change` per stack that halves the heads and MLP width of its last block.
 
-    Heads whose norms cover all heads at once are not halved: fewer heads have another mean square.
+    Heads are not halved if one norm covers all heads: fewer heads have another mean square.
     """
     last = {name.rpartition(".")[0]: name for name, m in model.named_modules() if is_block(m)}
     changes = []
@@ -67,7 +67,7 @@ def is_block(module: nn.Module) -> bool:
 
 
 def low_rank_everywhere(model: nn.Module) -> Change:
-    """Return a change that adds low-rank modules to all projections, experts and the LM head."""
+    """Return a `Change` that adds LoRA to the projections, the experts and the LM head."""
     names = [
         name
         for name, module in model.named_modules()
@@ -78,7 +78,7 @@ def low_rank_everywhere(model: nn.Module) -> Change:
 
 
 def stored_as_int8(model: nn.Module) -> Change:
-    """Return a change that stores projections, experts, token embedding and LM head as int8."""
+    """Return a `Change` that stores projections, experts, embedding and LM head as int8."""
     names = [
         name
         for name, module in model.named_modules()
@@ -95,7 +95,7 @@ def widen(batch: Batch) -> dict[str, Tensor]:
 
 
 def change_everything(model: Any) -> tuple[Change, ...]:
-    """Return changes of every kind (sizes, low-rank modules, int8 weights) for a model."""
+    """Return `Change`s of every kind for a model: resized layers, LoRA and int8 weights."""
     narrowed = copy.deepcopy(model)
     for change in resized(model):
         narrowed.change_(change)
@@ -104,12 +104,12 @@ def change_everything(model: Any) -> tuple[Change, ...]:
 
 
 def list_parts(model: nn.Module) -> list[nn.Module]:
-    """Return the low-rank modules of a model."""
+    """Return the LoRA modules of a model."""
     return [part for part in model.modules() if isinstance(part, (LowRank, ExpertsLowRank))]
 
 
 def spread_parts_(model: nn.Module, std: float = 0.1) -> None:
-    """Set the second matrices of the low-rank modules, initially zero, to random values."""
+    """Set the `up` matrices of the LoRA modules, which are initially zero, to random values."""
     generator = torch.Generator().manual_seed(7)
     for part in list_parts(model):
         for name, parameter in part.named_parameters():
@@ -118,10 +118,10 @@ def spread_parts_(model: nn.Module, std: float = 0.1) -> None:
 
 
 def merge_parts_(model: nn.Module, target: nn.Module) -> dict[str, tuple[str, str, float]]:
-    """Add the products of low-rank modules to the plain weights of `target`; untie tied weights.
+    """Merge the model's LoRA updates into the plain weights of `target`; untie tied weights.
 
     Returns:
-        dictionary from the name of each merged weight to the names of the low-rank module's two
+        dictionary from the name of each merged weight to the names of the LoRA module's two
         matrices, and its scale.
     """
     merged: dict[str, tuple[str, str, float]] = {}
@@ -141,12 +141,12 @@ def merge_parts_(model: nn.Module, target: nn.Module) -> dict[str, tuple[str, st
 
 
 def value_of(model: nn.Module, name: str) -> Tensor:
-    """Return a parameter by name, detached."""
+    """Return the named parameter, detached from the autograd graph."""
     return model.get_parameter(name).detach()
 
 
 def list_stored(model: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
-    """Return the name, the rows and the scales of every int8 weight."""
+    """Return the name, int8 values and scales of every int8 weight."""
     stored = []
     for name, module in model.named_modules():
         if isinstance(module, RowStore):

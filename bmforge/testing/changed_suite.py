@@ -1,4 +1,4 @@
-"""Tests of models with low-rank modules, int8 weights or other sizes, for every family."""
+"""Tests of models with LoRA modules, int8 weights or resized layers, for every family."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ class ChangedSuite:
 
     @pytest.fixture
     def changed(self, tiny: Model) -> ModelConfig:
-        """Fixture: the tiny config with changes of every kind."""
+        """Fixture: the tiny config with resized layers, LoRA modules and int8 weights."""
         return self.changed_config(tiny)
 
     def changed_config(self, tiny: Model) -> ModelConfig:
-        """Return a model's config with changes of every kind."""
+        """Return a model's config with resized layers, LoRA modules and int8 weights."""
         return tiny.config.replace(changes=change_everything(tiny))
 
     @capability("low-rank")
     def test_low_rank_is_the_merged_model(self, tiny: Model) -> None:
-        """Low-rank modules give the same outputs as merged weights, and matching gradients."""
+        """LoRA modules give the same outputs as merged weights, and matching gradients."""
         model, batch = self._doubled(tiny)
         merged_model = copy.deepcopy(model)
         model.change_(low_rank_everywhere(model))
@@ -115,7 +115,7 @@ class ChangedSuite:
     def test_changed_saves_and_opens(
         self, tiny: Model, changed: ModelConfig, tmp_path: Path
     ) -> None:
-        """A changed model is saved and opened exactly, also if it is built on the meta device."""
+        """A model with LoRA, int8 and resized layers is saved and opened exactly."""
         model = self.model_class.from_config(changed).eval()
         meta = init_weights_(self.model_class.from_config(changed, device="meta"), 0)
         assert_equal_trees(meta.state_dict(), model.state_dict())
@@ -137,7 +137,7 @@ class ChangedSuite:
 
     @capability("changed: recompute", "changed: stream", "changed: offload")
     def test_changed_streams(self, changed: ModelConfig) -> None:
-        """Blocks with int8 weights and low-rank modules stream, with activations offloaded."""
+        """Blocks with int8 weights and LoRA modules can be streamed, with activations offloaded."""
         model = self.model_class.from_config(changed)
         spread_parts_(model)
         freeze_base_(model)
@@ -162,7 +162,7 @@ class ChangedSuite:
     @pytest.mark.long
     @capability("changed: compile")
     def test_changed_compiles_whole(self, changed: ModelConfig) -> None:
-        """A model with changes compiles to one graph; loss and gradients stay the same."""
+        """A model with LoRA, int8 and resized layers compiles to one graph; results are equal."""
         torch.compiler.reset()
         model = self.model_class.from_config(changed, dtype=torch.float64)
         batch = widen(self.make_inputs(model))
@@ -180,7 +180,7 @@ class ChangedSuite:
 
     @capability("changed: generate")
     def test_changed_generates(self, tiny: Model) -> None:
-        """A model with int8 layers and low-rank modules generates like its plain equivalent."""
+        """A model with int8 layers and LoRA modules generates the ids of its plain equivalent."""
         model = copy.deepcopy(tiny).double()
         model.change_(stored_as_int8(model)).change_(low_rank_everywhere(model))
         spread_parts_(model, 1.0)
@@ -229,7 +229,7 @@ class ChangedSuite:
     @pytest.mark.long
     @capability("changed: tensor")
     def test_changed_tensor_parallel(self, changed: ModelConfig) -> None:
-        """Tensor parallelism with low-rank modules and int8 has the results of one process."""
+        """Tensor parallelism with LoRA modules and int8 weights has the results of one process."""
         self.check_changed(changed, "tensor")
 
     @pytest.mark.long
@@ -257,11 +257,11 @@ class ChangedSuite:
         self.check_changed(changed, "combined")
 
     def check_changed_experts(self, changed: ModelConfig) -> None:
-        """Check expert parallelism with low-rank modules and int8 (families with experts)."""
+        """Check expert parallelism with LoRA modules and int8 weights (families with experts)."""
         self.check_changed(changed, "expert")
 
     def check_changed(self, changed: ModelConfig, where: str, **more: Any) -> None:
-        """Compare three steps of the changed model on a layout with those on one process."""
+        """Compare three training steps on a parallel layout with the same steps on one process."""
         check_suite(self, changed, where, **more)
 
     def _doubled(self, tiny: Model) -> tuple[Any, Batch]:

@@ -1,4 +1,4 @@
-"""Tests of compression for every family: each method alone and all together."""
+"""Tests of model compression for every family: each method alone, and all together."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CompressSuite:
     """Tests of compressed models; `FamilySuite` inherits this.
 
     Attributes:
-        smaller: sizes of the layers after pruning, by name.
+        smaller: sizes of the layers after pruning, as a dict from config field to size.
     """
 
     model_class: ClassVar[type[Model]]
@@ -82,7 +82,7 @@ class CompressSuite:
     def make_small(
         self, config: CompressConfig, folder: Path, before: Any = None
     ) -> tuple[Any, Compression]:
-        """Compress, train, finish, save, open and stream a model; return the model and its job."""
+        """Compress, train, save and reopen a model; return the result and its `Compression`."""
         model: Any = self.fat() if before is None else before
         batch = self.make_inputs(model)
         batch |= make_labels(model, batch)
@@ -195,5 +195,5 @@ def _task(model: Any, batch: Any, num_items: float) -> Tensor:
 
 
 def _matrices(parameter: Tensor) -> list[Tensor]:
-    """Return the matrices of a parameter, one per expert for a 3-D one."""
+    """Return the matrices of a parameter; a 3-D parameter has one per expert."""
     return list(parameter) if parameter.dim() == 3 else [parameter]

@@ -1,4 +1,4 @@
-"""Tests of decoders that are defined by a config and share the block of another family.
+"""Tests of decoder families that differ from another family only in their config.
 
 Every test run compares the numbers and files of these decoders with transformers. Tests of code
 that the shared block already covers (layouts, streaming, adapters, compression) are marked long.
@@ -21,7 +21,7 @@ _Suite = TypeVar("_Suite", bound=type)
 
 
 def mark_long_except(*quick: str) -> Callable[[_Suite], _Suite]:
-    """Class decorator: mark all tests as long, inherited ones too, except the named ones.
+    """Class decorator: add pytest's mark `long` to all tests, also inherited, but the named ones.
 
     Args:
         quick: names of test methods.

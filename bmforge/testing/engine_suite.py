@@ -138,7 +138,7 @@ def _blocks_of(model: Model) -> list[str]:
 
 
 def _smallest(source: Any, **options: Any) -> int:
-    """Return the smallest budget, which the engine's error states."""
+    """Return the smallest possible budget, parsed from the engine's error message."""
     with pytest.raises(ConfigError, match=r"is the smallest that works|is enough") as caught:
         Engine(source, device_budget_bytes=1, config=_CONFIG, **options)
     return int(str(caught.value).split("too small: ")[1].split()[0])

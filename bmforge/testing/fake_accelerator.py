@@ -1,4 +1,4 @@
-"""Simulation of an accelerator that counts kernels, copies and waits by file and line.
+"""Simulation of an accelerator that counts kernels, copies and waits per file and line.
 
 Values are computed on the host. Mixing tensors of the host and of the accelerator is an error, as
 on a GPU. Torch allows one such backend in a process, so tests that use it start another
@@ -82,10 +82,10 @@ class Usage:
     """Counts of the kernels, copies and waits of a program on an accelerator.
 
     Args:
-        kernels: number of kernels by operation.
-        pinned: number of copies from page-locked host memory, by file and line.
-        pageable: number of copies from other host memory, which block, by file and line.
-        waits: number of waits for a value or a copy to the host, by file and line.
+        kernels: number of kernels per operation.
+        pinned: number of copies from page-locked host memory, per file and line.
+        pageable: number of (blocking) copies from other host memory, per file and line.
+        waits: number of waits for a value or a copy to the host, per file and line.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
@@ -100,7 +100,7 @@ class Usage:
 
 
 class _Backend:
-    """The functions that torch expects of a device's module."""
+    """Device module with the functions that torch requires of a custom backend."""
 
     def is_initialized(self) -> bool:
         return True
@@ -188,8 +188,8 @@ class FakeAccelerator(TorchDispatchMode):
     """Context in which operations on the simulated accelerator are counted and computed.
 
     Args:
-        operators: replacements of the package's operators by name, such as kernels in Triton's
-            interpreter; they get host tensors.
+        operators: mapping from the name of a bmforge operator to its replacement, such as a kernel
+            in Triton's interpreter, which is called with host tensors.
 
     Attributes:
         device: the accelerator's device.
@@ -271,7 +271,7 @@ class FakeAccelerator(TorchDispatchMode):
         if name in _WAITS:
             self.usage.waits[line] += 1
         if name in _COPIES:
-            source, into = _ends_of_copy(name, args, kwargs, self.device)
+            source, into = _source_of_copy(name, args, kwargs, self.device)
             if into and not isinstance(source, DeviceTensor):
                 is_locked = isinstance(source, _PageLocked)
                 (self.usage.pinned if is_locked else self.usage.pageable)[line] += 1
@@ -307,7 +307,7 @@ def _multiply_wide(x: Tensor, *others: Any) -> Tensor:
     return torch.ops.bmforge.multiply_packed(x.float(), *matrix, wide).to(x.dtype)
 
 
-def _ends_of_copy(name: str, args: Any, kwargs: Any, device: torch.device) -> tuple[Tensor, bool]:
+def _source_of_copy(name: str, args: Any, kwargs: Any, device: torch.device) -> tuple[Tensor, bool]:
     """Return the source of a copy, and True if the target is on the accelerator."""
     if name == "copy_":
         return args[1], isinstance(args[0], DeviceTensor)
@@ -319,7 +319,7 @@ def _ends_of_copy(name: str, args: Any, kwargs: Any, device: torch.device) -> tu
 
 
 def _find_line() -> str:
-    """Return the innermost line of the package that led to an operation, as file:line."""
+    """Return the innermost stack frame inside bmforge, as file:line."""
     for frame in reversed(traceback.extract_stack()):
         path = frame.filename.replace("\\", "/").rpartition("/bmforge/")[2]
         if "/bmforge/" in frame.filename and not path.startswith("testing/"):

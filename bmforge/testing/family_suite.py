@@ -68,7 +68,7 @@ class FamilySuite(
 
     @capability("meta init")
     def test_meta_then_init(self, tiny: Model) -> None:
-        """A model built on meta and then initialized has the weights of one built directly."""
+        """A model built on meta and then initialized equals one that was built on the CPU."""
         config = tiny.config
         meta = self.model_class.from_config(config, device="meta")
         assert all(p.is_meta for p in meta.parameters())

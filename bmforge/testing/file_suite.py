@@ -1,4 +1,4 @@
-"""Tests of a family's files: strict loading, complete error messages, several formats."""
+"""Tests of saving and loading a family: strict checks, error messages, several formats."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Golden:
         (directory / "config.json").write_text(json.dumps({**self.config, **fields}))
 
     def check(self, name: str, actual: Tensor, rows: Any = ...) -> None:
-        """Compare a computed tensor with a reference output, or with some of its rows."""
+        """Compare a tensor with the reference output of this name, or with some of its rows."""
         want = self.outputs[name]
         assert_close({name: actual[rows]}, {name: want[rows]}, rtol=0.0, atol=self.atol)
 

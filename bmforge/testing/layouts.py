@@ -48,10 +48,9 @@ def train_on_layout(
     frozen: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
-    """Train three steps of SGD with clipped gradients on a layout; every worker runs this.
+    """Train three SGD steps with gradient clipping on a layout; called on every worker.
 
-    With `frozen`, only modules added by the config's changes, such as low-rank modules, are
-    trained.
+    With `frozen`, only modules that the config adds to the base model, such as LoRA, are trained.
 
     Returns:
         the loss and gradient norm of the first step, and this process's gradients ("grad/NAME") and
@@ -97,7 +96,7 @@ def train_and_save(
     resume_from: str | None,
     save_to: str | None,
 ) -> dict[str, Tensor]:
-    """Train the low-rank modules of a model with AdamW; every worker runs this.
+    """Train the LoRA modules of a model with AdamW; called on every worker.
 
     Args:
         model_class, config, inputs, labels, layout: see `train_on_layout`.

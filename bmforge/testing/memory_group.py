@@ -76,7 +76,7 @@ class ResidentSet:
         return peak_resident_bytes() - self._before
 
     def leave(self) -> None:
-        """Do nothing."""
+        """Do nothing, since no control group was created."""
 
 
 def limit_memory(limit_bytes: int) -> MemoryGroup | ResidentSet:

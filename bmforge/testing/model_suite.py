@@ -1,4 +1,4 @@
-"""Tests of a family that transformers also has; a new family needs one small class.
+"""Compares a family with its transformers implementation; a new family needs one small class.
 
     class TestGPT2(DecoderSuite, FileSuite):
         model_class = GPT2
@@ -166,7 +166,7 @@ class ModelSuite(FamilySuite):
         return model(**inputs, **options)
 
     def our_gradients(self, model: Model) -> dict[str, Tensor]:
-        """Return bmforge's gradients by published name; zeros for parameters without a gradient."""
+        """Map published names to bmforge's gradients; zeros for parameters without a gradient."""
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in model.named_parameters()
@@ -174,7 +174,7 @@ class ModelSuite(FamilySuite):
         return rename_to_theirs(model, gradients)
 
     def their_gradients(self, model: Any) -> dict[str, Tensor]:
-        """Return transformers' gradients by name; zeros for parameters without a gradient."""
+        """Map names to transformers' gradients; zeros for parameters without a gradient."""
         return {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in model.named_parameters()

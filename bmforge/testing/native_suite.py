@@ -54,11 +54,11 @@ class NativeSuite:
 def decode_both_ways(
     model: Any, masked: bool = True
 ) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
-    """Return the logits of some steps by the native kernels and by torch, and block counts.
+    """Decode some steps with native kernels and with torch; return both logits and block counts.
 
     Shape:
-        returns (steps, B, V) twice, and per step the numbers of blocks run by the native kernels
-        and by torch
+        returns the logits of each, (steps, B, V), and for every step the number of blocks that
+        the native kernels ran and the number that torch ran
     """
     ids = make_batch(model, 2, length=7, seed=3)
     mask = torch.ones_like(ids) if masked else None

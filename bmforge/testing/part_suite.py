@@ -1,4 +1,4 @@
-"""Checks the tensor notes (initialization, sharding) that an `nn.part` module must have."""
+"""Checks that an adapter module describes how its tensors are initialized and sharded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["check_part"]
 
 
 def check_part(part: nn.Module) -> None:
-    """Raise `AssertionError` if a module's tensor notes are missing or invalid.
+    """Raise `AssertionError` unless every tensor of an adapter has a valid `nn.TensorNote`.
 
     Args:
-        part: an unsharded `nn.part` module on a device with memory.
+        part: unsharded adapter (`nn.part.BesidePart`) or replacement layer, not on meta.
     """
     notes = tensor_notes(part)
     own: dict[str, Any] = dict(part.named_parameters(recurse=False))

@@ -39,7 +39,7 @@ _GRACE_S = 5.0
 
 
 class _CrashError(DistributedError):
-    """A worker was killed by a signal."""
+    """Raised if a worker was killed by a signal."""
 
 
 def _serve(rank: int, connection: Connection, log_path: str) -> None:
@@ -127,7 +127,7 @@ class WorkerPool:
         timeout_s: float = 120.0,
         **kwargs: Any,
     ) -> list[Any]:
-        """Run ``function(*args, **kwargs)`` on `world` ranks and return the results by rank.
+        """Run ``function(*args, **kwargs)`` on `world` ranks and return their results.
 
         Args:
             function: function in an importable module, which is pickled by name.

@@ -1,4 +1,4 @@
-"""Tests of prompts for every family: zero-shot, soft tokens, label words of several tokens."""
+"""Tests of prompt-based classification for every family: zero-shot, soft tokens, label words."""
 
 from __future__ import annotations
 

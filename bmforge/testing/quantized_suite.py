@@ -1,4 +1,4 @@
-"""Tests of quantized weights for every family, against dequantized models and in files."""
+"""Tests of quantized weights for every family: comparison with dequantized ones, and saving."""
 
 from __future__ import annotations
 

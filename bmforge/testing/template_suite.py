@@ -1,4 +1,4 @@
-"""Tests for template classes: truncation, and the same outputs alone and in a batch.
+"""Tests for prompt template classes: truncation, and equal outputs alone and in a batch.
 
 To test your own template, inherit `TemplateSuite` and define how a template is created; see
 docs/guides/prompts.md.

@@ -7,8 +7,8 @@ autograd's own threads inherit that thread's modes. Patching the functions of `t
 instead would miss callers that imported them by name (bmforge's own `collectives.py`), and
 functional collectives, which call none of them.
 
-Not counted: traffic of the store, used for rendezvous and group creation, and calls from threads
-that the program itself starts.
+Traffic of the rendezvous store (also used to create groups) is not counted, nor are calls from
+threads that the program itself starts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Traffic(TorchDispatchMode):
     """Counts the collectives and messages that this process issues in ``with Traffic()``.
 
     Attributes:
-        calls: number of times that each call was issued, including calls in groups of one process.
+        calls: number of calls per `Communication`, including calls in groups of one process.
 
     Raises:
         DistributedError: the communication operator is unknown.
@@ -98,7 +98,7 @@ class Traffic(TorchDispatchMode):
 
 
 def _read_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Communication:
-    """Return the kind and size of an operator call."""
+    """Return the kind and size in bytes of an operator call."""
     name = func._schema.name.partition("::")[2].lstrip("_")
     kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
     names = [argument.name for argument in func._schema.arguments]

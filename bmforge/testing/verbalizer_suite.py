@@ -57,7 +57,7 @@ class VerbalizerSuite:
         return PromptClassifier(model, template, verbalizer).eval()
 
     def test_what_it_says_of_itself(self) -> None:
-        """The verbalizer declares its input, numbers of masks and classes, and normalization."""
+        """The verbalizer's attributes describe its input, masks, classes and normalization."""
         verbalizer = self.opened().verbalizer
         assert verbalizer.takes in _TAKES
         assert verbalizer.num_classes >= 2
