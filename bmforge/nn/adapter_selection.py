@@ -27,7 +27,7 @@ __all__ = [
 
 
 class AdapterChoice(NamedTuple):
-    """Weight and samples with which one adapter module is applied in a call.
+    """How one adapter module is applied in a call: its weight and the samples of the batch.
 
     Args:
         weight: factor on the module's output; 0 disables the module.
@@ -46,7 +46,7 @@ class Selection:
     """Active adapters of one call.
 
     Args:
-        choices: how each adapter module is applied. Other modules keep their own weight.
+        choices: mapping from adapter module to its choice; other adapters keep their own weight.
         batch_size: number of samples in the batch; None if all samples use the same adapters.
     """
 

@@ -56,7 +56,7 @@ class RunBlocks(Protocol):
         """Return the last block's output; None if the caller must run the blocks one by one."""
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Return a context manager during which the blocks must not be changed between calls."""
+        """Context manager in which repeated calls may assume that the blocks do not change."""
 
 
 class KeyValueCache(Protocol):

@@ -52,7 +52,7 @@ class BatchedLowRank:
 
 
 class _InBatch:
-    """Placeholder for a LoRA module that the `BatchedLowRank` of another module computes."""
+    """Replaces the choice of a LoRA module whose product the layer's `BatchedLowRank` includes."""
 
     @staticmethod
     def join(inputs: tuple[Any, ...], out: Tensor) -> Tensor:

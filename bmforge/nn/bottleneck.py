@@ -110,7 +110,7 @@ Notes = dict[str, tuple[tuple[int, ...], float | str]]
 
 
 def _matrix_notes(options: BottleneckOptions, stem: str, ins: int, outs: int) -> Notes:
-    """Return the shape and initialization of each tensor of one matrix; `up` starts at zero."""
+    """Map each tensor of one matrix to its shape and initialization; `up` starts at zero."""
     last: float | str = 0.01 if stem == "down" else "zeros"
     bias: Notes = {f"{stem}_bias": ((outs,), "zeros")}
     if options.form == "plain":

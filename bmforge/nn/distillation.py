@@ -60,7 +60,7 @@ class HeadInput(NamedTuple):
         return HeadInput(hidden, weight, bias, added, self.softcap)
 
 
-class _Teaching(NamedTuple):
+class _DistillationArgs(NamedTuple):
     """Arguments of the distillation loss that need no gradient."""
 
     teacher: HeadInput
@@ -79,7 +79,7 @@ class _LinearDistillation(TiledLoss):
         bias: Tensor | None,
         is_counted: Tensor,
         scale: Tensor,
-        teaching: _Teaching,
+        teaching: _DistillationArgs,
         *added: Tensor,
     ) -> Tensor:
         teacher, temperature, vocab = teaching
@@ -220,7 +220,7 @@ def linear_distillation(
     hidden, weight, bias, added, _ = student
     wide = wide_dtype(hidden.dtype)
     scale = 1.0 / torch.as_tensor(num_items, dtype=wide, device=hidden.device)
-    teaching = _Teaching(teacher.detach(), temperature, vocab)
+    teaching = _DistillationArgs(teacher.detach(), temperature, vocab)
     flat = itertools.chain.from_iterable(added)
     is_counted = labels != IGNORE_INDEX
     return _LinearDistillation.apply(hidden, weight, bias, is_counted, scale, teaching, *flat)

@@ -38,7 +38,7 @@ def is_foreign_experts(module: nn.Module) -> bool:
 
 
 def foreign_stacks(module: nn.Module) -> dict[str, Tensor]:
-    """Return the stacked matrices of a transformers module by parameter name."""
+    """Return a dict from parameter name to stacked matrix of a transformers module."""
     return {
         key: parameter
         for key in ("gate_up_proj", "up_proj", "down_proj")
@@ -72,7 +72,7 @@ def run_foreign(module: Any, multiply: Callable[[str, Tensor], Tensor], x: Tenso
 
     Args:
         module: experts with transformers' flags.
-        multiply: function from a stack's name and rows to their product, biases included.
+        multiply: function (stack name, rows) that returns their product, biases included.
         x: rows sorted by expert.
 
     Shape:
@@ -134,7 +134,7 @@ class PackedForeignExperts(PackedStore):
         return (experts, columns, rows) if self.is_transposed else (experts, rows, columns)
 
     def stack_sizes(self) -> dict[str, tuple[int, int, int]]:
-        """Return (E, out, in) of every stacked matrix by name."""
+        """Return a dict from the name of each stacked matrix to its sizes (E, out, in)."""
         return self._stacks
 
     def fill_(self, key: str, stack: Tensor) -> None:

@@ -37,7 +37,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Return True if torch's grouped product is usable and faster than the loop.
+    """Return True if torch's grouped product supports these tensors and is faster than the loop.
 
     On a CPU that product is itself a loop (torch 2.13), and only bf16 has a shape rule for
     compilation.

@@ -120,7 +120,7 @@ class LMHead(nn.Linear):
         Args:
             x: hidden states, (M, D).
             more_rows: additional rows of the head.
-            is_sliced: the loss slices the weight, so that a quantized weight stays quantized.
+            is_sliced: True if the loss slices the weight, which then stays quantized.
         """
         vocab = self.vocab
         bias, added = self._whole_bias(x.dtype), self._added(x)
@@ -157,7 +157,7 @@ class LMHead(nn.Linear):
         return bias
 
     def _shifts(self) -> list[Tensor]:
-        """Return the (V,) biases of the attached bias adapters."""
+        """Return the bias vectors, (V,), of the attached bias adapters."""
         shifts = (part for _, part in beside_parts(self) if isinstance(part, Shift))
         weighted = [(part, weight_of(part)) for part in shifts]
         return [part() * w if w != 1 else part() for part, w in weighted if w]

@@ -62,7 +62,7 @@ def takes_host_gated(gate: Tensor, up: Tensor) -> bool:
 
 
 def suits_host_gated(gate: Tensor, up: Tensor) -> bool:
-    """Return True if `host_gated` supports plain CPU tensors like these, for the planner."""
+    """Return True if `host_gated` supports plain CPU tensors of this size and dtype."""
     return gate.shape == up.shape and _are_alike(gate, up) and _kernel() is not None
 
 
@@ -132,17 +132,17 @@ class _GELU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return _bend(x.contiguous(), None)
+        return _run_gelu(x.contiguous(), None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return _bend(x.contiguous(), grad.contiguous())
+        return _run_gelu(x.contiguous(), grad.contiguous())
 
 
-def _bend(x: Tensor, grad: Tensor | None) -> Tensor:
-    """Return GELU of `x`; if the gradient of the output is given, return the gradient of `x`."""
+def _run_gelu(x: Tensor, grad: Tensor | None) -> Tensor:
+    """Run the GELU kernel: return the output or, given its gradient, the gradient of `x`."""
     out = torch.empty_like(x)
     _load().gelu(*_settings(x), x.numel(), *_at(x, grad, out))
     return out
@@ -156,7 +156,7 @@ class _Gated(torch.autograd.Function):
         ctx.kind = GATES[activation]
         ctx.save_for_backward(gate, up)
         # Torch's SiLU and product, which are as fast as one pass of a kernel.
-        out = F.silu(gate) if activation == "silu" else _bend(gate.contiguous(), None)
+        out = F.silu(gate) if activation == "silu" else _run_gelu(gate.contiguous(), None)
         return out.mul_(up)
 
     @staticmethod

@@ -55,7 +55,7 @@ def _dequantize(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """``x @ (rows * scale).T``; backward dequantizes the weight again instead of saving it."""
+    """Autograd function of ``x @ (rows * scale).T``; backward dequantizes the weight again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -75,7 +75,7 @@ class _Product(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """`_Product` for stacked expert matrices; see `grouped_linear`."""
+    """Autograd function like `_Product` for stacked expert matrices; see `grouped_linear`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class Int8Experts(Experts):
         return _GroupedProduct.apply(x, getattr(self, key), getattr(self, f"{key}_scale"), ends)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the tensors' initialization and sharding, by the experts' hidden width."""
+        """Return the tensors' initialization and sharding (along the experts' hidden width)."""
         notes = {}
         for key in _EXPERT_KEYS:
             if getattr(self, key) is None:
@@ -238,8 +238,8 @@ def store_int8(module: nn.Module, stored: dict[int, tuple[Tensor, Tensor]]) -> n
 
     Args:
         module: a linear layer, a head, an embedding, or stacked experts.
-        stored: int8 tensors of already converted weights by the id of the plain weight, so that
-            tied weights share them; updated in place.
+        stored: mapping from the id of a converted plain weight to its int8 tensors, which tied
+            weights share; updated in place.
 
     Raises:
         ConfigError: the module is not supported or already quantized.

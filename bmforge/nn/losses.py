@@ -55,7 +55,7 @@ class Tiling(NamedTuple):
 
 
 class _HeadOptions(NamedTuple):
-    """The arguments of `linear_cross_entropy` about the head that need no gradient."""
+    """Arguments of `linear_cross_entropy` that describe the head and need no gradient."""
 
     vocab: VocabCut | None
     softcap: float | None

@@ -46,8 +46,8 @@ class LowRankOptions:
         root_scale: use the scale alpha / sqrt(R) (rsLoRA).
         magnitude: train the norm of every row of the adapted weight (DoRA); linear layers only.
         bias: train a bias of `up` (`lora_bias` in PEFT); linear layers only, not with `magnitude`.
-        ranks: ranks of modules by name glob; overrides `rank`.
-        alphas: alphas of modules by name glob; overrides `alpha`.
+        ranks: module name glob -> rank; overrides `rank`.
+        alphas: module name glob -> alpha; overrides `alpha`.
         trainable_token_indices: name of an embedding or head -> ids of tokens whose rows are
             trained as well; see `nn.token_rows`.
     """
@@ -339,7 +339,7 @@ class ExpertsLowRank(BesidePart):
     """LoRA of stacked experts: one update per matrix of each expert.
 
     Args:
-        sizes: (E, out, in) of each stacked matrix by name.
+        sizes: mapping from the name of each stacked matrix to its sizes (E, out, in).
         options: rank and other options.
         like: tensor with the dtype and device to use.
     """

@@ -32,7 +32,7 @@ def takes_low_rank_sum(*tensors: Tensor) -> bool:
 
 
 class AddLowRank(torch.autograd.Function):
-    """``out + scale * x @ down.T @ up.T``, without the update as a separate tensor.
+    """Autograd function of ``out + scale * x @ down.T @ up.T`` without a tensor for the update.
 
     `addmm` adds the update while it writes the sum, which saves two passes over a tensor of the
     output's size. The gradient of `up` is computed transposed, as (R, T) times (T, out): this takes

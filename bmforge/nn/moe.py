@@ -166,7 +166,7 @@ class Experts(nn.Module):
         return out
 
     def stack_sizes(self) -> dict[str, tuple[int, int, int]]:
-        """Return (E, out, in) of every stacked weight by name."""
+        """Return a dict from the name of each stacked weight to its sizes (E, out, in)."""
         stacks = {key: getattr(self, key) for key in ("gate_proj", "up_proj", "down_proj")}
         return {key: tuple(s.shape) for key, s in stacks.items() if s is not None}
 

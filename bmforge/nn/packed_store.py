@@ -44,7 +44,7 @@ _NUMBERS_AT_ONCE = 1 << 24
 
 
 class _Product(torch.autograd.Function):
-    """``x @ matrix.T + bias``; backward dequantizes the matrix again instead of saving it."""
+    """Autograd function of ``x @ matrix.T + bias``; backward dequantizes the matrix again."""
 
     @staticmethod
     def forward(
@@ -73,7 +73,7 @@ class _Product(torch.autograd.Function):
 
 
 class GroupedProduct(torch.autograd.Function):
-    """`_Product` for stacked expert matrices; see `grouped_linear`."""
+    """Autograd function like `_Product` for stacked expert matrices; see `grouped_linear`."""
 
     @staticmethod
     def forward(
@@ -115,7 +115,7 @@ class PackedStore(nn.Module):
     Attributes:
         spec: quantization scheme.
         like: empty tensor with the dtype and device of the model.
-        uncut_reason: reason why tensor parallelism cannot shard the module.
+        uncut_reason: reason why tensor parallelism cannot shard the module, for error messages.
     """
 
     spec: QuantSpec
@@ -197,7 +197,7 @@ class PackedStore(nn.Module):
                 target.copy_(values.view(torch.uint8))
 
     def panels(self, name: str, first: int, count: int, number: int | None = None) -> Tensor:
-        """Return `count` panels of a parameter, from `first` on; `number` is that of `put_`."""
+        """Return `count` panels of a parameter, beginning with panel `first`; see `put_`."""
         target: Tensor = getattr(self, name).data
         target = target if number is None else target[number]
         return target[first : first + count]

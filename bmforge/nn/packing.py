@@ -175,7 +175,7 @@ class Integers(NamedTuple):
 
 
 def packed_shapes(rows: int, columns: int, spec: QuantSpec) -> dict[str, tuple[int, int, int]]:
-    """Return the shape of each tensor of a packed matrix by name."""
+    """Return a dict from the name of each tensor of a packed matrix to its shape."""
     panels = -(-rows // PANEL_ROWS)
     scales = (panels, columns // spec.group_of(columns), PANEL_ROWS)
     packed = (panels, columns * spec.bits * PANEL_ROWS // 8 // _BLOCK_BYTES, _BLOCK_BYTES)

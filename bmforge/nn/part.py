@@ -39,7 +39,7 @@ class Derived:
     Args:
         base: name of the source tensor within the module.
         shape: global shape of the source tensor.
-        turn: function that computes entries of this tensor from rows of the source tensor.
+        turn: function (rows of the source tensor) that computes entries of this tensor.
         rows_each: number of source rows per entry of this tensor's first dim; the last entry
             may use fewer.
 
@@ -60,8 +60,8 @@ class TensorNote:
     Args:
         draw: initial value: "zeros", "ones", "numbers" (0, 1, 2, ...), the standard deviation
             of N(0, std^2), or a `Derived` source.
-        cuts: sharded dim of this tensor by the sharding style of the module (see
-            `models.TensorCut`). With other styles the tensor is replicated.
+        cuts: mapping from sharding style of the module (see `models.TensorCut`) to the sharded dim
+            of this tensor. With other styles the tensor is replicated.
         trains: True if training may change it.
     """
 
@@ -71,7 +71,7 @@ class TensorNote:
 
 
 def tensor_notes(module: nn.Module) -> Mapping[str, TensorNote]:
-    """Return the `TensorNote` of each of a part's own tensors by name; {} for any other module."""
+    """Map each tensor of an adapter or replacement to its `TensorNote`; {} for other modules."""
     notes = getattr(module, "tensor_notes", None)
     return notes() if callable(notes) else {}
 
@@ -107,7 +107,7 @@ class BesidePart(nn.Module):
     adapter_weight: float = 1.0
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the `TensorNote` of each of the adapter's own tensors by name."""
+        """Return a dict from the name of each tensor of the adapter to its `TensorNote`."""
         raise TypeError(f"{type(self).__name__} must define `tensor_notes`.")
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:

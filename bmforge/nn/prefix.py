@@ -73,7 +73,7 @@ class KeyValuePrefix(nn.Module):
             self.register_parameter(f"{what}_bias", bias)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the tensors' initialization and sharding, by key-value head."""
+        """Return the tensors' initialization and sharding (along the key-value heads)."""
         cuts = {"key_value": 0}
         if not self.inner:
             return dict.fromkeys(("key", "value"), TensorNote(self.std, cuts))

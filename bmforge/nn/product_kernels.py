@@ -161,7 +161,7 @@ class Kernels:
         return packed, scales
 
     def pack_integers(self, values: Tensor, spec: QuantSpec, packed: Tensor) -> None:
-        """Pack integers as `packing.pack_values` does; the groups may be apart in memory.
+        """Pack integers as `packing.pack_values` does; groups need not be adjacent in memory.
 
         Args:
             values: integers in int8, with a contiguous last dim.

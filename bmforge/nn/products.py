@@ -107,7 +107,7 @@ def pack_groups(
     """Pack the integers of a quantized matrix on the CPU.
 
     Args:
-        integers: groups of adjacent integers of each row; groups need not follow each other.
+        integers: groups of adjacent integers of each row; groups need not be adjacent in memory.
         scales: one scale per group.
         minima: one minimum per group; None if they are 0.
         spec: quantization scheme, with as many columns per group.

@@ -163,7 +163,7 @@ class QuantizedExperts(PackedStore, Experts):
                 self._add_matrix(f"{key}_", self._sizes[key], plain.up_proj.device)
 
     def stack_sizes(self) -> dict[str, tuple[int, int, int]]:
-        """Return (E, out, in) of every stacked matrix by name."""
+        """Return a dict from the name of each stacked matrix to its sizes (E, out, in)."""
         return self._sizes
 
     def fill_(self, key: str, stack: Tensor) -> None:

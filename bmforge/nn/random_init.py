@@ -28,7 +28,7 @@ def draw_tensor_(tensor: Tensor, name: str, note: TensorNote, std: float, seed: 
     Args:
         tensor: tensor to fill.
         name: full parameter name, which seeds the generator.
-        note: description of the tensor.
+        note: initialization and sharding of the tensor.
         std: standard deviation of the source tensor, if the tensor is derived.
         seed: random seed of the initialization.
     """

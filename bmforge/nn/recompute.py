@@ -25,7 +25,7 @@ class _Dropped(NamedTuple):
 
 
 class _Pack:
-    """Saved-tensor hook that drops one tensor; other tensors go to the enclosing hook."""
+    """Saved-tensor hook that drops one tensor and passes all others to the enclosing hook."""
 
     def __init__(self, value: Tensor, make: Callable[[], Tensor], outer: _Pack | None) -> None:
         # The address identifies the tensor, so that this hook does not keep it alive.
@@ -51,7 +51,7 @@ def _unpack(saved: Any) -> Tensor:
 
 
 def hold_weights(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a function that calls a module with its present weights.
+    """Return a function that calls a module with the weights that it has now.
 
     `torch.func.functional_call` and averaged weights replace a model's parameters for one call
     only. When backward recomputes the module's output, the original parameters are already back.

@@ -81,7 +81,7 @@ def keep_called(model: nn.Module, names: Sequence[str], *, drops: bool) -> list[
 
 
 def _run_and_note(model: nn.Module) -> set[int] | None:
-    """Return the ids of the modules that run for a row of tokens; None if the model cannot run."""
+    """Run the model on a row of tokens; return the ids of the called modules, None on failure."""
     called: set[int] = set()
     hooks = [
         part.register_forward_pre_hook(lambda module, args: called.add(id(module)))

@@ -128,9 +128,9 @@ def _count_globals(is_global: Tensor, limit: int | None) -> int:
 def _seen_by_chosen(
     near: Tensor, chosen: Tensor, is_chosen: Tensor, documents: Tensor | None
 ) -> Tensor:
-    """Return a mask of the keys to which global tokens attend; unused slots attend to all keys.
+    """Return a mask of the keys to which global tokens attend; unused entries attend to all keys.
 
-    A slot without keys would result in NaN.
+    An unused entry of `chosen` without keys would result in NaN.
     """
     seen = near[:, None, :]
     if documents is not None:

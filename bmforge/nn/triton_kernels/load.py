@@ -69,7 +69,7 @@ def load_triton(device: torch.device) -> TritonKernels | None:
 def find_difference(kernels: TritonKernels, device: torch.device) -> str:
     """Return a description of the first result that differs from the CPU's; "" if all are equal.
 
-    The description may also be the error of a kernel.
+    If a kernel raises an error, the description is its message.
 
     Args:
         kernels: kernels to check.
