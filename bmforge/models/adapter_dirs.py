@@ -1,4 +1,4 @@
-"""Resolves a model argument: a model directory, a run with an export, or an adapter.
+"""Resolves a model argument: a model directory, a run directory with an export, or an adapter.
 
 `AutoModel.from_pretrained` and the commands share these functions.
 """
@@ -32,7 +32,7 @@ def find_export(name: str | Path) -> str | Path:
     """Return the export directory of a run directory; other names are returned unchanged.
 
     Raises:
-        ConfigError: the run has no export.
+        ConfigError: the run directory has no export.
     """
     if not (Path(name) / _RUN_FILE).is_file():
         return name
@@ -57,7 +57,7 @@ def find_base(adapter: Path, find_model: Callable[[str], Path]) -> Path:
 
     Args:
         adapter: adapter directory.
-        find_model: function that returns the directory of a model, given by name.
+        find_model: function (model name) that returns the model's directory.
 
     Raises:
         CheckpointError: the config is damaged.

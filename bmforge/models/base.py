@@ -209,12 +209,12 @@ class Model(WeightNames, ModelHooks, nn.Module):
 
         Args:
             config: config from config.json or a preset.
-            shapes: shape of every stored tensor by published name.
+            shapes: mapping from the published name of each stored tensor to its shape.
         """
         return config
 
     def change_(self, change: Change, *, seed: int = 0) -> Self:
-        """Apply a change to the model in place and record it in the config.
+        """Apply a `Change` (adapter, quantization, ...) in place and record it in the config.
 
         Args:
             change: kind, modules and options of the change.
@@ -268,7 +268,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         name: str,
         weight: float = 1.0,
     ) -> None:
-        """Record added adapters in the config, as `change_` would.
+        """Record adapters that were added to the model in its config, as `change_` does.
 
         Args:
             kind, where, options, name, weight: fields of the `Change`.

@@ -147,7 +147,7 @@ class Bloom(CausalLM):
         super().__init__(config, DecoderSpec(block, learned_positions=False, embed_norm=True))
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names; each head's q, k and v are consecutive rows."""
+        """Map parameter names to transformers' names; a head's q, k, v are consecutive rows."""
         config, block, published = self.config, "layers.{i}.", "transformer.h.{i}."
         modules = {
             "embed_norm": "transformer.word_embeddings_layernorm",

@@ -102,7 +102,7 @@ def _listed(where: Any) -> Any:
 
 
 def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
-    """Apply a change to a model in place, with or without weights, before it is parallelized.
+    """Apply a `Change` in place to a model, possibly on meta, before it is parallelized.
 
     This works on any module; only `Model.change_` also records the change.
 
@@ -144,12 +144,12 @@ def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
 
 
 def changed_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the adapters and replaced (such as quantized) layers of a model by name."""
+    """Return a dict from name to module of the adapters and replaced (quantized) layers."""
     return {name: module for name, module in model.named_modules() if tensor_notes(module)}
 
 
 def freeze_base_(model: nn.Module, but: Collection[str] = ()) -> nn.Module:
-    """Freeze all parameters except those that changes added; return the model.
+    """Freeze all parameters but those of adapters and the names in `but`; return the model.
 
     Args:
         model: model to freeze.
@@ -168,7 +168,7 @@ def freeze_base_(model: nn.Module, but: Collection[str] = ()) -> nn.Module:
 
 
 def changes_to_json(changes: Sequence[Change]) -> dict[str, Any]:
-    """Return the value that config.json has under `CHANGES_KEY`."""
+    """Encode changes as the value of `CHANGES_KEY` in config.json."""
     return {"version": _VERSION, "changes": [change.to_json() for change in changes]}
 
 
@@ -179,7 +179,7 @@ def quantization_to_json(changes: Sequence[Change]) -> dict[str, Any] | None:
 
 
 def changes_from_json(value: Any, config: str) -> tuple[Change, ...]:
-    """Parse the value that config.json has under `CHANGES_KEY`.
+    """Parse the value of `CHANGES_KEY` in config.json.
 
     Args:
         value: value to parse.

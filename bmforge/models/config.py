@@ -130,7 +130,7 @@ class ModelConfig:
         self.check()
 
     def says(self, name: str) -> bool:
-        """Return True if config.json contains a size that published configs leave to be derived."""
+        """Return True if config.json explicitly contains a size that published configs omit."""
         is_own = name in _OWN_SIZES and name not in self.hf_names
         return is_own and self.raw.get(name) == getattr(self, name)
 
@@ -147,10 +147,10 @@ class ModelConfig:
         return {name: value for name, value in self.raw.items() if name in names}
 
     def find_unlike(self, needed: Mapping[str, tuple[Any, Any]]) -> list[str]:
-        """Describe the fields whose value the family's config.json cannot express.
+        """Return an error text for each value that config.json cannot express.
 
         Args:
-            needed: value and needed value by field name, or by an expression that ends with one.
+            needed: field name, or text that ends with one -> (value, value that can be expressed).
         """
         return [
             f"{name}={value!r} must be {need!r}"
@@ -232,7 +232,7 @@ class ModelConfig:
 
     @classmethod
     def _take_head(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return head and labels of a config.json; an unknown architecture gets the first head."""
+        """Return the head and the labels in a config.json; the first head if it is unknown."""
         values: dict[str, Any] = {"problem_type": raw.get("problem_type") or ""}
         for name, head in cls.heads.items():
             if set(raw.get("architectures") or ()) & {head.architecture, *head.aliases}:
@@ -356,7 +356,7 @@ class ModelConfig:
         return sum(layer.kv_width for layer in layers) * bytes_per_element
 
     def stack_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Return the sizes of every layer by stack name; the last stack is the decoder.
+        """Return a dict from stack name to the sizes of its layers; the last stack is the decoder.
 
         These are the sizes of `own_sizes` after applying the config's `changes`, such as pruning.
         """

@@ -113,11 +113,11 @@ class CPM1(CausalLM):
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def megatron_rules(self) -> list[WeightRule]:
-        """Return the map of weight names for Megatron shards."""
+        """Map parameter names to those of Megatron shards."""
         return self.all_rules()
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to the published names; q, k and v are rows of one matrix."""
+        """Map parameter names to published names; q, k and v are rows of one matrix."""
         width = self.config.hidden_size
         block, published = "layers.{i}.", "transformer.layers.{i}."
         modules = {

@@ -113,20 +113,20 @@ class CPM2(Seq2Seq):
         return config.init_std / (math.sqrt(2 * config.num_layers) if scaled else 1.0)
 
     def tied_copies(self) -> dict[str, str]:
-        """Map each stack's copy of the embedding, by name, to the original."""
+        """Map the name of each stack's copy of the embedding to the original name."""
         return {f"{s}.word_embeds.weight": "word_embeds.weight" for s in ("encoder", "decoder")}
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to the published names; see `megatron_rules`."""
+        """Map parameter names to published names; see `megatron_rules`."""
         return megatron_rules(self.config)
 
     def megatron_rules(self) -> list[WeightRule]:
-        """Return the map of weight names for Megatron shards, including the head."""
+        """Map parameter names, including the head's, to those of Megatron shards."""
         return self.all_rules()
 
 
 def megatron_rules(config: Any) -> list[WeightRule]:
-    """Return the map from CPM-2's or EVA's names to those of the published shards.
+    """Map parameter names of CPM-2 or EVA to those of the published Megatron shards.
 
     q, k and v are fused in the shards.
 
@@ -165,7 +165,7 @@ def _fused(own: str, parts: Iterable[str], published: str, config: Any) -> list[
 
 
 def _feed_forward_rules(own: str, published: str, has_experts: bool) -> list[WeightRule]:
-    """Return the name map of the MLP or experts; expert names have no ".weight"."""
+    """Map names of the MLP or experts to published ones; expert names lack ".weight"."""
     names = {"gate_proj": "wi_0", "up_proj": "wi_1", "down_proj": "wo"}
     if not has_experts:
         modules = {f"{own}mlp.{a}": f"{published}ff.dense_relu_dense.{b}" for a, b in names.items()}

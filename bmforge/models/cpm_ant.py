@@ -271,7 +271,7 @@ class CPMAnt(CPMLive):
         return table(ids)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to CPM-Live's names or, for folded weights, transformers' names."""
+        """Map parameter names to CPM-Live's names or, with folded weights, transformers' names."""
         segments = WeightRule("embed_segments.weight", "segment_embedding.weight")
         rules = [*super().weight_rules(), segments]
         if not self.config.folded:

@@ -306,7 +306,7 @@ class CPMLive(CausalLM):
         return ModelOutput(loss, None, x, hidden_states)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to CPM-Live's names."""
+        """Map parameter names to CPM-Live's names."""
         block, published = "layers.{i}.", "encoder.layers.{i}."
         attn, mlp = f"{published}self_att.", f"{published}ffn."
         names = {

@@ -22,7 +22,7 @@ _REQUIRED = SharedExpertsConfig.hf_required
 
 
 def _heads(stem: str, *names: str) -> dict[str, Head]:
-    """Return the heads that transformers has for a family."""
+    """Return the family's heads: language model, none, and those of `names`."""
     names = ("language_model", "none", *names)
     return {name: head for name, head in llama_heads(stem).items() if name in names}
 

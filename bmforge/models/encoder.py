@@ -1,6 +1,6 @@
 """Text encoder, the base class of Bert, Roberta, Longformer and ModernBert.
 
-A family file is its config, its map of weight names and an `EncoderSpec`; see `bert.py`.
+A family's file has its config, a map of weight names and an `EncoderSpec`; see `bert.py`.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ class EncoderModel(Model):
         return out._replace(loss=decoder(self.mlm_head(x), labels, num_items))
 
     def all_rules(self) -> list[WeightRule]:
-        """Return all weight rules; the bias of an untied decoder has a separate name."""
+        """Map all parameter names to published ones; an untied decoder's bias has its own."""
         rules = super().all_rules()
         if self.config.head != "masked_lm" or self.config.tie_word_embeddings:
             return rules
@@ -391,7 +391,7 @@ class EncoderModel(Model):
         return [bias if rule.ours == bias.ours else rule for rule in rules]
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names."""
+        """Map parameter names to transformers' names."""
         rules = encoder_rules(self.hf_prefix)
         if self.config.head == "none":
             rules += linear_rules({"pooler": f"{self.hf_prefix}pooler.dense"})

@@ -8,7 +8,7 @@ __all__ = ["encoder_rules"]
 
 
 def encoder_rules(prefix: str) -> list[WeightRule]:
-    """Return the name map of an encoder's body, shared by all BERT-like families."""
+    """Map names of an encoder's body to transformers' names, for all BERT-like families."""
     block, published = "layers.{i}.", f"{prefix}encoder.layer.{{i}}."
     embeddings = f"{prefix}embeddings."
     modules = {

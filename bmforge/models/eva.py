@@ -116,7 +116,7 @@ class EVA(Seq2Seq):
         return float(config.init_std * width**-0.5)
 
     def tied_copies(self) -> dict[str, str]:
-        """Map each stack's copies of the embeddings, by name, to the originals."""
+        """Map the names of each stack's copies of the embeddings to the original names."""
         copies = {
             "embed_tokens": "shared",
             "word_embeds": "word_embeds",
@@ -136,19 +136,19 @@ class EVA(Seq2Seq):
         return config.replace(activation="gelu_new")
 
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
-        """Return the rules for these tensor names: the published class's or Megatron's."""
+        """Map parameter names to those of the published class or of Megatron shards."""
         if _MEGATRON not in names:
             return super().rules_for(names)
         return self.expand(self.megatron_rules())
 
     def megatron_rules(self) -> list[WeightRule]:
-        """Return the map of weight names for Megatron shards, including the head."""
+        """Map parameter names, including the head's, to those of Megatron shards."""
         roles = WeightRule("embed_segments.weight", "role_embeds.weight")
         head = WeightRule("lm_head.weight", "lm_head.weight")
         return [*megatron_rules(self.config), roles, head]
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to the published class's names, in which sublayers are numbered."""
+        """Map parameter names to those of the published class, which numbers sublayers."""
         rules = [
             WeightRule("embed.weight", "shared.weight"),
             WeightRule("embed_segments.weight", "role_embeds.weight"),

@@ -183,7 +183,7 @@ class Falcon(LlamaLike):
         return replace(super().make_spec(config), padding_id=None)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names."""
+        """Map parameter names to transformers' names."""
         config, block, published = self.config, "layers.{i}.", "transformer.h.{i}."
         norms = {f"{block}attn_norm": f"{published}input_layernorm"}
         if config.parallel_norms:

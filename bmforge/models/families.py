@@ -62,13 +62,13 @@ MODULES: dict[str, tuple[str, ...]] = {
 
 
 class FamilyTable(Mapping[str, type[Model]]):
-    """Model classes by name, sorted; each is imported at its first use.
+    """Mapping from class name to model class, sorted; a class is imported at its first use.
 
     Importing all of them takes about a tenth of the time that importing torch takes, and a command
     needs only one of them.
 
     Args:
-        modules: class names by module of `bmforge.models`.
+        modules: mapping from module of `bmforge.models` to its class names.
     """
 
     def __init__(self, modules: Mapping[str, tuple[str, ...]]) -> None:

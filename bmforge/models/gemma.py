@@ -233,7 +233,7 @@ class Gemma2(LayerTypes):
         return replace(spec, head_softcap=config.logit_softcap)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names, with four norms per layer."""
+        """Map parameter names to transformers' names; a layer has four norms."""
         return rules_with_norms(_NORMS)
 
 
@@ -264,5 +264,5 @@ class Gemma3(LayerTypes):
         return _scaled(super().make_spec(config), config)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names, with four norms per layer."""
+        """Map parameter names to transformers' names; a layer has four norms."""
         return rules_with_norms(_NORMS)

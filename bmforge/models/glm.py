@@ -283,7 +283,7 @@ class GLM(CausalLM):
         """Accept any length: only positions are limited, and generated tokens reuse positions."""
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to the published names; q, k and v are fused."""
+        """Map parameter names to published names; q, k and v are fused."""
         width, block, published = self.config.hidden_size, "layers.{i}.", "layers.{i}."
         names = {
             "embed_positions": "position_embeddings",

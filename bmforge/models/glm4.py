@@ -121,7 +121,7 @@ class GLM4(LlamaLike):
         return replace(super().make_spec(config), rope=config.rope_spec(interleaved=True))
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names, where gate and up are one tensor."""
+        """Map parameter names to transformers' names; gate and up are one tensor."""
         norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
         if self.config.model_type == "glm4":
             norms |= {

@@ -167,7 +167,7 @@ class GPT2(CausalLM):
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names; Conv1D is transposed, and q, k, v are fused."""
+        """Map parameter names to transformers' names; Conv1D is transposed, q, k, v are fused."""
         width = self.config.num_heads * self.config.head_dim
         block, published = "layers.{i}.", "transformer.h.{i}."
         rules = [

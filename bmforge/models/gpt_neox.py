@@ -132,7 +132,7 @@ class GPTNeoX(LlamaLike):
         return replace(super().make_spec(config), embed_dropout=config.dropout, padding_id=None)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names; each head's q, k and v are consecutive rows."""
+        """Map parameter names to transformers' names; a head's q, k, v are consecutive rows."""
         config, block, published = self.config, "layers.{i}.", "gpt_neox.layers.{i}."
         modules = {
             "norm": "gpt_neox.final_layer_norm",

@@ -149,7 +149,7 @@ class GPTJ(CausalLM):
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names."""
+        """Map parameter names to transformers' names."""
         block, published = "layers.{i}.", "transformer.h.{i}."
         parts = {f"{block}attn.{p}": f"{published}attn.{p}" for p in ("q_proj", "k_proj", "v_proj")}
         return [

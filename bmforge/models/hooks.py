@@ -31,7 +31,7 @@ class ModelHooks:
 
     @classmethod
     def describe(cls, config: Any, dtype: torch.dtype) -> Self:
-        """Build the model of a config on the meta device, without changes."""
+        """Build the model of a config on the meta device, without adapters and other changes."""
         with torch.device("meta"), NoDrawing():
             model: Any = cls(config)  # type: ignore[call-arg]
         return model.to(dtype)

@@ -38,7 +38,7 @@ Backend = Literal["auto", "native", "transformers"]
 
 
 def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
-    """Return the family and config of a preset, by its name or the name of its weights.
+    """Return the family and config of a preset, found by its name or the name of its weights.
 
     Raises:
         ConfigError: the preset is unknown; the message suggests the nearest.

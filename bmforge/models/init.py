@@ -50,7 +50,7 @@ def materialize_(
     Args:
         model: model to allocate.
         device: device of the tensors; None uses that of the layout, or else the CPU.
-        elsewhere: devices, by module name, of modules that do not belong on `device`.
+        elsewhere: mapping from the name of a module on another device to that device.
     """
     # Buffers that no checkpoint has count too: adapters take their device from one of them.
     tensors = [*model.parameters(), *model.buffers()]
@@ -109,10 +109,10 @@ def weight_drawer(model: Any, seed: int = 0) -> Callable[[str, Tensor], None]:
 def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
     """Initialize a tensor as its module's `tensor_notes` define.
 
-    Without such a rule, norm weights are 1, biases are 0, and other weights N(0, std^2).
+    Without `tensor_notes`, norm weights are 1, biases are 0, and other weights N(0, std^2).
 
     Raises:
-        TypeError: a buffer has no rule.
+        TypeError: `tensor_notes` define no initial value of a buffer.
     """
     initial_value = getattr(model, "initial_value", None)  # a model of the user's has none
     if initial_value is not None and (value := initial_value(name)) is not None:

@@ -53,7 +53,7 @@ def keep_(plain: Any, read: WeightReader) -> Any:
 
 
 def layers_with_integers(plain: Any, read: WeightReader) -> dict[QuantSpec, list[str]]:
-    """Return the layers whose stored integers can be loaded unchanged, by quantization scheme.
+    """Return the layers whose stored integers can be loaded unchanged, grouped by scheme.
 
     Args:
         plain: model on the meta device.

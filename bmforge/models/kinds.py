@@ -1,4 +1,4 @@
-"""Kinds of changes to a model, and how each is applied to modules.
+"""Kinds of changes to a model (adapters, quantization, resizing), and how each is applied.
 
 A kind is an entry of `KINDS`: a dataclass of options and a function that changes modules. The added
 modules and the kinds of adapters are in `nn`.

@@ -149,7 +149,7 @@ class Latent(LlamaLike):
         return whole_attention(super().tensor_cuts())
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names."""
+        """Map parameter names to transformers' names."""
         names = {
             f"layers.{{i}}.attn.{own}": f"model.layers.{{i}}.self_attn.{published}"
             for own, published in _PROJECTIONS.items()

@@ -81,7 +81,7 @@ def llama_heads(
 
 
 def llama_rules() -> list[WeightRule]:
-    """Return the map of the body's weight names to transformers' names."""
+    """Map the parameter names of the body to transformers' names."""
     block, published = "layers.{i}.", "model.layers.{i}."
     parts = {f"{block}attn.{p}": f"{published}self_attn.{p}" for p in _ATTENTION_PARTS}
     parts |= {
@@ -97,7 +97,7 @@ def llama_rules() -> list[WeightRule]:
 
 
 def gate_up_rules(width: int) -> list[WeightRule]:
-    """Return the weight rules of an MLP whose gate and up are one published tensor.
+    """Map gate and up of an MLP to the rows of one fused published tensor.
 
     Args:
         width: hidden width F of the MLP.
@@ -113,10 +113,10 @@ def gate_up_rules(width: int) -> list[WeightRule]:
 
 
 def rules_with_norms(names: dict[str, str]) -> list[WeightRule]:
-    """Return Llama's weight rules for a model with other norms in its blocks.
+    """Map parameter names to Llama's, for a model whose blocks have other norms.
 
     Args:
-        names: transformers' name of each norm of a block, by bmforge's name.
+        names: mapping from bmforge's name of each norm of a block to transformers' name.
     """
     rules = [r for r in llama_rules() if not re.search(r"\}\.(attn|mlp)_norm\.", r.ours)]
     norms = {f"layers.{{i}}.{a}": f"model.layers.{{i}}.{b}" for a, b in names.items()}
@@ -124,7 +124,7 @@ def rules_with_norms(names: dict[str, str]) -> list[WeightRule]:
 
 
 def fused_qkv_rules(published: str, config: Any, groups: int = 1) -> list[WeightRule]:
-    """Return the rules of q, k and v that are rows of one published layer.
+    """Map the parameters of q, k and v to the rows of one fused published layer.
 
     Args:
         published: transformers' name of the layer.
@@ -277,5 +277,5 @@ class LlamaLike(CausalLM):
         )
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names, which are the same as Llama's."""
+        """Map parameter names to transformers' names, which equal Llama's."""
         return llama_rules()

@@ -44,7 +44,7 @@ def load_weights_(
         device: device for a model on meta; None uses that of the layout, or else the CPU.
         new_head: initialize the head's weights (seed 0) if the checkpoint has none of this shape.
         threads: number of reading threads; None uses torch's number of threads.
-        elsewhere: devices, by module name, of modules that do not belong on `device`.
+        elsewhere: mapping from the name of a module on another device to that device.
 
     Raises:
         CheckpointError: weights are missing, unexpected or have the wrong shape; all are
@@ -77,7 +77,7 @@ class WeightReader:
     Args:
         model: model with the tensors.
         files: weight files of the checkpoint.
-        pairs: rule and published name of each tensor.
+        pairs: `WeightRule` and stored name of each tensor.
         fresh: names of tensors to initialize instead of reading.
         threads: number of reading threads; None uses torch's number of threads.
     """
@@ -161,7 +161,7 @@ class WeightReader:
         """Read one entry (expert) of a stacked tensor into a contiguous CPU tensor.
 
         Shape:
-            target: shape of `tensor_name` without its first dim
+            target: shape of the stacked tensor without its first dim
         """
         box = Box((expert,) + (0,) * target.dim(), (1, *target.shape))
         reads = []
@@ -198,7 +198,7 @@ def weight_reader(
 
 
 def _plan_reads(tensor: Tensor, rule: WeightRule, name: str, files: WeightFiles) -> list[Read]:
-    """Return the reads that fill this rank's shard of a tensor; [] if the shard is empty."""
+    """Return the `Read`s that fill this rank's shard of a tensor; [] if the shard is empty."""
     box = local_box(tensor)
     slices = rule.source_slices(box) if box.numel else None
     if slices is None:

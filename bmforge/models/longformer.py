@@ -199,7 +199,7 @@ class Longformer(EncoderModel):
         return position < separators.int().argmax(1, keepdim=True)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names."""
+        """Map parameter names to transformers' names."""
         block = ("layers.{i}.attn.", "longformer.encoder.layer.{i}.attention.self.")
         projections = {"q": "query", "k": "key", "v": "value"}
         return super().weight_rules() + linear_rules(

@@ -21,7 +21,7 @@ __all__ = ["Mixtral", "MixtralConfig", "expert_rules"]
 
 
 def expert_rules(published: str, names: Mapping[str, str]) -> list[WeightRule]:
-    """Return the name map of router and experts, for checkpoints with one tensor per expert.
+    """Map names of router and experts to those of checkpoints with one tensor per expert.
 
     Args:
         published: published name of a layer's module, with `{i}` for the layer index.
@@ -159,6 +159,6 @@ class Mixtral(CausalLM):
         super().__init__(config, spec)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names, where gate, up and down are w1, w3 and w2."""
+        """Map parameter names to transformers' names; gate, up and down are w1, w3 and w2."""
         names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
         return llama_rules() + expert_rules("model.layers.{i}.block_sparse_moe", names)

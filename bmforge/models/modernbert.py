@@ -247,7 +247,7 @@ class ModernBert(EncoderModel):
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if is_scaled else 1.0)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names; q, k, v and gate, up are rows of two layers."""
+        """Map parameter names to transformers' names; q, k, v are fused, as are gate and up."""
         config, block, published = self.config, "layers.{i}.", "model.layers.{i}."
         width, inner = config.num_heads * config.head_dim, config.intermediate_size
         modules = {

@@ -135,7 +135,7 @@ class OLMo2(LlamaLike):
         return whole_attention(super().tensor_cuts())
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names, with the norms after the sublayers."""
+        """Map parameter names to transformers' names; norms follow the sublayers."""
         return rules_with_norms(_OUTPUT_NORMS)
 
 
@@ -154,5 +154,5 @@ class OLMo3(LayerTypes):
         return whole_attention(super().tensor_cuts())
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names, with the norms after the sublayers."""
+        """Map parameter names to transformers' names; norms follow the sublayers."""
         return rules_with_norms(_OUTPUT_NORMS)

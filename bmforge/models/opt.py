@@ -176,7 +176,7 @@ class OPT(CausalLM):
         super().__init__(config, spec)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names."""
+        """Map parameter names to transformers' names."""
         block, stack = "layers.{i}.", "model.decoder."
         published = f"{stack}layers.{{i}}."
         parts = {

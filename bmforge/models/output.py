@@ -1,4 +1,4 @@
-"""Output type of all models; fields that were not computed are None."""
+"""Output type of all models, in which fields that were not computed are None."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class PackedReader:
         self._last: tuple[str, dict[str, Tensor]] | None = None  # the last quantized weight
 
     def __call__(self, name: str) -> Tensor:
-        """Return a tensor of the quantized model by name."""
+        """Return the named tensor of the quantized model."""
         if name in self._plain:
             return self._values(name)
         owner, _, key = name.rpartition(".")

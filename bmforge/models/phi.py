@@ -99,7 +99,7 @@ class Phi(LlamaLike):
         )
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names."""
+        """Map parameter names to transformers' names."""
         block, published = "layers.{i}.", "model.layers.{i}."
         parts = {
             "norm": "model.final_layernorm",

@@ -123,7 +123,7 @@ class Phi3(LlamaLike):
         )
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names, with fused q, k and v, and fused gate and up."""
+        """Map parameter names to transformers' names; q, k, v are fused, as are gate and up."""
         config: Any = self.config
         head, sizes = config.head_dim, (config.num_heads, *[config.num_kv_heads] * 2)
         fused = "gate_proj", "up_proj", *(f"{part}_proj" for part in "qkv")

@@ -91,7 +91,7 @@ def write_packed(
 
     Args:
         model: quantized model on the meta device.
-        read: function that returns a tensor by name.
+        read: function (tensor name) that returns the tensor.
         out: directory to create.
         max_file_bytes: size above which the weights are split over several files.
     """

@@ -215,7 +215,7 @@ class Qwen3Moe(Mixtral):
     config_class = Qwen3MoeConfig
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names."""
+        """Map parameter names to transformers' names."""
         own, published = "layers.{i}.mlp.", "model.layers.{i}.mlp"
         shared = {f"{own}shared_expert.{n}": f"{published}.shared_expert.{n}" for n in _PROJECTIONS}
         shared[f"{own}shared_gate"] = f"{published}.shared_expert_gate"

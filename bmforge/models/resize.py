@@ -282,7 +282,7 @@ def _keep_heads_(
     specs: tuple[AttentionSpec, AttentionSpec],
     rotary_dim: int,
 ) -> None:
-    """Copy the part of a parameter that both attentions have, if their head counts differ."""
+    """Copy the heads of a parameter that the old and the new attention layer both have."""
     module, _, kind = leaf.partition(".")
     if module == "sinks":  # one per head
         groups = [(s.num_kv_heads, s.num_heads // s.num_kv_heads) for s in specs]
@@ -305,7 +305,7 @@ def _keep_heads_(
 
 
 def _dims(spec: AttentionSpec, module: str) -> tuple[int, ...]:
-    """Return the dims into which a parameter's first dim factors; the last is within a head."""
+    """Return the shape that a parameter's first dim is unflattened to; last is the head dim."""
     if module in ("q_norm", "k_norm") and not spec.qk_norm_whole:
         return (spec.head_dim,)
     if module in ("k_proj", "v_proj", "k_norm"):

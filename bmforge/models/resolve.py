@@ -36,7 +36,7 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
 
     Args:
         name: directory, GGUF file, hub id, or short name in `hub_ids`.
-        hub_ids: hub ids by short name.
+        hub_ids: mapping from short name to hub id.
 
     Raises:
         ConfigError: the model is neither a directory, nor in the cache, nor on the hub.

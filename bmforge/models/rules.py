@@ -124,7 +124,7 @@ def default_cuts(
         num_heads: number N of heads.
         num_kv_heads: number K of key-value heads.
         without: last name components of modules to replicate.
-        differing: (N, K) of attention modules with other numbers of heads, by name.
+        differing: mapping from the name of an attention module with other head counts to (N, K).
     """
     units = {"heads": num_heads, "kv_heads": num_kv_heads, "": 0}
     excluded, differing = set(without), differing or {}

@@ -99,7 +99,7 @@ def write_config(
     Args:
         model: model to describe.
         out: directory of the export.
-        tensors: the model's tensors by name.
+        tensors: mapping from name to tensor of the model.
         dtype: dtype of the written float tensors; None uses that of the first one.
     """
     dtypes = (tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
@@ -153,7 +153,7 @@ def _dtype_of(
 
 
 class _Whole:
-    """All-gathers parameters by name; caches the last one, which may be written in many slices."""
+    """All-gathers named parameters; caches the last one, which may be written in many slices."""
 
     def __init__(self, parameters: dict[str, Tensor]) -> None:
         self.parameters = parameters

@@ -27,8 +27,8 @@ class Seq2SeqSpec:
         block: common spec of all blocks; see `encoder_block` and `decoder_block`.
         num_encoder_layers: number of blocks of the encoder.
         num_decoder_layers: number of blocks of the decoder.
-        encoder_blocks: specs of encoder blocks that differ from `encoder_block`, by layer index.
-        decoder_blocks: specs of decoder blocks that differ from `decoder_block`, by layer index.
+        encoder_blocks: layer index -> spec, for blocks that differ from `encoder_block`.
+        decoder_blocks: layer index -> spec, for blocks that differ from `decoder_block`.
         num_buckets: number of relative position buckets, see `RelativeBias`.
         max_distance: largest bucketed distance, see `RelativeBias`.
         dropout: dropout probability after the embedding and after each stack's final norm.

@@ -131,7 +131,7 @@ class SharedExpertsConfig(LlamaLikeConfig):
 
 
 class SharedExperts(LlamaLike):
-    """Decoder with routed and shared experts behind some layers with an MLP."""
+    """Decoder with routed and shared experts, in all layers after the first dense ones."""
 
     @classmethod
     def make_spec(cls, config: Any) -> DecoderSpec:
@@ -142,7 +142,7 @@ class SharedExperts(LlamaLike):
         return replace(spec, block=blocks[-1], blocks=others)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names."""
+        """Map parameter names to transformers' names."""
         own, published = "layers.{i}.mlp.", "model.layers.{i}.mlp"
         shared = {
             f"{own}shared_expert.{part}": f"{published}.shared_experts.{part}"

@@ -56,13 +56,13 @@ def fill_split_(new: MoE, old: Any) -> None:
 
 
 def split_rules(model: nn.Module, rules: Sequence[WeightRule]) -> list[WeightRule]:
-    """Return the rules that map split MLPs to dense MLPs in a file.
+    """Return `WeightRule`s that map the experts of split MLPs to a dense MLP in the file.
 
-    A layer with quantized experts has no such rules; its tensors are saved under bmforge's names.
+    Layers with quantized experts have none; their tensors are saved under bmforge's names.
 
     Args:
         model: model with split MLPs.
-        rules: weight rules of the family, with `{i}` for the layer index.
+        rules: `WeightRule`s of the family, with `{i}` for the layer index.
     """
     split = []
     for name, module in split_modules(model):
@@ -99,7 +99,7 @@ def split_rules(model: nn.Module, rules: Sequence[WeightRule]) -> list[WeightRul
 
 
 def _rule_of(rules: Sequence[WeightRule], name: str) -> WeightRule | None:
-    """Return the family's rule for a tensor, with the layer index inserted."""
+    """Return the family's `WeightRule` for a tensor, with the layer index inserted."""
     for rule in rules:
         match = re.fullmatch(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)"), name)
         if match:

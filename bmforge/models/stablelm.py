@@ -97,12 +97,12 @@ class StableLM(LlamaLike):
         )
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names: Llama's, with biases of the norms."""
+        """Map parameter names to transformers' names, which are Llama's and norm biases."""
         return layer_norm_rules()
 
 
 def layer_norm_rules() -> list[WeightRule]:
-    """Return Llama's weight rules for a model whose norms have biases."""
+    """Map parameter names to Llama's names, for a model whose norms have biases."""
     rules = llama_rules()
     norms = {r.ours: r.theirs for r in rules if r.ours.endswith("norm.weight")}
     norms = {o: t for o, t in norms.items() if ".attn." not in o}

@@ -40,7 +40,7 @@ class StackSpec:
 
     Args:
         block: spec of the blocks.
-        blocks: specs of the blocks that differ from `block`, by layer index.
+        blocks: mapping from layer index to the spec, for blocks that differ from `block`.
     """
 
     block: BlockSpec
@@ -53,7 +53,7 @@ def span_of(layers: Stack) -> Span:
 
 
 def differing(block: BlockSpec, specs: Iterable[BlockSpec]) -> dict[int, BlockSpec]:
-    """Return the specs that differ from `block` by layer index, for `StackSpec.blocks`."""
+    """Map the index of each layer whose spec differs from `block` to its spec."""
     return {layer: spec for layer, spec in enumerate(specs) if spec != block}
 
 
@@ -89,7 +89,7 @@ def find_heads(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def width_into(model: nn.Module, name: str) -> int:
-    """Return the input width of an attention or MLP output projection, by parameter name."""
+    """Return the input width of the attention or MLP output projection with this weight."""
     spec = find_block(model, name).spec
     if "o_proj" not in name:
         assert spec.mlp is not None
@@ -132,7 +132,7 @@ def run_layers(
     Args:
         layers: stack of blocks.
         x: input of the first block, (B, T, D).
-        masks: attention masks by window size.
+        masks: mapping from window size to attention mask.
         keep_states: return the inputs and outputs of all blocks.
         routed: list to which the router logits of each layer with experts are appended.
         inputs: further arguments of `Block.forward`.
@@ -216,7 +216,7 @@ def _pick_rope(inputs: dict[str, Any], rotary: str) -> dict[str, Any]:
 
 
 def _find_biases(layers: nn.ModuleDict, bias: Tensor | None) -> dict[int, Tensor]:
-    """Return the shared bias for each number of heads that occurs in the layers."""
+    """Map each number of heads that a layer has to the shared bias of so many heads."""
     if bias is None:
         return {}
     attentions = (layer.attn for layer in layers.values() if layer.attn is not None)

@@ -117,7 +117,7 @@ class Starcoder2(LlamaLike):
         return replace(super().make_spec(config), embed_dropout=config.embed_dropout)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names."""
+        """Map parameter names to transformers' names."""
         block, published = "layers.{i}.", "model.layers.{i}."
         parts = {
             "norm": "model.norm",

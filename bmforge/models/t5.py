@@ -335,7 +335,7 @@ class T5(Seq2Seq):
         return float(config.init_std * width**-0.5)
 
     def tied_copies(self) -> dict[str, str]:
-        """Map each stack's copy of the embedding, by name, to the original."""
+        """Map the name of each stack's copy of the embedding to the original name."""
         return {
             f"{prefix}{stack}.embed_tokens.weight": f"{prefix}shared.weight"
             for prefix in ("", "transformer.")
@@ -343,7 +343,7 @@ class T5(Seq2Seq):
         }
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names; sublayers are numbered, block 0 has the bias."""
+        """Map parameter names to transformers' names, in which sublayers are numbered."""
         rules = [WeightRule("embed.weight", "shared.weight")]
         for stack, parts in (
             ("encoder", ("attn", "mlp")),

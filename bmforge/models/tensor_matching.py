@@ -33,7 +33,7 @@ _COMPARED_ROWS = 1 << 12
 def match_sources(
     model: Any, files: WeightFiles, new_head: bool
 ) -> tuple[list[tuple[WeightRule, str]], list[str], list[str]]:
-    """Match every rule with a stored tensor; raise `CheckpointError` with all mismatches.
+    """Match every `WeightRule` with a stored tensor; raise `CheckpointError` with all mismatches.
 
     Returns:
         pairs (rule, stored name); names of head tensors to initialize; names of adapter tensors
@@ -173,7 +173,7 @@ def _is_dead(name: str) -> bool:
 
 
 def _find_name(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Return the stored name of a rule's tensor, trying known prefixes and older suffixes."""
+    """Return the stored name of a `WeightRule`'s tensor; tries known prefixes and old suffixes."""
     bare = rule.theirs.removeprefix(model.hf_prefix)
     head_prefix = model.config.heads[model.config.head].prefix or ""
     bare = bare.removeprefix(head_prefix)
@@ -198,7 +198,7 @@ def _as_new_name(model: Any, name: str) -> str:
 def _find_extra(
     model: Any, files: WeightFiles, shapes: dict[str, tuple[int, ...]], used: set[str]
 ) -> list[str]:
-    """Return the stored names without a weight rule; tensors of other heads are only logged."""
+    """Return stored names that no parameter is mapped to; tensors of other heads are logged."""
     others = files.head_names(model)
     unused: list[str] = []
     extra: list[str] = []

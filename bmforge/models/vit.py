@@ -337,7 +337,7 @@ class ViT(Model):
         return torch.cat((self.embed_positions[:, :1], grid.flatten(2).transpose(1, 2)), 1)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names."""
+        """Map parameter names to transformers' names."""
         block, published = "layers.{i}.", "vit.encoder.layer.{i}."
         attention = f"{published}attention.attention."
         return [

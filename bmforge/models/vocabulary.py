@@ -104,7 +104,7 @@ def _check_table(model: Any, new_size: int) -> None:
 
 
 def _resized_axes(old: nn.Module, new: nn.Module) -> dict[str, int]:
-    """Return the axis of the vocabulary for each tensor whose shapes differ, by name."""
+    """Map the name of each tensor whose shapes differ to its vocabulary axis."""
     sizes = {name: tensor.shape for name, tensor in persistent_tensors(new).items()}
     axes: dict[str, int] = {}
     for name, tensor in persistent_tensors(old).items():

@@ -20,13 +20,13 @@ __all__ = ["WeightNames"]
 
 
 class WeightNames:
-    """Mixin of `Model` that derives the whole model's weight rules from the family's."""
+    """Mixin of `Model` for its `WeightRule`s, which map parameters to published tensors."""
 
     config: Any
     hf_prefix: ClassVar[str]
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the weight rules of the family's body, with `{i}` for the layer index."""
+        """Return the `WeightRule`s of the family's body, with `{i}` for the layer index."""
         raise TypeError(f"{type(self).__name__} must define `weight_rules`.")
 
     @property
@@ -38,7 +38,7 @@ class WeightNames:
         return {}
 
     def all_rules(self) -> list[WeightRule]:
-        """Return the rules that map parameter names to those of checkpoints with this head."""
+        """Map all names, including the head's, to published ones; `{i}` is the layer index."""
         head = self.config.heads[self.config.head]
         rules = self.weight_rules()
         if head.prefix is not None:
@@ -51,11 +51,11 @@ class WeightNames:
         return rules + [WeightRule(name, published) for name, published in head.names.items()]
 
     def active_rules(self) -> list[WeightRule]:
-        """Return the expanded rules of this model's tensors; tied tensors appear once."""
+        """Map each tensor of this model to its published name; tied tensors appear once."""
         return self.expand(self.all_rules())
 
     def published_rules(self) -> list[WeightRule]:
-        """Return the rules of this model as if its layers were not quantized.
+        """Map the tensors of this model without quantization to their published names.
 
         Published checkpoints contain a layer's plain weight, however bmforge stores it.
         """
@@ -74,7 +74,7 @@ class WeightNames:
         return expand_rules(rules, shapes, (), split_rules(self._module, rules))
 
     def expand(self, rules: Sequence[WeightRule]) -> list[WeightRule]:
-        """Expand rules to all layers and tensors; changed modules keep bmforge's names."""
+        """Expand `{i}` for all layers; adapters and quantized layers keep bmforge's names."""
         shapes = {
             name: tuple(tensor.shape) for name, tensor in persistent_tensors(self._module).items()
         }
@@ -98,7 +98,7 @@ class WeightNames:
         return names
 
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
-        """Return the rules for reading a checkpoint with these tensor names.
+        """Return the `WeightRule`s for a checkpoint that has these tensor names.
 
         These are the `active_rules`, except in families that were published in several formats.
         """

@@ -164,7 +164,7 @@ class WeightRule:
 def linear_rules(
     pairs: Mapping[str, str], kinds: Iterable[str] = ("weight", "bias")
 ) -> list[WeightRule]:
-    """Return rules for modules whose weights (and biases) differ only in their names."""
+    """Return `WeightRule`s that only rename the weights (and biases) of modules."""
     return [WeightRule(f"{a}.{kind}", f"{b}.{kind}") for kind in kinds for a, b in pairs.items()]
 
 
@@ -183,14 +183,14 @@ def expand_rules(
     """Expand rules to the tensors in `shapes`, in their order.
 
     Args:
-        rules: rules of a family; those without a tensor are skipped.
-        shapes: whole shapes of the parameters by name.
+        rules: `WeightRule`s of a family; those without a tensor are skipped.
+        shapes: mapping from parameter name to its unsharded shape.
         own: names of changed tensors, and of tensors fused with them in published checkpoints;
             files store them with bmforge's names, except those in `expanded`.
-        expanded: already expanded rules for some of `own`.
+        expanded: `WeightRule`s of some of `own` that are already expanded.
 
     Raises:
-        TypeError: a tensor has no rule, so that saving would lose it.
+        TypeError: a tensor has no `WeightRule`, so that saving would lose it.
     """
     patterns = [(_pattern_of(rule), rule) for rule in rules]
     matched = _expand_family(patterns, {n: s for n, s in shapes.items() if n not in own})
@@ -226,7 +226,7 @@ def _own_name(name: str, patterns: Sequence[tuple[re.Pattern[str], WeightRule]])
 def _expand_family(
     patterns: list[tuple[re.Pattern[str], WeightRule]], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[WeightRule]:
-    """Return the family's rules for these tensors, without incomplete fused tensors."""
+    """Apply the family's rules to these tensors; omit fused tensors that are incomplete."""
     fused: dict[tuple[str, str], list[int]] = {}
     out: list[WeightRule] = []
     for name, shape in shapes.items():
@@ -295,6 +295,6 @@ def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
 
 
 def assemble_source(rules: list[WeightRule], find_tensor: Callable[[str], Tensor]) -> Tensor:
-    """Assemble a published tensor from parameters, which `find_tensor` returns by name."""
+    """Assemble a published tensor; `find_tensor` returns the parameter of a given name."""
     whole = {name: find_tensor(name) for name in dict.fromkeys(rule.ours for rule in rules)}
     return rules[0].join([rule.to_source(whole[rule.ours]) for rule in rules])

@@ -42,8 +42,8 @@ _WORD_BITS = 32
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Storage format of a layer's integers: bits per integer, and whether words pack several."""
+class _IntegerFormat:
+    """How a layer stores integers: bits per integer, and whether 32-bit words pack several."""
 
     bits: int
     is_packed: bool
@@ -133,7 +133,7 @@ def _find(raw: Mapping[str, Any]) -> CompressedTensorsScheme | None:
 
 
 def _token_problems(tokens: Mapping[str, Any]) -> list[str]:
-    """Return the fields that differ from dynamic 8-bit integer activations per token."""
+    """Return the fields that do not describe dynamic int8 quantization per token."""
     required = {
         "num_bits": 8,
         "type": "int",
@@ -174,8 +174,8 @@ class CompressedLinears:
     """Compressed linear layers of a checkpoint, read as float weights; see `TensorFile`.
 
     Args:
-        files: file of each tensor, by tensor name.
-        how: compression scheme.
+        files: mapping from tensor name to the file with the tensor.
+        how: quantization scheme of the checkpoint.
 
     Raises:
         CheckpointError: tensors of a layer are missing, or their shapes contradict each other.
@@ -185,19 +185,19 @@ class CompressedLinears:
         self.files, self._how = files, how
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.parts: set[str] = set()
-        self._kinds: dict[str, _Parts] = {}
+        self._kinds: dict[str, _IntegerFormat] = {}
         for name in files:
             stem, _, part = name.rpartition(".")
             if part != "weight_scale":
                 continue
             weight, packed = f"{stem}.weight", f"{stem}.weight_packed"
             is_packed = packed in files
-            self._kinds[weight] = _Parts(how.bits if is_packed else 8, is_packed)
+            self._kinds[weight] = _IntegerFormat(how.bits if is_packed else 8, is_packed)
             self.shapes[weight] = self._check(stem, self._kinds[weight])
             self.parts |= {name, weight, packed, f"{stem}.weight_shape"}
             self.parts.add(f"{stem}.weight_zero_point")
 
-    def _check(self, stem: str, kind: _Parts) -> tuple[int, int]:
+    def _check(self, stem: str, kind: _IntegerFormat) -> tuple[int, int]:
         """Validate the tensors of a layer; return the shape of its weight."""
         weight_part, scale = (
             "weight_packed" if kind.is_packed else "weight",

@@ -96,7 +96,7 @@ class _Source:
     """Converts a model to tensors of this format, one packed layer or other tensor at a time.
 
     Attributes:
-        stems: published names of all packed layers by module name.
+        stems: mapping from the module name of each packed layer to its published name.
     """
 
     def __init__(self, model: Any) -> None:

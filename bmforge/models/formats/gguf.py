@@ -68,7 +68,7 @@ class GgufFile(CheckedFile):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors by name."""
+        """Mapping from tensor name to shape."""
         return {name: self._shape(name) for name in self._entries}
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ class GgufFile(CheckedFile):
         return FLOAT_KINDS.get(self.kind(name), torch.float32)
 
     def rules_for(self, model: Any) -> list[WeightRule]:
-        """Return the rules that map these tensors to a model's parameters."""
+        """Map the model's parameter names to the names of the tensors in this file."""
         return find_rules(self.architecture.name, model)
 
     def head_names(self) -> set[str]:

@@ -63,9 +63,9 @@ class Architecture:
             in GGUF), OLMo 3 ("olmo2") and Cohere ("command-r").
         kind: `general.architecture`.
         raw: fields of config.json that the architecture implies.
-        keys: fields of config.json by metadata key without the architecture.
-        sizes: fields of config.json that are derived from sizes of tensors.
-        alone: the only supported value of some metadata keys, by key.
+        keys: mapping from metadata key, without the architecture, to field of config.json.
+        sizes: mapping from field of config.json to the tensor dim that determines its value.
+        alone: mapping from metadata key to its only supported value.
         permutes: whether the rows of query and key are permuted; see `gguf_names.is_permuted`.
         rotary: whether the architecture has rotary positions with a configurable base.
         norm_offset: number that is added to the weights of norms in files.

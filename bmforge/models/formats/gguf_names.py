@@ -124,9 +124,9 @@ _TWO_NORMS = [
 
 
 def find_rules(architecture: str, model: Any) -> list[WeightRule]:
-    """Return the name map between a model's tensors and files of an architecture.
+    """Map a model's tensor names to those in GGUF files of an architecture.
 
-    A head that the architecture does not have gets names that do not occur in any such file.
+    Tensors of a head that GGUF does not define get names that occur in no such file.
     """
     rules = _TABLES.get(architecture, _DECODER)
     if architecture == "falcon" and model.config.parallel_norms:

@@ -23,7 +23,7 @@ _BLOCK = 32  # values of a Q8_0 block, which share an fp16 scale
 
 
 def find_values(model: Model, kind: str) -> Callable[[str], Tensor]:
-    """Return a function that reads a tensor by its plain name and dequantizes packed weights.
+    """Return a function (name in the plain model) that reads a tensor, dequantized if packed.
 
     Raises:
         ConfigError: packed weights would be quantized to 4 bits a second time.
@@ -47,7 +47,7 @@ def find_values(model: Model, kind: str) -> Callable[[str], Tensor]:
 
 
 def find_scales(model: Model, kind: str) -> Callable[[str], Tensor | None]:
-    """Return a function that reads the scales of a tensor's integers by its plain name.
+    """Return a function (name in the plain model) that reads the scales of a tensor's integers.
 
     The function returns None for floats, and for integers with minima or outliers. With type
     "q8_0", a warning gives the number of packed layers whose values are quantized again.

@@ -100,7 +100,7 @@ def write_gguf(
     plan = _Plan(model, architecture, groups, kind, load)
     plan.scales = scales
     plan.extra = values.pop("tensors")
-    _check_said(model, architecture, values, plan)
+    _check_readable(model, architecture, values, plan)
     if left_out:
         get_logger().warning("GGUF %s leaves out: %s", architecture.kind, ", ".join(left_out))
     values |= to_metadata(model.provenance)
@@ -227,14 +227,14 @@ def _more(
 
 
 def _typed(key: str, value: Any) -> Any:
-    """Return a value as a reader of the file returns it: floats have 32 bits."""
+    """Round a float to fp32, as it is stored in the file; return other values unchanged."""
     return float(np.float32(value)) if key.endswith(_FLOATS) else value
 
 
 def _split_groups(
     rules: list[WeightRule],
 ) -> tuple[dict[str, list[WeightRule]], list[str]]:
-    """Return the tensors to write, and bmforge's names without an equivalent in the file."""
+    """Return the rules of tensors with a GGUF name, and bmforge's names of all others."""
     groups = group_by_source(rules)
     with_entry = {name: group for name, group in groups.items() if not name.startswith("bmforge.")}
     return with_entry, [g[0].ours for name, g in groups.items() if name not in with_entry]
@@ -246,9 +246,9 @@ class _Plan:
     Args:
         model: model to write.
         found: GGUF architecture of the model.
-        groups: rules of the parameters that each tensor of the file contains, by its name.
+        groups: mapping from tensor name in the file to the `WeightRule`s of its parameters.
         kind: requested tensor type.
-        values: function that returns a tensor by name.
+        values: function (tensor name) that returns the tensor.
     """
 
     def __init__(
@@ -313,10 +313,10 @@ class _Plan:
         return kind.upper() if has_blocks else "F16"
 
 
-def _check_said(
+def _check_readable(
     model: Model, architecture: Architecture, values: dict[str, Any], plan: _Plan
 ) -> None:
-    """Raise an error if reading the file would give a different model."""
+    """Raise `ConfigError` if reading the file back would give a different config."""
     # Scaling stored in tensors is not written yet; `write_rope` checks it.
     tensors = {n: t for n, t in plan.places().items() if n not in ROPE_TENSORS}
     if plan.extra:

@@ -203,7 +203,7 @@ class PackedLinears:
     """Packed linear layers of a checkpoint, read as float weights; see `TensorFile`.
 
     Args:
-        files: file of each tensor, by tensor name.
+        files: mapping from tensor name to the file with the tensor.
         packing: layout of the packed integers.
 
     Raises:

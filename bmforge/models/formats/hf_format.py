@@ -141,7 +141,7 @@ def _find_files(directory: Path) -> list[Path]:
 
 
 class WeightFiles:
-    """Tensors of a checkpoint by name, read lazily.
+    """Tensors of a checkpoint, which are looked up by name and read lazily.
 
     Args:
         directory: GGUF file, or a directory with `model.safetensors` (or several files and an
@@ -187,7 +187,7 @@ class WeightFiles:
         return None if how is None else CompressedLinears(files, how)
 
     def rules_for(self, model: Any, names: Collection[str]) -> list[WeightRule]:
-        """Return the rules for reading a model from a checkpoint with these tensor names."""
+        """Return the `WeightRule`s for a checkpoint that has these tensor names."""
         return self._gguf.rules_for(model) if self._gguf else model.rules_for(names)
 
     def head_names(self, model: Any) -> set[str]:
@@ -232,12 +232,12 @@ def plan_files(
     """Assign tensors to weight files.
 
     Args:
-        sizes: size of each tensor in bytes by name, in the order of writing.
+        sizes: mapping from tensor name to size in bytes, in the order of writing.
         max_file_bytes: maximum size of a file, except for a single larger tensor.
-        homes: pipeline stage of each tensor by name; a file contains tensors of only one stage.
+        homes: mapping from tensor name to pipeline stage; a file has tensors of one stage only.
 
     Returns:
-        names of the tensors by file name, in transformers' naming
+        mapping from file name, as transformers names it, to tensor names
     """
     homes = homes or {}
     groups: list[list[str]] = [[]]

@@ -253,11 +253,11 @@ def write_shards(
     Peak memory is that of one shard and one tensor.
 
     Args:
-        shapes: shapes of the tensors by their names in shards.
-        read: function that returns a tensor by name.
+        shapes: mapping from a tensor's name in the shards to its shape.
+        read: function (tensor name) that returns the tensor.
         directory: output directory, created if needed.
         degree: number of shards.
-        copies: additional names in the shards, each with the name of the copied tensor.
+        copies: mapping from an additional name in the shards to the name of the copied tensor.
 
     Raises:
         CheckpointError: shards already exist, or the tensors are not divisible by `degree`.

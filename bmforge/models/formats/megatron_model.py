@@ -106,7 +106,7 @@ def _fits(family: _Family, preset: str, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def _shard_shapes(model: CPM1 | CPM2 | EVA) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's unsplit tensors by their names in shards."""
+    """Return a dict from a tensor's name in the shards to its unsplit shape."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     rules = expand_rules(model.megatron_rules(), shapes)
     return {rule.theirs: rule.source_shape(shapes[rule.ours]) for rule in rules}

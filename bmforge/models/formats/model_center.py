@@ -140,7 +140,7 @@ def load_model_center(
 def fill_model_center(
     model: Model, directory: Path, absent: Mapping[str, Tensor] | None = None
 ) -> Model:
-    """Load a ModelCenter checkpoint into a model on the meta device, by tensor names.
+    """Load a ModelCenter checkpoint into a model on the meta device that has its tensor names.
 
     Used by the compatibility classes; `load_model_center` builds a model of bmforge's families.
 

@@ -78,8 +78,8 @@ class OldFamily:
     Args:
         defaults: values of absent fields.
         needed: fields with their only supported value, which is also the default.
-        activations: bmforge's activation for each value of ffn_activate_fn; "" is the key of an
-        absent field.
+        activations: mapping from the value of ffn_activate_fn ("" if absent) to bmforge's
+            activation.
     """
 
     defaults: Mapping[str, Any]

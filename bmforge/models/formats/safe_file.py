@@ -139,7 +139,7 @@ class SafeFile(CheckedFile):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors by name."""
+        """Mapping from tensor name to shape."""
         return {name: entry.shape for name, entry in self._entries.items()}
 
     def dtype(self, name: str) -> torch.dtype:
@@ -203,7 +203,7 @@ class TensorFile(Protocol):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors by name."""
+        """Mapping from tensor name to shape."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a stored tensor."""
@@ -339,8 +339,8 @@ def write_file(
 
     Args:
         path: path of the file.
-        tensors: tensors on the CPU, or on the meta device if `read` is given.
-        read: function that returns a tensor by name; called once per tensor, in file order.
+        tensors: mapping from name to tensor, on the CPU or, if `read` is given, on meta.
+        read: function (name) that returns a tensor; called once per tensor, in file order.
 
     Raises:
         CheckpointError: the file cannot be written, for example because the disk is full.

@@ -56,8 +56,8 @@ class Built:
 
     Args:
         module: model with parameters and persistent buffers on meta.
-        values: initial values that the constructor computed, by the name of the parameter or
-            persistent buffer; loading or `init_weights_` replaces them.
+        values: mapping from the name of a parameter or persistent buffer to the initial value that
+            the constructor computed; loading or `init_weights_` replaces it.
     """
 
     def __init__(self, module: Any, values: dict[str, Tensor]) -> None:

@@ -24,7 +24,7 @@ _CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 
 
 def cache_argument(module: nn.Module) -> str:
-    """Return the name of a forward's cache argument and output; "" if it has none."""
+    """Return the name of a forward's KV cache argument; "" if there is none."""
     names, _ = accepted_arguments(module)
     return next((name for name in _CACHES if name in names), "")
 
@@ -34,7 +34,7 @@ def call_arguments(module: nn.Module, arguments: dict[str, Any], *, cached: bool
 
     Args:
         module: a transformers model or its body.
-        arguments: values by argument name; None values are dropped.
+        arguments: mapping from argument name to value; None values are dropped.
         cached: whether the call returns a cache for the next call.
 
     Raises:

@@ -112,7 +112,7 @@ class TransformersModel(Model):
 
     @classmethod
     def describe(cls, config: Any, dtype: torch.dtype) -> TransformersModel:
-        """Build the model of a config without changes: matrices on meta, other tensors real."""
+        """Build the model of a config without adapters: matrices on meta, other tensors real."""
         return cls(config, dtype)
 
     def train(self, mode: bool = True) -> TransformersModel:
@@ -158,13 +158,13 @@ class TransformersModel(Model):
         return dict(self._ties)
 
     def all_rules(self) -> list[WeightRule]:
-        """Return the weight rules of the model without changes, including tied copies."""
+        """Map all parameter names of the plain model, including tied copies, to stored names."""
         stored = {rule.ours for rule in self.stored_names.rules}
         ties = [WeightRule(copy, copy) for copy in self._ties if copy not in stored]
         return [*self.stored_names.rules, *ties]
 
     def active_rules(self) -> list[WeightRule]:
-        """Return the rules that map this model's tensor names to those of its checkpoint."""
+        """Map the names of this model's tensors to those of its checkpoint."""
         changed = changed_modules(self)
         own = {
             name
@@ -174,9 +174,9 @@ class TransformersModel(Model):
         return self.stored_names.of(persistent_tensors(self), own)
 
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
-        """Return the rules for reading a checkpoint with these tensor names.
+        """Return the `WeightRule`s for a checkpoint that has these tensor names.
 
-        transformers renames tensors of old checkpoints; the rules then contain the old names.
+        Old checkpoints, whose tensors transformers renames, are mapped by their old names.
         """
         rules = self.active_rules()
         if self.stored_names.opaque:
@@ -218,7 +218,7 @@ class TransformersModel(Model):
     # --- layouts
 
     def layout_rules(self) -> LayoutRules:
-        """Return the layout rules, whose units for ZeRO and recomputation are the blocks.
+        """Return the sharding plan, whose units for ZeRO and recomputation are the blocks.
 
         Tensor-parallel cuts follow transformers' plan. A pipeline cuts the text decoder's blocks;
         its first stage has the embedding, and its last one the modules after the blocks.
@@ -249,7 +249,7 @@ class TransformersModel(Model):
         return [name for name in names if self._general.get(name, "") in self.behavior.read]
 
     def untrained(self, names: Collection[str]) -> list[str]:
-        """Return the linear layers without a gradient."""
+        """Return the linear layers that get no gradient from the loss."""
         return [name for name in names if self._general.get(name, "") in self.behavior.untrained]
 
     def uncalled(self, names: Collection[str]) -> list[str]:

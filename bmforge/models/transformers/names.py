@@ -108,7 +108,7 @@ class _Tracking(TorchFunctionMode):
     """Mode that runs a conversion on meta tensors: copies remain views, joins are recorded.
 
     Attributes:
-        joined: each concatenated tensor by id, with the tensors it was made from and the dim.
+        joined: id of a concatenated tensor -> (the tensor, its parts, the dim).
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class _Tracking(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class StoredNames:
-    """Name map of one model.
+    """Mapping between the parameters of one model and its stored tensors.
 
     Args:
         rules: rules of all stored tensors.
@@ -143,7 +143,7 @@ class StoredNames:
     opaque: tuple[str, ...] = ()
 
     def of(self, names: Iterable[str], changed: Collection[str]) -> list[WeightRule]:
-        """Return the rules of the given tensors, in their order.
+        """Return the `WeightRule`s of the given tensors, in their order.
 
         Args:
             names: names of the model's tensors.
@@ -178,7 +178,7 @@ class StoredNames:
 
 
 def find_stored_names(module: Any) -> StoredNames:
-    """Return the map between a transformers model's parameters and its stored tensors.
+    """Map the parameters of a transformers model to the tensors that it stores.
 
     Args:
         module: transformers model with its parameters on meta.
@@ -208,7 +208,7 @@ def find_stored_names(module: Any) -> StoredNames:
 def _owners(
     module: Any, stored: Mapping[str, Tensor], first: Mapping[int, str]
 ) -> dict[int, tuple[str, Tensor]]:
-    """Return the name and tensor of each parameter by the id of its storage."""
+    """Return a dict from the id of each parameter's storage to its name and tensor."""
     state = module.state_dict(keep_vars=True)
     return {
         tensor.untyped_storage()._cdata: (first[id(state[name])], tensor)
@@ -219,7 +219,7 @@ def _owners(
 def _rules_of(
     published: str, tensor: Tensor, owners: Mapping[int, tuple[str, Tensor]], tracking: _Tracking
 ) -> list[WeightRule] | None:
-    """Return the rules of one stored tensor; None if it is not composed of slices of parameters."""
+    """Return the `WeightRule`s of a stored tensor; None unless it consists of parameter slices."""
     if id(tensor) in tracking.joined:
         _, members, dim = tracking.joined[id(tensor)]
         return _rules_of_parts(published, members, dim % tensor.dim(), owners, tracking)

@@ -38,7 +38,7 @@ _ATOL = 1e-4
 
 @dataclass(frozen=True)
 class Behavior:
-    """Observed behavior of an architecture's twin.
+    """Observed behavior of an architecture, tested on a small copy (twin).
 
     Args:
         head: "linear" if logits are the output layer's result times `factor`; "own" if logits
@@ -55,7 +55,7 @@ class Behavior:
             is not a single product of input and weight.
         untrained: general names of the linear layers that get no gradient.
         joints: whether and how the blocks can be cut into pipeline stages.
-        reason: error that prevented building the twin; "" if it was built.
+        reason: error that prevented building the small copy; "" if it was built.
     """
 
     head: str = "whole"

@@ -51,7 +51,7 @@ class Joints:
 
 
 class _StandIn(nn.Module):
-    """Replaces a module of another stage; other attributes are those of the replaced module."""
+    """Stand-in for a module of another pipeline stage, with the attributes of that module."""
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _StandIn(nn.Module):
 
 
 class _OtherBlock(_StandIn):
-    """Block of another stage.
+    """Stand-in for a block of another pipeline stage.
 
     Args:
         source: the block.
@@ -86,7 +86,7 @@ class _OtherBlock(_StandIn):
 
 
 class _NoEmbedding(_StandIn):
-    """Token embedding of another stage: returns zeros.
+    """Stand-in for the token embedding of another pipeline stage; returns zeros.
 
     Args:
         source: the embedding.
@@ -157,7 +157,7 @@ def run_stage(modules: Any, run: Callable[[], T]) -> T | Tensor:
 
 
 def _observe(foreign: Any, structure: Structure, run: Callable[[], Any]) -> Joints:
-    """Run the model once; return the outputs per block class, and the modules after the blocks."""
+    """Run the model once with hooks; return its `Joints`, or why it cannot be cut."""
     if not structure.stacks or not structure.embed:
         return Joints("it has no stack of blocks after a token embedding")
     owner_name, _, leaf = structure.stacks[0].rpartition(".")
@@ -217,7 +217,7 @@ def find_joints(twin: Any, structure: Structure, run: Callable[[], Tensor]) -> J
 def stage_ends(
     structure: Structure, after: Collection[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the module names, in their parents, that belong only to the first and last stage.
+    """Return the child names of modules that only the first stage has, and only the last.
 
     For the first stage this is only the token embedding: later blocks may need any other module.
     """

@@ -38,7 +38,7 @@ _BEFORE = ("_a_proj", "_a_layernorm", "_a_norm", "gate", "router", "kv_a_proj_wi
 
 
 def find_tensor_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
-    """Return the tensor-parallel plan, and ""; or (), and the reason why there is no plan.
+    """Return the tensor-parallel plan and "", or () and the reason why there is no plan.
 
     Args:
         model: `TransformersModel` to shard.
