@@ -250,7 +250,7 @@ def extension_rows(instances: Sequence[Instance]) -> list[Token]:
 
 
 def extension_inputs(tokens: Sequence[Token]) -> dict[str, NDArray[np.int32]]:
-    """Return ``ext_table_ids`` and ``ext_table_sub`` for tokens; placeholders if there are none."""
+    """Return ``ext_table_ids`` and ``ext_table_sub`` of extension tokens; (0, 1) if none."""
     ids, subs = np.array(tokens or [_NO_EXTENSION], dtype=np.int32).T
     return {
         "ext_table_ids": np.ascontiguousarray(ids),
