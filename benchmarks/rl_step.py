@@ -128,6 +128,7 @@ def build_theirs(folder: str, new_tokens: int) -> Callable[[], float]:
         processing_class=transformers.AutoTokenizer.from_pretrained(folder),
         reward_funcs=scope["digits"],
     )
+    trainer.current_gradient_accumulation_steps = 1  # `train` sets it, which is not called here
     model = trainer.model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
