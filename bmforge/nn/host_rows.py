@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from bmforge.native import load_kernels_of
 
 __all__ = [
+    "FEWEST_VALUES",
     "GATES",
     "host_gated",
     "host_gelu",
@@ -42,8 +43,8 @@ _SOURCES = ("floats.hpp", "host_rows.cpp")
 _FLAGS = "-march=native -ffp-contract=fast"
 _DTYPES = (torch.float32, torch.bfloat16)
 _VECTOR = 16
-# Fewer elements fit in the L1 cache, where torch's passes over them cost almost nothing.
-_FEWEST = 1 << 14
+# Fewer values fit in the L1 cache, where torch's passes over them cost almost nothing.
+FEWEST_VALUES = 1 << 14
 
 
 def takes_host_gelu(x: Tensor) -> bool:
@@ -77,7 +78,7 @@ def suits_host_rms_norm(x: Tensor, weight: Tensor) -> bool:
 def _are_alike(*tensors: Tensor) -> bool:
     """Return True for tensors of one supported dtype, large enough for the kernels."""
     dtype = tensors[0].dtype
-    is_worth = dtype in _DTYPES and tensors[0].numel() >= _FEWEST
+    is_worth = dtype in _DTYPES and tensors[0].numel() >= FEWEST_VALUES
     return is_worth and all(x.dtype == dtype for x in tensors)
 
 

@@ -120,9 +120,11 @@ class Answer:
 
         Returns None if the choice of the token depends on the text so far.
         """
-        if not self._is_plain or len(self.ids) < self.config.min_new_tokens:
+        if not self._is_plain:
             return None
-        return Draw(self.config, self._number() if self.config.do_sample else 0.0, scores)
+        config = self.config
+        forbidden = config.eos_tokens if len(self.ids) < config.min_new_tokens else ()
+        return Draw(config, self._number() if config.do_sample else 0.0, scores, forbidden)
 
     def choose(self, scores: Tensor, choice: TokenChoice | None = None) -> int | None:
         """Choose the next token and append it; None if the answer ends without a token.

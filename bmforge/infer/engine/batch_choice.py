@@ -16,12 +16,12 @@ from torch import Tensor
 
 from bmforge.device import send_to
 from bmforge.infer.options import GenerationConfig
-from bmforge.infer.sampling import narrow_scores
+from bmforge.infer.sampling import forbid_tokens, narrow_scores
 
 __all__ = ["TokenChoice", "Draw", "choose_batch", "narrow_sampled"]
 
 # Options that decide whether answers share a pass.
-Kind = tuple[bool, float, int | None, float | None, float | None, int | None, str]
+Kind = tuple[bool, float, int | None, float | None, float | None, int | None, str, tuple[int, ...]]
 
 
 class TokenChoice(NamedTuple):
@@ -38,11 +38,13 @@ class Draw(NamedTuple):
         config: generation options.
         number: random number in [0, 1); unused in greedy decoding.
         scores: logits of the next token, (V,) in fp32.
+        forbidden: tokens that must not be chosen: the end tokens of answers that are too short.
     """
 
     config: GenerationConfig
     number: float
     scores: Tensor
+    forbidden: tuple[int, ...] = ()
 
 
 def narrow_sampled(scores: Tensor, config: GenerationConfig) -> Tensor:
@@ -61,7 +63,7 @@ def choose_batch(draws: Sequence[Draw]) -> list[TokenChoice | None]:
     """
     groups: dict[Kind, list[int]] = {}
     for number, draw in enumerate(draws):
-        groups.setdefault(_kind_of(draw.config), []).append(number)
+        groups.setdefault(_kind_of(draw), []).append(number)
     if not groups:
         return []
     chosen = torch.cat([_choose([draws[p] for p in numbers]) for numbers in groups.values()])
@@ -75,11 +77,13 @@ def choose_batch(draws: Sequence[Draw]) -> list[TokenChoice | None]:
     return choices
 
 
-def _kind_of(config: GenerationConfig) -> Kind:
+def _kind_of(draw: Draw) -> Kind:
+    config = draw.config
     return (
         *(config.do_sample, config.temperature, config.top_k, config.top_p, config.min_p),
         config.logprobs,
         config.logprobs_mode,
+        draw.forbidden,
     )
 
 
@@ -89,8 +93,9 @@ def _choose(draws: Sequence[Draw]) -> Tensor:
     Shape:
         returns (draws, 3) in fp64: token, whether all scores are finite, log-probability
     """
-    config = draws[0].config
-    scores = torch.stack([draw.scores for draw in draws])
+    config, forbidden = draws[0].config, draws[0].forbidden
+    raw = torch.stack([draw.scores for draw in draws])
+    scores = forbid_tokens(raw, forbidden) if forbidden else raw
     narrowed = narrow_sampled(scores, config)
     if config.do_sample:
         numbers = torch.tensor([draw.number for draw in draws], dtype=torch.float64)
@@ -100,7 +105,7 @@ def _choose(draws: Sequence[Draw]) -> Tensor:
     is_finite = scores.amax(-1).isfinite()  # NaN where one score of a row is NaN
     logprobs = torch.zeros_like(is_finite, dtype=torch.float64)
     if config.logprobs is not None:
-        source = narrowed if config.logprobs_mode == "processed_logprobs" else scores
+        source = narrowed if config.logprobs_mode == "processed_logprobs" else raw
         logprobs = source.log_softmax(-1).gather(1, tokens[:, None])[:, 0].double()
     return torch.stack((tokens.double(), is_finite.double(), logprobs), 1)
 

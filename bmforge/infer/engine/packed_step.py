@@ -25,6 +25,8 @@ from bmforge.infer.engine.step_tables import StepRow, StepTables
 from bmforge.models.stack import rope_tables, run_layers
 from bmforge.nn import LMHead, RopeSpec
 from bmforge.nn.adapter_selection import run_with_selection
+from bmforge.nn.host_rows import FEWEST_VALUES
+from bmforge.nn.norm import RMSNorm
 from bmforge.nn.part import beside_parts
 from bmforge.nn.position import outdates_keys
 from bmforge.nn.product_kernels import PLAIN_KINDS
@@ -32,6 +34,7 @@ from bmforge.nn.products import load_kernels
 from bmforge.nn.quantized import QuantizedHead
 from bmforge.nn.softcap import cap_softly
 from bmforge.records import laid_out
+from bmforge.surgery import wrappers_of
 from bmforge.tune.delta.selection import (
     DeltaNames,
     choosing_deltas,
@@ -217,8 +220,8 @@ class PackedStep:
             return x.new_empty(0, self.model.lm_head.out_features, dtype=torch.float32)
         if not is_host(x.device):  # one read of the head's weight for all rows
             return self.model.lm_head(self.model.leave(x[None])[0]).float()
-        left = torch.cat([self.model.leave(state[None, None]) for state in x], 1)[0]
-        return _score_rows(self.model.lm_head, left).float()
+        left = [self.model.leave(some[None])[0] for some in x.split(_norm_rows(self.model))]
+        return _score_rows(self.model.lm_head, torch.cat(left)).float()
 
 
 def _group(numbers: Sequence[int], keys: Sequence[Hashable]) -> list[list[int]]:
@@ -227,6 +230,21 @@ def _group(numbers: Sequence[int], keys: Sequence[Hashable]) -> list[list[int]]:
     for number, key in zip(numbers, keys, strict=True):
         groups.setdefault(key, []).append(number)
     return list(groups.values())
+
+
+def _norm_rows(model: Any) -> int:
+    """Return the number of hidden states whose final norm may be computed in one call.
+
+    The result must be bit-identical to one state at a time. Norms work row by row, but RMSNorm uses
+    a kernel that rounds differently for large inputs, and so do products of several rows.
+    """
+    norm = model.norm
+    if model.spec.embed_size or type(norm) not in (RMSNorm, torch.nn.LayerNorm):
+        return 1
+    has_hooks = norm._forward_hooks or norm._forward_pre_hooks or wrappers_of(norm)
+    if has_hooks or any(True for _ in beside_parts(norm)):
+        return 1
+    return max(1, (FEWEST_VALUES - 1) // model.config.hidden_size)
 
 
 def _score_rows(head: LMHead, x: Tensor) -> Tensor:

@@ -39,7 +39,12 @@ def _logits(model: Any, ids: list[int]) -> torch.Tensor:
 
 
 _OPTIONS = st.fixed_dictionaries(
-    {"do_sample": st.just(True), "temperature": st.sampled_from([0.3, 1.0, 1.7])},
+    {
+        "do_sample": st.booleans(),
+        "temperature": st.sampled_from([0.3, 1.0, 1.7]),
+        "logprobs_mode": st.sampled_from(["processed_logprobs", "raw_logprobs"]),
+        "eos_token_id": st.sampled_from([(), (1,), (0, 2)]),
+    },
     optional={
         "top_k": st.sampled_from([1, 3, 50]),
         "top_p": st.sampled_from([0.2, 0.8]),
@@ -56,16 +61,37 @@ def test_batched_choice_has_the_bits_of_single_choices(
     generator = torch.Generator().manual_seed(seed)
     draws = []
     for fields in options:
-        config = GenerationConfig(**fields, logprobs=0, logprobs_mode="processed_logprobs", seed=1)
+        if not fields["do_sample"]:  # the other options are for sampling
+            fields = {key: fields[key] for key in ("do_sample", "logprobs_mode", "eos_token_id")}
+        config = GenerationConfig(**fields, logprobs=0, seed=1 if fields["do_sample"] else None)
         scores = torch.randn(vocab, generator=generator) * 4
         number = float(torch.rand((), generator=generator, dtype=torch.float64))
-        draws.append(Draw(config, number, scores))
+        draws.append(Draw(config, number, scores, config.eos_tokens))
     for draw, choice in zip(draws, choose_batch(draws), strict=True):
-        row = narrow_scores(draw.scores[None], draw.config)[0]
-        token = draw_token(row.softmax(-1), draw.number)
+        config, row = draw.config, draw.scores.clone()
+        row[list(draw.forbidden)] = -torch.inf
+        row = narrow_scores(row[None], config)[0] if config.do_sample else row
+        sampled = draw_token(row.softmax(-1), draw.number)
         assert choice is not None
-        assert choice.token == token
-        assert choice.logprob == float(row.log_softmax(-1)[token])
+        assert choice.token == (sampled if config.do_sample else int(row.argmax()))
+        source = draw.scores if config.logprobs_mode == "raw_logprobs" else row
+        assert choice.logprob == float(source.log_softmax(-1)[choice.token])
+
+
+@pytest.mark.parametrize("samples", [False, True])
+def test_answers_of_a_minimum_length_are_those_of_single_choices(samples: bool) -> None:
+    model, ends = _model(), tuple(range(0, VOCAB, 2))
+    options: dict[str, Any] = {"min_new_tokens": 5, "eos_token_id": ends}
+    if samples:
+        options |= {"do_sample": True, "seed": 3, "num_return_sequences": 3}
+    with Engine(model, config=EngineConfig()) as engine:
+        batched = _ask(engine, PROMPT, **options, logprobs=0)
+        single = _ask(engine, PROMPT, **options, logprobs=1)  # alternatives are chosen one by one
+    for answer, other in zip(batched, single, strict=True):
+        assert answer.ids == other.ids
+        assert len(answer.ids) >= 6
+        assert not set(answer.ids[:5]) & set(ends)
+        assert [t.logprob for t in answer.logprobs] == [t.logprob for t in other.logprobs]
 
 
 def test_batched_choice_leaves_scores_that_are_not_finite() -> None:
