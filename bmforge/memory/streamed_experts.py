@@ -47,7 +47,7 @@ class _Key(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """Name of an MoE layer, and a copy with one expert whose weights are views of a slot."""
+    """Name of an MoE layer, and a copy with one expert whose weights view a cache slot."""
 
     name: str
     single: PackedBlock

@@ -150,7 +150,7 @@ class ModelConfig:
         """Return an error text for each value that config.json cannot express.
 
         Args:
-            needed: field name, or text that ends with one -> (value, value that can be expressed).
+            needed: mapping from field name (or text ending with one) to (value, supported value).
         """
         return [
             f"{name}={value!r} must be {need!r}"

@@ -216,7 +216,7 @@ def _pick_rope(inputs: dict[str, Any], rotary: str) -> dict[str, Any]:
 
 
 def _find_biases(layers: nn.ModuleDict, bias: Tensor | None) -> dict[int, Tensor]:
-    """Map each number of heads that a layer has to the shared bias of so many heads."""
+    """Return a dict from head count to shared bias, for each head count of the layers."""
     if bias is None:
         return {}
     attentions = (layer.attn for layer in layers.values() if layer.attn is not None)

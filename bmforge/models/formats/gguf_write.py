@@ -234,7 +234,7 @@ def _typed(key: str, value: Any) -> Any:
 def _split_groups(
     rules: list[WeightRule],
 ) -> tuple[dict[str, list[WeightRule]], list[str]]:
-    """Return the rules of tensors with a GGUF name, and bmforge's names of all others."""
+    """Return `WeightRule`s of tensors with a GGUF name, and bmforge's names of others."""
     groups = group_by_source(rules)
     with_entry = {name: group for name, group in groups.items() if not name.startswith("bmforge.")}
     return with_entry, [g[0].ours for name, g in groups.items() if name not in with_entry]

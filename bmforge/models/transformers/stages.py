@@ -217,7 +217,7 @@ def find_joints(twin: Any, structure: Structure, run: Callable[[], Tensor]) -> J
 def stage_ends(
     structure: Structure, after: Collection[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the child names of modules that only the first stage has, and only the last.
+    """Return child names of the modules that only the first stage has, and only the last.
 
     For the first stage this is only the token embedding: later blocks may need any other module.
     """
