@@ -35,11 +35,16 @@ QUESTIONS = {
     "DPO": ("guides/post_training/", "tutorials/post_training/"),
     "long context": ("howto/long_context/",),
     "merge LoRA": ("howto/merge_lora/",),
+    "BMTrain": ("migrating/",),
+    "file formats": ("reference/file_formats/",),
+    "bit-identical": ("explanation/numerics/",),
     "量化": ("zh/tutorials/compress/", "zh/howto/qlora/"),
     "断点续训": ("zh/howto/resume/",),
     "部署": ("zh/howto/nginx/", "zh/tutorials/tune_and_serve/"),
     "多卡": ("zh/howto/two_gpus/",),
     "合并适配器": ("zh/howto/merge_lora/",),
+    "后训练": ("zh/tutorials/post_training/", "zh/guides/finetuning/"),
+    "去重": ("zh/tutorials/prepare_and_pretrain/", "zh/tutorials/quickstart/"),
 }
 SHOTS = (  # pages whose screenshots show every kind of content
     *("", "tutorials/quickstart/", "howto/qlora/", "guides/data/", "explanation/layouts/"),
@@ -120,6 +125,7 @@ def ask(page: Any, url: str, question: str) -> str:
     page.goto(url + ("zh/" if ord(question[0]) > 127 else ""))
     page.click("input.md-search__input")
     page.keyboard.type(question)
+    page.keyboard.press("End")  # the search reads the field when a key is released
     title = page.locator(".md-search-result__item > a.md-search-result__link").first
     try:
         title.wait_for(timeout=30_000)

@@ -13,6 +13,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import jieba
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -32,22 +33,39 @@ OPTION = re.compile(r"(?<![\w-])--[\w.-]*\w")
 CHINESE_BREAK = re.compile(
     r"(?<=[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef])\n(?=[\u4e00-\u9fff（“])"
 )
+# A term in the second column of the glossary.
+TERM = re.compile(r"^\| [^|]+ \| ([^|]+) \|", re.M)
+CHINESE = re.compile(r"[\u4e00-\u9fff]+")
 # Weights of pages in the search. Results, API, long tables and the glossary come last. The two
 # languages share one index, and a name such as Slurm should find the English page first; Chinese
 # words match Chinese pages only.
 SEARCH_WEIGHTS = {
     **dict.fromkeys(
-        ("results/", "migrating/", "changelog", "reference/api/", "reference/capa"), 0.2
+        ("results/", "examples/", "changelog", "reference/api/", "reference/capa"), 0.2
     ),
+    "migrating/": 0.5,
     "zh/": 0.7,
     "zh/glossary": 0.1,
 }
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Show the menu of versions if mike builds the site; a single site has no other versions."""
+    """Prepare the search; show the menu of versions if mike builds the site."""
+    add_search_words()
     if "MIKE_DOCS_VERSION" in os.environ:
         config.extra["version"] = {"provider": "mike", "default": "latest"}
+
+
+def add_search_words() -> None:
+    """Keep Chinese terms whole in the index if the word splitter would cut off one character.
+
+    The search ignores such a character, and then does not find the term: "去重" as "去" and "重".
+    """
+    text = (ROOT / "docs" / "zh" / "glossary.md").read_text("utf-8")
+    terms = {term for cell in TERM.findall(text) for term in re.split("[、，；]", cell)}
+    for term in sorted(filter(CHINESE.fullmatch, terms), key=len):
+        if len(term) > 1 and any(len(word) == 1 for word in jieba.lcut(term)):
+            jieba.add_word(term)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
