@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from bmforge.serve.errors import RequestError, explain_types
+from bmforge.serve.errors import RequestError, explain_types, overloaded
 from bmforge.serve.serving import client_of, serving_of
 from bmforge.serve.settings import BodyLimits
 from bmforge.serve.strict_json import parse_json
@@ -20,6 +21,7 @@ from bmforge.serve.strict_json import parse_json
 __all__ = ["GONE", "EventStream", "StrictRequest", "StrictRoute"]
 
 _LARGE = 1 << 16
+_WAITING = 0.9  # share of the time for receiving a request in which its body may wait
 GONE = 499  # nginx's status of a client that has disconnected
 
 
@@ -44,7 +46,9 @@ class StrictRequest(Request):
         """Read the request body.
 
         Raises:
-            RequestError: the Content-Length or the actual size exceeds the limit (status 413).
+            RequestError: the Content-Length or the actual size exceeds the limit (status 413), or
+                the server had no memory for a large body until shortly before the deadline for
+                receiving it (status 503).
         """
         if not hasattr(self, "_body"):
             serving = serving_of(self)
@@ -54,8 +58,7 @@ class StrictRequest(Request):
             if expected > most:
                 raise too_large
             if expected > _LARGE:
-                await serving.bodies.reserve(client_of(self), expected)
-                self._reserved = expected
+                await self._reserve(expected)
             body = bytearray()
             async for chunk in self.stream():
                 body += chunk
@@ -63,6 +66,17 @@ class StrictRequest(Request):
                     raise too_large
             self._body = bytes(body)
         return self._body
+
+    async def _reserve(self, size: int) -> None:
+        """Wait until the budget has room for a large body."""
+        serving = serving_of(self)
+        wait_s = _WAITING * serving.config.timeouts.receive_s
+        try:
+            async with asyncio.timeout(wait_s):
+                await serving.bodies.reserve(client_of(self), size)
+        except TimeoutError:
+            raise overloaded("the server is receiving other large requests", wait_s) from None
+        self._reserved = size
 
     async def json(self) -> Any:
         """Parse the request body; a large one is parsed and validated in a thread.

@@ -80,3 +80,15 @@ def test_many_large_bodies_at_once(start: Any) -> None:
             answer = httpx.post(url, content=content, headers=headers, timeout=60)
             assert answer.status_code == 400
         assert budget.reserved_bytes == 0
+
+
+def test_a_body_without_room_is_refused_before_the_deadline_of_its_client(start: Any) -> None:
+    """Not with status 408: it is the server that did not read the body."""
+    with start(receive_s=1.0) as server:
+        server.serving.bodies.reserved_bytes = 4 * ServeConfig().body.max_body_bytes
+        body = {"model": server.serving.name, "prompt": "a" * 100_000}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "overloaded"
+        assert httpx.get(f"{server.url}/health").status_code == 200
