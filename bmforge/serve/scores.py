@@ -202,7 +202,8 @@ async def _compare(
     """
     serving: Serving = serving_of(request)
     served, config = serving.find(model, "embeddings"), serving.config
-    texts, engine = [*first, *second], served.engine
+    texts: list[Any] = [*first, *second]
+    engine = served.engine
     check_at_most(field, len(texts), config.limits.max_inputs, "texts")
     if not all(texts):
         raise RequestError(f"{field} contains an empty text", field, code="invalid_value")
@@ -220,7 +221,7 @@ async def _compare(
             rows = await serving.tokenize(partial(encode_inputs, engine, texts))
         lengths = [len(row[0] if is_rated else row) for row in rows]
         _check_lengths(lengths, longest_prompt(engine, config.limits), field)
-        options = {"delta": served.delta, "deadline_s": config.timeouts.request_s}
+        options: dict[str, Any] = {"delta": served.delta, "deadline_s": config.timeouts.request_s}
         submit = partial(engine.submit_embed, rows, **options)
         if is_rated:
             submit = partial(engine.submit_task, partial(pair_task, rows, **options))

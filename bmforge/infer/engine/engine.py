@@ -31,7 +31,7 @@ from bmforge.infer.engine.requests import Requests, open_requests
 from bmforge.infer.engine.score import score_pairs
 from bmforge.infer.engine.span_filling import fill_blanks
 from bmforge.infer.engine.stream import continue_prompts, stream_text
-from bmforge.infer.engine.tasks import EngineTask, TurnTask
+from bmforge.infer.engine.tasks import TurnTask
 from bmforge.infer.engine.weights import place_, read_weights_
 from bmforge.infer.generation import generate
 from bmforge.infer.openbmb.documents import fill_documents
@@ -311,7 +311,7 @@ class Engine:
         fill = partial(fill_documents, self.model, self.tokenizer, documents, **arguments)
         return self._queue().add(TurnTask(self.model, fill, deadline_s, deltas))
 
-    def submit_task(self, make: Callable[[Any], EngineTask]) -> Future[Any]:
+    def submit_task(self, make: Callable[[Any], TurnTask]) -> Future[Any]:
         """Queue the task that a function creates for the model, and return its future."""
         self._check("submit_task", writes=False)
         return self._queue().add(make(self.model))
