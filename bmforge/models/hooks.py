@@ -36,6 +36,11 @@ class ModelHooks:
             model: Any = cls(config)  # type: ignore[call-arg]
         return model.to(dtype)
 
+    @classmethod
+    def separates_documents(cls, config: Any) -> bool:
+        """Return True if the texts of a packed row do not influence each other."""
+        return True
+
     def initial_value(self, name: str) -> Tensor | None:
         """Return the fixed initial value of a tensor; None if it is initialized at random."""
         return None

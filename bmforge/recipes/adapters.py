@@ -31,6 +31,7 @@ from bmforge.tune.delta import (
     SoftPrompt,
     list_deltas,
 )
+from bmforge.tune.delta.address import ROUTERS
 from bmforge.tune.delta.attached import delta_tensors
 
 __all__ = [
@@ -213,7 +214,7 @@ def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
 def _resolve_targets(
     model: nn.Module, targets: tuple[str, ...], excluded: list[str]
 ) -> tuple[str, ...]:
-    """Replace all-linear with the linear layers of the repeated blocks, as PEFT does.
+    """Replace all-linear with the linear layers of the repeated blocks, except MoE routers.
 
     Args:
         model: base model.
@@ -229,6 +230,7 @@ def _resolve_targets(
         if (name.startswith(blocks) or ".layers." in f".{name}")  # one block does not repeat
         and linear_sizes(module) is not None
         and name not in excluded
+        and name.rpartition(".")[2] not in ROUTERS
     ]
     linear = dict.fromkeys(
         ".".join("*" if part.isdecimal() else part for part in name.split("."))

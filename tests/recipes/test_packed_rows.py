@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from test_talking import TALKERS, build
 from torch import Tensor
 
+from bmforge.models import AutoModel
 from bmforge.models.hub import FAMILIES
+from bmforge.models.transformers.small_copy import build_twin
 from bmforge.recipes.inputs.conversation_rows import EncodedRow, PackedConversations, pack_rows
 from bmforge.recipes.inputs.examples import collate
 from bmforge.testing import assert_close
@@ -93,3 +96,28 @@ def check_reach(model: Any, packed: PackedConversations, ids: set[int], number: 
     touched = embedded[0].grad.abs().sum(-1) > 0
     assert touched.any(), number
     assert not (touched & ~own).any(), number
+
+
+@pytest.mark.parametrize(("kind", "separates"), [("mamba2", False), ("ernie4_5", True)])
+def test_models_that_mix_documents_get_one_per_row(
+    kind: str, separates: bool, tmp_path: Path
+) -> None:
+    """Rows have one conversation, and padding behind it changes no gradient."""
+    transformers = pytest.importorskip("transformers")
+    twin = build_twin(transformers.AutoConfig.for_model(kind), "language_model")
+    twin.save_pretrained(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert type(model).separates_documents(model.config) == separates
+    texts = [list(range(5, 5 + length)) for length in (6, 9)]
+    rows = [EncodedRow(ids, [IGNORED, IGNORED, *ids[2:]]) for ids in texts]
+    source = PackedConversations(rows, 24, 0, packs=False)
+    assert len(source) == len(rows)
+    found = gradients(model, source)
+    want: dict[str, Tensor] = {}
+    for row in rows:
+        exact = PackedConversations([row], len(row.ids), 0, packs=False)
+        for key, gradient in gradients(model, exact).items():
+            want[key] = want.get(key, torch.zeros_like(gradient)) + gradient
+    assert found.keys() == want.keys()
+    for key, gradient in want.items():
+        assert_close(found[key], gradient, rtol=1e-6, atol=1e-7)

@@ -111,6 +111,11 @@ class TransformersModel(Model):
         return probe_architecture(self.config.build_config(), self.config.head)
 
     @classmethod
+    def separates_documents(cls, config: Any) -> bool:
+        """Return True if the texts of a packed row do not influence each other."""
+        return bool(probe_architecture(config.build_config(), config.head).packing)
+
+    @classmethod
     def describe(cls, config: Any, dtype: torch.dtype) -> TransformersModel:
         """Build the model of a config without adapters: matrices on meta, other tensors real."""
         return cls(config, dtype)

@@ -117,7 +117,7 @@ def encode_turns(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> list[Enco
     return rows
 
 
-def choose_width(parts: Sequence[Sequence[EncodedRow]], data: Any) -> int:
+def choose_width(parts: Sequence[Sequence[EncodedRow]], data: Any, packs: bool = True) -> int:
     """Return the length of a packed row in tokens: `data.seq_len`, or less for a small data set.
 
     In rows of the full length, a file of a few hundred chats fills less than one optimizer step,
@@ -126,13 +126,14 @@ def choose_width(parts: Sequence[Sequence[EncodedRow]], data: Any) -> int:
     Args:
         parts: encoded conversations for training, then those for evaluation.
         data: config with `seq_len` and `global_batch_size`.
+        packs: whether a row has several conversations.
 
     Returns:
-        The smallest multiple of 64 that holds the longest conversation of all parts and gives at
-        most ten optimizer steps per epoch; `data.seq_len` if that is smaller.
+        The smallest multiple of 64 that holds the longest conversation of all parts and, with
+        `packs`, gives at most ten optimizer steps per epoch; `data.seq_len` if that is smaller.
     """
     longest = max((len(row.ids) for part in parts for row in part), default=0)
-    tokens = sum(len(row.ids) for row in parts[0])
+    tokens = sum(len(row.ids) for row in parts[0]) if packs else 0
     least_width = max(longest, -(-tokens // (_STEPS_PER_EPOCH * data.global_batch_size)), 1)
     return min(data.seq_len, -(-least_width // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE)
 
@@ -185,14 +186,22 @@ class PackedConversations:
         rows: encoded conversations; longer ones than `width` are truncated at the end.
         width: tokens of a packed row.
         seed: random seed of the packing.
+        packs: put several conversations into a row; False for models that cannot separate them.
     """
 
-    def __init__(self, rows: Sequence[EncodedRow], width: int, seed: int) -> None:
+    def __init__(
+        self, rows: Sequence[EncodedRow], width: int, seed: int, packs: bool = True
+    ) -> None:
         cut = [EncodedRow(row.ids[:width], row.labels[:width]) for row in rows]
         self._texts = [row for row in cut if any(label != IGNORE_INDEX for label in row.labels)]
         self._width = width
-        self._rows = pack_rows([len(row.ids) for row in self._texts], width, seed)
-        names = ("input_ids", "position_ids", "document_ids")
+        self._packs = packs
+        self._rows = (
+            pack_rows([len(row.ids) for row in self._texts], width, seed)
+            if packs
+            else [[number] for number in range(len(self._texts))]
+        )
+        names = ("input_ids", *(("position_ids", "document_ids") if packs else ()))
         self.columns: Mapping[str, tuple[int, int]] = {
             **dict.fromkeys(names, (width, 0)),
             "labels": (width, IGNORE_INDEX),
@@ -230,16 +239,21 @@ class PackedConversations:
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
         """Return the packed row at `index`, whose padding is a separate document."""
         texts = [self._texts[number] for number in self._rows[index]]
+        row = {
+            "input_ids": [id for text in texts for id in text.ids],
+            "labels": [label for text in texts for label in text.labels],
+        }
+        if not self._packs:
+            return row
         starts = np.zeros((1, self._width), dtype=np.bool_)
         for end in np.cumsum([len(text.ids) for text in texts]).tolist():
             starts[0, end : end + 1] = True
         positions, documents = reset_positions(starts)
-        return {
-            "input_ids": [id for text in texts for id in text.ids],
+        documents_of_row = {
             "position_ids": positions[0].tolist(),
             "document_ids": documents[0].tolist(),
-            "labels": [label for text in texts for label in text.labels],
         }
+        return row | documents_of_row
 
 
 def open_answers(

@@ -23,6 +23,7 @@ from bmforge.surgery import find_repeated_blocks, match_glob, repeated_names
 
 __all__ = [
     "ALL_LINEAR",
+    "ROUTERS",
     "WORDS",
     "all_names",
     "excludes_of",
@@ -38,7 +39,7 @@ __all__ = [
 _REGEX = "[r]"
 # All linear layers of the repeated blocks but routers, as PEFT names them.
 ALL_LINEAR = "all-linear"
-_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 # Endings of layers that compute queries, keys and values at once.
 _FUSED = (
@@ -326,7 +327,7 @@ def _linear_in_blocks(model: nn.Module) -> list[str]:
         if name.startswith(blocks)
         and linear_sizes(module) is not None
         and not hasattr(module, "is_delta")
-        and name.rpartition(".")[2] not in _ROUTERS
+        and name.rpartition(".")[2] not in ROUTERS
     ]
 
 
