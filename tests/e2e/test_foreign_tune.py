@@ -39,12 +39,12 @@ FOREIGN = {
     "mamba2": "int8",
     "jamba": "int8",
     "qwen3_next": "int8",
-    "kimi_linear": "int8",
+    "granitemoehybrid": "int8",
 }
 NATIVE = {"gpt_oss": "int8", "deepseek_v3": "int4"}
 TYPES = {**FOREIGN, **NATIVE}
 # Types that are tried in every run of the tests.
-QUICK = ("ernie4_5", "lfm2")
+QUICK = ("nemotron", "lfm2")
 # Maximum length of a conversation, which all small models support.
 CONTEXT = 128
 # Least cosine between logits of the packed and of the merged model.

@@ -120,4 +120,4 @@ def test_models_that_mix_documents_get_one_per_row(
             want[key] = want.get(key, torch.zeros_like(gradient)) + gradient
     assert found.keys() == want.keys()
     for key, gradient in want.items():
-        assert_close(found[key], gradient, rtol=1e-6, atol=1e-7)
+        assert_close(found[key], gradient, rtol=1e-4, atol=1e-5)  # Mamba-2 scans in fp32
