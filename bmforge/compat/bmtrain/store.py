@@ -24,7 +24,14 @@ from bmforge.logging import get_logger
 from bmforge.parallel import run_on_first
 from bmforge.shards import local_tensor
 
-__all__ = ["allgather_object", "allgather_objects", "broadcast_object", "load", "save"]
+__all__ = [
+    "allgather_object",
+    "allgather_objects",
+    "broadcast_object",
+    "load",
+    "published_parameters",
+    "save",
+]
 
 State = dict[str, Any]
 
@@ -220,6 +227,8 @@ def _share_out(model: nn.Module, state: dict[str, Any] | None) -> dict[str, Any]
         if callable(give_back := getattr(module, "give_back", None)):
             give_back()
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    for own, published in published_parameters(model).items():
+        parameters.setdefault(published, parameters[own])
     shares: dict[str, Any] = {}
     for key, head in heads.items():
         value = head
@@ -232,6 +241,20 @@ def _share_out(model: nn.Module, state: dict[str, Any] | None) -> dict[str, Any]
                 value = share_like(param, value)
         shares[key] = value
     return shares
+
+
+def published_parameters(model: nn.Module) -> dict[str, str]:
+    """Return the parameter names in published checkpoints by those in a model.
+
+    Modules that have such names list them in their method `published_parameters`.
+    """
+    names = {}
+    for prefix, module in model.named_modules():
+        before = f"{prefix}." if prefix else ""
+        list_names = getattr(module, "published_parameters", None)
+        for own, published in (list_names() if callable(list_names) else {}).items():
+            names[before + own] = before + published
+    return names
 
 
 def broadcast_object(obj: Any, comm: Any = None, src: int = 0) -> Any:

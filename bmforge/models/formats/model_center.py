@@ -36,7 +36,9 @@ __all__ = [
     "fill_model_center",
     "is_model_center",
     "load_model_center",
+    "t5_factor",
     "their_name",
+    "undo_factor",
 ]
 
 _WEIGHTS = "pytorch_model.pt"
@@ -125,7 +127,7 @@ def load_model_center(
     values = read_old_config(family, raw, tensors, allow_unknown)
     factor = 1.0
     if family == "T5":
-        factor = _t5_factor(raw, tensors)
+        factor = t5_factor(raw, tensors)
         values |= _settle_t5(values, raw, tensors, factor)
     _drop_padding(family, tensors)
     config = _make_config(family, values)
@@ -165,7 +167,7 @@ def _fill(
     materialize_(model)
     with torch.no_grad():
         for name, parameter in track(list(model.named_parameters()), "load weights"):
-            source, undo = tensors[sources[name]], _undo_factor(name, factor)
+            source, undo = tensors[sources[name]], undo_factor(name, factor)
             parameter.copy_(source if undo == 1.0 else source.float() * undo)
     return model.eval()
 
@@ -270,7 +272,7 @@ def _is_copy(name: str, tensors: Mapping[str, Tensor]) -> bool:
     return torch.equal(tensors[name], tensors[original])
 
 
-def _t5_factor(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> float:
+def t5_factor(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> float:
     """Return the factor by which T5's residual stream was scaled down for fp16.
 
     Norms cancel the scale, so the config does not mention it. It is detected from the embedding,
@@ -281,7 +283,7 @@ def _t5_factor(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> float:
     return _T5_FACTOR if raw.get("scale") or is_small else 1.0
 
 
-def _undo_factor(name: str, factor: float) -> float:
+def undo_factor(name: str, factor: float) -> float:
     """Return the factor that restores a parameter of a T5 that was scaled down for fp16.
 
     The weights that write to the residual stream were divided by 100: the embedding and the output

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,20 +18,27 @@ from bmforge.compat.bmtrain import store
 from bmforge.compat.bmtrain.runtime import is_initialized
 from bmforge.compat.bmtrain.wrapper import BMTrainModelWrapper
 from bmforge.compat.model_center.model.config.base import Config
-from bmforge.compat.model_center.model.module_names import OldModules, module_names
+from bmforge.compat.model_center.model.module_names import (
+    InputEmbedding,
+    OldModules,
+    module_names,
+    parameter_names,
+    rename_loaded_,
+    rename_saved_,
+)
 from bmforge.compat.model_center.model.outputs import BaseModelOutput, Later
 from bmforge.errors import ConfigError
 from bmforge.infer.cache import KVCache
 from bmforge.models import Model, ModelConfig
 from bmforge.models.formats.hf_format import read_pickle
 from bmforge.models.formats.model_center import is_model_center, load_model_center
+from bmforge.models.formats.model_center_config import OLD_FAMILIES
 from bmforge.models.hub import FAMILIES
 from bmforge.models.resolve import resolve_model
 from bmforge.models.stack import given_inputs
 
 __all__ = [
     "BaseModel",
-    "InputEmbedding",
     "TextInputs",
     "draw_model",
     "lengths_to_mask",
@@ -92,6 +98,9 @@ class BaseModel(nn.Module):
         self.model = self._draw(config) if model is None else model
         self.cls_projection = self._take_classifier() if config.cls_head else None
         self.head = self._take_head()
+        if self._has_old_names():
+            self.register_load_state_dict_pre_hook(rename_loaded_)
+            self.register_state_dict_post_hook(rename_saved_)
         if is_initialized():
             self._distribute()
 
@@ -242,6 +251,14 @@ class BaseModel(nn.Module):
         """Map ModelCenter's module names to those in this model, for adapter targets."""
         return module_names(self.model, self.config.family, "model.")
 
+    def _has_old_names(self) -> bool:
+        """Return True if ModelCenter has checkpoints of this family."""
+        return self.config.family in OLD_FAMILIES
+
+    def published_parameters(self) -> dict[str, str]:
+        """Return ModelCenter's parameter names by the names in this model."""
+        return parameter_names(self) if self._has_old_names() else {}
+
     def to_zoo(self, head: str | None = None) -> Model:
         """Convert to a bmforge model, which on a single process shares this model's weights.
 
@@ -298,31 +315,6 @@ class BaseModel(nn.Module):
             return past
         room = max(self.model.config.max_seq_len, length)
         return KVCache(self.model.config.num_layers, room)
-
-
-class InputEmbedding:
-    """Wraps the token embedding with the interface of `input_embedding`.
-
-    Args:
-        embed: embedding of the bmforge model.
-    """
-
-    def __init__(self, embed: nn.Embedding) -> None:
-        self.embed, self.dim_model = embed, embed.embedding_dim
-
-    @property
-    def weight(self) -> Tensor:
-        """Embedding table."""
-        return self.embed.weight
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Look up embeddings."""
-        rows: Tensor = self.embed(ids)
-        return rows
-
-    def projection(self, x: Tensor) -> Tensor:
-        """Return the logits over the whole vocabulary, including padding entries."""
-        return F.linear(x, self.embed.weight)
 
 
 def _values(module: nn.Module) -> dict[str, Tensor]:

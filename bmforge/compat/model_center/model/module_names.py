@@ -1,19 +1,32 @@
-"""Maps ModelCenter's module names to those of a bmforge model."""
+"""Maps ModelCenter's names of modules and parameters to those of a bmforge model."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from bmforge.models import Model
-from bmforge.models.formats.model_center import their_name
+from bmforge.models.formats.model_center import t5_factor, their_name, undo_factor
 from bmforge.models.formats.model_center_config import OLD_FAMILIES
+from bmforge.tune.delta.opendelta_format import rename_inner
 
-__all__ = ["OldModules", "module_names"]
+__all__ = [
+    "InputEmbedding",
+    "OldModules",
+    "module_names",
+    "parameter_names",
+    "rename_loaded_",
+    "rename_saved_",
+]
 
 # Matches a projection inside an attention or MLP; group 1 is the block with its norm.
 _INSIDE = re.compile(r"(.*\.(?:self_att|cross_att|ffn))\.(self_attention|ffn)\..*")
+# Modules that contain an adapter -> ModelCenter's names; further names in its ViT.
+_SIDES = ((r"\.attn\.", ".self_att."), (r"\.cross_attn\.", ".cross_att."), (r"\.mlp\.", ".ffn."))
+_CONTAINERS = (_SIDES, (*_SIDES, (r"^encoder\.", "blocks."), (r"^cls_projection\.", "head.")))
 
 
 def module_names(model: Model, family: str, before: str = "") -> dict[str, list[str]]:
@@ -40,6 +53,62 @@ def module_names(model: Model, family: str, before: str = "") -> dict[str, list[
     return names
 
 
+def parameter_names(base: Any) -> dict[str, str]:
+    """Return ModelCenter's parameter names by the names in a `BaseModel`."""
+    model, family = base.model, base.config.family
+    head = "mlm_head" if hasattr(base.head, "decoder") else "lm_head"
+    names = {}
+    for name, _ in base.named_parameters(remove_duplicate=False):
+        part, _, inner = name.partition(".")
+        if part == "head":
+            inner = f"{head}.{inner}"
+        old_name = name if part == "cls_projection" else their_name(model, family, inner)
+        for own, old in _CONTAINERS[family == "ViT"]:
+            old_name = re.sub(own, old, old_name)
+        names[name] = old_name
+    return names
+
+
+def rename_loaded_(base: Any, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
+    """Hook of `load_state_dict` that accepts ModelCenter's parameter names.
+
+    A tensor of a tied parameter is replaced by the embedding, because ModelCenter ignores it.
+    """
+    names = base.published_parameters()
+    given = {rename_inner(n.removeprefix(prefix)): n for n in state_dict if n.startswith(prefix)}
+    old_tensors = {old: state_dict[given[old]] for old in names.values() if old in given}
+    factor = 1.0
+    if base.config.family == "T5" and "input_embedding.weight" in old_tensors:
+        factor = t5_factor({"scale": base.config.scale}, old_tensors)
+    sources: dict[int, str] = {}
+    for own, parameter in base.named_parameters(remove_duplicate=False):
+        source = sources.setdefault(id(parameter), own)
+        is_loaded = prefix + own in state_dict
+        if names.get(own) in old_tensors and not is_loaded:
+            value = state_dict.pop(given[names[own]])
+            undo = undo_factor(own.removeprefix("model."), factor)
+            state_dict[prefix + own] = value if undo == 1.0 else value * undo
+        if source != own and prefix + source in state_dict:
+            state_dict[prefix + own] = state_dict[prefix + source]
+
+
+def rename_saved_(base: Any, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
+    """State-dict hook that writes ModelCenter's parameter names.
+
+    ModelCenter has no `output_projection` if the head is tied. A T5 keeps bmforge's names, because
+    ModelCenter's files of it are scaled down for fp16.
+    """
+    if base.config.family == "T5":
+        return
+    names = base.published_parameters()
+    is_tied = len(names) > sum(1 for _ in base.parameters())
+    for name in [n for n in state_dict if n.startswith(prefix)]:
+        value = state_dict.pop(name)
+        old_name = names.get(name.removeprefix(prefix), name.removeprefix(prefix))
+        if not (is_tied and old_name == "output_projection.weight"):
+            state_dict[prefix + old_name] = value
+
+
 class OldModules(dict[str, nn.Module]):
     """Child modules of a model (`_modules`), which can also be read under ModelCenter's names."""
 
@@ -50,3 +119,28 @@ class OldModules(dict[str, nn.Module]):
             if len(paths) == 1:
                 return model.get_submodule(paths[0])
         raise KeyError(name)
+
+
+class InputEmbedding:
+    """Wraps the token embedding with the interface of `input_embedding`.
+
+    Args:
+        embed: embedding of the bmforge model.
+    """
+
+    def __init__(self, embed: nn.Embedding) -> None:
+        self.embed, self.dim_model = embed, embed.embedding_dim
+
+    @property
+    def weight(self) -> Tensor:
+        """Embedding table."""
+        return self.embed.weight
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Look up embeddings."""
+        rows: Tensor = self.embed(ids)
+        return rows
+
+    def projection(self, x: Tensor) -> Tensor:
+        """Return the logits over the whole vocabulary, including padding entries."""
+        return F.linear(x, self.embed.weight)

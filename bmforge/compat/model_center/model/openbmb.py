@@ -159,6 +159,9 @@ class CPM1(_OldCall):
         model = family.from_config(config.native(), device="meta", dtype=config.dtype)
         return fill_model_center(model, directory)
 
+    def _has_old_names(self) -> bool:
+        return isinstance(self.model, RelativeCPM1)
+
     def forward(
         self,
         input: Tensor | None = None,
