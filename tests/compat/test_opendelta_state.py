@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
-from bmforge.compat.opendelta import AdapterModel, LoraModel
+from bmforge.compat.opendelta import AdapterModel, AutoDeltaConfig, AutoDeltaModel, LoraModel
 from bmforge.testing import assert_close
 
 
@@ -68,3 +72,83 @@ def test_unknown_names_and_wrong_shapes_stay_unexpected() -> None:
     saved = {"0.project_q.lora.lora_A": draw(3, 8), "0.project_k.lora.lora_A": draw(4, 8)}
     result = model.load_state_dict(dict(saved), strict=False)
     assert set(result.unexpected_keys) == set(saved)
+
+
+class Wide(nn.Module):
+    """One linear layer, wide enough for a compacter, with the same weights every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(64, 64)
+        self.load_state_dict({"project.weight": draw(64, 64), "project.bias": draw(64)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x)
+
+
+def attach(model: nn.Module, kind: str) -> Any:
+    fields = {"delta_type": kind, "modified_modules": ["project"]}
+    return AutoDeltaModel.from_config(AutoDeltaConfig.from_dict(fields), backbone_model=model)
+
+
+PARTS, SIDES = ("weight", "bias"), ("down", "up")
+LOW_RANK = ("W_left", "W_right", "b")
+# OpenDelta's names inside a module with one linear layer, by type.
+INNER = {
+    "lora": ["lora.lora_A", "lora.lora_B"],
+    "adapter": [f"adapter.modulelist.{p}_proj.{k}" for p in ("down", "up") for k in PARTS],
+    "low_rank_adapter": [
+        f"low_rank_adapter.{p}_sampler.{k}"
+        for p in ("down", "up")
+        for k in ("W_left", "W_right", "b")
+    ],
+    "compacter": [
+        f"compactor.{p}_sampler.{k}"
+        for p in ("down", "up")
+        for k in ("W_left", "W_right", "b", "phm_rule")
+    ],
+    "bitfit": ["bias"],
+}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("kind", INNER)
+def test_the_state_and_the_file_have_opendeltas_names(
+    kind: str, wrapped: bool, tmp_path: Path
+) -> None:
+    """A directory with only OpenDelta's two files gives the same outputs again."""
+    torch.manual_seed(0)
+    model = Wide()
+    root = nn.ModuleDict({"plm": model}) if wrapped else model
+    delta = attach(model, kind)
+    with torch.no_grad():
+        for parameter in delta.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    x, want = draw(3, 64), model(draw(3, 64))
+    delta.freeze_module(root, set_state_dict=True)
+    names = {f"{'plm.' if wrapped else ''}project.{name}" for name in INNER[kind]}
+    assert set(root.state_dict()) == names
+    delta.save_finetuned(tmp_path)
+    saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert set(saved) == {f"project.{name}" for name in INNER[kind]}
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).unlink()
+    again = Wide()
+    AutoDeltaModel.from_finetuned(tmp_path, again)
+    assert_close(again(x), want, rtol=1e-5, atol=1e-6)
+    loaded = Wide()
+    attach(loaded, kind)
+    assert not loaded.load_state_dict(saved, strict=False).unexpected_keys
+    assert_close(loaded(x), want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_file_of_a_bitfit_has_the_whole_bias(tmp_path: Path) -> None:
+    """OpenDelta's biases replace those of the backbone."""
+    model = Wide()
+    own = model.project.bias.detach().clone()
+    delta = attach(model, "bitfit")
+    nn.init.constant_(next(delta.parameters()), 0.5)
+    delta.save_finetuned(tmp_path)
+    saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert_close(saved["project.bias"], own + 0.5, rtol=0, atol=1e-7)
+    assert_close(model.state_dict()["project.bias"], own + 0.5, rtol=0, atol=1e-7)

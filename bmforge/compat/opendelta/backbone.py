@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from bmforge.compat.bmtrain.parameter import full_shape
+from bmforge.compat.bmtrain.store import published_parameters
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.models import Model
+from bmforge.shards import whole_tensor
+from bmforge.tune.delta import list_deltas
 from bmforge.tune.delta.address import find_wholes
-from bmforge.tune.delta.opendelta_format import rename_inner
+from bmforge.tune.delta.attached import has_deltas
+from bmforge.tune.delta.base import AttachedDelta
+from bmforge.tune.delta.opendelta_format import old_inner_name, old_type_of
 
 __all__ = [
     "drop_hooks_",
     "find_trained",
     "is_delta",
     "keep_trained",
+    "old_tensors",
     "read_card",
     "rename_loaded_",
+    "rename_saved_",
+    "saved_names",
     "take_parts_",
     "zoo_in",
 ]
@@ -62,24 +71,119 @@ def find_trained(root: nn.Module, targets: Sequence[str]) -> tuple[set[str], lis
     return names, meant
 
 
+def saved_names(backbone: nn.Module) -> dict[str, str]:
+    """Return the names in OpenDelta's files by the names in a backbone.
+
+    ModelCenter's models have ModelCenter's names. Tensors that OpenDelta does not have are absent.
+    """
+    names = published_parameters(backbone)
+    for before, delta in _deltas_in(backbone):
+        kind = old_type_of(type(delta)) or ""
+        for owner, slot, part in delta.held:
+            for key, _ in part.named_parameters():
+                own_name = f"{before}{owner}.{slot}.{key}"
+                owner_name = names.pop(own_name, own_name).removesuffix(f"{slot}.{key}")
+                if kind == "bitfit" and _is_old_bias(delta.model.get_submodule(owner)):
+                    names[own_name] = f"{owner_name}bias"
+                elif inner := old_inner_name(kind, key):
+                    names[own_name] = (before if kind == "soft_prompt" else owner_name) + inner
+    return names
+
+
+def _deltas_in(backbone: nn.Module) -> Iterator[tuple[str, AttachedDelta]]:
+    """Yield the deltas in a backbone, each with the prefix of its model's names."""
+    for prefix, module in backbone.named_modules():
+        if has_deltas(module):
+            yield from ((f"{prefix}." if prefix else "", d) for d in list_deltas(module).values())
+
+
+def _is_old_bias(module: nn.Module) -> bool:
+    """Return True if OpenDelta's BitFit trains the module's own bias, or adds one."""
+    return "bias" in module._parameters or isinstance(module, nn.Linear | nn.LayerNorm)
+
+
+def old_tensors(backbone: nn.Module, delta: AttachedDelta) -> dict[str, Tensor]:
+    """Return the tensors of OpenDelta's file: those of a delta and the others that it trains.
+
+    They are on the host and unsharded. The result is empty if OpenDelta has no such form, for
+    example of biases of whole blocks.
+
+    Comm: all processes must call it.
+    """
+    names, tensors = saved_names(backbone), {}
+    before = next(before for before, d in _deltas_in(backbone) if d is delta)
+    for name, parameter in delta.tensors().items():
+        own_name = before + name
+        if own_name not in names and name not in delta.wholes():
+            return {}
+        old_name, value = names.get(own_name, own_name), _on_host(parameter)
+        tensors[old_name] = _old_value(backbone, own_name, old_name, value).contiguous()
+    return tensors
+
+
+def _old_value(backbone: nn.Module, own_name: str, old_name: str, value: Tensor) -> Tensor:
+    """Convert a tensor to OpenDelta's form: heads side by side, biases with the backbone's."""
+    if old_name.endswith(("prefix.past_key", "prefix.past_value")) and value.dim() == 3:
+        return value.transpose(0, 1).flatten(1)
+    bias = _own_bias(backbone, own_name, old_name)
+    return value if bias is None else value + bias.to(value.device)
+
+
+def _own_value(backbone: nn.Module, own_name: str, old_name: str, value: Tensor) -> Tensor:
+    """Convert a tensor from OpenDelta's form; the inverse of `_old_value`."""
+    shape = backbone.get_parameter(own_name).shape
+    if old_name.endswith(("prefix.past_key", "prefix.past_value")) and value.dim() < len(shape):
+        return value.unflatten(1, (shape[0], -1)).transpose(0, 1)
+    bias = _own_bias(backbone, own_name, old_name)
+    return value if bias is None or bias.shape != value.shape else value - bias.to(value.device)
+
+
+def _own_bias(backbone: nn.Module, own_name: str, old_name: str) -> Tensor | None:
+    """Return the bias of the backbone to which a BitFit's is added, if both have one name."""
+    if not own_name.endswith(".bias") or not old_name.endswith(".bias"):
+        return None
+    owner = backbone.get_submodule(own_name.rpartition(".")[0].rpartition(".")[0])
+    bias = owner._parameters.get("bias")
+    return None if bias is None else _on_host(bias)
+
+
+def _on_host(parameter: Tensor) -> Tensor:
+    return whole_tensor(parameter).detach().cpu()
+
+
+def rename_saved_(
+    backbone: nn.Module, state_dict: dict[str, Tensor], prefix: str, *arguments: Any
+) -> None:
+    """State-dict hook that writes OpenDelta's names of the tensors of deltas."""
+    # The hooks of ModelCenter's models have already renamed their modules.
+    published = published_parameters(backbone)
+    for own, old in saved_names(backbone).items():
+        name = prefix + published.get(own, own)
+        if name in state_dict and name != prefix + old:
+            state_dict[prefix + old] = _old_value(backbone, own, old, state_dict.pop(name))
+
+
+def rename_loaded_(
+    backbone: nn.Module, state_dict: dict[str, Tensor], prefix: str, *arguments: Any
+) -> None:
+    """Hook of `load_state_dict` that renames the tensors of deltas that OpenDelta saved."""
+    for own, old in saved_names(backbone).items():
+        if prefix + old in state_dict and prefix + own not in state_dict:
+            value = _own_value(backbone, own, old, state_dict[prefix + old])
+            if full_shape(backbone.get_parameter(own)) == value.shape:
+                del state_dict[prefix + old]
+                state_dict[prefix + own] = value
+
+
 def keep_trained(
     module: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: Any
 ) -> None:
     """State-dict hook that removes frozen parameters."""
-    trained = {prefix + name for name, p in module.named_parameters() if p.requires_grad}
-    for name in [n for n in state_dict if n.startswith(prefix) and n not in trained]:
+    names = saved_names(module)
+    trained = {n: names.get(n, n) for n, p in module.named_parameters() if p.requires_grad}
+    kept = {prefix + name for pair in trained.items() for name in pair}
+    for name in [n for n in state_dict if n.startswith(prefix) and n not in kept]:
         del state_dict[name]
-
-
-def rename_loaded_(
-    module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *arguments: Any
-) -> None:
-    """Hook of `load_state_dict` that renames the tensors of deltas that OpenDelta saved."""
-    shapes = {prefix + name: p.shape for name, p in module.named_parameters()}
-    for name in [n for n in state_dict if n.startswith(prefix) and n not in shapes]:
-        own_name = rename_inner(name)
-        if shapes.get(own_name) == state_dict[name].shape:
-            state_dict[own_name] = state_dict.pop(name)
 
 
 def drop_hooks_(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bmforge.compat.bmtrain.module import make_distributed_
 from bmforge.compat.opendelta.backbone import (
@@ -18,18 +18,21 @@ from bmforge.compat.opendelta.backbone import (
     find_trained,
     is_delta,
     keep_trained,
+    old_tensors,
     read_card,
     rename_loaded_,
+    rename_saved_,
     take_parts_,
 )
 from bmforge.compat.opendelta.delta_configs import BaseDeltaConfig
 from bmforge.compat.opendelta.visualization import Visualization
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
+from bmforge.parallel import run_on_first
 from bmforge.tune.delta import list_deltas, load_delta
 from bmforge.tune.delta.address import excludes_of, fits, known_names
 from bmforge.tune.delta.base import AttachedDelta
-from bmforge.tune.delta.opendelta_format import old_type_of, opendelta_type
+from bmforge.tune.delta.opendelta_format import OLD_WEIGHTS_NAME, old_type_of, opendelta_type
 
 __all__ = ["DeltaBase"]
 
@@ -114,6 +117,7 @@ class DeltaBase(nn.Module):
         self.modified_modules = config.modified_modules
         self.delta_modules = nn.ModuleList(attached.part for attached in delta.held)
         backbone.register_load_state_dict_pre_hook(rename_loaded_)
+        backbone.register_state_dict_post_hook(rename_saved_)
         if getattr(backbone, "takes_parts", False):
             for part in self.delta_modules:
                 make_distributed_(part)
@@ -204,9 +208,11 @@ class DeltaBase(nn.Module):
     ) -> None:
         """Write the delta, and other trained parameters, to a directory.
 
+        It has PEFT's two files, and OpenDelta's two if OpenDelta has this form of the delta.
+
         Args:
             finetuned_delta_path: directory; created if missing.
-            save_config: also write OpenDelta's `config.json`.
+            save_config: also write OpenDelta's `config.json` and `pytorch_model.bin`.
             push_to_dc: not supported; DeltaCenter no longer exists.
             center_args: fields of the model card: `name`, `train_tasks`, `test_performance`,
                 `license`.
@@ -223,7 +229,15 @@ class DeltaBase(nn.Module):
             self.config.backbone_class = type(backbone).__name__
             name = getattr(getattr(backbone, "config", None), "_name_or_path", None)
             self.config.backbone_checkpoint_name = Path(name).name if name else None
-            self.config.save_finetuned(finetuned_delta_path)
+            tensors = old_tensors(backbone, self.delta)
+            run_on_first(lambda: self._write_old(Path(finetuned_delta_path), tensors))
+
+    def _write_old(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.config.save_finetuned(directory)
+        if tensors:
+            torch.save(dict(tensors), directory / OLD_WEIGHTS_NAME)
+        else:
+            (directory / OLD_WEIGHTS_NAME).unlink(missing_ok=True)
 
     def create_config_from_model(self) -> None:
         """Do nothing, since `config` exists from the start."""

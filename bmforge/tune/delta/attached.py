@@ -23,6 +23,7 @@ __all__ = [
     "delta_tensors",
     "deltas_of",
     "find_delta",
+    "has_deltas",
     "is_laid_out",
     "part_around",
     "refuse_laid_out",
@@ -85,6 +86,11 @@ def deltas_of(model: nn.Module) -> dict[str, Any]:
     """Return the model's mutable map from adapter name to adapter, including detached ones."""
     deltas: dict[str, Any] = model.__dict__.setdefault(_DELTAS, {})
     return deltas
+
+
+def has_deltas(model: nn.Module) -> bool:
+    """Return True if adapters are registered at this module."""
+    return bool(model.__dict__.get(_DELTAS))
 
 
 def base_weights_of(model: nn.Module) -> dict[str, Any]:

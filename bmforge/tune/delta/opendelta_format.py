@@ -1,7 +1,7 @@
 """Loads adapters that OpenDelta saved (``config.json`` and ``pytorch_model.bin``).
 
 Tensor names combine transformers' module names with OpenDelta's inner names; the pickle is read
-with ``weights_only``. This format is never written.
+with ``weights_only``. Only the compatibility package writes this format.
 Source: opendelta 0.3.2, `utils/` and `delta_models/`.
 """
 
@@ -23,8 +23,10 @@ from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.types import adapter_types
 
 __all__ = [
+    "OLD_WEIGHTS_NAME",
     "is_opendelta",
     "load_opendelta",
+    "old_inner_name",
     "old_type_of",
     "opendelta_type",
     "read_opendelta_config",
@@ -32,7 +34,7 @@ __all__ = [
     "to_our_names",
 ]
 
-_FILE = "pytorch_model.bin"
+OLD_WEIGHTS_NAME = "pytorch_model.bin"
 
 # Names of OpenDelta's common structure -> our common words.
 _COMMON = {
@@ -86,6 +88,14 @@ _LEAVES = {
 }
 # OpenDelta's name of the adapter module -> ours, where they differ.
 _SLOTS = {"compactor": "compacter", "soft_prompt_layer": "soft_prompt"}
+# OpenDelta's type -> beginnings of the tensor names inside its module.
+_STARTS: Mapping[str, tuple[str, ...]] = {
+    "lora": ("lora_",),
+    "prefix": ("past_",),
+    "soft_prompt": ("soft_",),
+    **dict.fromkeys(("adapter", "parallel_adapter"), ("modulelist.",)),
+    **dict.fromkeys(("low_rank_adapter", "compacter"), ("down_sampler.", "up_sampler.")),
+}
 
 
 def rename_inner(name: str) -> str:
@@ -100,9 +110,22 @@ def rename_inner(name: str) -> str:
     return ".".join(filter(None, (match[1], slot, _LEAVES[match[3]])))
 
 
+def old_inner_name(kind: str, key: str) -> str | None:
+    """Return OpenDelta's name of a tensor inside an adapter; None if it has no such tensor.
+
+    Args:
+        kind: OpenDelta's type, such as "lora".
+        key: bmforge's name in the adapter module; "down" of a LoRA is "lora.lora_A".
+    """
+    starts = _STARTS.get(kind, ())
+    names = [n for n, own in _LEAVES.items() if own == key and n.startswith(starts)]
+    slots = {own: old for old, own in _SLOTS.items()}
+    return f"{slots.get(kind, kind)}.{names[0]}" if names else None
+
+
 def is_opendelta(directory: Path) -> bool:
     """Return True if a directory was written by OpenDelta's `save_finetuned`."""
-    return (directory / _FILE).exists() and (directory / "config.json").exists()
+    return (directory / OLD_WEIGHTS_NAME).exists() and (directory / "config.json").exists()
 
 
 def read_opendelta_config(directory: Path) -> dict[str, Any]:
@@ -132,13 +155,24 @@ def opendelta_type(
     if kind == "soft_prompt":
         options["length"] = config.get("soft_token_num", 100)
         return adapter_types()["SoftPrompt"], options
-    if kind == "parallel_adapter" and names:
+    if kind == "parallel_adapter" and not names and _is_their_t5(model):
+        options["pairs"] = _THEIR_T5_PAIRS
+    elif kind == "parallel_adapter" and names:
         options["pairs"] = _pairs(config, model)
     elif names and not (config.get("common_structure") and kind == "bitfit"):
         options["targets"] = [_COMMON.get(name, name) for name in names]
         options["exclude"] = tuple(config.get("exclude_modules") or ())
     options |= _OPTIONS[kind](config)
     return adapter_types()[_TYPES[kind]], options
+
+
+# OpenDelta's default in a T5 of transformers: the attention sublayer with its norm, and the MLP.
+_THEIR_T5_PAIRS = [("[r]layer\\.0", "[r]layer\\.0"), ("mlp.up", "mlp.down")]
+
+
+def _is_their_t5(model: nn.Module | None) -> bool:
+    names = () if model is None else (name for name, _ in model.named_modules())
+    return any(name.endswith("layer.0.SelfAttention") for name in names)
 
 
 def _pairs(config: Mapping[str, Any], model: nn.Module | None) -> list[tuple[str, str]]:
@@ -206,7 +240,7 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **overrides: An
         ConfigError: a type or a module that the model does not have.
     """
     config = read_opendelta_config(directory)
-    tensors = torch.load(directory / _FILE, map_location="cpu", weights_only=True)
+    tensors = torch.load(directory / OLD_WEIGHTS_NAME, map_location="cpu", weights_only=True)
     kind, options = opendelta_type(config, model)
     if kind.kind == "shift":  # the set of biases depended on the backbone
         names = all_names(model)
