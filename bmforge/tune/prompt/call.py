@@ -33,7 +33,7 @@ def ask_model(
     On a pipeline stage other than the last the result is None.
 
     Args:
-        model: bmforge model on any layout, or a transformers model.
+        model: bmforge model on any layout, or a model that is called like one of transformers.
         inputs: arguments of the model.
         mask_at: answer positions.
         hidden: True to return the last hidden states too.
@@ -48,7 +48,9 @@ def ask_model(
         return PositionOutputs(
             out.logits, pick_places(out.last_hidden_state, mask_at) if hidden else None
         )
-    arguments, table = dict(inputs), model.get_input_embeddings()
+    arguments = dict(inputs)
+    # Other modules than those of transformers, such as ModelCenter's, need no such method.
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if getattr(table, "prompt", None) is not None:
         arguments["inputs_embeds"] = look_up(table, arguments.pop("input_ids"))
     out = model(**arguments, output_hidden_states=hidden)
