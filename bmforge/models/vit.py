@@ -184,8 +184,8 @@ class PatchEmbedding(nn.Module):
         patch_size: height and width P of a patch.
 
     Shape:
-        pixels: (B, C, H, W) -> (B, (H / P) * (W / P), D), row by row; a remainder at the lower and
-            right edges is ignored
+        pixels: (B, C, H, W) -> (B, D, H / P, W / P), as a view of rows of patches; a remainder at
+            the lower and right edges is ignored
     """
 
     def __init__(self, num_channels: int, hidden_size: int, patch_size: int) -> None:
@@ -201,7 +201,8 @@ class PatchEmbedding(nn.Module):
         pixels = pixels[:, :, : rows * size, : columns * size]
         patches = pixels.unflatten(3, (columns, size)).unflatten(2, (rows, size))
         patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        return F.linear(patches, self.weight.flatten(1), self.bias)
+        embedded = F.linear(patches, self.weight.flatten(1), self.bias)
+        return embedded.transpose(1, 2).unflatten(2, (rows, columns))
 
     def extra_repr(self) -> str:
         """Return the sizes as text."""
@@ -320,6 +321,7 @@ class ViT(Model):
     def _embed(self, images: Tensor, any_size: bool) -> Tensor:
         """Embed images to the first block's input, (B, 1 + patches, D)."""
         patches = self.embed_patches(images.to(self.embed_patches.weight.dtype))
+        patches = patches.flatten(2).transpose(1, 2)
         first = self.embed_class.expand(patches.shape[0], -1, -1)
         positions = self._stretch_positions(*images.shape[2:]) if any_size else self.embed_positions
         x = torch.cat((first, patches), 1) + positions

@@ -128,3 +128,21 @@ def test_a_scripted_function_inside_and_outside_of_blocks() -> None:
             h = h + h * (h.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.detach()
         h.square().sum().backward()
         torch.testing.assert_close(got, y.grad, rtol=1e-4, atol=1e-5)
+
+
+def detect_anomalies() -> str:
+    bmt.init_distributed(seed=1)
+    model = bmt.BMTrainModelWrapper(nn.Linear(4, 4))
+    with torch.autograd.set_detect_anomaly(True):
+        model(torch.ones(2, 4)).sum().backward()
+        try:
+            (model(torch.ones(2, 4)) * float("inf")).sub(float("inf")).sqrt().sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore:Error detected", "ignore:Anomaly Detection")
+def test_anomaly_detection_on_two_processes() -> None:
+    """It checks sharded gradients, and still finds NaNs."""
+    assert all("returned nan values" in text for text in run_distributed(detect_anomalies, 2))

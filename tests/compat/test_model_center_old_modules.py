@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import bmforge.compat.bmtrain as bmt
 from bmforge.compat.model_center.model import GPT2, Bert, BertConfig, GPT2Config, ViT, VitConfig
@@ -45,7 +46,22 @@ def test_names_stay_those_of_the_model() -> None:
 def test_the_patch_embedding_of_vit() -> None:
     sizes = {"img_size": 16, "patch_size": 8, "num_classes": 3, "hidden_size": 16, "mlp_size": 32}
     model = ViT(VitConfig(**sizes, num_layers=1, num_heads=2))
-    assert model.patch_embed.proj is model.model.embed_patches
+    seen: dict[str, torch.Tensor] = {}
+    projection = model.patch_embed.proj
+    projection.register_forward_hook(lambda module, into, out: seen.update(image=out))
+    projection.register_full_backward_hook(lambda m, into, out: seen.update(gradient=out[0]))
+    images = torch.randn(2, 3, 16, 16)
+    model.eval()(images).square().sum().backward()
+    # The original's projection is a convolution.
+    want = F.conv2d(images, projection.weight, projection.bias, stride=8)
+    torch.testing.assert_close(seen["image"], want, rtol=1e-5, atol=1e-5)
+    assert seen["gradient"].shape == (2, 16, 2, 2)
+    weight = torch.nn.grad.conv2d_weight(
+        images, projection.weight.shape, seen["gradient"], stride=8
+    )
+    torch.testing.assert_close(projection.weight.grad, weight, rtol=1e-5, atol=1e-5)
+    assert model.patch_embed.cls_token.shape == (1, 1, 16)
+    assert model.patch_embed.pos_embed.shape == (1, 5, 16)
 
 
 @pytest.mark.parametrize(("kind", "config"), [(Bert, BertConfig), (GPT2, GPT2Config)])

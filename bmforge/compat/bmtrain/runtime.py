@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 
 from bmforge.compat.bmtrain.streams import STREAM_KEYS, current_stream, new_event
 from bmforge.device import fork_random
@@ -289,7 +290,22 @@ def init_distributed(
     # In its first calls of a function, TorchScript's profiling executor saves other tensors for
     # backward than later, and recomputation in a block would raise an error about the difference.
     config.host.enter_context(torch.jit.optimized_execution(False))
+    if world.size > 1:
+        _support_anomaly_detection()
     seed_all(seed)
+
+
+def _support_anomaly_detection() -> None:
+    """Register how DTensor gathers the check of `torch.autograd.set_detect_anomaly`.
+
+    torch 2.13 has no sharding rule for this operator, and would raise an error in backward.
+    """
+    from torch.distributed.tensor.experimental import register_sharding
+
+    # Every process gathers the whole mask, so all of them raise the error of a NaN.
+    register_sharding(torch.ops.aten._is_any_true.default)(
+        lambda mask: [([Replicate()], [Replicate()])]
+    )
 
 
 def _join_world(init_method: str) -> World:

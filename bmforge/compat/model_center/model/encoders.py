@@ -215,8 +215,11 @@ class ViT(BaseModel):
 
     @property
     def patch_embed(self) -> SimpleNamespace:
-        """Patch embedding, with the convolution as `proj`."""
-        return SimpleNamespace(proj=self.model.embed_patches)
+        """Patch embedding: the convolution `proj`, `cls_token` and `pos_embed`."""
+        model: Any = self.model
+        return SimpleNamespace(
+            proj=model.embed_patches, cls_token=model.embed_class, pos_embed=model.embed_positions
+        )
 
     def _take_head(self) -> nn.Module | None:
         return None
