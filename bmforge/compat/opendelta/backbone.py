@@ -18,7 +18,8 @@ from bmforge.tune.delta import list_deltas
 from bmforge.tune.delta.address import find_wholes
 from bmforge.tune.delta.attached import has_deltas
 from bmforge.tune.delta.base import AttachedDelta
-from bmforge.tune.delta.opendelta_format import old_inner_name, old_type_of
+from bmforge.tune.delta.opendelta_format import old_type_of
+from bmforge.tune.delta.opendelta_names import old_inner_name
 
 __all__ = [
     "drop_hooks_",

@@ -8,7 +8,6 @@ Source: opendelta 0.3.2, `utils/` and `delta_models/`.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,16 @@ from bmforge.errors import CheckpointError, ConfigError
 from bmforge.nn.attention import Attention
 from bmforge.tune.delta.address import all_names, excludes_of, known_names
 from bmforge.tune.delta.base import AttachedDelta
+from bmforge.tune.delta.opendelta_names import INSIDE, LEAVES
 from bmforge.tune.delta.types import adapter_types
 
 __all__ = [
     "OLD_WEIGHTS_NAME",
     "is_opendelta",
     "load_opendelta",
-    "old_inner_name",
     "old_type_of",
     "opendelta_type",
     "read_opendelta_config",
-    "rename_inner",
     "to_our_names",
 ]
 
@@ -60,67 +58,6 @@ _TYPES: Mapping[str, str] = {
     "prefix": "Prefix",
     "soft_prompt": "SoftPrompt",
 }
-_INSIDE = re.compile(
-    r"(.*?)\.?(lora|adapter|low_rank_adapter|compactor|parallel_adapter|prefix|soft_prompt_layer)"
-    r"\.([\w.]+)"
-)
-_LEAVES = {
-    "lora_A": "down",
-    "lora_B": "up",
-    "past_key": "key",
-    "past_value": "value",
-    "soft_embeds": "weight",
-    "modulelist.down_proj.weight": "down_weight",
-    "modulelist.down_proj.bias": "down_bias",
-    "modulelist.up_proj.weight": "up_weight",
-    "modulelist.up_proj.bias": "up_bias",
-    **{
-        f"{stem}_sampler.{old_name}": f"{stem}_{own_name}"
-        for stem in ("down", "up")
-        for old_name, own_name in (
-            ("W_left", "left"),
-            ("W_right", "right"),
-            ("W", "whole"),
-            ("phm_rule", "rule"),
-            ("b", "bias"),
-        )
-    },
-}
-# OpenDelta's name of the adapter module -> ours, where they differ.
-_SLOTS = {"compactor": "compacter", "soft_prompt_layer": "soft_prompt"}
-# OpenDelta's type -> beginnings of the tensor names inside its module.
-_STARTS: Mapping[str, tuple[str, ...]] = {
-    "lora": ("lora_",),
-    "prefix": ("past_",),
-    "soft_prompt": ("soft_",),
-    **dict.fromkeys(("adapter", "parallel_adapter"), ("modulelist.",)),
-    **dict.fromkeys(("low_rank_adapter", "compacter"), ("down_sampler.", "up_sampler.")),
-}
-
-
-def rename_inner(name: str) -> str:
-    """Replace OpenDelta's names inside an adapter module with bmforge's.
-
-    `...project_q.lora.lora_A` becomes `...project_q.lora.down`; other names do not change.
-    """
-    match = _INSIDE.fullmatch(name)
-    if match is None or match[3] not in _LEAVES:
-        return name
-    slot = _SLOTS.get(match[2], match[2])
-    return ".".join(filter(None, (match[1], slot, _LEAVES[match[3]])))
-
-
-def old_inner_name(kind: str, key: str) -> str | None:
-    """Return OpenDelta's name of a tensor inside an adapter; None if it has no such tensor.
-
-    Args:
-        kind: OpenDelta's type, such as "lora".
-        key: bmforge's name in the adapter module; "down" of a LoRA is "lora.lora_A".
-    """
-    starts = _STARTS.get(kind, ())
-    names = [n for n, own in _LEAVES.items() if own == key and n.startswith(starts)]
-    slots = {own: old for old, own in _SLOTS.items()}
-    return f"{slots.get(kind, kind)}.{names[0]}" if names else None
 
 
 def is_opendelta(directory: Path) -> bool:
@@ -298,14 +235,14 @@ def to_our_names(
     if reparams:
         return {**renamed, **_fold(delta, reparams)}
     for name, tensor in tensors.items():
-        match = _INSIDE.fullmatch(name)
+        match = INSIDE.fullmatch(name)
         if match is None and delta.kind != "shift":
             continue
         if match is None:
             renamed |= _biases(model, delta, published, name, tensor, minus_base)
             continue
         published_name, what, leaf = match.groups()
-        key = _LEAVES.get(leaf)
+        key = LEAVES.get(leaf)
         if key is None:
             raise CheckpointError(f"{name} is not a known tensor of OpenDelta.")
         if what == "soft_prompt_layer":
@@ -339,7 +276,7 @@ def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     """Map bmforge's names to the parameters that OpenDelta trained in full and saved."""
     published, renamed = all_names(model), {}
     for name, tensor in tensors.items():
-        if _INSIDE.fullmatch(name) is None and "reparams." not in name:
+        if INSIDE.fullmatch(name) is None and "reparams." not in name:
             owner, _, leaf = name.rpartition(".")
             (own_name, *others) = published.get(owner, [owner])
             if others:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bmforge.models import Model
 from bmforge.models.formats.model_center import t5_factor, their_name, undo_factor
 from bmforge.models.formats.model_center_config import OLD_FAMILIES
-from bmforge.tune.delta.opendelta_format import rename_inner
+from bmforge.tune.delta.opendelta_names import rename_inner
 
 __all__ = [
     "InputEmbedding",
