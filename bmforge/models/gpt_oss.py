@@ -115,6 +115,10 @@ class GptOssConfig(LayerTypesConfig, MixtralConfig):
         # Without the field, transformers scales the positions as in the published checkpoints.
         return out if self.rope_scaling else {**out, "rope_scaling": {"rope_type": "default"}}
 
+    def to_hf(self) -> dict[str, Any]:
+        """Return the config with transformers' names; its default of head_dim is fixed."""
+        return {**super().to_hf(), "head_dim": self.head_dim}
+
 
 class GptOss(Mixtral):
     """gpt-oss with a language-model head."""

@@ -341,6 +341,15 @@ def test_pruned_model_is_the_silenced_model() -> None:
     assert_close(small(ids).logits, whole(ids).logits)
 
 
+def test_implied_head_width_is_written() -> None:
+    """A head width of hidden_size / num_heads is stated, since transformers' default is 64."""
+    config = tiny_model().config
+    again = GptOssConfig.from_hf(config.to_hf())
+    assert again.head_dim == config.head_dim == 8
+    fields = {k: v for k, v in config.to_hf().items() if k != "model_type"}
+    assert transformers.GptOssConfig(**fields).head_dim == 8
+
+
 def test_fewer_heads_keep_their_sinks() -> None:
     """The first key-value heads, and the first query heads of each, keep their sinks."""
     model = tiny_model()
