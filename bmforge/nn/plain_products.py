@@ -86,8 +86,8 @@ def multiply_plain(
 def multiply_rows_plain(x: Tensor, weight: Tensor) -> Tensor:
     """Return the product of activations and a plain weight, bit-identical to the kernels.
 
-    Order of summation: 64 columns per step go to four sums of sixteen lanes; then the four sums are
-    added in pairs, then the lanes.
+    Order of summation: 64 columns per step go to four sums of sixteen lanes, each by a fused
+    multiplication and addition; then the four sums are added in pairs, then the lanes.
 
     Shape:
         x: (T, columns) fp32; weight: (rows, columns); returns (T, rows) fp32
@@ -96,13 +96,28 @@ def multiply_rows_plain(x: Tensor, weight: Tensor) -> Tensor:
     wide, weights = F.pad(x, (0, more)), F.pad(weight.float(), (0, more))
     total = x.new_zeros(x.shape[0], weight.shape[0], 64)
     for c in range(0, wide.shape[1], 64):
-        total += wide[:, None, c : c + 64] * weights[:, c : c + 64]
+        total = _multiply_and_add(wide[:, None, c : c + 64], weights[:, c : c + 64], total)
     a, b, c, d = total.split(16, -1)
     lanes = (a + b) + (c + d)
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
         lanes = lanes[..., :half] + lanes[..., half:]
     return lanes[..., 0]
+
+
+def _multiply_and_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """Return ``x * y + z`` of fp32 tensors, rounded once.
+
+    The product is exact in fp64. Their sum is rounded to odd there, so that the second rounding, to
+    fp32, gives what a single one would (Boldo and Melquiond, "Emulation of FMA", 2008).
+    """
+    product, addend = x.double() * y.double(), z.double()
+    total = product + addend
+    rest = total - product
+    error = (product - (total - rest)) + (addend - rest)
+    is_even = (total.view(torch.int64) & 1) == 0
+    odd = torch.nextafter(total, torch.where(error > 0, torch.inf, -torch.inf).to(total))
+    return torch.where((error != 0) & is_even, odd, total).float()
 
 
 def gives_torchs_bits(kernels: Kernels) -> bool:

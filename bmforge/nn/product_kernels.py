@@ -23,10 +23,10 @@ __all__ = [
 # the same source and give bit-identical results; the last one runs on every processor.
 _VARIANTS: dict[str, tuple[str, frozenset[str]]] = {
     "avx512-vnni": (
-        "-mavx512f -mavx512bw -mavx512vl -mavx512vnni",
-        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}),
+        "-mavx512f -mavx512bw -mavx512vl -mavx512vnni -mfma",
+        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "fma"}),
     ),
-    "avx2": ("-mavx2 -mf16c", frozenset({"avx2", "f16c"})),
+    "avx2": ("-mavx2 -mf16c -mfma", frozenset({"avx2", "f16c", "fma"})),
     "plain": ("", frozenset()),
 }
 # AMD's family 25 (measured on Zen 4) prefetches in hardware; distant software prefetches slow it.

@@ -1,7 +1,8 @@
 // Products of plain weights in torch's layout with one to a few tokens.
 //
-// Every result is summed in a fixed order: four sums of sixteen lanes, 64 columns per step, added
-// in pairs, and then the lanes; so results do not depend on token count or instruction set.
+// Every result is summed in a fixed order by fused multiplications and additions: four sums of
+// sixteen lanes, 64 columns per step; then the four sums are added in pairs, and then the lanes. So
+// results do not depend on token count or instruction set.
 
 #include <unistd.h>
 
@@ -40,7 +41,22 @@ static inline void add_step(Floats (*total)[4], const E* w, const float* x, int6
   for (int j = 0; j < 4; j++) {
     const Floats weight = load(w + 16 * j);
     for (int t = 0; t < T; t++)
-      total[t][j] = add(total[t][j], mul(weight, load(x + t * stride + 16 * j)));
+      total[t][j] = fused(weight, load(x + t * stride + 16 * j), total[t][j]);
+  }
+}
+
+// The same for whole steps, one of the four sums at a time: those of T tokens fit the registers.
+template <int T, typename E>
+static inline void add_steps(const E* w, int64_t count, const float* x, int64_t stride,
+                             Floats (*total)[4]) {
+  for (int j = 0; j < 4; j++) {
+    Floats own[T];
+    for (int t = 0; t < T; t++) own[t] = total[t][j];
+    for (int64_t c = 16 * j; c < count; c += STEP) {
+      const Floats weight = load(w + c);
+      for (int t = 0; t < T; t++) own[t] = fused(weight, load(x + t * stride + c), own[t]);
+    }
+    for (int t = 0; t < T; t++) total[t][j] = own[t];
   }
 }
 
@@ -50,6 +66,10 @@ template <int T, bool DIVIDED, typename E>
 static inline void add_columns_of(const E* w, const E* next, int64_t count, const float* x,
                                   int64_t stride, Floats (*total)[4]) {
   int64_t c = 0;
+  if constexpr (T > 1) {
+    c = count / STEP * STEP;
+    add_steps<T>(w, c, x, stride, total);
+  }
   for (; c + STEP <= count; c += STEP) {
     for (int b = 0; b < STEP * (int)sizeof(E); b += 64) {
       if (DIVIDED) __builtin_prefetch((const char*)(next + c) + b, 0, 2);
