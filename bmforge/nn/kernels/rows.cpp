@@ -19,6 +19,9 @@ static const int STEP = 64;  // columns
 static const int FLOAT_TOKENS = 4;
 static const int ROW_SUMS = 16;  // rows times tokens whose sums are kept in registers
 
+// Where the weights of a row come from: from memory, whole or in parts, or from the L2 cache.
+enum Origin { MEMORY, PARTS, CACHE };
+
 // Bytes of a core's L1 cache.
 static int64_t nearest_bytes() {
 #ifdef _SC_LEVEL1_DCACHE_SIZE
@@ -45,7 +48,8 @@ static inline void add_step(Floats (*total)[4], const E* w, const float* x, int6
   }
 }
 
-// The same for whole steps, one of the four sums at a time: those of T tokens fit the registers.
+// Add all whole steps of a row in cache, one of the four sums at a time: those of T tokens fit the
+// registers. A row that is read from memory would be prefetched badly.
 template <int T, typename E>
 static inline void add_steps(const E* w, int64_t count, const float* x, int64_t stride,
                              Floats (*total)[4]) {
@@ -61,18 +65,18 @@ static inline void add_steps(const E* w, int64_t count, const float* x, int64_t 
 }
 
 // Add some columns of a row times T tokens to `total`; the last step is padded with zeros.
-// Prefetches a little ahead or, if rows are split, the next part.
-template <int T, bool DIVIDED, typename E>
+// Prefetches a little ahead or, if rows are read in parts, the next part.
+template <int T, Origin ORIGIN, typename E>
 static inline void add_columns_of(const E* w, const E* next, int64_t count, const float* x,
                                   int64_t stride, Floats (*total)[4]) {
   int64_t c = 0;
-  if constexpr (T > 1) {
+  if (ORIGIN == CACHE) {
     c = count / STEP * STEP;
     add_steps<T>(w, c, x, stride, total);
   }
   for (; c + STEP <= count; c += STEP) {
     for (int b = 0; b < STEP * (int)sizeof(E); b += 64) {
-      if (DIVIDED) __builtin_prefetch((const char*)(next + c) + b, 0, 2);
+      if (ORIGIN == PARTS) __builtin_prefetch((const char*)(next + c) + b, 0, 2);
       else __builtin_prefetch((const char*)(w + c) + b + AHEAD_BYTES);
     }
     add_step<T>(total, w + c, x + c, stride);
@@ -90,14 +94,14 @@ static inline float sum_lanes(const Floats* total) {
 }
 
 // Rows times T tokens, with results `apart` floats apart.
-template <int T, typename E>
+template <int T, Origin ORIGIN, typename E>
 static void multiply_whole_rows(const E* w, int64_t rows, int64_t columns, const float* x,
                                 float* out, int64_t apart) {
   for (int64_t row = 0; row < rows; row++, w += columns) {
     Floats total[T][4];
     for (int t = 0; t < T; t++)
       for (int j = 0; j < 4; j++) total[t][j] = floats(0.0f);
-    add_columns_of<T, false>(w, w, columns, x, columns, total);
+    add_columns_of<T, ORIGIN>(w, w, columns, x, columns, total);
     for (int t = 0; t < T; t++) out[t * apart + row] = sum_lanes(total[t]);
   }
 }
@@ -123,11 +127,11 @@ static void multiply_divided_rows(const E* w, int64_t rows, int64_t columns, con
         const E* from = w + row * columns + first;
         const E* next = row + 1 < few ? from + columns : next_part;
         if constexpr (T == 1) {  // memory-bound, and measured to be slower with sums in registers
-          add_columns_of<T, true>(from, next, count, x + first, columns, total[row]);
+          add_columns_of<T, PARTS>(from, next, count, x + first, columns, total[row]);
         } else {
           Floats own[T][4];
           memcpy(own, total[row], sizeof(own));
-          add_columns_of<T, true>(from, next, count, x + first, columns, own);
+          add_columns_of<T, PARTS>(from, next, count, x + first, columns, own);
           memcpy(total[row], own, sizeof(own));
         }
       }
@@ -147,7 +151,7 @@ static void multiply_once(const E* w, int64_t rows, int64_t columns, const float
   // Whether the L1 cache keeps the input from one row to the next.
   const int64_t pass_by = columns * (int64_t)(T * sizeof(float) + sizeof(E));
   const bool stays = pass_by <= nearest_bytes() * 3 / 4;
-  if (stays) multiply_whole_rows<T>(w, rows, columns, x, out, apart);
+  if (stays) multiply_whole_rows<T, MEMORY>(w, rows, columns, x, out, apart);
   else multiply_divided_rows<T>(w, rows, columns, x, out, apart);
 }
 
@@ -174,7 +178,7 @@ static void multiply_some_rows(const E* weight, int64_t columns, int64_t first, 
   for (; first < last; first += near)
     for (int64_t t = 0; t < tokens; t += FLOAT_TOKENS)
       with_tokens(std::min<int64_t>(FLOAT_TOKENS, tokens - t), [&](auto count) {
-        multiply_whole_rows<decltype(count)::value>(
+        multiply_whole_rows<decltype(count)::value, CACHE>(
             weight + first * columns, std::min(near, last - first), columns, x + t * columns,
             out + t * apart + first, apart);
       });
