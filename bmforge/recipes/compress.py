@@ -25,9 +25,8 @@ from bmforge.errors import ConfigError
 from bmforge.host_tuning import return_freed_memory
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
-from bmforge.models.config_file import GENERATION_FILE
 from bmforge.models.formats.compressed_write import save_compressed
-from bmforge.models.formats.convert import find_companions, write_directory
+from bmforge.models.formats.convert import write_directory
 from bmforge.models.save import write_model
 from bmforge.parallel import init_distributed, run_on_first
 from bmforge.recipes.adapter_dirs import find_source, plain_model
@@ -239,16 +238,8 @@ def _train_phase(
     result = recipe.run(settings)
     if result.stopped:
         raise StoppedError
-    run_on_first(lambda: _copy_companions(source, run_dir / _EXPORT))
     facts = CompressReport.load(run_dir / "compression").phases[-1]
     return dataclasses.replace(facts, directory=str(run_dir / _EXPORT))
-
-
-def _copy_companions(source: Path, export: Path) -> None:
-    """Copy the source model's tokenizer to a phase's export if the export has none."""
-    if set(find_companions(export)) <= {GENERATION_FILE}:
-        for name in find_companions(source):
-            shutil.copyfile(source / name, export / name)
 
 
 def _settle_run(

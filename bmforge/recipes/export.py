@@ -23,12 +23,16 @@ from bmforge.files import replace_file
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models import Model
-from bmforge.models.formats.convert import find_dtype
+from bmforge.models.config_file import GENERATION_KEY
+from bmforge.models.formats.convert import find_companions, find_dtype
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.hub import find_model
 from bmforge.parallel import World, run_on_first
 from bmforge.provenance import write_provenance
 from bmforge.recipes.adapters import ADAPTER_NAME
+from bmforge.recipes.inputs.vocabulary import find_difference
+from bmforge.tokenizers.chat_template import TEMPLATE_FILE, find_template
+from bmforge.tokenizers.tokenizer_json import TOKENIZER_FILE
 from bmforge.tune.delta import Delta, list_deltas
 
 __all__ = [
@@ -60,7 +64,8 @@ def export_run(
         model: trained model, parallelized or not.
         config: the run's config.
         save_tokenizer: function that writes tokenizer and template into a directory.
-        special_ids: fields of the exported config.json, such as ``eos_token_id``.
+        special_ids: fields of the exported config.json, such as ``eos_token_id``; those that
+            generation_config.json also has are changed there as well.
         world: all processes; every one must call this.
     """
     directory = config.run_dir / "export"
@@ -76,6 +81,9 @@ def export_run(
         else:
             if special_ids:
                 raw = {**model.config.raw, **special_ids}
+                if generation := raw.get(GENERATION_KEY):
+                    changed = {n: v for n, v in special_ids.items() if n in generation}
+                    raw[GENERATION_KEY] = {**generation, **changed}
                 # A field of the family's own is written in place of the raw value.
                 own = {n: v for n, v in special_ids.items() if hasattr(model.config, n)}
                 model.config = model.config.replace(raw=raw, **own)
@@ -85,6 +93,8 @@ def export_run(
                 copy_side_files(find_model(config.init_from), target)
             if save_tokenizer is not None:
                 save_tokenizer(target)
+            if config.init_from is not None:
+                copy_tokenizer_files(find_model(config.init_from), target)
     what = "model" if adapter is None else "adapter"
     get_logger().info("exported the %s to %s", what, directory)
     if config.push_to_hub is not None:
@@ -178,6 +188,31 @@ def copy_side_files(source: Path, target: Path) -> None:
     for name in _SIDE_FILES:
         if (source / name).is_file() and not (target / name).exists():
             shutil.copyfile(source / name, target / name)
+
+
+def copy_tokenizer_files(base: Path, target: Path) -> None:
+    """Copy tokenizer files of the base model, such as the chat template, that an export lacks.
+
+    An export without a tokenizer gets the base's. If the export has another tokenizer than the
+    base, nothing is copied, since the base's template may use tokens that this tokenizer lacks.
+
+    Args:
+        base: directory or GGUF file of the base model.
+        target: export of the run.
+    """
+    names = [] if is_gguf(base) else find_companions(base)
+    if not is_gguf(base) and set(names) <= set(_SIDE_FILES):
+        return
+    lacks_tokenizer = set(find_companions(target)) <= set(_SIDE_FILES)
+    if not lacks_tokenizer and find_difference(target, base) is not None:
+        return
+    template = find_template(base)
+    if template is not None and find_template(target) is None:
+        replace_file(target / TEMPLATE_FILE, template)
+    has_same_file = (target / TOKENIZER_FILE).is_file() and (base / TOKENIZER_FILE).is_file()
+    for name in names if lacks_tokenizer or has_same_file else ():
+        if not (target / name).exists():
+            shutil.copyfile(base / name, target / name)
 
 
 @contextmanager

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.models import Model
+from bmforge.models.config_file import GENERATION_KEY, read_config_file
 from bmforge.models.cpm1 import CPM1Config
 from bmforge.models.gpt2 import GPT2Config
+from bmforge.models.hub import find_model
 from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import World
 from bmforge.recipes.inputs.corpus import Corpus, CorpusConfig, open_corpus
@@ -82,9 +84,6 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     held_out = {}
     if corpus.validation is not None:
         held_out["validation"] = lambda: corpus.held_out_batches(rows)
-    ends = {}
-    if corpus.eos_id is not None:
-        ends = {"bos_token_id": corpus.eos_id, "eos_token_id": corpus.eos_id}
 
     def figures(model: Model, evaluation: EvalResult) -> Results:
         return _bits_per_byte(corpus, evaluation)
@@ -94,10 +93,21 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         config.data.seq_len,
         held_out,
         save_tokenizer=lambda directory: _copy_tokenizer(corpus.tokenizer_dir, directory),
-        special_ids=ends,
+        special_ids=_end_ids(corpus, config.init_from),
         figures=figures,
         close=corpus.loader.close,
     )
+
+
+def _end_ids(corpus: Corpus, init_from: str | None) -> dict[str, Any]:
+    """Return the special-token ids to export; an initial model that has an EOS id keeps its own."""
+    if corpus.eos_id is None:
+        return {}
+    if init_from is None:
+        return {"bos_token_id": corpus.eos_id, "eos_token_id": corpus.eos_id}
+    raw = read_config_file(find_model(init_from))
+    ends = (raw.get("eos_token_id"), raw.get(GENERATION_KEY, {}).get("eos_token_id"))
+    return {"eos_token_id": corpus.eos_id} if ends == (None, None) else {}
 
 
 def _copy_tokenizer(source: Path | None, directory: Path) -> None:

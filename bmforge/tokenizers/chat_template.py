@@ -19,11 +19,10 @@ from bmforge.gguf_header import is_gguf, read_gguf_header
 from bmforge.tokenizers import Tokenizer
 from bmforge.tokenizers.chat_messages import Message, Tools
 from bmforge.tokenizers.template_limits import TemplateLimits, run_template
-from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
+from bmforge.tokenizers.tokenizer_json import CONFIG_FILE, TEMPLATE_FILE
 
 __all__ = ["TEMPLATE_FILE", "ChatTemplate", "Message", "find_template"]
 
-TEMPLATE_FILE = "chat_template.jinja"
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 Render = Callable[[Mapping[str, Any]], str]
 

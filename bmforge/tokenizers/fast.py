@@ -21,6 +21,7 @@ from bmforge.tokenizers.base import (
 from bmforge.tokenizers.gguf_read import read_gguf_tokenizer
 from bmforge.tokenizers.tokenizer_json import (
     ROLE_FILES,
+    TEMPLATE_FILE,
     TOKENIZER_FILE,
     find_tokenizer_json,
     open_tokenizer_json,
@@ -64,6 +65,8 @@ class FastTokenizer(Tokenizer):
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
         """Open ``tokenizer.json``, with the special tokens from transformers' other files.
 
+        A ``chat_template.jinja`` is saved with the tokenizer.
+
         If only ``vocab.json`` with ``merges.txt`` (GPT-2, OPT, RoBERTa), BERT's ``vocab.txt`` or
         T5's ``spiece.model`` exists, a tokenizer.json is built from these files, and saved instead
         of them.
@@ -75,7 +78,7 @@ class FastTokenizer(Tokenizer):
                 f"{str(folder)!r} has no {TOKENIZER_FILE}, nor older files from which one can "
                 "be written. Save the tokenizer with transformers' save_pretrained."
             )
-        names = [name for name in ROLE_FILES if (folder / name).exists()]
+        names = [n for n in (*ROLE_FILES, TEMPLATE_FILE) if (folder / n).exists()]
         companions = {name: (folder / name).read_bytes() for name in names}
         roles = read_role_tokens(folder)
         # Write the tokenizer.json built from the older files.

@@ -19,6 +19,7 @@ __all__ = [
     "BYTE_PAIR_FILES",
     "CONFIG_FILE",
     "ROLE_FILES",
+    "TEMPLATE_FILE",
     "TOKENIZER_FILE",
     "find_tokenizer_json",
     "has_tokenizer_json",
@@ -30,6 +31,7 @@ __all__ = [
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 ROLE_FILES = (CONFIG_FILE, "special_tokens_map.json")
+TEMPLATE_FILE = "chat_template.jinja"
 _ROLES = ("pad", "bos", "eos", "unk", "mask", "cls", "sep")
 BYTE_PAIR_FILES, _WORD_PIECES = ("vocab.json", "merges.txt"), ("vocab.txt",)
 # Values of tokenizer_class or model_type for such files, without "tokenizer" and "fast"; others

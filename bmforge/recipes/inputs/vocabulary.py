@@ -10,9 +10,9 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.logging import get_logger
 from bmforge.models.hub import find_model
 from bmforge.tokenizers import AutoTokenizer
-from bmforge.tokenizers.tokenizer_json import ROLE_FILES
+from bmforge.tokenizers.tokenizer_json import ROLE_FILES, TEMPLATE_FILE
 
-__all__ = ["check_tokenizers"]
+__all__ = ["check_tokenizers", "find_difference"]
 
 
 def check_tokenizers(
@@ -36,7 +36,7 @@ def check_tokenizers(
     if not folders:
         return
     for path, folder in zip(prepared[1:], folders[1:], strict=True):
-        if (difference := _find_difference(folder, folders[0])) is not None:
+        if (difference := find_difference(folder, folders[0])) is not None:
             raise ConfigError(
                 f"the corpora {prepared[0]!r} and {path!r} were prepared with different "
                 f"tokenizers ({difference}). Prepare the later ones with `--tokenizer "
@@ -47,7 +47,7 @@ def check_tokenizers(
         return
     name = "init_from" if tokenizer is None else "data.tokenizer"
     own = find_model(source_name) if tokenizer is None else Path(source_name)
-    if (difference := _find_difference(folders[0], own)) is not None:
+    if (difference := find_difference(folders[0], own)) is not None:
         raise ConfigError(
             f"{prepared[0]!r} was prepared with a different tokenizer than that of "
             f"{name}={source_name!r}: {difference}. Prepare the text again: `bmforge prepare "
@@ -55,7 +55,7 @@ def check_tokenizers(
         )
 
 
-def _find_difference(corpus: Path, own: Path) -> str | None:
+def find_difference(corpus: Path, own: Path) -> str | None:
     """Return a token whose ids differ between two tokenizers; None if all are equal."""
     if not own.is_dir():
         return None  # reported when it is opened
@@ -76,7 +76,7 @@ def _find_difference(corpus: Path, own: Path) -> str | None:
 
 def _holds_same(corpus: Path, own: Path) -> bool:
     """Return True if `own` contains identical copies of all vocabulary files in `corpus`."""
-    names = {path.name for path in corpus.glob("*")} - set(ROLE_FILES)
+    names = {path.name for path in corpus.glob("*")} - {*ROLE_FILES, TEMPLATE_FILE}
     return bool(names) and all(
         (own / name).is_file() and (own / name).read_bytes() == (corpus / name).read_bytes()
         for name in names
