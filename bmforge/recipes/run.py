@@ -47,6 +47,7 @@ from bmforge.recipes.compression_phases import (
 from bmforge.recipes.epochs import settle_epochs
 from bmforge.recipes.export import export_run
 from bmforge.recipes.micro_batches import settle_batch
+from bmforge.recipes.resume_check import check_resumed_data
 from bmforge.recipes.run_dir import (
     add_results,
     check_new_run,
@@ -251,6 +252,7 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
     data = open_data(config, rows)
     if asks_teacher(config):
         return RunResult(keep_answers(config, data, world), 0, None, world)
+    run_on_first(lambda: check_resumed_data(config.run_dir, data.loader, overridden))
     config = settle_epochs(config, data.epoch_rows)
     model, job, base = build_model(config, world, mesh)
     if job is not None and config.train.disable_dropout:
@@ -284,10 +286,11 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
         device_name(world.device),
         config.run_dir,
     )
-    if claim_run_dir(config.run_dir, config):  # a resumed run has logged them already
+    if claim_run_dir(config.run_dir, config, new_only=True):
         warn_of_licenses(config.run_dir, provenance)
     try:
-        trainer.fit()
+        # The record of a run changes only once its checkpoint has been accepted.
+        trainer.fit(on_start=lambda: claim_run_dir(config.run_dir, config))
         evaluation = None
         if trainer.ended or trainer.step >= config.train.steps:
             evaluation = _finish(config, trainer, data, world, mesh)

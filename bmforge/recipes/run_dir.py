@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,13 @@ def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
     run_on_first(check)
 
 
-def claim_run_dir(run_dir: Path, config: Any) -> bool:
+def claim_run_dir(run_dir: Path, config: Any, *, new_only: bool = False) -> bool:
     """Write ``run.toml``, after all checks, which marks the directory as this run's.
+
+    Args:
+        run_dir: the directory.
+        config: the run's config dataclass.
+        new_only: leave an existing ``run.toml`` unchanged.
 
     Returns:
         True on the first process if the run is new.
@@ -71,7 +77,8 @@ def claim_run_dir(run_dir: Path, config: Any) -> bool:
 
     def write() -> bool:
         is_new = not (run_dir / _FILE).exists()
-        save_toml(config, run_dir / _FILE)
+        if is_new or not new_only:
+            save_toml(config, run_dir / _FILE)
         return is_new
 
     return run_on_first(write) or False
@@ -81,7 +88,8 @@ def claim_run_dir(run_dir: Path, config: Any) -> bool:
 def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator[None]:
     """Context manager: open and lock a run's directory, and write the log into it.
 
-    A run that is refused before `claim_run_dir` leaves no files. All processes call it.
+    A run that is refused before `claim_run_dir` leaves no files, and no lines in the log of an
+    existing run. All processes call it.
 
     Args:
         run_dir, config, free: arguments of `open_run_dir`.
@@ -96,6 +104,7 @@ def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator
             open_run_dir(
                 run_dir, config, free
             )  # another run may have used it before the lock was taken
+            undo_log = _log_undo(run_dir) if is_first else None
             log = log_to_file(run_dir / _LOG) if is_first else None
             run_on_first(lambda: _log_changes(run_dir, config))
             try:
@@ -104,11 +113,35 @@ def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator
                 if log is not None:
                     get_logger().removeHandler(log)
                     log.close()
-                if is_first and not (run_dir / _FILE).exists():
-                    (run_dir / _LOG).unlink(missing_ok=True)
+                if undo_log is not None:
+                    undo_log()
     finally:
         if is_first and is_new and run_dir.is_dir() and not any(run_dir.iterdir()):
             run_dir.rmdir()
+
+
+def _log_undo(run_dir: Path) -> Callable[[], None]:
+    """Return a function that removes new log lines if ``run.toml`` was not written since."""
+    record, log = run_dir / _FILE, run_dir / _LOG
+    written, size = _write_stamp(record), log.stat().st_size if log.exists() else 0
+
+    def undo() -> None:
+        if _write_stamp(record) != written or not log.exists():
+            return
+        if size:
+            os.truncate(log, size)
+        else:
+            log.unlink()
+
+    return undo
+
+
+def _write_stamp(file: Path) -> tuple[int, int] | None:
+    """Return values that change whenever a file is replaced; None if there is no file."""
+    if not file.exists():
+        return None
+    status = file.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | None:

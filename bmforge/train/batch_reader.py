@@ -13,13 +13,18 @@ from bmforge.batch import Batch
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 
-__all__ = ["BatchReader", "Loader"]
+__all__ = ["BatchReader", "Loader", "restarts_order"]
 
 
 # Fields that determine the order of the samples; a position is invalid in another order.
 _ORDER_FIELDS = frozenset(
     ("data", *(f"data.{n}" for n in ("paths", "weights", "seq_len", "seed", "reset_at_documents")))
 )
+
+
+def restarts_order(overridden: Collection[str]) -> bool:
+    """Return True if a resumed run with these overridden fields starts the sample order again."""
+    return not _ORDER_FIELDS.isdisjoint(overridden)
 
 
 class Loader(Protocol):
@@ -100,7 +105,7 @@ class BatchReader:
                 change affects the sample order, the loader starts from the beginning.
         """
         self.epoch = state.get("epoch", 0)
-        if _ORDER_FIELDS.isdisjoint(overridden):
+        if not restarts_order(overridden):
             self._loader.load_state_dict(state["loader"])
         else:
             get_logger().info(

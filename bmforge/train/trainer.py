@@ -146,7 +146,7 @@ class Trainer:
         """Whether `fit` ended before `steps`, by the end of the data or early stopping."""
         return self._reader.ended or self.best.is_exhausted
 
-    def fit(self, until_step: int | None = None) -> Self:
+    def fit(self, until_step: int | None = None, on_start: Callable[[], object] = bool) -> Self:
         """Train up to `config.steps`, saving and evaluating periodically; return the trainer.
 
         Training also ends after the loader's last epoch and by early stopping; the last step is
@@ -155,12 +155,14 @@ class Trainer:
 
         Args:
             until_step: step at which to stop instead; the schedule remains that of the whole run.
+            on_start: function called before the first step, once the checkpoint is loaded.
         """
         last_step = min(self.config.steps, self.config.steps if until_step is None else until_step)
         # Processes that share a block use the same random numbers, except where the layout differs.
         self._stream = random_stream(self.mesh, self._rank)
         reseed_rng(self.config.seed, self.step, self._stream)
         if self.run_dir is None:
+            on_start()
             with self._detector.watching(), tuned_host(self.device) as watch, StopRequest() as stop:
                 self._loop(last_step, stop, None, None, watch)
             return self
@@ -178,6 +180,7 @@ class Trainer:
             StopRequest() as stop,
         ):
             resumed = self._resume(checkpointer)
+            on_start()
             writer = run_on_first(partial(MetricsWriter, self.run_dir, resumed))
             try:
                 self._loop(last_step, stop, checkpointer, writer, watch)

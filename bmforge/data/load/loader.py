@@ -9,7 +9,7 @@ depend on the number of ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -141,6 +141,12 @@ class DataLoader:
             ConfigError: the state has another seed or corpus, so the order would differ, or it
                 lacks an entry other than `content`, which states of earlier versions do not have.
         """
+        self.check_state(state)
+        self.close()
+        self._step, self._samples = int(state["step"]), int(state["samples"])
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` if `load_state_dict` cannot resume at `state`."""
         own_state = self.state_dict()
         missing = [key for key in own_state if key not in state and key not in ("content", "rows")]
         if missing:
@@ -158,8 +164,6 @@ class DataLoader:
                     "be continued. Restore it, start a new run, or continue in a new order "
                     f"with --override data.{'' if 'content' in state else _EARLIER}"
                 )
-        self.close()
-        self._step, self._samples = int(state["step"]), int(state["samples"])
 
     def close(self) -> None:
         """Stop the prefetch thread and discard its batches; the next item starts a new thread."""

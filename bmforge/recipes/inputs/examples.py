@@ -20,6 +20,7 @@ from bmforge.data.load.example import Example, fingerprint_of
 from bmforge.data.load.order import derive_key, permute
 from bmforge.errors import ConfigError, DataError
 from bmforge.parallel import World
+from bmforge.recipes.inputs.file_digests import describe_change, digest_files
 from bmforge.recipes.run import TrainingData
 
 __all__ = [
@@ -127,6 +128,7 @@ class ExampleLoader:
         self._source, self._config = source, config
         self._rank, self._world = rank, world
         self._samples = 0
+        self._files = digest_files(config.paths)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
@@ -161,6 +163,7 @@ class ExampleLoader:
             "seed": self._config.seed,
             "dataset": self._source.fingerprint,
             "content": getattr(self._source, "content", 0),
+            "files": self._files,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -169,16 +172,25 @@ class ExampleLoader:
         Raises:
             ConfigError: the state belongs to other examples or another seed.
         """
+        self.check_state(state)
+        self._samples = int(state["samples"])
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` if a state belongs to other examples or another seed."""
         own_state = self.state_dict()
         state = {"content": own_state["content"], **state}  # states of earlier versions lack it
-        for key in ("seed", "dataset", "content"):
-            if state.get(key) != own_state[key]:
-                raise ConfigError(
-                    f"the checkpoint of the loader has {key}={state.get(key)}, but this loader "
-                    f"has {key}={own_state[key]}, so the order of the samples cannot be "
-                    "continued. Restore the value, or start a new run."
-                )
-        self._samples = int(state["samples"])
+        if state["seed"] != own_state["seed"]:
+            raise ConfigError(
+                f"data.seed={own_state['seed']}, but the run began with data.seed={state['seed']}, "
+                "so the order of the samples cannot be continued. Restore the value, or start a "
+                "new run."
+            )
+        if any(state.get(key) != own_state[key] for key in ("dataset", "content")):
+            raise ConfigError(
+                f"{describe_change(state.get('files'), self._files)}, so the order of the samples "
+                "cannot be continued. Restore it, start a new run in another run_dir, or continue "
+                "in a new order with --override data."
+            )
 
 
 def iter_held_out(
