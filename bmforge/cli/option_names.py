@@ -12,8 +12,12 @@ from bmforge.cli.train_options import FIELDS
 
 __all__ = ["name_options", "options_of"]
 
-# A field name of two words or more, with or without a prefix; one word is often no field.
-_FIELD = re.compile(r"(?<![\w.\-/'\"])[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)*(?![\w/])")
+_NAME = r"(?<![\w.\-/'\"])[a-z][a-z0-9_]*"
+# A field name with or without a prefix. A single word ("leave it out") is a field only if its value
+# follows, as in "out='a'" or "seed: 3 in that run".
+_VALUE = r"=|: (?:['\"\[(\d-]|True|False|None)"
+_FIELD = re.compile(rf"{_NAME}(?:\.[a-z][a-z0-9_]*)*(?![\w/])")
+_WORD = re.compile(rf"{_NAME}(?={_VALUE})")
 # Other spellings of options of `train`; --model also sets the initial model.
 _ALIASES = {**SHORT_NAMES, "--model": "--init-from"}
 # Maximum number of options listed for one field name.
@@ -39,9 +43,14 @@ def name_options(message: str, options: Collection[str], arguments: Sequence[str
     """
     typed = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
     named: dict[str, None] = {}
+    alike: list[str] = []  # options that the message spells as the command line does
+    words = set(_WORD.findall(message))
     for field in _FIELD.findall(message):
         name = field.replace("_", "-")
-        if name == field and not (name in options and _is_typed(name, typed)):
+        if name == field and not (name in options and ("." in name or name in words)):
+            continue
+        if name == field and not _is_typed(name, typed):
+            alike += [name] if name in words else []
             continue
         hits = [name] if name in options else sorted(o for o in options if o.endswith(f".{name}"))
         if len(hits) <= _MOST:
@@ -49,6 +58,7 @@ def name_options(message: str, options: Collection[str], arguments: Sequence[str
             named.update((option, None) for option in spelled if option not in message)
     if not named:
         return message
+    named.update((f"--{name}", None) for name in alike if f"--{name}" not in message)
     return (
         f"{message}\nIn this command, the {'options are' if len(named) > 1 else 'option is'} "
         f"{', '.join(named)}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bmforge.cli import main
+from bmforge.cli.commands import COMMANDS
 from bmforge.cli.option_names import name_options, options_of
 
 TRAIN = ["train", "pretrain", "--model", "gpt2", "--data.paths", "nowhere"]
@@ -44,6 +45,25 @@ def test_a_field_is_found_by_its_path_or_its_name(message: str, option: str) -> 
 )
 def test_nothing_is_added_that_is_there_or_is_no_field(message: str) -> None:
     assert name_options(message, options_of("train")) == message
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_a_word_of_a_sentence_is_no_field(command: str) -> None:
+    """Options of one word that the user typed are named only where their value follows."""
+    options = options_of(command)
+    for word in (name for name in options if name.isalpha()):
+        typed = [f"--{word}", "x"]
+        for sentence in (f"Leave it {word}.", f"Use {word}, or leave {word} out: it is new."):
+            assert name_options(sentence, options, typed) == sentence
+        for value in ("3", "'a'", "True", "['a']"):
+            for field in (f"{word}={value} is wrong.", f"{word}: {value} in that run."):
+                assert name_options(field, options, typed).endswith(f"option is --{word}.")
+
+
+def test_all_differing_options_are_named() -> None:
+    message = "other options: vocab_size=3 there, 5 now; languages=[] there, ['de'] now. Stop."
+    shown = name_options(message, options_of("prepare"), ["--vocab-size", "5"])
+    assert shown.endswith("In this command, the options are --vocab-size, --languages.")
 
 
 def test_other_commands_have_their_own_options() -> None:
