@@ -53,6 +53,7 @@ _BY_FIELD = {name: size for size, names in _SIZES.items() for name in names.spli
 _KV_FIELDS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEAD_FIELDS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KIND_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
+_PER_LAYER = (*_KIND_LISTS, "no_rope_layers", "attention_layers", "_block_types")
 _LAYER_LISTS = (*_KIND_LISTS, "no_rope_layers", "attention_layers", "moe_layers", "_block_types")
 _DROPOUT = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "router_jitter_noise")
 # Fields that must match the small sizes above, in architectures that do not derive them.
@@ -152,6 +153,8 @@ def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, _BY_FIELD[name]
         elif name in _LAYER_LISTS and isinstance(value, (list, tuple)) and len(value) > LAYERS:
             yield name, _first_of_each(list(value), name in (*_KIND_LISTS, "no_rope_layers"))
+        elif name in _PER_LAYER and isinstance(value, (list, tuple)) and 0 < len(value) < LAYERS:
+            yield name, (list(value) * LAYERS)[:LAYERS]  # shorter than the small copy
         elif name.endswith("token_id"):
             yield name, _small_id(name, value)
 
