@@ -126,7 +126,7 @@ def test_glm_rows_of_several_lengths() -> None:
 
 def relative_cpm1(model: Any, ids: Tensor, see: Tensor) -> Tensor:
     """ModelCenter's CPM1 by its formulas: T5's buckets, RMS norms, an exact GELU's gate."""
-    values = model.state_dict()
+    values = {name: value.detach() for name, value in model.named_parameters()}
     x = values["model.embed.weight"][ids]
     width = ids.shape[1]
     distance = torch.arange(width)[None] - torch.arange(width)[:, None]
@@ -178,7 +178,7 @@ def test_cpm1_of_modelcenter_packs_rows_with_context() -> None:
 def test_modelcenters_directories_of_cpm1_and_cpm2(tmp_path: Path) -> None:
     """A CPM1 under the names of its own layers; the file that `bmt.save` wrote there."""
     wanted = small("CPM1")
-    values = wanted.state_dict()
+    values = {name: value.detach() for name, value in wanted.named_parameters()}
     tensors = {
         "input_embedding.weight": values["model.embed.weight"],
         "position_bias.relative_attention_bias": values["model.rel_bias.weight"],
