@@ -18,6 +18,7 @@ from bmforge.errors import ConfigError
 from bmforge.gguf_header import is_gguf
 from bmforge.infer.engine import Engine, EngineConfig
 from bmforge.models import AutoModel
+from bmforge.models.adapter_dirs import find_export
 from bmforge.models.config_file import read_config_file
 from bmforge.models.file_fingerprint import fingerprint_of_files
 from bmforge.models.integer_weights import KEEP, layers_with_integers
@@ -101,6 +102,7 @@ def put_deltas_(model: Any, deltas: Sequence[str], *, trainable: bool = False, *
     for number, option in enumerate(deltas):
         where, is_weighed, weight = option.rpartition("=")
         where = where if is_weighed else option
+        where = find_export(where)
         delta = load_delta(model, where, name=f"delta{number}", trainable=trainable, **base)
         if is_weighed:
             try:
@@ -130,12 +132,14 @@ def find_names(deltas: Sequence[str]) -> dict[str, str]:
     """
     parts = [option.partition("=") for option in deltas]
     for option, (_, is_told, where) in zip(deltas, parts, strict=True):
-        if is_told and not (is_delta_dir(where) or is_delta_dir(option) or _is_number(where)):
+        if is_told and not (_has_adapter(where) or _has_adapter(option) or _is_number(where)):
             raise ConfigError(
                 f"--adapter {option!r}: {where!r} is neither a weight nor an adapter directory. "
                 "Give DIR, DIR=WEIGHT, or NAME=DIR."
             )
-    named = [(name, where) for name, _, where in parts if where and is_delta_dir(where)]
+    named = [
+        (name, str(find_export(where))) for name, _, where in parts if where and _has_adapter(where)
+    ]
     if named and (len(named) < len(deltas) or len(dict(named)) < len(named)):
         raise ConfigError(
             f"--adapter {' '.join(deltas)}: some adapters have no name, or the same name. Give "
@@ -143,6 +147,11 @@ def find_names(deltas: Sequence[str]) -> dict[str, str]:
             "them to every request."
         )
     return dict(named)
+
+
+def _has_adapter(name: str) -> bool:
+    """Return True for an adapter directory, or a run directory whose export is an adapter."""
+    return is_delta_dir(find_export(name))
 
 
 def _is_number(text: str) -> bool:
@@ -177,7 +186,7 @@ def delta_bytes(deltas: Sequence[str]) -> int:
     """
     count = 0
     for directory in find_names(deltas).values() or (g.rpartition("=")[0] or g for g in deltas):
-        for file in Path(directory).glob("*.safetensors"):
+        for file in Path(find_export(directory)).glob("*.safetensors"):
             with safe_open(file, "pt") as opened:
                 shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118
             count += sum(math.prod(shape) for shape in shapes)

@@ -23,6 +23,7 @@ from bmforge.files import replace_file
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models import Model
+from bmforge.models.adapter_dirs import find_export
 from bmforge.models.config_file import GENERATION_KEY
 from bmforge.models.formats.convert import find_companions, find_dtype
 from bmforge.models.formats.hf_format import WeightFiles
@@ -176,7 +177,7 @@ def describe_base(adapter: Path, base: str | None, reads: str) -> None:
     file = adapter / "adapter_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     if base is not None:
-        base_dir = Path(base)
+        base_dir = Path(find_export(base))
         config["base_model_name_or_path"] = str(base_dir.resolve()) if base_dir.is_dir() else base
     if not str(config.get("peft_type", "")).startswith("BMFORGE"):
         config["task_type"] = config.get("task_type") or _TASK_TYPES.get(reads)
