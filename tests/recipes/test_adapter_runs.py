@@ -137,10 +137,10 @@ def test_frozen_weights_are_stored_in_the_precision(
     dtypes: dict[str, Counter[Any]] = {}
     fit = Trainer.fit
 
-    def watch(self: Trainer) -> None:
+    def watch(self: Trainer, **options: Any) -> None:
         state = Counter((p.requires_grad, p.dtype) for p in self.model.parameters())
         dtypes[self.run_dir.name] = state
-        fit(self)
+        fit(self, **options)
 
     monkeypatch.setattr(Trainer, "fit", watch)
     one = train(base, tmp_path, "--precision", precision, name="stored", steps=4)

@@ -92,9 +92,9 @@ def run_one_step(config: Any) -> tuple[float, float, int]:
     fit = Trainer.fit
     seen: list[Trainer] = []
 
-    def fit_once(trainer: Trainer) -> Trainer:
+    def fit_once(trainer: Trainer, **options: Any) -> Trainer:
         seen.append(trainer)
-        return fit(trainer, until_step=1)
+        return fit(trainer, until_step=1, **options)
 
     Trainer.fit = fit_once  # type: ignore[method-assign]
     try:
