@@ -26,13 +26,18 @@ def read_config_file(directory: str | Path) -> dict[str, Any]:
     The contents of generation_config.json are added under `GENERATION_KEY`.
 
     Raises:
-        ConfigError: the file is missing or is not a JSON object.
+        ConfigError: the file is missing (an adapter's directory has none), or is not a JSON object.
         CheckpointError: the GGUF file is damaged or has an unsupported architecture.
     """
     if is_gguf(directory):
         return read_gguf_config(directory)
     file = Path(directory) / "config.json"
     if not file.is_file():
+        if file.with_name("adapter_config.json").is_file():
+            raise ConfigError(
+                f"{str(directory)!r} is an adapter, not a model. Merge it first: bmforge merge "
+                f"{directory} --out DIR."
+            )
         raise ConfigError(
             f"{str(directory)!r} is not a model directory: it contains no config.json. Pass a "
             "directory with config.json and weights."

@@ -123,15 +123,9 @@ def find_model(name: str | Path) -> Path:
     """Return the directory of a model: a directory, run directory, hub id or short name.
 
     Raises:
-        ConfigError: the model is neither a directory, nor in the cache, nor on the hub; or the name
-            is an adapter, or a run that trained one.
+        ConfigError: the model is neither a directory, nor in the cache, nor on the hub.
     """
     name = find_export(name)
-    if is_adapter(name):
-        raise ConfigError(
-            f"{str(name)!r} is an adapter, not a model. Merge it first: bmforge merge {name} "
-            "--out DIR."
-        )
     # A path needs no table of hub ids, which would import every family.
     return resolve_model(name, {} if Path(name).exists() else _hub_ids())
 
@@ -242,6 +236,12 @@ class AutoModel:
         Raises:
             ConfigError: the directory contains only an adapter.
         """
+        name = find_export(name)
+        if is_adapter(name):
+            raise ConfigError(
+                f"{str(name)!r} is an adapter, not a model. Merge it first: bmforge merge {name} "
+                "--out DIR."
+            )
         family, directory = cls._find(name, backend)
         return family.describe_pretrained(directory, **options)
 

@@ -12,6 +12,7 @@ from test_adapter_runs import train, write_qwen3
 from bmforge.cli import main
 from bmforge.cli.open_model import delta_bytes, find_names
 from bmforge.errors import ConfigError
+from bmforge.models.config_file import read_config_file
 from bmforge.models.hub import find_model
 from bmforge.recipes.adapter_dirs import find_source
 
@@ -60,4 +61,4 @@ def test_a_task_on_an_adapter_names_merge(
 def test_find_model(root: Path) -> None:
     assert find_model(root / "merged") == root / "merged" / "export"
     with pytest.raises(ConfigError, match="is an adapter, not a model"):
-        find_model(root / "tuned 1")
+        read_config_file(find_model(root / "tuned 1"))
