@@ -102,7 +102,7 @@ def put_deltas_(model: Any, deltas: Sequence[str], *, trainable: bool = False, *
     for number, option in enumerate(deltas):
         where, is_weighed, weight = option.rpartition("=")
         where = where if is_weighed else option
-        where = find_export(where)
+        where = str(find_export(where))
         delta = load_delta(model, where, name=f"delta{number}", trainable=trainable, **base)
         if is_weighed:
             try:
