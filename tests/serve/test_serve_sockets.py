@@ -20,7 +20,7 @@ def connect(server: Any, receive_buffer: int = 0) -> socket.socket:
     made = socket.socket()
     if receive_buffer:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    made.settimeout(30)
+    made.settimeout(120)
     made.connect(("127.0.0.1", server.port))
     return made
 
