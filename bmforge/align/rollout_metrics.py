@@ -28,7 +28,7 @@ def measure_rollout(
         answers: all answers, grouped by prompt.
         names: names of the reward functions.
         config: the `RolloutConfig`.
-        failures: for each rank, a map from reward function to the number of failed calls.
+        failures: number of failed calls of each reward function, one dict per rank.
     """
     size = config.num_generations
     groups = [[a.reward for a in answers[n : n + size]] for n in range(0, len(answers), size)]

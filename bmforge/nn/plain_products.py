@@ -113,8 +113,8 @@ def _multiply_and_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """
     product, addend = x.double() * y.double(), z.double()
     total = product + addend
-    rest = total - product
-    error = (product - (total - rest)) + (addend - rest)
+    rounded_addend = total - product
+    error = (product - (total - rounded_addend)) + (addend - rounded_addend)
     is_even = (total.view(torch.int64) & 1) == 0
     odd = torch.nextafter(total, torch.where(error > 0, torch.inf, -torch.inf).to(total))
     return torch.where((error != 0) & is_even, odd, total).float()

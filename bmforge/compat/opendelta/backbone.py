@@ -182,8 +182,8 @@ def keep_trained(
     """State-dict hook that removes frozen parameters."""
     names = saved_names(module)
     trained = {n: names.get(n, n) for n, p in module.named_parameters() if p.requires_grad}
-    kept = {prefix + name for pair in trained.items() for name in pair}
-    for name in [n for n in state_dict if n.startswith(prefix) and n not in kept]:
+    trained_names = {prefix + name for pair in trained.items() for name in pair}
+    for name in [n for n in state_dict if n.startswith(prefix) and n not in trained_names]:
         del state_dict[name]
 
 

@@ -49,7 +49,7 @@ def group_of(source: str, by: str) -> str:
 
 @dataclass
 class Summary:
-    """Counts of documents, bytes and tokens in a corpus or in some of its shards.
+    """Counts of documents, bytes and tokens in a corpus or in a subset of its shards.
 
     Attributes:
         sources: number of documents and their raw bytes, for each source group and outcome (name of

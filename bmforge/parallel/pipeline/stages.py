@@ -43,7 +43,7 @@ class Cutting:
     """Assignment of blocks and modules to stages.
 
     Args:
-        spans: for each stage, a dict from stack name to the range of its blocks.
+        spans: ranges of the blocks of each stack, one dict per stage.
         homes: dict from the name of a module or parameter to the stages that have it.
     """
 

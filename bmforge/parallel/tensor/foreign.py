@@ -20,7 +20,7 @@ __all__ = ["FOREIGN_STYLES"]
 
 
 class _GatherColumns(torch.autograd.Function):
-    """All-gathers the last dim; in backward each process keeps the gradient of its own columns."""
+    """All-gathers the last dim; backward returns the gradient of the local columns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:

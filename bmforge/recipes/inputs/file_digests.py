@@ -29,9 +29,9 @@ def describe_change(before: Digests | None, now: Digests) -> str:
         before: digests of the files when the run began; None if they were not recorded.
         now: digests of the present files.
     """
-    known = {digest for _, digest in before or []}
+    recorded = {digest for _, digest in before or []}
     present = {digest for _, digest in now}
-    changed = dict.fromkeys(name for name, digest in now if digest not in known)
+    changed = dict.fromkeys(name for name, digest in now if digest not in recorded)
     missing = [name for name, digest in before or [] if digest not in present]
     removed = [name for name in dict.fromkeys(missing) if name not in changed]
     if before is None or not (before or now):

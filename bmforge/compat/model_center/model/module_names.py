@@ -75,8 +75,12 @@ def rename_loaded_(base: Any, state_dict: dict[str, Tensor], prefix: str, *argum
     A tensor of a tied parameter is replaced by the embedding, because ModelCenter ignores it.
     """
     names = base.published_parameters()
-    given = {rename_inner(n.removeprefix(prefix)): n for n in state_dict if n.startswith(prefix)}
-    old_tensors = {old: state_dict[given[old]] for old in names.values() if old in given}
+    stored_names = {
+        rename_inner(n.removeprefix(prefix)): n for n in state_dict if n.startswith(prefix)
+    }
+    old_tensors = {
+        old: state_dict[stored_names[old]] for old in names.values() if old in stored_names
+    }
     factor = 1.0
     if base.config.family == "T5" and "input_embedding.weight" in old_tensors:
         factor = t5_factor({"scale": base.config.scale}, old_tensors)
@@ -85,7 +89,7 @@ def rename_loaded_(base: Any, state_dict: dict[str, Tensor], prefix: str, *argum
         source = sources.setdefault(id(parameter), own)
         is_loaded = prefix + own in state_dict
         if names.get(own) in old_tensors and not is_loaded:
-            value = state_dict.pop(given[names[own]])
+            value = state_dict.pop(stored_names[names[own]])
             undo = undo_factor(own.removeprefix("model."), factor)
             state_dict[prefix + own] = value if undo == 1.0 else value * undo
         if source != own and prefix + source in state_dict:
