@@ -49,7 +49,7 @@ def group_of(source: str, by: str) -> str:
 
 @dataclass
 class Summary:
-    """Counts of documents, bytes and tokens in a corpus or in a subset of its shards.
+    """Document, byte and token counts of a corpus or of one group of shards.
 
     Attributes:
         sources: number of documents and their raw bytes, for each source group and outcome (name of
