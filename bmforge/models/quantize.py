@@ -24,7 +24,7 @@ from bmforge.models.formats.hf_format import (
 from bmforge.models.hub import AutoModel
 from bmforge.models.integer_weights import KEEP
 from bmforge.models.pack import PackedReader, load_quantized, quantize_
-from bmforge.models.save import write_config
+from bmforge.models.save import needs_bmforge, write_config
 from bmforge.models.weights import assemble_source, group_by_source
 from bmforge.nn.packing import QuantSpec, find_preset
 from bmforge.surgery import persistent_tensors
@@ -100,7 +100,7 @@ def write_packed(
     described = {n: assemble_source(rules, tensors.__getitem__) for n, rules in groups.items()}
     sizes = {name: t.numel() * t.element_size() for name, t in described.items()}
     out.mkdir(parents=True)
-    plan = plan_files(sizes, max_file_bytes)
+    plan = plan_files(sizes, max_file_bytes, changed=needs_bmforge(model))
     for file, names in track(list(plan.items()), "quantize"):
         write_file(
             out / file,

@@ -25,7 +25,7 @@ _NOT_ON_HUB = {
 _MODEL_FILES = ("config.json", "run.toml", "adapter_config.json")
 _TIMEOUT_S = 10.0
 # Repositories often have the same weights in several formats; the first available is downloaded.
-_WEIGHTS = ["model*.safetensors", "pytorch_model*.bin", "*.pt"]
+_WEIGHTS = ["model*.safetensors", "bmforge_model*.safetensors", "pytorch_model*.bin", "*.pt"]
 
 
 def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) -> Path:

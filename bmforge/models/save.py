@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bmforge.errors import CheckpointError
 from bmforge.logging import get_logger, track
+from bmforge.models.changes import Change
 from bmforge.models.config_file import GENERATION_FILE, GENERATION_KEY
 from bmforge.models.formats.hf_format import has_weights, plan_files, write_file, write_index
 from bmforge.models.weights import WeightRule, assemble_source, group_by_source
@@ -20,7 +21,7 @@ from bmforge.provenance import write_provenance
 from bmforge.shards import whole_tensor
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["write_config", "write_model"]
+__all__ = ["needs_bmforge", "write_config", "write_model"]
 
 
 def write_model(
@@ -64,7 +65,7 @@ def write_model(
         for name, rules in groups.items()
     }
     stages = {name: model._stage_rank(rules[0].ours) for name, rules in groups.items()}
-    files = plan_files(sizes, max_file_bytes, stages)
+    files = plan_files(sizes, max_file_bytes, stages, changed=needs_bmforge(model))
     stage, members = model._stage_and_members(rank, world)
     for number, (file, names) in enumerate(track(list(files.items()), "save weights")):
         if stages[names[0]] != stage:
@@ -112,14 +113,26 @@ def write_config(
         (out / GENERATION_FILE).write_text(text, encoding="utf-8")
 
 
+def needs_bmforge(model: Any) -> bool:
+    """Return True if the model has changes, so that only bmforge builds it from its config.
+
+    An MLP that is split into experts has the tensors of the plain model, in another order.
+    """
+    return bool(_changes_of(model))
+
+
+def _changes_of(model: Any) -> list[Change]:
+    return [change for change in model.config.changes if not change.options.get("split")]
+
+
 def _warn_of_changes(model: Any, out: Path) -> None:
-    changes = [change for change in model.config.changes if not change.options.get("split")]
+    changes = _changes_of(model)
     if changes:
         kinds = ", ".join(dict.fromkeys(change.kind for change in changes))
         get_logger().warning(
             (
-                "%s contains a changed model (%s), which bmforge loads; transformers rejects it or "
-                "initializes the changed tensors randomly"
+                "%s contains a changed model (%s), which only bmforge opens; its weight files are "
+                "named bmforge_model, so that transformers refuses it"
             ),
             *(out, kinds),
         )

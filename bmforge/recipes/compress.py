@@ -27,6 +27,7 @@ from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.models.formats.compressed_write import save_compressed
 from bmforge.models.formats.convert import write_directory
+from bmforge.models.formats.hf_format import remove_stale_weights
 from bmforge.models.save import write_model
 from bmforge.parallel import init_distributed, run_on_first
 from bmforge.recipes.adapter_dirs import find_source, plain_model
@@ -351,6 +352,8 @@ def _publish(report: CompressReport, config: CompressRunConfig, original: Path) 
         except OSError:  # another file system, or no hard links
             shutil.copyfile(file, partial)
         os.replace(partial, target)
+    # An earlier recipe may have left weights under other names.
+    remove_stale_weights(out, [path.name for path in source.iterdir()])
     page = report.save(out)
     get_logger().info("%s\nreport: %s", report.format(), page)
     return report

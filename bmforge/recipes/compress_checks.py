@@ -157,7 +157,7 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
         ConfigError: `structure.multiple_of`, or the width of heads, does not fit a later phase.
     """
     structure = next((p.config.structure for p in phases if p.config.structure is not None), None)
-    if structure is None or (structure.target == "sizes" and not structure.gates):
+    if structure is None or not structure.chooses_widths:
         return
     step, cause = 1, ""
     for phase in phases:

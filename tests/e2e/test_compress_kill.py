@@ -90,5 +90,5 @@ def test_killed_in_each_phase(recipe: Path, unkilled: Path, tmp_path: Path, seed
         mine, theirs = (place / "phases" / phase / "run" for place in (out, unkilled))
         assert losses(mine) == losses(theirs)
         assert final_hashes(mine) == final_hashes(theirs)
-    for name in ("model.safetensors", "config.json"):
+    for name in ("bmforge_model.safetensors", "config.json"):
         assert (out / name).read_bytes() == (unkilled / name).read_bytes()

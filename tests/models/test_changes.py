@@ -82,6 +82,34 @@ def test_json_that_is_no_change(value: Any, said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        low_rank(),
+        Change("int8", "layers.*.mlp.*_proj"),
+        Change("quantize", "layers.*.mlp.*_proj", {"bits": 4, "group_size": 32}),
+        Change("resize", "layers.0", {"num_heads": 2}),
+    ],
+    ids=lambda change: change.kind,
+)
+@pytest.mark.parametrize("max_file_bytes", [4 << 30, 8000])
+def test_transformers_refuses_a_changed_model(
+    change: Change, max_file_bytes: int, tmp_path: Path
+) -> None:
+    """transformers would ignore the adapter, or initialize the changed weights randomly."""
+    small().save_pretrained(tmp_path)
+    changed = small().change_(change)
+    changed.save_pretrained(tmp_path, overwrite=True, max_file_bytes=max_file_bytes)
+    with pytest.raises(OSError, match="no file named"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path).eval()
+    assert_close(again(IDS).logits, changed(IDS).logits)
+    small().save_pretrained(tmp_path, overwrite=True)
+    assert not list(tmp_path.glob("bmforge_model*"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_close(theirs(IDS).logits, AutoModel.from_pretrained(tmp_path).eval()(IDS).logits)
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         (low_rank("layers.*.attn.qproj"), "'low_rank' to GPT2.*matches nothing.*q_proj"),

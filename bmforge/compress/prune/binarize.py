@@ -110,7 +110,8 @@ def binarise(
     if shares:
         chosen: Chosen = {}
         for key, value in open_now.items():
-            count = round(shares[key] * len(value)) if key in shares else _likely_open(value)
+            step = _fewest(key[1], config)
+            count = round(shares[key] * len(value)) if key in shares else _likely_open(value, step)
             groups = _groups(model, key)
             chosen[key] = _best_of_each(value, max(groups, count), groups)
         return chosen
@@ -134,8 +135,9 @@ def binarise(
     return {key: tuple(sorted(numbers)) for key, numbers in left.items()}
 
 
-def _likely_open(value: Tensor) -> int:
-    return int(value.sum().round())
+def _likely_open(value: Tensor, step: int) -> int:
+    """Return the expected number of open gates, rounded to a multiple of `step` of at least one."""
+    return max(1, int((value.sum() / step).round())) * step
 
 
 def _groups(model: Any, key: tuple[str, str]) -> int:

@@ -50,7 +50,7 @@ class StructureConfig:
         compensate: fit the layers after removed neurons and heads to their original outputs on
             the calibration batches, if there are any (default: True).
         uniform: raise an error for sizes that the family's classes in transformers cannot load.
-        multiple_of: divisor of the MLP widths that a cost target may choose.
+        multiple_of: divisor of the MLP widths that a cost target or gates may choose.
         tensor_parallel: tensor-parallel size by which heads and widths must be divisible.
         gate_steps: number of training steps of the gates; the target grows over the first
             `warmup_steps`.
@@ -120,6 +120,13 @@ class StructureConfig:
                 )
         if problems:
             raise ConfigError(f"structure: {'; '.join(problems)}.")
+
+    @property
+    def chooses_widths(self) -> bool:
+        """Whether a cost target or gates choose a width that the config does not give."""
+        given = {"features": self.intermediate_size, "hidden": self.hidden_size}
+        is_open = any(kind in self.gates and not size for kind, size in given.items())
+        return self.target != "sizes" or is_open
 
 
 def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:

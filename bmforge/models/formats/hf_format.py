@@ -41,14 +41,18 @@ __all__ = [
     "has_weights",
     "plan_files",
     "read_pickle",
+    "remove_stale_weights",
     "write_file",
     "write_index",
 ]
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+_STEM = "model"
+# transformers and vLLM open `model*.safetensors` even if the tensors are of another model, and
+# initialize the missing ones randomly. They find no weights under this name and stop.
+_CHANGED_STEM = "bmforge_model"
 _BROKEN = (RuntimeError, EOFError, ValueError, AttributeError)
-_PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+_PICKLED = "pytorch_model.bin"
+_SINGLE_FILES = (f"{_STEM}.safetensors", f"{_CHANGED_STEM}.safetensors", _PICKLED)
 _MODEL_CENTER = "pytorch_model.pt"  # with other tensor names; see `model_center.py`
 # File classes whose integers can be stored without dequantizing them.
 _HOLDS_INTEGERS = (GgufFile, PackedLinears, CompressedLinears)
@@ -56,7 +60,8 @@ _HOLDS_INTEGERS = (GgufFile, PackedLinears, CompressedLinears)
 
 def has_weights(directory: Path) -> bool:
     """Return True if a directory contains model weights."""
-    return any((directory / name).exists() for name in (_INDEX, _SINGLE, *_PICKLED))
+    names = (name for single in _SINGLE_FILES for name in (single, _index_of(single)))
+    return any((directory / name).exists() for name in names)
 
 
 def has_all_weights(directory: Path) -> bool:
@@ -115,28 +120,31 @@ def _read_index(index: Path) -> list[str]:
     )
 
 
+def _index_of(single: str) -> str:
+    return f"{single}.index.json"
+
+
 def _find_files(directory: Path) -> list[Path]:
     """Return the weight files of a directory; see `WeightFiles`."""
-    for name in (_INDEX, _PICKLED[0]):
-        index = directory / name
+    for single in _SINGLE_FILES:
+        index = directory / _index_of(single)
         if index.exists():
             paths = [directory / Path(file).name for file in _read_index(index)]
             missing = [p.name for p in paths if not p.exists()]
             if missing:
                 raise CheckpointError(
-                    f"{str(directory)!r} lacks {missing}, listed in {name}. "
+                    f"{str(directory)!r} lacks {missing}, listed in {index.name}. "
                     "Copy the missing files there, or download the model again."
                 )
             return paths
-        single = directory / (_SINGLE if name == _INDEX else _PICKLED[1])
-        if single.exists():
-            return [single]
+        if (directory / single).exists():
+            return [directory / single]
     live = [path for path in directory.glob("*.pt") if path.name != _MODEL_CENTER]
     if len(live) == 1:
         return live
     raise CheckpointError(
-        f"{str(directory)!r} contains no weights (needed: {_SINGLE}, {_INDEX}, {_PICKLED[1]}, "
-        "or a single .pt file of CPM-Live)."
+        f"{str(directory)!r} contains no weights (needed: {', '.join(_SINGLE_FILES)}, one of these "
+        "as several files with an index, or a single .pt file of CPM-Live)."
     )
 
 
@@ -144,9 +152,9 @@ class WeightFiles:
     """Tensors of a checkpoint, which are looked up by name and read lazily.
 
     Args:
-        directory: GGUF file, or a directory with `model.safetensors` (or several files and an
-            index), `pytorch_model.bin`, a single `.pt` file of any name (CPM-Live), or Megatron
-            shards.
+        directory: GGUF file, or a directory with `model.safetensors` or `bmforge_model.safetensors`
+            (or several files and an index), `pytorch_model.bin`, a single `.pt` file of any name
+            (CPM-Live), or Megatron shards.
         reads: reader of safetensors files; None uses the default reader.
 
     Raises:
@@ -227,7 +235,10 @@ class WeightFiles:
 
 
 def plan_files(
-    sizes: dict[str, int], max_file_bytes: int, homes: dict[str, int] | None = None
+    sizes: dict[str, int],
+    max_file_bytes: int,
+    homes: dict[str, int] | None = None,
+    changed: bool = False,
 ) -> dict[str, list[str]]:
     """Assign tensors to weight files.
 
@@ -235,9 +246,11 @@ def plan_files(
         sizes: mapping from tensor name to size in bytes, in the order of writing.
         max_file_bytes: maximum size of a file, except for a single larger tensor.
         homes: mapping from tensor name to pipeline stage; a file has tensors of one stage only.
+        changed: whether only bmforge builds a model with these tensors; their files then have
+            names that transformers does not open.
 
     Returns:
-        mapping from file name, as transformers names it, to tensor names
+        mapping from file name to tensor names
     """
     homes = homes or {}
     groups: list[list[str]] = [[]]
@@ -250,10 +263,10 @@ def plan_files(
             used = 0
         groups[-1].append(name)
         used += size
-    if len(groups) == 1:
-        return {_SINGLE: groups[0]}
-    count = len(groups)
-    return {f"model-{i + 1:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups)}
+    stem, count = _CHANGED_STEM if changed else _STEM, len(groups)
+    if count == 1:
+        return {f"{stem}.safetensors": groups[0]}
+    return {f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups)}
 
 
 def write_index(directory: Path, files: dict[str, list[str]], total_bytes: int) -> None:
@@ -261,11 +274,20 @@ def write_index(directory: Path, files: dict[str, list[str]], total_bytes: int) 
 
     Files of an earlier save are removed, since readers might use them.
     """
-    for stale in set(directory.glob("model*.safetensors")) - {directory / name for name in files}:
-        stale.unlink()
-    if len(files) == 1:
-        (directory / _INDEX).unlink(missing_ok=True)
-    else:
+    remove_stale_weights(directory, files)
+    if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        (directory / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        stem = next(iter(files)).partition("-")[0]
+        (directory / _index_of(f"{stem}.safetensors")).write_text(
+            json.dumps(index, indent=2), encoding="utf-8"
+        )
+
+
+def remove_stale_weights(directory: Path, keep: Collection[str]) -> None:
+    """Delete safetensors files of weights, and their index, except those with the names `keep`."""
+    for stem in (_STEM, _CHANGED_STEM):
+        for pattern in (f"{stem}.safetensors*", f"{stem}-*.safetensors"):
+            for file in directory.glob(pattern):
+                if file.name not in keep:
+                    file.unlink()
