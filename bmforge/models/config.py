@@ -55,9 +55,10 @@ _POSITIVE_FIELDS = """
     vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads num_labels
 """
 _POSITIVE = frozenset(_POSITIVE_FIELDS.split())
+# Key that earlier versions wrote, so that transformers refused layers of different sizes.
+_PER_LAYER = "per_layer_config"
 # Sizes that config.json states, with this library's names, only for a pruned model whose family
 # derives them from other fields.
-_PER_LAYER = "per_layer_config"
 _OWN_SIZES = frozenset({"head_dim", "intermediate_size"})
 
 
@@ -272,37 +273,8 @@ class ModelConfig:
         out = {**raw, **fixed, **self._give_head(), **named, **self._give_special()}
         if self.changes:
             out[CHANGES_KEY] = changes_to_json(self.changes)
-        if others := self._differing_layers():
-            out[_PER_LAYER] = others
         packed = quantization_to_json(self.changes)
         return out if packed is None else {**out, QUANTIZATION_KEY: packed}
-
-    def _differing_layers(self) -> dict[str, dict[str, Any]]:
-        """Return per-layer fields, with transformers' names, for layers of differing sizes.
-
-        Transformers does not support these fields for these families and raises an error. It would
-        ignore `skip` alone and initialize the missing weights, so layers without a sublayer also
-        get 0 heads.
-        """
-        differing: dict[str, dict[str, Any]] = {}
-        usual_sizes = self.own_sizes() if self.changes else {}
-        sizes = self.stack_sizes() if self.changes else {}
-        for stack, layers in usual_sizes.items():
-            for number, (usual, layer) in enumerate(zip(layers, sizes[stack], strict=True)):
-                fields: dict[str, Any] = {
-                    self.hf_names[name]: getattr(layer, name)
-                    for name in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
-                    if name in self.hf_names and getattr(layer, name) != getattr(usual, name)
-                }
-                removed = [("attention", usual.attn and not layer.attn)]
-                removed.append(
-                    ("mlp", bool(usual.intermediate_size and not layer.intermediate_size))
-                )
-                if skipped := [name for name, is_removed in removed if is_removed]:
-                    fields = {self.hf_names["num_heads"]: 0, "skip": skipped}
-                if fields and not (layer.num_experts and not usual.num_experts):
-                    differing.setdefault(str(number), fields)
-        return differing
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, allow_unknown: tuple[str, ...] = ()) -> Self:

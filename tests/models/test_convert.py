@@ -408,10 +408,10 @@ def test_a_changed_model(tmp_path: Path) -> None:
     model.change_(Change("int8", ("layers.*.*.*_proj", "embed", "lm_head")))
     model.save_pretrained(tmp_path / "source")
     out = convert_checkpoint(tmp_path / "source", tmp_path / "same")
-    source = load_file(tmp_path / "source" / "model.safetensors")
-    assert_equal_trees(load_file(out / "model.safetensors"), source)
+    source = load_file(tmp_path / "source" / "bmforge_model.safetensors")
+    assert_equal_trees(load_file(out / "bmforge_model.safetensors"), source)
     wide = convert_checkpoint(tmp_path / "source", tmp_path / "wide", dtype=torch.float32)
-    kinds = {tensor.dtype for tensor in load_file(wide / "model.safetensors").values()}
+    kinds = {tensor.dtype for tensor in load_file(wide / "bmforge_model.safetensors").values()}
     assert kinds == {torch.int8, torch.float32}
 
 

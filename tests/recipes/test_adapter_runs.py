@@ -317,8 +317,8 @@ def test_compress_takes_an_adapter(base: Path, tmp_path: Path) -> None:
         command = ["compress", str(name), "--recipe", str(recipe), "--out", str(target)]
         assert main([*command, "--dry-run"]) == 0
         assert main(command) == 0
-    want = load_file(tmp_path / "want" / "model.safetensors")
-    got = load_file(out / "model.safetensors")
+    want = load_file(tmp_path / "want" / "bmforge_model.safetensors")
+    got = load_file(out / "bmforge_model.safetensors")
     assert want.keys() == got.keys()
     assert all(torch.equal(want[name], got[name]) for name in want)
     kept = (out / "phases" / "merged" / "model.safetensors").stat().st_mtime_ns
