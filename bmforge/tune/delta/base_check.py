@@ -11,7 +11,7 @@ from typing import Any
 from bmforge.errors import CheckpointError
 from bmforge.logging import get_logger
 from bmforge.tune.delta.base import AttachedDelta
-from bmforge.tune.delta.fingerprint import fingerprint_of
+from bmforge.tune.delta.fingerprint import fingerprint_of, library_of
 
 __all__ = ["BaseCheck", "FileFingerprint", "names_base"]
 
@@ -51,6 +51,14 @@ class BaseCheck:
         """
         base = mark.get("base")
         if base is None or self.allow_other_base:
+            return
+        library = library_of(delta.model)
+        if mark.get("base_library", library) != library:
+            get_logger().warning(
+                "the adapter in %s was trained on a class of %s and is loaded on a class of %s; it "
+                "is not checked whether their weights are the same",
+                *(directory, mark["base_library"], library),
+            )
             return
         fingerprint = fingerprint_of(delta.model, delta.wholes())
         if fingerprint is None and self.read_files is not None:

@@ -32,7 +32,7 @@ from bmforge.tune.delta.attached import is_laid_out, whole_model
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.base_check import BaseCheck, FileFingerprint, names_base
 from bmforge.tune.delta.card import write_card
-from bmforge.tune.delta.fingerprint import fingerprint_of
+from bmforge.tune.delta.fingerprint import fingerprint_of, library_of
 from bmforge.tune.delta.opendelta_format import (
     is_opendelta,
     load_opendelta,
@@ -67,9 +67,9 @@ def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) 
     keeps_origin = delta.origin is not None and peft_write.can_write(delta)
     # The 16-bit weights from which a base was quantized have another fingerprint.
     is_quantized = any(hasattr(module, "packed") for module in delta.model.modules())
-    base = None
+    base: dict[str, Any] = {"base": None, "base_library": library_of(delta.model)}
     if not keeps_origin and not is_quantized:
-        base = fingerprint_of(delta.model, peft_write.written_whole(delta))
+        base["base"] = fingerprint_of(delta.model, peft_write.written_whole(delta))
     with _gathered(delta) as wholes:
         if keeps_origin:
             assert delta.origin is not None
@@ -80,13 +80,13 @@ def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) 
             tensors, blocks, patterns = peft_write.write_tensors(delta, wholes)
             config = peft_write.write_config(delta, patterns, wholes)
             mark |= {"shift_positions": True} if delta.kind == "prefix" else {}
-            mark |= {"base": base} | ({"blocks": blocks} if blocks else {})
+            mark |= base | ({"blocks": blocks} if blocks else {})
             mark |= peft_write.fold_weight_(config, delta)
         else:
             tensors = _own_tensors(delta) | wholes
             kind = delta.peft_type if delta.peft_type.startswith("BMFORGE") else "BMFORGE_OTHER"
             config = {"peft_type": kind, _OURS: _describe(delta)}
-            mark["base"] = base
+            mark |= base
         card = write_card(delta, facts)
     if not is_first:
         return

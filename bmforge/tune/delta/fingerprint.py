@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bmforge.shards import digest_samples, is_streamed, sample_places, whole_tensor
 
-__all__ = ["fingerprint_of", "is_torchao"]
+__all__ = ["fingerprint_of", "is_torchao", "library_of"]
 
 
 def is_torchao(weight: Tensor) -> bool:
@@ -52,3 +52,14 @@ def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:
         index = torch.tensor(sample_places(name, values.numel()), device=values.device)
         samples.append((name, tuple(parameter.shape), values[index]))
     return digest_samples(samples)
+
+
+def library_of(model: nn.Module) -> str:
+    """Return the package of a model's class, such as "bmforge" or "transformers".
+
+    Classes of different packages name the parameters of one model differently, so their
+    fingerprints cannot be compared. Classes that torch derives for FSDP are skipped.
+    """
+    modules = (cls.__module__ for cls in type(model).__mro__)
+    package = next(name for name in modules if name.partition(".")[0] != "torch")
+    return "transformers" if "transformers" in package.split(".") else package.partition(".")[0]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,7 +15,16 @@ import transformers
 from torch import Tensor, nn
 
 from bmforge.errors import CheckpointError, ConfigError, ShapeError
-from bmforge.models import GPT2, T5, GPT2Config, Llama, LlamaConfig, T5Config, load_weights_
+from bmforge.models import (
+    GPT2,
+    T5,
+    AutoModel,
+    GPT2Config,
+    Llama,
+    LlamaConfig,
+    T5Config,
+    load_weights_,
+)
 from bmforge.models.changes import Change
 from bmforge.models.quantize import quantize_
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
@@ -362,6 +371,30 @@ def test_what_cannot_be_done_with_one() -> None:
         stored.merge()
     with pytest.raises(ConfigError, match="not supported by the Prefix"):
         Prefix(model, name="prefix").weigh_(0.5)
+
+
+@pytest.mark.parametrize("backend", ["transformers", "native"])
+def test_an_adapter_fits_the_base_of_the_other_library(
+    backend: Literal["transformers", "native"], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The parameters of one model have two names, so the fingerprints are not compared."""
+    config = LlamaConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4)
+    Llama.from_config(config, seed=3).save_pretrained(tmp_path / "base")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    own = AutoModel.from_pretrained(tmp_path / "base", backend=backend).eval()
+    ids = torch.arange(3, 11)[None]
+    for number, (trained, other) in enumerate([(own, theirs), (theirs, own)]):
+        place = tmp_path / str(number)
+        delta = stir_(Lora(trained))
+        delta.save(place)
+        want = trained(ids).logits
+        delta.remove()
+        with caplog.at_level("WARNING"):
+            again = load_delta(other, place)
+        is_same = backend == "transformers"
+        assert ("it is not checked" in caplog.text) != is_same
+        torch.testing.assert_close(other(ids).logits, want, atol=2e-5, rtol=0)
+        again.remove()
 
 
 def test_files_that_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
