@@ -19,8 +19,8 @@ from bmforge.gguf_header import is_gguf
 from bmforge.infer.engine import Engine, EngineConfig
 from bmforge.models import AutoModel
 from bmforge.models.adapter_dirs import find_export
-from bmforge.models.config_file import read_config_file
 from bmforge.models.file_fingerprint import fingerprint_of_files
+from bmforge.models.formats.packed_config import read_raw_config
 from bmforge.models.integer_weights import KEEP, layers_with_integers
 from bmforge.models.load import weight_reader
 from bmforge.recipes.adapter_dirs import ModelSource
@@ -65,8 +65,8 @@ def with_own_adapter(source: ModelSource, adapters: Sequence[str]) -> tuple[str,
 def with_file_scheme(memory: MemoryOptions, directory: Path) -> MemoryOptions:
     """Replace a missing quantization scheme by the one that suits the model's file.
 
-    The integers of a GGUF, GPTQ or AWQ file are kept, because dequantized weights need two to
-    eight times the memory, and decoding reads all of it for each token.
+    The integers of a GGUF, GPTQ, AWQ or compressed-tensors file are kept, because dequantized
+    weights need two to eight times the memory, and decoding reads all of it for each token.
 
     Args:
         memory: memory limits of the model.
@@ -79,7 +79,7 @@ def with_file_scheme(memory: MemoryOptions, directory: Path) -> MemoryOptions:
 
 def _keeps_integers(directory: Path) -> bool:
     """Return True if the file has integer weights that bmforge's quantized layers can hold."""
-    if not is_gguf(directory) and "quantization_config" not in read_config_file(directory):
+    if not is_gguf(directory) and "quantization_config" not in read_raw_config(directory):
         return False
     plain, files = AutoModel.describe_pretrained(directory)
     if plain.keeps_foreign_cache or plain.config.changes:  # bmforge's files state their scheme

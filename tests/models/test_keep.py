@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bmforge.cli.open_model import with_file_scheme
 from bmforge.errors import ConfigError
 from bmforge.gguf_header import BLOCKS
 from bmforge.infer import Engine, EngineConfig, generate
@@ -20,6 +21,7 @@ from bmforge.models.formats.gguf_blocks import SPECS
 from bmforge.models.formats.gguf_export import export_gguf
 from bmforge.models.quantize import quantize_directory
 from bmforge.nn.quantized import MatrixStore, QuantizedExperts
+from bmforge.settings import MemoryOptions
 from bmforge.surgery import persistent_tensors
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -137,6 +139,7 @@ def test_gptq_and_awq(
         tensors = load_file(tmp_path / "model.safetensors")
         zeros = {n: torch.full_like(t, 0x77777777) for n, t in tensors.items() if "qzeros" in n}
         save_file(tensors | zeros, tmp_path / "model.safetensors")
+    assert with_file_scheme(MemoryOptions(), tmp_path).quantize == "keep"
     kept = AutoModel.from_pretrained(tmp_path, quantize="keep")
     assert check(kept, AutoModel.from_pretrained(tmp_path)) == 14
     spec = kept.layers["0"].attn.q_proj.spec
