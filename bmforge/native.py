@@ -153,6 +153,7 @@ def _compile(name: str, source: str, flags: str, compiler: list[str]) -> Path:
         if library.exists():  # compiled by another process meanwhile
             _check_owner(library)
             return library
+        get_logger().info("compiling the kernels %r, once on this machine (up to a minute)", name)
         text, built = Path(build) / f"{name}.cpp", Path(build) / f"{name}.so"
         text.write_text(source, encoding="utf-8")
         command = [*compiler, *flags.split(), "-shared", str(text), "-o", str(built)]

@@ -29,6 +29,7 @@ from bmforge.device import find_devices
 from bmforge.errors import ConfigError, MissingDependencyError
 from bmforge.infer.engine import Engine, EngineConfig, RequestsConfig
 from bmforge.infer.engine.budget import check_budgets
+from bmforge.infer.engine.native_step import load_step
 from bmforge.infer.engine.runtime_adapters import load_adapter_
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
@@ -80,6 +81,8 @@ def run_serve(command: ServeCommand) -> None:
                 lambda: _open_engine(command, source, budget), source.model, command.unload_after_s
             )
         stack.enter_context(engine)
+        if any(device.type == "cpu" for device in find_devices(memory.device_names)):
+            load_step()  # compiled now, so that the first request does not wait
         console = Console(file=sys.stderr)
         console.print(engine.plan.table())
         provenance = read_provenance(source.adapter or source.model)
