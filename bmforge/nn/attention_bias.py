@@ -36,18 +36,18 @@ def biased_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return ``softmax(scale * q k^T + bias) v``; a cap applies to the scores before the bias.
+    """Return ``softmax(scale * q k^T + bias) v``; scores are capped before the bias is added.
 
     Args:
         query: queries.
         key: keys of N heads.
         value: values of N heads.
         bias: bias on the scaled scores, trained or not; -inf masks a key, but every query needs
-            a key that is not masked. None is no bias.
+            a key that is not masked. None means no bias.
         mask: boolean, True where a query attends.
-        scale: factor on the scores; None is 1/sqrt(H).
+        scale: factor on the scores; None means 1/sqrt(H).
         dropout: dropout probability of the attention weights.
-        softcap: cap c of the scaled scores s, which become ``c * tanh(s / c)``; None is no cap.
+        softcap: cap c of the scaled scores s, which become ``c * tanh(s / c)``; None means no cap.
 
     Shape:
         query: (B, N, T, H); key, value: (B, N, S, H); bias: (B or 1, N, T, S);
@@ -154,7 +154,7 @@ def _flatten(*tensors: Tensor) -> list[Tensor]:
 
 
 class _BiasedAttention(torch.autograd.Function):
-    """Autograd function that saves inputs and dropout mask; backward recomputes the weights."""
+    """Attention that saves its inputs and dropout mask; backward recomputes the weights."""
 
     @staticmethod
     def forward(

@@ -110,7 +110,7 @@ Notes = dict[str, tuple[tuple[int, ...], float | str]]
 
 
 def _matrix_notes(options: BottleneckOptions, stem: str, ins: int, outs: int) -> Notes:
-    """Map each tensor of one matrix to its shape and initialization; `up` starts at zero."""
+    """Return a dict from tensor name of one matrix to (shape, initialization); `up` is zero."""
     last: float | str = 0.01 if stem == "down" else "zeros"
     bias: Notes = {f"{stem}_bias": ((outs,), "zeros")}
     if options.form == "plain":

@@ -1,7 +1,7 @@
 """Experts of transformers models: detection, grouped computation and packed integer storage.
 
 transformers 5 keeps the experts of a layer as 3-D parameters of one module whose forward takes
-tokens, expert numbers and weights. Its decorator sets flags on the module (`is_transposed`,
+tokens, expert indices and weights. Its decorator sets flags on the module (`is_transposed`,
 `has_gate`, `has_bias`); with these flags one implementation computes every variant.
 """
 
@@ -143,7 +143,7 @@ class PackedForeignExperts(PackedStore):
             self._take(f"{key}_", matrix.t() if self.is_transposed else matrix, number)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Apply the chosen experts to every token and add their weighted results."""
+        """Return the weighted sum of the chosen experts' outputs for every token."""
         count = next(iter(self._stacks.values()))[0]
         parts = dispatch_locally(hidden_states, top_k_index, count, self._run)
         return (parts * top_k_weights[..., None].to(parts.dtype)).sum(1).to(hidden_states.dtype)
@@ -171,7 +171,7 @@ class PackedForeignExperts(PackedStore):
         return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the tensors' initialization: the plain stacks are sampled, then packed."""
+        """Return how the tensors are initialized: the plain stacks are sampled, then packed."""
         notes: dict[str, TensorNote] = {}
         for key, shape in self._stacks.items():
             notes |= self._notes(f"{key}_", key, shape)

@@ -47,7 +47,7 @@ class HardConcrete(nn.Module):
 
     Attributes:
         delta: trained parameter: log alpha minus its initial value.
-        share: (rank, size) of the tensor parallelism that shards the features.
+        share: (rank, size) in the tensor-parallel group that shards the features.
         mask: final decision per unit, (units,) of 0 and 1; None during training.
 
     Shape:
@@ -100,7 +100,7 @@ class HardConcrete(nn.Module):
         """Return the probability that each gate is open, (units,).
 
         Args:
-            delta: the all-gathered parameter if it is sharded; None uses the module's own.
+            delta: the all-gathered parameter if it is sharded; None means the module's own.
         """
         alpha = (self.delta if delta is None else delta).double() + self.start
         return torch.sigmoid(alpha - _SHIFT)

@@ -24,8 +24,8 @@ from bmforge.nn.token_rows import TokenRows
 
 __all__ = ["LMHead", "Measure"]
 
-# (head inputs, labels (M,), divisor of the sum, sharding of the vocabulary) -> loss, or (K, M)
-# scores of every token if it is passed in a call
+# (head inputs, labels (M,), divisor of the sum, sharding of the vocabulary) -> the loss or, if
+# passed to `LMHead.forward`, K scores of every token, (K, M)
 Measure = Callable[[HeadInput, Tensor, float | Tensor | None, VocabCut | None], Tensor]
 
 
@@ -38,7 +38,7 @@ class LMHead(nn.Linear):
         join_tokens: function that all-gathers the scores of the selected tokens; None if all
             are selected.
         measure: loss function; None means cross-entropy.
-        softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None is no cap.
+        softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None means no cap.
 
     Shape:
         x: (..., D) -> (..., V), or a scalar with labels
@@ -96,8 +96,8 @@ class LMHead(nn.Linear):
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         x, labels = x.flatten(0, -2), labels.flatten()
         if vocab is not None:
-            # Checked against the whole vocabulary, so that all ranks raise and none waits for the
-            # others.
+            # Checked against the whole vocabulary, so that all ranks raise the error and no rank
+            # waits in a collective.
             check_classes(labels, vocab.rows + (0 if more_rows is None else more_rows.shape[0]))
         measure, divisor = (num_items, 1.0) if callable(num_items) else (self.measure, num_items)
         total = x.shape[0]
@@ -163,7 +163,7 @@ class LMHead(nn.Linear):
         return [part() * w if w != 1 else part() for part, w in weighted if w]
 
     def _added(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return a pair per LoRA adapter: low-rank hidden states, (..., R), and rows, (V, R).
+        """Return each LoRA adapter's low-rank hidden states, (..., R), and `up` matrix, (V, R).
 
         Raises:
             ConfigError: an attached adapter is of a kind that the fused loss does not support.

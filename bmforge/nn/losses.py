@@ -222,7 +222,7 @@ class TiledHead:
         return part if part.dtype == self.wide else torch.empty_like(part, dtype=self.wide)
 
     def finish_tokens_(self, tokens: slice) -> None:
-        """Write the summed gradients of these tokens to their final dtype, and reset the sums."""
+        """Convert the summed gradients of these tokens to their final dtype; reset the sums."""
         for number, (total, gradient) in enumerate(zip(self._sums, self._of_states, strict=True)):
             if total is not None and gradient is not None and total.dtype != gradient.dtype:
                 gradient[tokens] = total
@@ -235,7 +235,7 @@ class TiledLogits:
     Args:
         head: the head's inputs.
         tiling: sizes of the tiles; with a cap no tiles are stored.
-        softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None is no cap.
+        softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None means no cap.
 
     Attributes:
         keeps_exponentials: True if `again` returns what the caller left in the tile, which
@@ -254,7 +254,7 @@ class TiledLogits:
         # exponential per logit.
         self.keeps_exponentials = tiling.keeps and not (is_narrow and count > 1)
         tile_dtype = hidden.dtype if is_narrow and not self.keeps_exponentials else head.wide
-        self._number = 0  # of the last tile
+        self._number = 0  # index of the last tile
         wide_count = count if tile_dtype == head.wide else 1
         self._wide = hidden.new_empty((wide_count, size), dtype=head.wide)
         self._narrow: Tensor | None = None

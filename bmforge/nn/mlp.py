@@ -101,7 +101,7 @@ def apply_gate(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor)
 
 
 def clamp_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """Return ``g * sigmoid(1.702 g) * (u + 1)`` for g = min(gate, limit) and u = up in +-limit.
+    """Return ``g * sigmoid(1.702 g) * (u + 1)``; g = min(gate, limit), u = up within +-limit.
 
     Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv 2508.10925), section 2.
     """

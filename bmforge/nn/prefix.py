@@ -158,12 +158,12 @@ def mix_behind(
     """Compute attention over a shared prefix and each row's own keys, without concatenation.
 
     Args:
-        prefix: keys and values for all rows; None for none.
+        prefix: keys and values for all rows; None if there is no prefix.
         query: query of one token per row.
         key: keys of the tokens of each row.
         value: values of the tokens of each row.
         mask: True where a query may attend; None for no mask.
-        scale: factor on the scores; None is 1/sqrt(H).
+        scale: factor on the scores; None means 1/sqrt(H).
         sinks: logit of each query head in the denominator of the softmax; see `nn.sinks`.
 
     Shape:

@@ -198,7 +198,7 @@ class QuantizedExperts(PackedStore, Experts):
         return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the tensors' initialization: the plain stacks are sampled, then packed."""
+        """Return how the tensors are initialized: the plain stacks are sampled, then packed."""
         notes: dict[str, TensorNote] = {}
         for key, shape in self._sizes.items():
             notes |= self._notes(f"{key}_", key, shape)
@@ -211,10 +211,10 @@ class QuantizedExperts(PackedStore, Experts):
 
 
 def element_scales(store: PackedStore, key: str) -> Tensor | None:
-    """Return the scale of each integer of a packed parameter, in fp32 and the parameter's shape.
+    """Return the scale of each integer of a packed parameter: an fp32 tensor of the same shape.
 
-    Returns None if the values are not integers times scales: groups with minima, or outlier
-    columns.
+    Returns None if the values are not integers times scales (groups with minima, or outlier
+    columns).
 
     Args:
         store: module with packed weights.

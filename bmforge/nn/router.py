@@ -42,7 +42,7 @@ class TwoLayerRouter(nn.Module):
 
 
 class WideRouter(nn.Linear):
-    """Linear router that computes in fp32, with an optional bias on the choice of experts.
+    """Linear router that computes in fp32, with an optional bias for choosing the experts.
 
     Args:
         hidden_size: width D of the hidden states.
@@ -95,7 +95,7 @@ def build_router(
         kind: kind of router; see `MoESpec`.
         hidden_size: width D of the hidden states.
         num_experts: number E of experts.
-        has_choice_bias: bias on the choice of a "wide" router.
+        has_choice_bias: add `WideRouter.choice_bias` to a "wide" router.
         has_bias: bias on the logits of a "linear" router.
     """
     if kind == "two_layer":
@@ -112,7 +112,7 @@ def pick_experts(
     groups: tuple[int, int] = (1, 1),
     choice_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the scores of each token's experts, which are their weights, and the experts.
+    """Return the scores (used as weights) and the indices of the k experts of each token.
 
     Args:
         logits: router logits, fp32 or fp64.

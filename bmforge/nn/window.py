@@ -110,7 +110,8 @@ class WindowAttention(Attention):
         if mask.chosen is None:
             mixed = mix(self._in_reach(key, mask), self._in_reach(value, mask))
         else:
-            # With copies of the global tokens the blocks are no views; backward copies them again.
+            # Blocks that contain the global tokens are copies, not views, so backward builds them
+            # again.
             def keys() -> Tensor:
                 return self._with_globals(key, mask)
 
