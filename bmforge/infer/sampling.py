@@ -185,7 +185,7 @@ def check_scores(scores: Tensor) -> None:
     Raises:
         ConfigError: the model's scores are not finite, or options forbid every token.
     """
-    best = scores.amax(-1)  # NaN where one score of a row is NaN
+    best = scores.amax(-1)  # NaN if any score of the row is NaN
     if bool(best.isfinite().all()):
         return
     if bool((best == -torch.inf).any()):

@@ -69,8 +69,8 @@ class Engine:
             of a directory are written to a temporary directory in `EngineConfig.spill_directory`;
             `quantize_directory` keeps them.
         dtype: dtype of the weights (default: fp32, or the module's).
-        devices: devices by number or name, filled with blocks one after the other; "cpu" may be
-            among them (default: one device).
+        devices: indices or names of devices, filled with blocks one after the other; "cpu" is
+            allowed (default: one device).
         tokenizer: tokenizer (default: the model directory's).
         config: limits of the engine.
         options: arguments of `Model.from_pretrained`, such as `head` or `allow_unknown`.

@@ -316,7 +316,7 @@ class Requests:
             function, future = self._calls.popleft()
             try:
                 future.set_result(function())
-            except BaseException as error:  # the caller must not wait for ever
+            except BaseException as error:  # the caller must not wait forever
                 future.set_exception(error)
                 if not isinstance(error, Exception):
                     raise

@@ -84,7 +84,7 @@ class TurnTask(EngineTask):
         self._result: Any = None
 
     def step(self) -> None:
-        """Run the function until its next forward pass or its end."""
+        """Run the function until its next forward pass, or until it returns."""
         try:
             if not self._turns.step():
                 self.finish(self._result)

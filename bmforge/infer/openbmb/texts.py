@@ -255,7 +255,7 @@ class _TextDecoder(Decoder):
     Args:
         model: model that computes the logits.
         mask: attention mask, as in `Decoder`.
-        max_length: maximum final length of a row in tokens.
+        max_length: maximum length of a sequence in tokens, including the prompt.
         vocab_size: number of tokens of the tokenizer.
         banned: tokens that may not begin the continuation; None entries are ignored.
     """
