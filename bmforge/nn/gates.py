@@ -137,8 +137,8 @@ class HeadDims(HardConcrete):
         groups: number K of key-value heads.
         heads: number N of query heads.
         head_dim: width H of a head.
-        order: for rotary heads, all query dimensions pair by pair, starting with the pair to
-            prune last; empty if a unit is the same dimension of values and queries.
+        order: all query dimensions of rotary heads, pair by pair, starting with the pair to prune
+            last; empty if a unit is the same dimension of values and queries.
 
     Shape:
         x: (..., local heads * H) -> same

@@ -209,8 +209,8 @@ class LowRank(BesidePart):
 
         Args:
             x: input of the layer.
-            want: what to return: "added" for the update, "factors" for (low, up), "all" for (low,
-                up, down, magnitude).
+            want: name of the result: "added" for the update, "factors" for (low, up), "all" for
+                (low, up, down, magnitude).
             out: output of the layer; if given, this output plus the update is returned.
         """
         if self.dropout and self.training:

@@ -64,7 +64,7 @@ class MLPSpec:
         in_scale: factor on the input of the gate and up projections, applied by the block; see
             `AttentionSpec`.
         out_scale: factor on the input of the down projection, applied by the block.
-        widens_half: for fp16 input, compute the activation and the down projection in fp32 and
+        widens_half: compute the activation and the down projection of fp16 input in fp32, and
             return fp32.
     """
 
