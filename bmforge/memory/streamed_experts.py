@@ -77,7 +77,7 @@ class ExpertStreamer:
         read: reader of the weights.
         device: compute device.
         budget_bytes: total size of the slots.
-        engine: copy engine; None creates one.
+        engine: copy engine; if None, one is created.
 
     Attributes:
         read_bytes: number of bytes read so far.
@@ -265,10 +265,10 @@ def stream_experts_(
         read: function that reads experts, such as `models.weight_reader(...).read_expert`.
         device: compute device.
         budget_bytes: size of the expert cache on the device.
-        engine: copy engine; None creates one.
+        engine: copy engine; if None, one is created.
 
     Raises:
-        ConfigError: the model has no experts, or the budget is too small for two.
+        ConfigError: the model has no experts, or the budget is too small for two experts.
     """
     layers = find_experts(model)
     if not layers:
