@@ -73,7 +73,7 @@ class KeyValueCache(Protocol):
         """Number of tokens in the cache before this call."""
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store (B, K, T, H) tensors of one layer; return all tokens' tensors, (B, K, S, H)."""
+        """Store a layer's new keys and values, (B, K, T, H); return all stored, (B, K, S, H)."""
 
     def remember(
         self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
@@ -111,7 +111,8 @@ def mix_values(
         dropout: dropout probability of the attention weights.
         prefix: keys and values of a prefix that every query of every sequence attends to.
         softcap: cap of the scaled scores; see `AttentionSpec`.
-        slopes: function from the queries to the slopes of their heads, (N,); adds ALiBi's bias.
+        slopes: function that returns the ALiBi slopes of the queries' heads, (N,); if given, the
+            ALiBi bias is added.
 
     Shape:
         query: (B, N, T, H); key, value: (B, K, S, H); mask: (B or 1, 1, T or 1, S);

@@ -113,7 +113,7 @@ class _Tile(NamedTuple):
         return tensor.expand(*self.size[:2], *tensor.shape[2:]).flatten(0, 1)
 
     def put(self, target: Tensor, part: Tensor, tokens: slice, first: bool) -> None:
-        """Write a result to this tile of (B or 1, N, T, ...), or add it unless `first` is set.
+        """Write (if `first`) or add `part` to this tile of `target`, (B or 1, N, T, ...).
 
         If the target has batch size 1, the result is summed over the tile's sequences.
         """

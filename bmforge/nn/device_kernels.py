@@ -1,7 +1,7 @@
 """Operators for accelerators: RMS norm, addition with RMS norm, and attention to cached pages.
 
-Every operator is one Triton kernel, or a sequence of torch operations without Triton. The operators
-have no gradient and are not used under `torch.compile`, which fuses norms itself.
+Every operator is one Triton kernel or, if Triton is missing, a sequence of torch operations. The
+operators have no gradient and are not used under `torch.compile`, which fuses norms itself.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def attend_pages(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Return the attention of single tokens to the cached pages of their sequences.
+    """Compute attention of one token per sequence to the cached pages of its sequence.
 
     Args:
         query: queries, one token per row.

@@ -53,7 +53,7 @@ def run_foreign_grouped(module: Any, x: Tensor, ends: Tensor) -> Tensor:
         module: module for which `is_foreign_experts` is true; its stacks may contain only some of
             the experts.
         x: rows sorted by expert.
-        ends: end of each expert's rows.
+        ends: index after the last row of each expert.
 
     Shape:
         x: (S, D); ends: (E,); returns (S, D)
@@ -100,7 +100,7 @@ class PackedForeignExperts(PackedStore):
     """Experts of transformers with packed integer weights; replaces the plain module.
 
     Args:
-        plain: module to replace; `fill_` copies its weights.
+        plain: module to replace; its weights are quantized by `fill_`.
         spec: quantization scheme.
 
     Shape:

@@ -34,7 +34,7 @@ class LMHead(nn.Linear):
 
     Attributes:
         vocab: sharding of the weight over the vocabulary; None if it is not sharded.
-        pick_tokens: function that selects the tokens of this rank's loss; None selects all.
+        pick_tokens: function that selects the tokens of this rank's loss; None means all.
         join_tokens: function that all-gathers the scores of the selected tokens; None if all
             are selected.
         measure: loss function; None means cross-entropy.
@@ -57,7 +57,7 @@ class LMHead(nn.Linear):
         return self.weight
 
     def sliced(self, dtype: torch.dtype) -> HeadRows:
-        """Return the weight in a form that the loss can slice, some rows at a time."""
+        """Return the weight in a form from which the loss can take some rows at a time."""
         return self.matrix(dtype)
 
     def score(self, x: Tensor) -> Tensor:
@@ -80,9 +80,9 @@ class LMHead(nn.Linear):
         Args:
             x: hidden states.
             labels: target tokens, -100 to ignore a position.
-            num_items: divisor of the summed loss; None takes the mean. A `Measure` replaces the
-                cross-entropy in this call; the result then is its scores for the tokens of all
-                ranks.
+            num_items: divisor of the summed loss; None means the mean. A `Measure` replaces the
+                cross-entropy in this call; its scores for the tokens of all ranks are then
+                returned.
             shift: position t predicts label t + 1, as in transformers; otherwise label t.
             more_rows: additional rows of the head, for token ids V, V + 1, ...
 

@@ -1,4 +1,4 @@
-"""CPU attention kernel of this project for whole sequences, forward and backward.
+"""bmforge's CPU attention kernel for whole sequences, forward and backward.
 
 Torch's CPU kernel multiplies small tiles with BLAS, whose call overhead is as large as the product;
 with dropout it stores all weights. This kernel accumulates in registers; see

@@ -1,7 +1,7 @@
 """CPU kernels for GELU, gated activations and RMSNorm: one memory pass in each direction.
 
 Torch's tanh GELU takes four times as long as a pass over its data, and its RMSNorm is several
-operations with a memory pass each. For gates autograd saves the output of the activation, which is
+operations with a memory pass each. For a gated activation, autograd saves the activation's output,
 a fifth of a Llama block's activations; here backward recomputes it in its one pass. Under
 `torch.compile`, or without a C++ compiler, torch's operations are used; see
 `kernels/host_rows.cpp`.

@@ -131,8 +131,8 @@ class LowRank(BesidePart):
     """LoRA of a linear layer: adds ``scale * x @ down.T @ up.T`` to its output.
 
     Args:
-        in_features: input features of the layer.
-        out_features: output features of the layer.
+        in_features: number of input features of the layer.
+        out_features: number of output features of the layer.
         options: rank and other options.
         like: tensor with the dtype and device to use.
 
@@ -326,7 +326,7 @@ class EmbeddingLowRank(LowRank):
         return cls(table.num_embeddings, table.embedding_dim, options, find_like(table))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return how the tensors are initialized: `down`, the lookup table, is zero; unsharded."""
+        """Return the initialization (`down`, the lookup table, is zero); no tensor is sharded."""
         return {"down": TensorNote("zeros"), "up": TensorNote(1.0)}
 
     def forward(self, x: Tensor, want: str = "added", out: Tensor | None = None) -> Any:

@@ -58,7 +58,7 @@ class MLPSpec:
     Args:
         intermediate_size: width F of the hidden layer.
         activation: a name in `ACTIVATIONS`.
-        gated: gated linear unit with a `gate_proj` (SwiGLU and its relatives; Shazeer 2020).
+        gated: gated linear unit with a `gate_proj` (SwiGLU and similar; Shazeer 2020).
         bias: biases on all projections.
         dropout: dropout probability after the activation.
         in_scale: factor on the input of the gate and up projections, applied by the block; see

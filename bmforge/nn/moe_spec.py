@@ -23,7 +23,7 @@ class MoESpec:
         activation: activation function: relu, gelu, gelu_tanh, silu or tanh.
         gated: experts have a `gate_proj`.
         normalize_weights: normalize the k weights of a token to sum to 1; otherwise use the
-            softmax over all experts as is.
+            softmax over all experts unchanged.
         shared_size: hidden width F of a shared expert that processes every token; 0 means no
             shared expert.
         shared_gate: multiply the shared expert's output by a sigmoid gate of the token.

@@ -185,7 +185,7 @@ class PackedStore(nn.Module):
 
         Args:
             prefix: prefix of the parameters' names.
-            source: packed panels to copy; tensors in the memory of `panels` stay there.
+            source: packed panels to copy; tensors that `panels` returned are not copied.
             panel: index of the first panel to overwrite.
             number: index of the matrix in a stack; None if the parameter is not a stack.
         """

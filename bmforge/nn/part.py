@@ -71,7 +71,7 @@ class TensorNote:
 
 
 def tensor_notes(module: nn.Module) -> Mapping[str, TensorNote]:
-    """Return a dict from tensor name of an adapter or replacement to `TensorNote`, else {}."""
+    """Return an adapter's or replacement's dict from tensor name to note; {} for other modules."""
     notes = getattr(module, "tensor_notes", None)
     return notes() if callable(notes) else {}
 
@@ -94,7 +94,7 @@ class BesidePart(nn.Module):
             means replicated.
         saved_alone: True if the adapter's tensors can be saved without the base model.
         enters: True if the adapter changes the base module's input (by `enter`).
-        is_delta: True if the adapter was attached to a finished model, whose files do not
+        is_delta: True if the adapter was attached to an existing model, whose files do not
             contain its tensors.
         adapter_weight: factor on the adapter's output, unless the call selects another; 0
             disables the adapter.
@@ -209,7 +209,7 @@ def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
 
 
 def detach_part_(module: nn.Module, name: str) -> BesidePart:
-    """Remove an adapter from a module, with hooks that it alone needed; return the adapter."""
+    """Detach an adapter from a module, and hooks that no other adapter needs; return it."""
     part = module._modules.pop(name)
     assert isinstance(part, BesidePart)
     left = [other for _, other in beside_parts(module)]

@@ -108,8 +108,8 @@ def multiply_rows_plain(x: Tensor, weight: Tensor) -> Tensor:
 def _multiply_and_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """Return ``x * y + z`` of fp32 tensors, rounded once.
 
-    The product is exact in fp64. Their sum is rounded to odd there, so that the second rounding, to
-    fp32, gives what a single one would (Boldo and Melquiond, "Emulation of FMA", 2008).
+    The product is exact in fp64. The sum is rounded to odd in fp64, so that the second rounding, to
+    fp32, gives the result of a single rounding (Boldo and Melquiond, "Emulation of FMA", 2008).
     """
     product, addend = x.double() * y.double(), z.double()
     total = product + addend

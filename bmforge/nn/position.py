@@ -1,7 +1,7 @@
 """Rotary position embeddings (RoPE) and their scaling methods.
 
-Nothing is stored: frequencies are computed from the config, and cosines from the positions. So a
-model on the meta device, sharded or in pipeline stages has no buffers to initialize.
+Nothing is stored: frequencies are computed from the config, and cosines from the positions. A model
+therefore has no buffers to initialize, even if it is on the meta device, sharded or pipelined.
 
 Source: Su et al., "RoFormer" (2021). Scalings: linear (kaiokendev 2023), dynamic NTK (bloc97,
 emozilla 2023), YaRN (Peng et al. 2023), llama3 (Meta 2024), longrope (Ding et al. 2024).
@@ -251,7 +251,7 @@ def narrow_rope(
 
 
 def apply_rope(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
-    """Rotate the first rotary_dim dims of every head by the angles of its position.
+    """Rotate the first rotary_dim dims of every head by the angles of the token's position.
 
     Shape:
         x: (B, heads, T, H) -> same

@@ -36,7 +36,7 @@ class KeyValuePrefix(nn.Module):
         shift_positions: start the text's positions at P, as in PEFT, instead of 0.
 
     Attributes:
-        is_delta: True if the prefix was attached to a finished model, whose files do not
+        is_delta: True if the prefix was attached to an existing model, whose files do not
             contain it.
         adapter_weight: 1, or 0 to disable the prefix, unless the call selects otherwise.
 

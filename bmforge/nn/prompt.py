@@ -28,7 +28,7 @@ class ExtraEmbeddings(nn.Module):
         std: standard deviation of the initialization.
 
     Attributes:
-        is_delta: True if the prompt was attached to a finished model, whose files do not
+        is_delta: True if the prompt was attached to an existing model, whose files do not
             contain it.
         adapter_weight: 1, or 0 to disable the prompt, unless the call selects otherwise.
 

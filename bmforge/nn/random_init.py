@@ -75,8 +75,8 @@ def draw_normal_(
         name: parameter name, which seeds the generator together with `seed`.
         std: standard deviation.
         seed: random seed of the initialization.
-        derived: source of a tensor that is computed from samples of another shape; None means
-            the samples directly.
+        derived: source of a tensor that is computed from samples of another shape; if None, the
+            tensor consists of the samples.
     """
     box = local_box(tensor)
     if box.numel == 0:

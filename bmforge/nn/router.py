@@ -71,7 +71,7 @@ class WideRouter(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WideRouter:
         """Convert the module, but keep the bias in fp32.
 
-        Scores of experts differ by less than the rounding error of a bias in bf16.
+        The scores of two experts may differ by less than the rounding error of a bf16 bias.
         """
         bias = self.choice_bias
         super()._apply(fn, recurse)
@@ -119,8 +119,8 @@ def pick_experts(
         count: number k of experts per token.
         scoring: function from logits to scores.
         groups: number G of groups of experts with consecutive indices, and the number of groups
-            that may be chosen from. A group's score is its best expert's or, with
-            "sigmoid", the sum of its two best experts'.
+            that may be chosen from. A group's score is the score of its best expert or, with
+            "sigmoid", the sum of the scores of its two best experts.
         choice_bias: bias that is added to the scores for the choice, but not to the weights.
 
     Shape:

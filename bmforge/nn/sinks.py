@@ -36,7 +36,7 @@ class HeadSinks(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_heads))
 
     def forward(self, rank: int, size: int) -> Tensor:
-        """Return the sinks of the heads of one of `size` tensor-parallel ranks, (N / size,)."""
+        """Return the sink logits of the heads on a tensor-parallel rank, (N / size,)."""
         return self.bias.chunk(size)[rank]
 
 

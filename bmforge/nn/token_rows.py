@@ -29,7 +29,7 @@ class TokenRows(BesidePart):
 
     Args:
         indices: token ids, in the order of the rows.
-        width: features of a row.
+        width: number of features per row.
         like: tensor with the dtype and device to use.
 
     Shape:
@@ -101,7 +101,7 @@ def attach_token_rows_(model: nn.Module, name: str, indices: Mapping[str, Any]) 
         indices: dict from the name of an embedding or head to token ids.
 
     Returns:
-        the names of the modules with rows.
+        names of the modules with trained rows
 
     Raises:
         ConfigError: an id repeats or is not in the table, or a module is not an embedding or head.

@@ -168,8 +168,9 @@ class WindowAttention(Attention):
         """Compute the attention of G global tokens to all tokens: (B, G, N * H).
 
         All other tokens are not projected. The projections are applied to the few global tokens
-        instead: ``q (W x + b) = (q W) x + q b`` and ``p (W x + b) = W (p x) + b sum(p)``. This
-        needs T x D x G x N instead of T x D x D products.
+        instead, with queries q and attention weights p: ``q (W x + b) = (q W) x + q b`` and
+        ``p (W x + b) = W (p x) + b sum(p)``. This needs T x D x G x N instead of T x D x D
+        products.
         """
         assert mask.seen_by_chosen is not None
         query = query.unflatten(-1, (-1, self.head_dim))

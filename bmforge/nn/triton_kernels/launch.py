@@ -196,7 +196,7 @@ class TritonKernels:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """Return the attention of single tokens to the pages of their sequences.
+        """Compute attention of one token per sequence to the cached pages of its sequence.
 
         Args:
             query: queries, one token per row; N is a multiple of K.
