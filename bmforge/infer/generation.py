@@ -55,10 +55,10 @@ def generate(
         attention_mask: 1 for tokens, 0 for padding; if None, `pad_token_id` marks the padding,
             unless it is also an end token.
         config: generation options; default `GenerationConfig()`.
-        on_token: called with the (B,) tokens of every step as they are chosen (not with beams).
+        on_token: called with the (B,) tokens of every step as they are chosen (not in beam search).
         adapter_names: adapter name of each prompt; None in the list means the base model.
         stop: stopping criterion, a function from the (B * num_return_sequences,) tokens of a
-            step to a boolean tensor of the rows that end (not with beams).
+            step to a boolean tensor of the rows that end (not in beam search).
         options: fields of `GenerationConfig` that replace those of `config`.
 
     Shape:
@@ -176,7 +176,7 @@ def _choose_rows(
     config: GenerationConfig,
     stop: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield all rows after every step, as views of one tensor, until all rows have ended."""
+    """Yield the ids of all rows after every step, as views of one tensor, until all have ended."""
     generator = None
     if config.seed is not None:
         generator = torch.Generator(prompt.device).manual_seed(config.seed)

@@ -114,7 +114,7 @@ class TextModel:
         """Generate text after each context, up to its first stop string.
 
         Args:
-            requests: contexts, each with its options: `until` (stop strings), `max_gen_toks`,
+            requests: pairs of a context and its options: `until` (stop strings), `max_gen_toks`,
                 `do_sample`, `temperature`, `top_k`, `top_p`.
         """
         return [self._write(context, options) for context, options in requests]

@@ -37,7 +37,7 @@ class GenerationConfig:
             (OpenAI); the prompt does not count.
         no_repeat_ngram_size: length in tokens of n-grams that may occur only once; 0 for no limit.
         bad_words_ids: token sequences that are not generated.
-        logit_bias: map from token id to the value that is added to the token's logit.
+        logit_bias: dict from token id to the value that is added to the token's logit.
         num_beams: number of beams of a beam search; 1 for no beam search.
         length_penalty: exponent of the length; beam scores are divided by the result.
         early_stopping: when a beam search ends: False by a heuristic, True as soon as

@@ -44,7 +44,7 @@ def is_one_of(ids: Tensor, tokens: tuple[int, ...]) -> Tensor:
 
 
 def penalize_repetition(scores: Tensor, ids: Tensor, penalty: float, padding: Tensor) -> Tensor:
-    """Apply the repetition penalty to the tokens of a row.
+    """Apply the repetition penalty to the scores of the tokens that a row already contains.
 
     Positive scores are divided by `penalty`, negative ones multiplied. Ids outside the vocabulary
     (rows of a soft prompt) are ignored.
@@ -205,7 +205,7 @@ def choose_tokens(
     generator: torch.Generator | None,
     ended: Tensor | None = None,
 ) -> Tensor:
-    """Return the token with the highest score of each row, or sample one.
+    """Return each row's token with the highest score or, with `do_sample`, a sampled token.
 
     Args:
         scores: processed scores of the next token.

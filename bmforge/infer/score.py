@@ -241,7 +241,7 @@ def write_answers(
 def collect_rows(
     model: Any, count: int, read: Callable[[Sequence[int]], Tensor], size: int, rows: World
 ) -> Tensor:
-    """Compute rows on all processes, and gather the results into one float64 tensor.
+    """Compute the results of all rows on all processes, and gather them in a float64 tensor.
 
     Args:
         model: model in any parallel layout.

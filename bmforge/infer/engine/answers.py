@@ -133,7 +133,7 @@ class Answer:
 
         Args:
             scores: logits of the next token.
-            choice: result of `choose_batch` for these logits; None makes this method choose.
+            choice: result of `choose_batch` for these logits; if None, this method chooses.
 
         Shape:
             scores: (V,) in fp32

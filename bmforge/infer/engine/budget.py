@@ -139,7 +139,7 @@ def plan_weights(
         model: model, possibly on the meta device.
         device: compute device.
         limit_bytes: limit for all weights, buffers and streaming slots on the device.
-        blocks: map from name to module that may be streamed, in execution order.
+        blocks: dict from name to module that may be streamed, in execution order.
         option: name of the caller's option, for error messages.
 
     Raises:

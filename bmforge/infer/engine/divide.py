@@ -96,7 +96,7 @@ def divide_blocks(
 
     Args:
         model: model, possibly on the meta device.
-        blocks: map from name to module that may be streamed, in execution order.
+        blocks: dict from name to module that may be streamed, in execution order.
         rooms: memory of the devices.
         host_budget_bytes: host memory for streamed blocks; None means half of the free memory,
             limited by the remaining budget if a CPU is among the devices.

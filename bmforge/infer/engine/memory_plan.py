@@ -65,7 +65,7 @@ class MemoryPlan:
 
     @property
     def elsewhere(self) -> dict[str, torch.device]:
-        """Map from block name to device, for the blocks that are not on the first device."""
+        """Dict from block name to device, for the blocks that are not on the first device."""
         return {
             name: plan.device for plan in self.others for name in (*plan.resident, *plan.moving)
         }

@@ -24,7 +24,7 @@ __all__ = ["AdapterTables", "find_low_ranks", "read_prefixes"]
 
 
 def find_low_ranks(module: nn.Module | None) -> dict[str, LowRank]:
-    """Return a dict from name to LoRA module: a linear layer's adapters that the step supports.
+    """Return a linear layer's LoRA modules that the native step supports, by adapter name.
 
     DoRA, biases and modules whose factors have two dtypes are not supported.
     """
@@ -115,7 +115,7 @@ def _describe(part: LowRank, weight: float, tokens: int | None) -> Any:
 def read_prefixes(
     prefixes: Sequence[KeyValuePrefix], dtype: torch.dtype
 ) -> tuple[Any, int, list[Tensor]]:
-    """Return the table of prefixes, the maximum prefix length, and the tensors behind the table.
+    """Return the table of prefixes, the maximum prefix length, and the tensors it points to.
 
     Args:
         prefixes: prefix modules; `AttentionPart.prefix` numbers them from 1, and 0 means no prefix.

@@ -288,7 +288,7 @@ def _describe_mlp(mlp: Any, watch: Watch) -> list[Any]:
 
 
 def _describe_experts(mlp: Any, watch: Watch) -> Any:
-    """Return the address of the description of a mixture of experts; None for other modules."""
+    """Describe a mixture of experts; return the address of the struct, None for other modules."""
     if type(mlp) is not MoE:
         return None
     _record(mlp, watch, (MoE,), ("router", "experts", "shared_expert", "shared_gate"))

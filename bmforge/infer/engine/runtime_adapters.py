@@ -1,4 +1,4 @@
-"""Load and remove adapters of an engine's model while requests run."""
+"""Loads and removes adapters of an engine's model while requests run."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def fill_documents(
         model: CPM-Bee model.
         tokenizer: the model's tokenizer.
         documents: nested dicts of texts with ``<ans>``; existing answers are overwritten.
-        config: generation options. Default: 3 beams, or none with ``do_sample=True``, and at
-            most 100 tokens per answer. `max_new_tokens` is the limit of one answer.
+        config: generation options. Default: 3 beams (no beam search with ``do_sample=True``), and
+            at most 100 tokens per answer. `max_new_tokens` is the limit of one answer.
         examples: documents with their answers as few-shot examples.
         constraints: dict from the keys under ``<ans>`` to allowed answers; if None, options and
             ratings such as (1-5) are read from each document; see `tokenizers.cpm_bee_tasks`.

@@ -248,9 +248,9 @@ def start_hidden(
 
 
 class _TextDecoder(Decoder):
-    """CPM-Ant decoder that forbids ids outside the tokenizer, and certain first tokens.
+    """CPM-Ant decoder that forbids certain first tokens, and ids that the tokenizer lacks.
 
-    CPM-Ant+ uses the ids outside the tokenizer for its soft prompt.
+    CPM-Ant+ uses these ids for its soft prompt.
 
     Args:
         model: model that computes the logits.
