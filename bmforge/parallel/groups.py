@@ -35,7 +35,7 @@ def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) ->
 
     Args:
         ranks: global ranks of the group; None means all.
-        backend: communication backend; None means that of the default group.
+        backend: communication backend; None means the default group's backend.
     """
     return dist.new_group(ranks, timeout=group_timeout(), backend=backend)  # type: ignore[no-any-return]
 

@@ -72,8 +72,8 @@ def dry_run(
         options: further arguments of `parallelize`.
 
     Raises:
-        ConfigError: all problems in one message; or this process has already joined a process
-            group.
+        ConfigError: the layout does not fit (one message lists all problems), or this process has
+            already joined a process group.
     """
     if dist.is_initialized():
         raise ConfigError(

@@ -46,7 +46,7 @@ class Outcomes:
         self._works: dict[str, Any] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator, below autograd and with a `FakeTensorMode` active."""
+        """Return the result of an operator; call it below autograd, in a `FakeTensorMode`."""
         mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         if mode is not None and func._schema.name in _FIRST_COMES_BACK:
             return self._send(func, args, kwargs)
