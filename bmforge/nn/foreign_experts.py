@@ -115,7 +115,7 @@ class PackedForeignExperts(PackedStore):
                 "experts with `where`, or set outlier_ratio=0."
             )
         own = set(self.__dict__)
-        # Switches, activation constants and the config, which the gate of the class reads.
+        # Flags, activation constants and the config, which `_apply_gate` of the class reads.
         self.__dict__.update({k: v for k, v in vars(plain).items() if k not in own})
         for name, child in plain.named_children():
             self.add_module(name, child)

@@ -46,7 +46,7 @@ static void write(const float* from, int64_t count, E* to) {
   for (int64_t i = 0; i < count; i++) narrow(from[i], to + i);
 }
 
-// Without a gradient the values, with one that of x.
+// Write GELU(x) to `out` or, if `grad` is not null, the gradient of x.
 template <typename E>
 static void bend_part(int64_t count, const E* x, const E* grad, E* out) {
   float in[PART] = {}, given[PART] = {}, made[PART];
@@ -72,7 +72,7 @@ struct Gated {
   void *of_gate, *of_up;
 };
 
-// Gradients of gate and up from that of f(gate) up.
+// Gradients of gate and up, given the gradient of f(gate) * up.
 template <typename E, Slope (*f)(Vec)>
 static void gate_part(int64_t at, int64_t count, const Gated& all) {
   float gate[PART], up[PART], grad[PART], of_gate[PART], of_up[PART];
