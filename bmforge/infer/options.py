@@ -135,7 +135,7 @@ class GenerationConfig:
             problems.append(
                 f"do_sample=True and num_beams={self.num_beams} cannot be used together"
             )
-        # Without `do_sample` the model's generation_config.json may yet switch sampling on.
+        # If `do_sample` is not given, the model's generation_config.json may still enable sampling.
         if not self.do_sample and "do_sample" in self.fields_set:
             idle = [name for name, off in _SAMPLING if getattr(self, name) not in off]
             problems += [f"{name}={getattr(self, name)} needs do_sample=True" for name in idle]
@@ -274,7 +274,7 @@ _FRACTIONS = {
 }
 # Temperatures below this are 0 in vLLM: dividing logits by them could overflow.
 _GREEDY_BELOW = 1e-5
-# field -> (values that switch it off)
+# Pairs of an option and the values that disable it.
 _SAMPLING: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("temperature", (1.0,)),
     ("top_k", (None, 0)),

@@ -297,7 +297,7 @@ def _describe_experts(mlp: Any, watch: Watch) -> Any:
     _record(experts, watch, _EXPERTS)
     _require(mlp.choice != "per_call", mlp.down_bias is None, experts.up_bias is None)
     _require(mlp.scoring == "softmax", mlp.groups == (1, 1), mlp.weight_scale == 1.0)
-    if shared is not None:  # one description has both
+    if shared is not None:  # one struct describes both
         alike = shared.activation is experts.activation
         _require(alike, (shared.gate_proj is not None) == experts.has_gate())
     _require(not find_low_ranks(mlp.router), not find_low_ranks(mlp.shared_gate))
