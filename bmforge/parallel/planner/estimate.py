@@ -162,7 +162,7 @@ class Estimator:
         trace = self._trace(setting)
         ratio = setting.shards / shards if layout.zero else 1.0
         memory = self._memory(trace, choice, count, ratio, ranks)
-        unused = memory.parts["gradients"] + memory.parts["activations"]  # between steps
+        unused = memory.parts["gradients"] + memory.parts["activations"]  # free between steps
         memory = Memory({**memory.parts, **self._residents(layout, shards, unused)})
         times, trained = self._times(trace, choice, count, shards, ranks)
         beside = min(cluster.per_node, cluster.count)

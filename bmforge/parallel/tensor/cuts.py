@@ -210,7 +210,7 @@ def apply_tensor_parallel_(
     for name, module in model.named_modules():
         cut = _cut_around(name, module, styles)
         # Inside a mixture of experts, or a replicated sublayer, each process has all tokens;
-        # outside it has its own.
+        # outside, only its own tokens.
         is_next_to = is_beside(module) and f"{name.rpartition('.')[0]}." in mixtures
         inside = name.startswith(mixtures) and not is_next_to
         group = whole_group if inside else tensor
