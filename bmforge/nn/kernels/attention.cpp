@@ -15,8 +15,8 @@ constexpr int ROWS = 4, VECS = 2;
 #endif
 constexpr int TILE = 64;  // queries and keys per tile of scores
 
-// Set c (rows x vecs * W) to a (rows x depth, any strides) times b (depth rows, `ldb` floats apart),
-// or add the product to c.
+// Set c (rows x vecs * W) to a (rows x depth, any strides) times b (depth rows, `ldb` floats
+// apart), or add the product to c.
 template <int rows, int vecs>
 static void multiply_block(int depth, const float* a, int64_t a_row, int64_t a_depth,
                            const float* b, int64_t ldb, float* c, int64_t ldc, bool adds) {
