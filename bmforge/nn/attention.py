@@ -73,7 +73,11 @@ class KeyValueCache(Protocol):
         """Number of tokens in the cache before this call."""
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values, (B, K, T, H); return all stored, (B, K, S, H)."""
+        """Store one layer's new keys and values; return the keys and values of all tokens.
+
+        Shape:
+            key, value: (B, K, T, H); returns two tensors (B, K, S, H)
+        """
 
     def remember(
         self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
@@ -288,7 +292,7 @@ class Attention(nn.Module):
         )
 
     def _slopes(self, query: Tensor) -> Tensor:
-        """Return the ALiBi slopes of this rank's query heads, (local heads,)."""
+        """Return the ALiBi slopes of this rank's query heads."""
         rank, size = self.head_share
         slopes, local = alibi_slopes(self.num_heads), self.num_heads // size
         return query.new_tensor(slopes[rank * local : (rank + 1) * local], dtype=torch.float32)

@@ -154,7 +154,7 @@ def _flatten(*tensors: Tensor) -> list[Tensor]:
 
 
 class _BiasedAttention(torch.autograd.Function):
-    """Attention that saves its inputs and dropout mask; backward recomputes the weights."""
+    """Autograd function of attention that saves the dropout mask and recomputes the weights."""
 
     @staticmethod
     def forward(

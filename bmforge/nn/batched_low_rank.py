@@ -63,7 +63,7 @@ class _InBatch:
 def batch_choices(
     choices: dict[BesidePart, AdapterChoice], samples: dict[BesidePart, list[int]], batch_size: int
 ) -> dict[BesidePart, AdapterChoice]:
-    """Return the adapter choices of one layer, batched if all are plain LoRAs and at least two.
+    """Return the adapter choices of one layer, batched if there are several, all plain LoRAs.
 
     Args:
         choices: choice of every active module, in the order of application.

@@ -54,7 +54,7 @@ def attend_pages(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Compute attention of one token per sequence to the cached pages of its sequence.
+    """Compute attention of one token per sequence over the sequence's cached pages.
 
     Args:
         query: queries, one token per row.

@@ -209,7 +209,7 @@ def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
 
 
 def detach_part_(module: nn.Module, name: str) -> BesidePart:
-    """Detach an adapter from a module, and hooks that no other adapter needs; return it."""
+    """Remove an adapter from a module, and hooks that only it needed; return the adapter."""
     part = module._modules.pop(name)
     assert isinstance(part, BesidePart)
     left = [other for _, other in beside_parts(module)]

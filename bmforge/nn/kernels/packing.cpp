@@ -24,7 +24,7 @@ static float quantize_weights(const float* __restrict x, int64_t count, int bits
     for (int64_t i = 0; i < count; i++) {
       const float scaled = x[i] * inverse, size = scaled < 0 ? -scaled : scaled;
       const float whole = (float)(int32_t)size;
-      const float rounded = whole + (float)(int32_t)((size - whole) * 2.0f);  // half rounds up
+      const float rounded = whole + (float)(int32_t)((size - whole) * 2.0f);  // half away from 0
       values[i] = (int8_t)(int32_t)(scaled < 0 ? -rounded : rounded);
     }
   } else {
