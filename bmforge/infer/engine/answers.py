@@ -108,7 +108,7 @@ class Answer:
         self._looks_back = bool(config.given(*_OF_ROWS))
         is_free = matcher is None and thoughts is None and not self._looks_back
         is_free = is_free and not config.logit_bias
-        self._is_plain = is_free and not config.logprobs  # logprobs=0: no other tokens' logprobs
+        self._is_plain = is_free and not config.logprobs  # None, or 0: no top tokens
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: dict[int, TokenLogprob] = {}
         self._told = 0  # number of ids in delivered pieces

@@ -84,7 +84,7 @@ def largest_runs(model: Model) -> list[_Run]:
 
 
 def _generate(model: Any, ids: Tensor) -> int:
-    """Run a prompt and one new token; an encoder-decoder runs a source and as long a target."""
+    """Run a prompt and one new token or, with an encoder, a source and target of equal length."""
     new_tokens = ids.shape[1] - 1 if model.traits.reads == "apart" else 1
     decoder, start = start_decoder(model, ids[:, :-1], None, new_tokens)
     decoder.run(start)
