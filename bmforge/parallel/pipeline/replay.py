@@ -59,7 +59,7 @@ def replay(
         schedule: schedule to simulate.
         forward: time of one stage's forward of one micro-batch.
         backward: time of one stage's backward of one micro-batch.
-        backward_input: time of the input-gradient half of `backward`; None means half of the time.
+        backward_input: time of the input-gradient half; None means half of `backward`.
 
     Raises:
         ConfigError: the schedule deadlocks; the message names the action for which each rank waits.
