@@ -47,11 +47,11 @@ def beam_search(
 class _Beams:
     """State of a beam search: N running and N finished beams for each of B prompts.
 
-    L is the maximum length of a row in tokens.
+    L is the maximum length of a sequence in tokens.
 
     Shape:
         ids, finished_ids: (B, N, L); running, finished (scores): (B, N); is_finished: (B, N);
-        finished_length: (B, N); open: (B, 1), whether a running beam could still become one of
+        finished_length: (B, N); open: (B, 1), True if a running beam could still become one of
             the finished beams
     """
 
@@ -139,7 +139,7 @@ class _Beams:
         return enough or self.all_stopped or not bool(self.open.any())
 
     def best(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the `count` best beams of every prompt, cut to the longest, and their scores."""
+        """Return the `count` best beams of every prompt, padded to one length, and their scores."""
         end = int(self.finished_length[:, :count].max())
         rows = self.finished_ids[:, :count, :end].flatten(0, 1)
         return rows, self.finished[:, :count].flatten()

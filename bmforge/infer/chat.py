@@ -32,11 +32,11 @@ class Conversation:
     Args:
         model: model that generates text, except EVA and CPM-Bee.
         tokenizer: the model's tokenizer.
-        template: chat template that renders the messages; None uses a plain template.
+        template: chat template that renders the messages; None means a plain template.
         options: generation options of the answers; end tokens are taken from the tokenizer and
             the template. Answers are cut at the model's maximum length.
         system: system message.
-        limit: maximum length of the conversation in tokens, including the answer; None uses the
+        limit: maximum length of the conversation in tokens, including the answer; None means the
             model's maximum length.
 
     Attributes:

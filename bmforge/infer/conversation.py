@@ -20,7 +20,7 @@ from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 
 __all__ = ["OWN_FORMS", "Talk", "TalkConfig", "TalkInTurns", "converse", "open_talk"]
 
-# Training objectives of families with their own conversation form.
+# Training objectives of families with their own conversation format.
 OWN_FORMS = ("dialogues", "documents")
 _EVA_ALONE = ("window", "no_repeat_ngram")
 
@@ -92,7 +92,8 @@ def open_talk(
         tokenizer: the model's tokenizer.
         config: generation options and system message.
         directory: directory of the model and tokenizer, which may contain a chat template.
-        limit: maximum row length in tokens, including the answer; None uses the model's.
+        limit: maximum length of the conversation in tokens, including the answer; None means the
+            model's maximum length.
 
     Raises:
         ConfigError: the model does not generate text, or does not support an option.

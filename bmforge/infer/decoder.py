@@ -36,14 +36,14 @@ def make_cache(layers: Stack, max_length: int) -> KVCache:
 
 
 class Decoder:
-    """Batch of rows that a model continues token by token.
+    """Decodes a batch of sequences with a model, token by token.
 
     Args:
         model: model that computes the logits.
-        mask: 1 for tokens, 0 for padding on the left; None without padding.
-        max_length: maximum final length of a row in tokens.
-        adapter_names: adapter name of each row (None: base model); None instead of a list uses
-            the adapters that are enabled on the model.
+        mask: 1 for tokens, 0 for padding on the left; None if there is no padding.
+        max_length: maximum length of a sequence in tokens, including the prompt.
+        adapter_names: list with the adapter name of each row, or None for the base model; without
+            a list, all rows use the adapters that are enabled on the model.
 
     Shape:
         mask: (B, prompt length)
@@ -108,7 +108,7 @@ class Decoder:
         return any(outdates_keys(rope, n + shift, m + shift) for n, m in lengths)
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the caller must not change the model between runs."""
+        """Return a context manager for several runs between which the model must not change."""
         step = self.cache.step
         return nullcontext() if step is None else step.undisturbed()
 
@@ -121,7 +121,7 @@ class Decoder:
         return {"adapter_names": self._selection}
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace the rows with copies of the old rows with the given indices.
+        """Replace row i by a copy of the old row ``rows[i]``; the batch size may change.
 
         Shape:
             rows: (B',), integers
@@ -153,8 +153,8 @@ class Seq2SeqDecoder(Decoder):
     Args:
         model: model that computes the logits.
         source: token ids of the encoder's input.
-        mask: 1 for tokens of the source, 0 for padding; None without padding.
-        max_length: maximum final length of a target in tokens, including the start token.
+        mask: 1 for tokens of the source, 0 for padding; None if there is no padding.
+        max_length: maximum length of a target in tokens, including the start token.
         adapter_names: adapter name of each row; see `Decoder`.
 
     Shape:
@@ -214,7 +214,7 @@ class Seq2SeqDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def reorder(self, rows: Tensor) -> None:
-        """Same as `Decoder.reorder`, without the source, which all copies of a row share."""
+        """Same as `Decoder.reorder`; the source is not copied, since copies of a row share it."""
         if not self._is_pipelined:
             super().reorder(rows)
             return

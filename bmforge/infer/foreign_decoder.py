@@ -15,12 +15,12 @@ __all__ = ["ForeignDecoder", "SeparateDecoder", "start_foreign"]
 
 
 class ForeignDecoder(Decoder):
-    """Batch of rows that a transformers model continues.
+    """Decodes a batch of sequences with a transformers model.
 
     Args:
         model: model that computes the logits.
-        mask: 1 for tokens, 0 for padding on the left; None without padding.
-        max_length: maximum final length of a row in tokens.
+        mask: 1 for tokens, 0 for padding on the left; None if there is no padding.
+        max_length: maximum length of a sequence in tokens, including the prompt.
         adapter_names: adapter name of each row; see `Decoder`.
 
     Shape:
@@ -74,7 +74,7 @@ class ForeignDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace the rows with copies of the old rows with the given indices."""
+        """Replace row i by a copy of the old row ``rows[i]``."""
         if self._caches:
             self.cache.reorder(rows)
         self._reorder_choice(rows)
@@ -84,16 +84,16 @@ class ForeignDecoder(Decoder):
             self._mask = self._mask.index_select(0, rows)
 
     def copy(self) -> ForeignDecoder:
-        """Return an independent decoder that continues the same rows."""
+        """Return an independent copy of this decoder with the same sequences."""
         twin = copy.copy(self)
         twin.cache = copy.deepcopy(self.cache)
         return twin
 
 
 def _rotates_anew(model: TransformersModel, length: int) -> bool:
-    """Return True if rotary frequencies change before a sequence has this length.
+    """Return True if rotary frequencies change before a sequence reaches this length.
 
-    The frequencies of dynamic and longrope scaling change at the length of pretraining.
+    The frequencies of dynamic and longrope scaling change beyond the pretraining length.
     """
     text = model.foreign.config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -113,7 +113,7 @@ class SeparateDecoder(Decoder):
     Args:
         model: model that computes the logits.
         mask: 1 for tokens, 0 for padding on the left.
-        max_length: maximum final length of a row in tokens.
+        max_length: maximum length of a sequence in tokens, including the prompt.
         adapter_names: adapter name of each row; see `Decoder`.
 
     Shape:
@@ -148,7 +148,7 @@ class SeparateDecoder(Decoder):
         return torch.cat([row.run(ids[None, first:]) for row, ids, first in pairs])
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace the rows with copies of the old rows with the given indices."""
+        """Replace row i by a copy of the old row ``rows[i]``."""
         self._rows = [self._rows[row].copy() for row in rows.tolist()]
 
 

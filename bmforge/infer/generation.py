@@ -55,17 +55,16 @@ def generate(
         attention_mask: 1 for tokens, 0 for padding; if None, `pad_token_id` marks the padding,
             unless it is also an end token.
         config: generation options; default `GenerationConfig()`.
-        on_token: called with the (B,) tokens of every step as they are chosen (not with beams).
-        adapter_names: adapter name of each prompt; None in the list is the base model.
+        on_token: called with the (B,) tokens of every step as they are chosen (not in beam search).
+        adapter_names: adapter name of each prompt; None in the list means the base model.
         stop: stopping criterion, a function from the (B * num_return_sequences,) tokens of a
-            step to a boolean tensor of the rows that end (not with beams).
+            step to a boolean tensor of the rows that end (not in beam search).
         options: fields of `GenerationConfig` that replace those of `config`.
 
     Shape:
         input_ids, attention_mask: (B, T)
-        returns (B * num_return_sequences, T + new), padded with `pad_token_id` after the end of a
-        row;
-        for an encoder-decoder the targets, (B * num_return_sequences, 1 + new), start token first
+        returns (B * num_return_sequences, T + new), padded on the right with `pad_token_id`; for
+        an encoder-decoder the targets, (B * num_return_sequences, 1 + new), start token first
 
     Raises:
         ConfigError: an option is unknown, out of range or without effect, or the model's head does
@@ -177,7 +176,7 @@ def _choose_rows(
     config: GenerationConfig,
     stop: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield all rows after every step, as views of one tensor, until all rows have ended."""
+    """Yield the ids of all rows after every step, as views of one tensor, until all have ended."""
     generator = None
     if config.seed is not None:
         generator = torch.Generator(prompt.device).manual_seed(config.seed)
@@ -218,7 +217,7 @@ def complete_config(
     Args:
         model: the model that generates.
         config: generation options of the caller.
-        tokenizer: the model's tokenizer, whose end token is added; None if there is none.
+        tokenizer: the model's tokenizer, whose end token is added; None to use the files only.
         returns_text: whether the caller returns text and log-probabilities, not only token ids.
 
     Raises:

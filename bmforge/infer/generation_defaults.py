@@ -9,7 +9,8 @@ from bmforge.models.config import ModelConfig
 
 __all__ = ["read_generation_defaults"]
 
-# Fields that mean the same here under the same name. End and padding tokens are read elsewhere.
+# Fields with the same name and meaning in `GenerationConfig`. End and padding tokens are read by
+# `complete_config`.
 _SAME = (
     "max_new_tokens",
     "min_new_tokens",
@@ -25,7 +26,7 @@ _SAME = (
     "early_stopping",
     "num_return_sequences",
 )
-# Fields by which transformers changes tokens and that are not supported -> values without effect.
+# Unsupported fields with which transformers would choose other tokens -> values without effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "min_length": (0,),
     "typical_p": (1.0,),

@@ -53,8 +53,8 @@ class TextModel:
     Args:
         model: decoder or encoder-decoder with its language-model head, in any parallel layout.
         tokenizer: the model's tokenizer.
-        template: chat template; None uses a plain template.
-        max_length: maximum row length in tokens (default: the model's, at most 2,048).
+        template: chat template; None means a plain template.
+        max_length: maximum sequence length in tokens (default: the model's, at most 2,048).
         batch_size: rows per forward pass.
         rows: data-parallel size and rank of this process; None for a single process.
 
@@ -114,7 +114,7 @@ class TextModel:
         """Generate text after each context, up to its first stop string.
 
         Args:
-            requests: contexts, each with its options: `until` (stop strings), `max_gen_toks`,
+            requests: pairs of a context and its options: `until` (stop strings), `max_gen_toks`,
                 `do_sample`, `temperature`, `top_k`, `top_p`.
         """
         return [self._write(context, options) for context, options in requests]
@@ -129,7 +129,7 @@ class TextModel:
         return self.tokenizer.encode(text)
 
     def _prefix(self, context: str) -> list[int]:
-        """Return the tokens that the tokenizer puts before a text; none before a chat prompt."""
+        """Return the tokens that the tokenizer adds before a text; [] for a chat prompt."""
         return [] if isinstance(context, ChatPrompt) else list(self.tokenizer.prompt_prefix)
 
     def _begin(self) -> list[int]:
@@ -174,7 +174,7 @@ class TextModel:
         return Pair(pair.prompt[-(self.max_length + 1 - len(pair.answer)) :], pair.answer)
 
     def _score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
-        """Score rows in batches of similar length."""
+        """Score pairs in batches of similar length; return the likelihoods in the pairs' order."""
         sizes = [len(pair.prompt) + len(pair.answer) for pair in pairs]
         order = sorted(range(len(pairs)), key=lambda n: -sizes[n])
         ordered = [pairs[n] for n in order]

@@ -26,10 +26,10 @@ class GenerationConfig:
         do_sample: sample instead of greedy decoding.
         temperature: divisor of the logits before sampling; 0 means greedy decoding, without the
             other sampling options.
-        top_k: number of most likely tokens to sample from; None or 0 uses all.
-        top_p: total probability of the most likely tokens to sample from; None or 1 uses all.
-        min_p: minimum probability of a sampled token, relative to the most likely one; None or
-            0 uses all (Nguyen et al. 2024).
+        top_k: number of most likely tokens to sample from; None or 0 means all.
+        top_p: total probability of the most likely tokens to sample from; None or 1 means all.
+        min_p: minimum probability of a sampled token, relative to the most likely one (Nguyen et
+            al. 2024); None or 0 means no minimum.
         repetition_penalty: factor above 1 that makes tokens of the prompt and the text less
             likely (Keskar et al. 2019).
         presence_penalty: value subtracted from the logit of every generated token (OpenAI).
@@ -37,26 +37,27 @@ class GenerationConfig:
             (OpenAI); the prompt does not count.
         no_repeat_ngram_size: length in tokens of n-grams that may occur only once; 0 for no limit.
         bad_words_ids: token sequences that are not generated.
-        logit_bias: map from token id to the value that is added to the token's logit.
+        logit_bias: dict from token id to the value that is added to the token's logit.
         num_beams: number of beams of a beam search; 1 for no beam search.
         length_penalty: exponent of the length; beam scores are divided by the result.
         early_stopping: when a beam search ends: False by a heuristic, True as soon as
             `num_beams` rows are finished, "never" only when no better row is possible.
         num_return_sequences: number of continuations per prompt, in adjacent rows.
-        eos_token_id: one or several end tokens; None uses those in config.json, () means none.
-        pad_token_id: padding token of rows that ended early; None uses that of config.json or
-            else the first end token.
+        eos_token_id: one or several end tokens; None means those in config.json, () means no end
+            token.
+        pad_token_id: padding token of sequences that ended early; None means the one in config.json
+            or, without one, the first end token.
         stop_strings: strings before which the text ends; only for requests to an engine, which
             decodes text.
         logprobs: number of most likely tokens whose log-probabilities are returned with that of
-            each generated token; only for requests to an engine. None returns none.
+            each generated token; only for requests to an engine. None means no log-probabilities.
         logprobs_mode: raw_logprobs are computed from the model's logits; processed_logprobs
             from the sampled distribution, after penalties, temperature, top-k, top-p and min-p
             (-inf for an excluded token).
         prompt_logprobs: number of most likely tokens whose log-probabilities are returned with
             that of each prompt token; only for requests to an engine. The prompt is then computed
-            without the prefix cache. None returns none.
-        seed: random seed of sampling; None uses torch's global generator or, in an engine, a
+            without the prefix cache. None means no log-probabilities.
+        seed: random seed of sampling; None means torch's global generator or, in an engine, a
             new seed.
 
     Attributes:
@@ -134,7 +135,7 @@ class GenerationConfig:
             problems.append(
                 f"do_sample=True and num_beams={self.num_beams} cannot be used together"
             )
-        # Without `do_sample` the model's generation_config.json may yet switch sampling on.
+        # If `do_sample` is not given, the model's generation_config.json may still enable sampling.
         if not self.do_sample and "do_sample" in self.fields_set:
             idle = [name for name, off in _SAMPLING if getattr(self, name) not in off]
             problems += [f"{name}={getattr(self, name)} needs do_sample=True" for name in idle]
@@ -273,7 +274,7 @@ _FRACTIONS = {
 }
 # Temperatures below this are 0 in vLLM: dividing logits by them could overflow.
 _GREEDY_BELOW = 1e-5
-# field -> (values that switch it off)
+# Pairs of an option and the values that disable it.
 _SAMPLING: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("temperature", (1.0,)),
     ("top_k", (None, 0)),

@@ -44,7 +44,7 @@ def is_one_of(ids: Tensor, tokens: tuple[int, ...]) -> Tensor:
 
 
 def penalize_repetition(scores: Tensor, ids: Tensor, penalty: float, padding: Tensor) -> Tensor:
-    """Apply the repetition penalty to the tokens of a row.
+    """Apply the repetition penalty to the scores of the tokens that a row already contains.
 
     Positive scores are divided by `penalty`, negative ones multiplied. Ids outside the vocabulary
     (rows of a soft prompt) are ignored.
@@ -185,7 +185,7 @@ def check_scores(scores: Tensor) -> None:
     Raises:
         ConfigError: the model's scores are not finite, or options forbid every token.
     """
-    best = scores.amax(-1)  # NaN where one score of a row is NaN
+    best = scores.amax(-1)  # NaN if any score of the row is NaN
     if bool(best.isfinite().all()):
         return
     if bool((best == -torch.inf).any()):
@@ -205,7 +205,7 @@ def choose_tokens(
     generator: torch.Generator | None,
     ended: Tensor | None = None,
 ) -> Tensor:
-    """Return the token with the highest score of each row, or sample one.
+    """Return each row's token with the highest score or, with `do_sample`, a sampled token.
 
     Args:
         scores: processed scores of the next token.

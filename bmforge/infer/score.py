@@ -148,7 +148,7 @@ def score_classes(
     Args:
         model: classifier.
         count: number of rows.
-        make: function that builds the batch of the given row numbers.
+        make: function that builds the batch of the rows with the given indices.
         size: rows per batch.
         rows: data-parallel size and rank of this process.
 
@@ -184,7 +184,7 @@ def score_pairs(
         pairs: prompts and answers, with at least one token each.
         size: pairs per batch.
         rows: data-parallel size and rank of this process.
-        width: length of the longest row in tokens.
+        width: maximum length of a prompt and its answer in tokens.
     """
 
     def read(numbers: Sequence[int]) -> Tensor:
@@ -241,13 +241,12 @@ def write_answers(
 def collect_rows(
     model: Any, count: int, read: Callable[[Sequence[int]], Tensor], size: int, rows: World
 ) -> Tensor:
-    """Compute rows on all processes, and gather the results into one float64 tensor.
+    """Compute the results of all rows on all processes, and gather them in a float64 tensor.
 
     Args:
         model: model in any parallel layout.
         count: number of rows.
-        read: function that computes the results for the given row numbers, one result row per
-            number.
+        read: function that computes the results of the rows with the given indices, (rows, ...).
         size: rows per batch.
         rows: data-parallel size and rank of this process.
 
@@ -271,7 +270,7 @@ def collect_rows(
 
 
 def _share(count: int, size: int, rows: World) -> Iterator[list[int]]:
-    """Yield the row numbers of each batch; all processes have the same number of batches."""
+    """Yield the row indices of each batch; all processes have the same number of batches."""
     for start in range(rows.rank * size, count + rows.rank * size, size * rows.size):
         yield list(range(start, start + size))
 
@@ -279,7 +278,7 @@ def _share(count: int, size: int, rows: World) -> Iterator[list[int]]:
 def _pad(
     lines: Sequence[Sequence[int]], device: torch.device, width: int, left: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the ids padded with 0 and their mask; widths are rounded up to reuse shapes."""
+    """Return the ids padded with 0 and their mask; lengths are rounded up to reuse shapes."""
     longest = max(map(len, lines))
     length = max(longest, min(-(-longest // _WIDTH_STEP) * _WIDTH_STEP, width))
     ids = torch.zeros(len(lines), length, dtype=torch.int64)
@@ -292,10 +291,10 @@ def _pad(
 
 
 def _score(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
-    """Return the log-probability of each answer, and its number of tokens that are the argmax.
+    """Return each answer's log-probability, and how many of its tokens are the argmax.
 
     Shape:
-        returns (B, 2); rows are at most `width` wide
+        returns (B, 2); sequences are padded to at most `width` tokens
     """
     read = _read_apart if model.traits.reads == "apart" else _read_rows
     return read(model, pairs, device, width)
@@ -328,7 +327,7 @@ def _read_apart(model: Any, pairs: Sequence[Pair], device: torch.device, width: 
 
 
 def _sum(logits: Tensor, ids: Tensor, counted: Tensor) -> Tensor:
-    """Return per row the log-probability of the counted ids, and the number that are the argmax.
+    """Return each row's log-probability of the counted ids, and how many of these are the argmax.
 
     Shape:
         logits: (B, T, V); ids, counted: (B, T); returns (B, 2)

@@ -22,7 +22,7 @@ from bmforge.surgery import wrap_forward_
 
 __all__ = ["apply_activation_offload_"]
 
-# Smaller tensors stay: each copy has a fixed cost.
+# Smaller tensors stay on the device, because each copy has a fixed cost.
 _SMALLEST_ELEMENTS = 1 << 12
 
 

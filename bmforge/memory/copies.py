@@ -152,7 +152,7 @@ def _serve(tasks: _Tasks, device: torch.device | None, ends: threading.Event) ->
         try:
             with torch.no_grad():
                 work()
-        except BaseException as caught:  # re-raised by the ticket's waiter
+        except BaseException as caught:  # raised again by `Ticket.wait`
             error = caught
         ticket.note("done", ticket.label)
         ticket.finish(error)
@@ -207,7 +207,7 @@ class CopyEngine(ABC):
             target: destination tensor.
             source: source tensor.
             label: name of the copy in events.
-            after: device event to wait for; None waits for all work queued so far.
+            after: device event to wait for; None means all work queued so far.
         """
 
     @abstractmethod

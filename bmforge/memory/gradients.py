@@ -83,7 +83,7 @@ class LeftGradient:
         parameter: parameter whose `.grad` is freed after every backward.
         engine: copy engine; its thread also sums the gradients.
         backlog: limit on unfinished copies, shared by all parameters.
-        disk: file in which the gradient is stored; None uses host memory.
+        disk: file in which the gradient is stored; None means host memory.
         label: name of the gradient in recorded events.
     """
 
@@ -100,7 +100,7 @@ class LeftGradient:
         local = local_tensor(parameter.detach())
         self.dtype = wide_dtype(local.dtype)
         self._home = Home(local.numel(), dtype=self.dtype, disk=disk)
-        # A first gradient keeps its dtype: bf16 halves the bytes to read.
+        # The first gradient keeps its dtype: a bf16 gradient needs half as many bytes.
         self._first: Tensor | None = None
         self._norm: Tensor | None = None
         self._factors: list[float] = []

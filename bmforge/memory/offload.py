@@ -29,12 +29,12 @@ class OffloadConfig:
     """Offload of optimizer states, weights, activations and gradients.
 
     Args:
-        fraction: minimum share of the parameters whose optimizer state is offloaded, together
-            with the fp32 master weights of a bf16 model; the last layers come first. "auto"
+        fraction: minimum fraction of the parameters whose optimizer state is offloaded, together
+            with the fp32 master weights of a bf16 model, beginning with the last layers. "auto"
             offloads just enough to fit on the device, measured in the first step.
-        target: where to store the states: in host memory or in a file on disk.
+        target: storage of the states: host memory, or a file on disk.
         states: storage format of Adam's moments; updates are computed in fp32.
-        directory: directory of the file with the states; None uses the system's temporary
+        directory: directory of the file with the states; None means the system's temporary
             directory.
         weights: also offload the blocks' weights and stream them; requires a single process and
             fraction 1.
@@ -87,7 +87,7 @@ class OffloadConfig:
 
 
 def choose_parameters(parameters: Sequence[nn.Parameter], fraction: float) -> set[int]:
-    """Return the ids of the last parameters that hold at least `fraction` of all elements.
+    """Return the `id`s of the last parameters that have at least `fraction` of all elements.
 
     Sizes are those of whole tensors, not of shards, so that all processes choose the same.
     """

@@ -49,7 +49,7 @@ class RunOrder:
             self._doubted.add(before)
 
     def coming(self, count: int, *, with_this: bool) -> list[int]:
-        """Return the next `count` distinct blocks, in order.
+        """Return the indices of the next `count` distinct blocks, in order.
 
         Args:
             count: maximum number of blocks.

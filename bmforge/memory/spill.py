@@ -61,7 +61,7 @@ class SpillFile:
     """An unnamed file of fixed size.
 
     Args:
-        directory: directory in which the file is created; None uses the system's temporary
+        directory: directory in which the file is created; None means the system's temporary
             directory.
         size_bytes: file size.
         option: name of the user's option for `directory`, for error messages.
@@ -97,7 +97,7 @@ class SpillFile:
 
     @staticmethod
     def rounded(size_bytes: int) -> int:
-        """Return the number of bytes that a reservation of `size_bytes` takes."""
+        """Return the number of bytes that a reservation of `size_bytes` occupies."""
         return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class DiskBytes:
 
         Args:
             target: tensor of any dtype.
-            read: function (file descriptor, memory, offset) that fills the memory; None uses
+            read: function (file descriptor, memory, offset) that fills the memory; None means
                 buffered reads.
         """
         if read is None:

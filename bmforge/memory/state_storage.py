@@ -37,7 +37,7 @@ class Home:
         numel: number of elements.
         kind: storage format.
         dtype: dtype of returned values; also the storage dtype of "fp32".
-        disk: file in which the tensor is stored; None uses host memory.
+        disk: file in which the tensor is stored; None means host memory.
         signed: whether 8-bit values may be negative.
         new_host: function that allocates host memory, possibly page-locked.
     """

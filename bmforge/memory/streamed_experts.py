@@ -59,7 +59,7 @@ def expert_bytes(experts: nn.Module) -> int:
 
 
 def find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the name and module of every MoE layer; these modules are called `experts`."""
+    """Return the name and module of every MoE layer, which are the modules named `experts`."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -77,7 +77,7 @@ class ExpertStreamer:
         read: reader of the weights.
         device: compute device.
         budget_bytes: total size of the slots.
-        engine: copy engine; None creates one.
+        engine: copy engine; if None, one is created.
 
     Attributes:
         read_bytes: number of bytes read so far.
@@ -171,7 +171,7 @@ class ExpertStreamer:
             single.hide()
 
     def _drop_pending(self) -> None:
-        """Discard the experts whose reads are pending, after an error; later calls read again."""
+        """After an error, discard the experts whose reads are pending, so that they are reread."""
         for key in [key for key, slot in self._here.items() if slot.ticket is not None]:
             slot = self._here.pop(key)
             assert slot.ticket is not None
@@ -265,10 +265,10 @@ def stream_experts_(
         read: function that reads experts, such as `models.weight_reader(...).read_expert`.
         device: compute device.
         budget_bytes: size of the expert cache on the device.
-        engine: copy engine; None creates one.
+        engine: copy engine; if None, one is created.
 
     Raises:
-        ConfigError: the model has no experts, or the budget is too small for two.
+        ConfigError: the model has no experts, or the budget is too small for two experts.
     """
     layers = find_experts(model)
     if not layers:

@@ -50,10 +50,10 @@ class Streamer:
         blocks: name and module of the streamed blocks, in execution order.
         read: reader of the weights.
         device: compute device.
-        engine: copy engine; None creates one.
+        engine: copy engine; if None, one is created.
         on_host: names of blocks whose bytes are cached in host memory after the first read.
-        stays: function that returns True for tensors of these blocks that stay resident; None
-            streams all tensors.
+        stays: function that returns True for tensors of these blocks that stay resident; if None,
+            all tensors are streamed.
     """
 
     def __init__(
@@ -221,9 +221,9 @@ def stream_blocks_(
         model: model, possibly on the meta device.
         read: function that reads weights, such as `models.weight_reader`.
         device: compute device.
-        blocks: names of the modules to stream, in execution order; None streams all blocks.
-            Their contents may differ.
-        engine: copy engine; None creates one.
+        blocks: names of the modules to stream, in execution order; None means all blocks. They may
+            differ in structure.
+        engine: copy engine; if None, one is created.
         resident: names of blocks that stay on the device; see `spread_resident`.
         on_host: names of streamed blocks whose bytes are cached in host memory.
         stays: function that returns True for tensors of streamed blocks that stay resident,

@@ -31,7 +31,7 @@ class AdapterChoice(NamedTuple):
 
     Args:
         weight: factor on the module's output; 0 disables the module.
-        samples: indices of the samples to which the module is applied; None applies it to all.
+        samples: indices of the samples to which the module is applied; None means all samples.
         batched: `BatchedLowRank` that computes this module and others in two batched products;
             used in calls without gradients.
     """
@@ -71,7 +71,7 @@ def run_with_selection(selection: Selection | None) -> Iterator[None]:
     """Context manager: make a selection active; restore the previous one afterwards.
 
     Args:
-        selection: new active selection; None lets every module use its own weight.
+        selection: new active selection; if None, every module uses its own weight.
     """
     outer = _ACTIVE.selection
     _ACTIVE.selection = selection

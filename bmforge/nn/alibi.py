@@ -1,4 +1,4 @@
-"""ALiBi: a bias on attention scores that falls linearly with the distance of two tokens.
+"""ALiBi: a bias on attention scores that falls linearly with the distance between two tokens.
 
 Source: Press, Smith and Lewis, "Train Short, Test Long: Attention with Linear Biases Enables Input
 Length Extrapolation" (2022).
@@ -13,10 +13,10 @@ __all__ = ["alibi_bias", "alibi_slopes"]
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """Return ALiBi's slope of each head.
+    """Return the ALiBi slope of each head.
 
-    For a power of two they are a geometric sequence from 2^(-8/N); other numbers of heads add every
-    second slope of the next power of two.
+    If the number of heads N is a power of two, the slopes are a geometric sequence that begins at
+    2^(-8/N). For any other N, every second slope of the next power of two is added.
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * (head + 1) / power) for head in range(power)]
@@ -25,7 +25,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 def alibi_bias(slopes: Tensor, queries: int, keys: int) -> Tensor:
-    """Return ALiBi's bias of the last `queries` of `keys` tokens: the slope times -distance.
+    """Return the ALiBi bias for the last `queries` of `keys` tokens: minus slope times distance.
 
     Shape:
         slopes: (N,); returns (1, N, queries, keys)

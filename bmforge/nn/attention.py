@@ -73,7 +73,11 @@ class KeyValueCache(Protocol):
         """Number of tokens in the cache before this call."""
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store (B, K, T, H) tensors of one layer; return all tokens' tensors, (B, K, S, H)."""
+        """Store one layer's new keys and values; return the keys and values of all tokens.
+
+        Shape:
+            key, value: (B, K, T, H); returns two tensors (B, K, S, H)
+        """
 
     def remember(
         self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
@@ -107,11 +111,12 @@ def mix_values(
             keys up to the query.
         causal: use causal attention if there is no mask and more than one query.
         bias: bias on the scores.
-        scale: factor on the scores; None is 1/sqrt(H).
+        scale: factor on the scores; None means 1/sqrt(H).
         dropout: dropout probability of the attention weights.
         prefix: keys and values of a prefix that every query of every sequence attends to.
         softcap: cap of the scaled scores; see `AttentionSpec`.
-        slopes: function from the queries to the slopes of their heads, (N,); adds ALiBi's bias.
+        slopes: function that returns the ALiBi slopes of the queries' heads, (N,); if given, the
+            ALiBi bias is added.
 
     Shape:
         query: (B, N, T, H); key, value: (B, K, S, H); mask: (B or 1, 1, T or 1, S);
@@ -239,7 +244,7 @@ class Attention(nn.Module):
             cache: KV cache, to which this call appends; with `memory` it stores the keys and
                 values of the memory.
             bias: bias on the scores.
-            memory: encoder output for cross-attention; None is self-attention.
+            memory: encoder output for cross-attention; None means self-attention.
 
         Shape:
             mask: (B or 1, 1, T or 1, S); bias: (B or 1, N, T, S); memory: (B, S, D)
@@ -287,7 +292,7 @@ class Attention(nn.Module):
         )
 
     def _slopes(self, query: Tensor) -> Tensor:
-        """Return ALiBi's slopes of this rank's query heads."""
+        """Return the ALiBi slopes of this rank's query heads."""
         rank, size = self.head_share
         slopes, local = alibi_slopes(self.num_heads), self.num_heads // size
         return query.new_tensor(slopes[rank * local : (rank + 1) * local], dtype=torch.float32)
@@ -295,7 +300,11 @@ class Attention(nn.Module):
     def _mix(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """Compute attention, (B, N, T, H), with the layer's dropout, scale, prefix and sinks."""
+        """Compute attention with the layer's dropout, scale, prefix and sinks.
+
+        Shape:
+            query: (B, N, T, H); key, value: (B, K, S, H); returns (B, N, T, H)
+        """
         dropout = self.dropout if self.training else 0.0
         prefix = self.prefix
         pair = None if prefix is None or weight_of(prefix) == 0 else prefix()
@@ -315,7 +324,7 @@ class Attention(nn.Module):
         dropout: float,
         prefix: Pair | None,
     ) -> Tensor:
-        """Compute attention with the heads' sinks, (B, N, T, H)."""
+        """Compute attention with a sink logit per head; return (B, N, T, H)."""
         assert self.sinks is not None
         scale = self.scale or self.head_dim**-0.5
         sinks = self.sinks(*self.head_share)
@@ -331,7 +340,7 @@ class Attention(nn.Module):
         return query if rope is None else apply_rope(query, rope, self.rope_interleaved)
 
     def _drop_padding(self, mixed: Tensor) -> Tensor:
-        """Return the values of the heads, (B, N, T, H), without padding (see `LatentAttention`)."""
+        """Return the heads' outputs, (B, N, T, H), unchanged; `LatentAttention` drops padding."""
         return mixed
 
     def _keys_and_values(

@@ -36,18 +36,18 @@ def biased_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return ``softmax(scale * q k^T + bias) v``; a cap applies to the scores before the bias.
+    """Return ``softmax(scale * q k^T + bias) v``; scores are capped before the bias is added.
 
     Args:
         query: queries.
         key: keys of N heads.
         value: values of N heads.
         bias: bias on the scaled scores, trained or not; -inf masks a key, but every query needs
-            a key that is not masked. None is no bias.
+            a key that is not masked. None means no bias.
         mask: boolean, True where a query attends.
-        scale: factor on the scores; None is 1/sqrt(H).
+        scale: factor on the scores; None means 1/sqrt(H).
         dropout: dropout probability of the attention weights.
-        softcap: cap c of the scaled scores s, which become ``c * tanh(s / c)``; None is no cap.
+        softcap: cap c of the scaled scores s, which become ``c * tanh(s / c)``; None means no cap.
 
     Shape:
         query: (B, N, T, H); key, value: (B, N, S, H); bias: (B or 1, N, T, S);
@@ -113,7 +113,7 @@ class _Tile(NamedTuple):
         return tensor.expand(*self.size[:2], *tensor.shape[2:]).flatten(0, 1)
 
     def put(self, target: Tensor, part: Tensor, tokens: slice, first: bool) -> None:
-        """Write a result to this tile of (B or 1, N, T, ...), or add it unless `first` is set.
+        """Write (if `first`) or add `part` to this tile of `target`, (B or 1, N, T, ...).
 
         If the target has batch size 1, the result is summed over the tile's sequences.
         """
@@ -154,7 +154,7 @@ def _flatten(*tensors: Tensor) -> list[Tensor]:
 
 
 class _BiasedAttention(torch.autograd.Function):
-    """Autograd function that saves inputs and dropout mask; backward recomputes the weights."""
+    """Autograd function of attention that saves the dropout mask and recomputes the weights."""
 
     @staticmethod
     def forward(

@@ -42,22 +42,24 @@ class AttentionSpec:
         head_dim: width H of a head.
         qkv_bias: biases on q, k, v.
         out_bias: bias on o.
-        scale: factor on the scores; None is 1/sqrt(H).
+        scale: factor on the scores; None means 1/sqrt(H).
         dropout: dropout probability of the attention weights in training.
         causal: a token attends only to earlier tokens and itself, unless a mask overrides this.
-        window: number of tokens that a token attends to, itself included; None is no limit. A
-            layer that is not causal attends to as many on each side.
+        window: number of tokens that a token attends to, itself included; None means no limit. A
+            layer that is not causal attends to that many on each side.
         global_tokens: use Longformer attention: a bidirectional window, half on each side, and
             global tokens that attend to all tokens through their own projections; see `window.py`.
         rope_interleaved: pair adjacent dims in rotary embeddings, not the two halves of a head.
-        qk_norm: norm of q and k, per head; None is no norm.
+        qk_norm: norm of q and k, per head; None means no norm.
         qk_norm_whole: the norm of q and k covers all heads at once (OLMo 2).
-        rotary: rotary table: `rope` or `local_rope` of `DecoderSpec` ("model", "local"), or none.
-        softcap: cap c of the scores s, which become ``c * tanh(s / c)``; None is no cap (Gemma 2).
-        alibi: add a bias to the scores that falls linearly with the distance (Press et al., "Train
-            Short, Test Long", 2022); needs `causal`.
+        rotary: rotary table of the layer: "model" (`DecoderSpec.rope`), "local"
+            (`DecoderSpec.local_rope`) or "none".
+        softcap: cap c of the scores s, which become ``c * tanh(s / c)`` (Gemma 2); None means no
+            cap.
+        alibi: add a bias to the scores that falls linearly with the distance between query and key
+            (Press et al., "Train Short, Test Long", 2022); needs `causal`.
         sinks: a trained logit per head in the denominator of the softmax (gpt-oss).
-        latent: sizes of multi-head latent attention (MLA); None is plain attention.
+        latent: sizes of multi-head latent attention (MLA); None means plain attention.
         in_scale: factor on the input of q, k and v, applied by the block.
         out_scale: factor on the input of o, applied by the block; 1/sqrt(width) in muP (Yang et
             al., "Tensor Programs V", 2022).
@@ -86,6 +88,6 @@ class AttentionSpec:
 
     @property
     def out_width(self) -> int:
-        """Width of the input of the output projection."""
+        """Number of input features of the output projection."""
         width = self.head_dim if self.latent is None else self.latent.value_dim
         return self.num_heads * width

@@ -16,17 +16,18 @@ from torch import Tensor
 
 __all__ = ["assign_balanced"]
 
-# Bid increments as fractions of the affinities' range. Large ones settle prices in few rounds; with
-# the smallest, each token's affinity less price is within it of the best at the final prices.
+# Bid increments as fractions of the affinities' range. Large increments settle the prices in a few
+# rounds. The last and smallest one bounds the error: at the final prices, each token's affinity
+# minus price is at most one increment below the best.
 _FIRST_STEP, _LAST_STEP, _SHRINK = 0.25, 1e-4, 5.0
 
 
 def assign_balanced(affinity: Tensor) -> Tensor:
     """Assign every token to an expert so that loads are even and total affinity is maximal.
 
-    If M is not divisible by E, the most preferred experts get one more token. The sum is below the
-    maximum by at most 1e-4 of the affinities' range per token (measured: 2e-9). Values that are not
-    finite count as the smallest finite value.
+    If M is not divisible by E, the most preferred experts get one more token. The total affinity is
+    below the maximum by at most 1e-4 of the affinities' range per token (measured: 2e-9). Values
+    that are not finite count as the smallest finite value.
 
     Args:
         affinity: affinity of every token for every expert, such as router logits.
@@ -87,7 +88,7 @@ def _run_auction(affinity: Tensor, prices: Tensor, places: Tensor, step: Tensor)
         if not len(free):
             return owners
         (best, second), (preferred, _) = (t.unbind(1) for t in (affinity[free] - prices).topk(2, 1))
-        # Without a second expert in reach there is no competing bid, and any margin wins.
+        # If only one expert has slots, no other expert competes for the token: any margin wins.
         margin = torch.where(second.isfinite(), best - second, 0.0)
         owners[free], bids[free] = preferred, prices[preferred] + margin + step
         order = bids.argsort(descending=True, stable=True)

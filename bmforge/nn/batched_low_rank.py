@@ -52,7 +52,7 @@ class BatchedLowRank:
 
 
 class _InBatch:
-    """Replaces the choice of a LoRA module whose product the layer's `BatchedLowRank` includes."""
+    """Placeholder for a LoRA module whose product the layer's `BatchedLowRank` already adds."""
 
     @staticmethod
     def join(inputs: tuple[Any, ...], out: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class _InBatch:
 def batch_choices(
     choices: dict[BesidePart, AdapterChoice], samples: dict[BesidePart, list[int]], batch_size: int
 ) -> dict[BesidePart, AdapterChoice]:
-    """Return the adapter choices of one layer, batched if two or more plain LoRAs are active.
+    """Return the adapter choices of one layer, batched if there are several, all plain LoRAs.
 
     Args:
         choices: choice of every active module, in the order of application.

@@ -327,7 +327,7 @@ def _times(x: Tensor, factor: float) -> Tensor:
 
 
 def _scales(part: AttentionSpec | MLPSpec | MoESpec | None) -> tuple[float, float]:
-    """Return a sublayer's factors on the inputs of its first and of its last projections."""
+    """Return a sublayer's `in_scale` and `out_scale`; (1, 1) if there is no sublayer."""
     if part is None:
         return 1.0, 1.0
     # The last projection is linear, so its factor is applied to its output, the smaller tensor.

@@ -42,11 +42,12 @@ class BottleneckOptions:
             rank).
         division: number n of summed Kronecker products, whose left factors are (n, n).
         shared_rule: use the same left factors in both matrices.
-        activation: activation function: relu, gelu, gelu_tanh, silu, tanh, or transformers' name
-            of one.
+        activation: activation function: relu, gelu, gelu_tanh, silu, tanh, or another name that
+            transformers uses.
         reads: input of the adapter: "out", the module's output, or "in", the module's input.
         scale: factor on the added term.
-        reads_at: maps the name of an adapted module to the module whose input the adapter reads.
+        reads_at: dict from the name of an adapted module to the name of the module whose input
+            the adapter reads.
     """
 
     width: int = 24
@@ -110,7 +111,7 @@ Notes = dict[str, tuple[tuple[int, ...], float | str]]
 
 
 def _matrix_notes(options: BottleneckOptions, stem: str, ins: int, outs: int) -> Notes:
-    """Map each tensor of one matrix to its shape and initialization; `up` starts at zero."""
+    """Return a dict from a matrix's tensor names to (shape, initialization); `up` is zero."""
     last: float | str = 0.01 if stem == "down" else "zeros"
     bias: Notes = {f"{stem}_bias": ((outs,), "zeros")}
     if options.form == "plain":
@@ -139,8 +140,8 @@ class Bottleneck(BesidePart):
     """Bottleneck adapter: ``out + scale * up(act(down(h)))``.
 
     Args:
-        ins: features of h.
-        outs: features of the module's output.
+        ins: number of features of h.
+        outs: number of features of the module's output.
         options: see `BottleneckOptions`.
         like: tensor with the dtype and device to use.
         reader: `BottleneckInput` that stores h if h is the input of another module.

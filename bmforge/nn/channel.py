@@ -26,7 +26,7 @@ class Shift(BesidePart):
     """Bias adapter (BitFit): a trained bias added to the output of a module, initially zero.
 
     Args:
-        width: C, number of channels.
+        width: number C of channels.
         like: tensor with the dtype and device to use.
 
     Shape:

@@ -1,7 +1,7 @@
 """Operators for accelerators: RMS norm, addition with RMS norm, and attention to cached pages.
 
-Every operator is one Triton kernel, or a sequence of torch operations without Triton. The operators
-have no gradient and are not used under `torch.compile`, which fuses norms itself.
+Every operator is one Triton kernel or, if Triton is missing, a sequence of torch operations. The
+operators have no gradient and are not used under `torch.compile`, which fuses norms itself.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def attend_pages(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Return the attention of single tokens to the cached pages of their sequences.
+    """Compute attention of one token per sequence over the sequence's cached pages.
 
     Args:
         query: queries, one token per row.
         pages: keys and values of all pages.
         scales: scales of the keys and values if these are int8.
-        tables: page numbers of each row.
+        tables: page indices of each row.
         ends: number of tokens that each row attends to, including its own token.
         scale: factor on the scores.
-        window: sliding window in tokens; None is no limit.
+        window: sliding window in tokens; None means no limit.
 
     Shape:
         query: (rows, N, H); pages: (pages, K, 16, H) each; tables: (rows, width) int32;
@@ -134,7 +134,7 @@ def _attend_gathered(
     scale: float,
     window: int,
 ) -> Tensor:
-    """Gather the pages of all rows, as wide as the longest one, and attend with a mask."""
+    """Gather the pages of all rows, padded to the longest row, and attend with a mask."""
     index = tables.long()
     position = torch.arange(16 * tables.shape[1], device=query.device)
     shown = position < ends[:, None]
@@ -146,7 +146,7 @@ def _attend_gathered(
         if scales is not None:
             tokens = tokens.float() * scales[index][..., None]
         tokens = tokens.transpose(1, 2).flatten(2, 3).to(query.dtype)
-        # Places that were never written may be NaN, which a weight of 0 would keep.
+        # Slots that were never written may be NaN, and 0 * NaN is NaN.
         tokens = tokens.where(shown[:, None, :, None], 0)
         gathered.append(tokens.repeat_interleave(query.shape[1] // tokens.shape[1], 1))
     out = F.scaled_dot_product_attention(

@@ -135,7 +135,7 @@ class _Pair:
         self._tops: dict[int, Tensor] = {}
 
     def add_(self, student: Tensor, teacher: Tensor, first: int) -> None:
-        """Accumulate one tile, columns from `first` on; overwrite it with exponentials."""
+        """Accumulate the tiles whose first column is `first`; overwrite them with exponentials."""
         student.div_(self._temperature)
         teacher.div_(self._temperature)
         gap = teacher - student
@@ -199,7 +199,7 @@ def linear_distillation(
             vocabulary, with the same sharding.
         labels: target tokens; positions with -100 are ignored, other values have no effect.
         temperature: divisor T of both models' logits.
-        num_items: divisor of the summed loss; None divides by the number of labels.
+        num_items: divisor of the summed loss; None means the number of labels.
         vocab: sharding of both heads over the vocabulary, see `linear_cross_entropy`.
 
     Shape:

@@ -1,7 +1,7 @@
 """Experts of transformers models: detection, grouped computation and packed integer storage.
 
 transformers 5 keeps the experts of a layer as 3-D parameters of one module whose forward takes
-tokens, expert numbers and weights. Its decorator sets flags on the module (`is_transposed`,
+tokens, expert indices and weights. Its decorator sets flags on the module (`is_transposed`,
 `has_gate`, `has_bias`); with these flags one implementation computes every variant.
 """
 
@@ -53,7 +53,7 @@ def run_foreign_grouped(module: Any, x: Tensor, ends: Tensor) -> Tensor:
         module: module for which `is_foreign_experts` is true; its stacks may contain only some of
             the experts.
         x: rows sorted by expert.
-        ends: end of each expert's rows.
+        ends: index after the last row of each expert.
 
     Shape:
         x: (S, D); ends: (E,); returns (S, D)
@@ -100,7 +100,7 @@ class PackedForeignExperts(PackedStore):
     """Experts of transformers with packed integer weights; replaces the plain module.
 
     Args:
-        plain: module to replace; `fill_` copies its weights.
+        plain: module to replace; its weights are quantized by `fill_`.
         spec: quantization scheme.
 
     Shape:
@@ -115,7 +115,7 @@ class PackedForeignExperts(PackedStore):
                 "experts with `where`, or set outlier_ratio=0."
             )
         own = set(self.__dict__)
-        # Switches, activation constants and the config, which the gate of the class reads.
+        # Flags, activation constants and the config, which `_apply_gate` of the class reads.
         self.__dict__.update({k: v for k, v in vars(plain).items() if k not in own})
         for name, child in plain.named_children():
             self.add_module(name, child)
@@ -143,7 +143,7 @@ class PackedForeignExperts(PackedStore):
             self._take(f"{key}_", matrix.t() if self.is_transposed else matrix, number)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Apply the chosen experts to every token and add their weighted results."""
+        """Return the weighted sum of the chosen experts' outputs for every token."""
         count = next(iter(self._stacks.values()))[0]
         parts = dispatch_locally(hidden_states, top_k_index, count, self._run)
         return (parts * top_k_weights[..., None].to(parts.dtype)).sum(1).to(hidden_states.dtype)
@@ -171,7 +171,7 @@ class PackedForeignExperts(PackedStore):
         return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the tensors' initialization: the plain stacks are sampled, then packed."""
+        """Return how the tensors are initialized: the plain stacks are sampled, then packed."""
         notes: dict[str, TensorNote] = {}
         for key, shape in self._stacks.items():
             notes |= self._notes(f"{key}_", key, shape)

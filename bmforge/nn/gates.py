@@ -47,7 +47,7 @@ class HardConcrete(nn.Module):
 
     Attributes:
         delta: trained parameter: log alpha minus its initial value.
-        share: (rank, size) of the tensor parallelism that shards the features.
+        share: (rank, size) in the tensor-parallel group that shards the features.
         mask: final decision per unit, (units,) of 0 and 1; None during training.
 
     Shape:
@@ -100,7 +100,7 @@ class HardConcrete(nn.Module):
         """Return the probability that each gate is open, (units,).
 
         Args:
-            delta: the all-gathered parameter if it is sharded; None uses the module's own.
+            delta: the all-gathered parameter if it is sharded; None means the module's own.
         """
         alpha = (self.delta if delta is None else delta).double() + self.start
         return torch.sigmoid(alpha - _SHIFT)
@@ -137,8 +137,8 @@ class HeadDims(HardConcrete):
         groups: number K of key-value heads.
         heads: number N of query heads.
         head_dim: width H of a head.
-        order: for rotary heads, all query dimensions pair by pair, starting with the pair to
-            prune last; empty if a unit is the same dimension of values and queries.
+        order: all query dimensions of rotary heads, pair by pair, starting with the pair to prune
+            last; empty if a unit is the same dimension of values and queries.
 
     Shape:
         x: (..., local heads * H) -> same

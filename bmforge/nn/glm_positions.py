@@ -37,7 +37,7 @@ def blank_positions(
     starts, masks = input_ids == start_id, input_ids == mask_id
     span = starts.cumsum(1)
     inside = torch.where(span > 0, index - (index * starts).cummax(1).values + 1, 0)
-    # Column n of the table is the position of blank n; tokens that are no mask write the last
+    # Column n of the table is the position of blank n; tokens that are not masks write to the last
     # column.
     table = F.pad(torch.zeros_like(input_ids), (0, 1))
     table = table.scatter(1, torch.where(masks, masks.cumsum(1) - 1, length), count)

@@ -1,8 +1,8 @@
 """Grouped matrix multiplication: one matrix per group of rows, for mixtures of experts.
 
-The rows of an expert are adjacent, and ``ends[e]`` is the end of expert e's rows. The group sizes
-are data-dependent, so the loop over groups is a custom operator with a registered gradient, which
-`torch.compile` does not trace. If the device has a grouped kernel, that kernel is used.
+The rows of an expert are adjacent, and ``ends[e]`` is the index after expert e's last row. The
+group sizes are data-dependent, so the loop over groups is a custom operator with a registered
+gradient, which `torch.compile` does not trace. If the device has a grouped kernel, it is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Args:
         x: rows sorted by group.
         weight: one matrix per group.
-        ends: end of each group's rows, non-decreasing; the last is S.
+        ends: index after the last row of each group, non-decreasing; the last entry is S.
 
     Shape:
         x: (S, D); weight: (E, F, D); ends: (E,), integers; returns (S, F)

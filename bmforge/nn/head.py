@@ -24,8 +24,8 @@ from bmforge.nn.token_rows import TokenRows
 
 __all__ = ["LMHead", "Measure"]
 
-# (head inputs, labels (M,), divisor of the sum, sharding of the vocabulary) -> loss, or (K, M)
-# scores of every token if it is passed in a call
+# (head inputs, labels (M,), divisor of the sum, sharding of the vocabulary) -> the loss or, if
+# passed to `LMHead.forward`, K scores of every token, (K, M)
 Measure = Callable[[HeadInput, Tensor, float | Tensor | None, VocabCut | None], Tensor]
 
 
@@ -34,11 +34,11 @@ class LMHead(nn.Linear):
 
     Attributes:
         vocab: sharding of the weight over the vocabulary; None if it is not sharded.
-        pick_tokens: function that selects the tokens of this rank's loss; None selects all.
+        pick_tokens: function that selects the tokens of this rank's loss; None means all.
         join_tokens: function that all-gathers the scores of the selected tokens; None if all
             are selected.
         measure: loss function; None means cross-entropy.
-        softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None is no cap.
+        softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None means no cap.
 
     Shape:
         x: (..., D) -> (..., V), or a scalar with labels
@@ -57,7 +57,7 @@ class LMHead(nn.Linear):
         return self.weight
 
     def sliced(self, dtype: torch.dtype) -> HeadRows:
-        """Return the weight in a form that the loss can slice, some rows at a time."""
+        """Return the weight in a form from which the loss can take some rows at a time."""
         return self.matrix(dtype)
 
     def score(self, x: Tensor) -> Tensor:
@@ -80,9 +80,9 @@ class LMHead(nn.Linear):
         Args:
             x: hidden states.
             labels: target tokens, -100 to ignore a position.
-            num_items: divisor of the summed loss; None takes the mean. A `Measure` replaces the
-                cross-entropy in this call; the result then is its scores for the tokens of all
-                ranks.
+            num_items: divisor of the summed loss; None means the mean. A `Measure` replaces the
+                cross-entropy in this call; its scores for the tokens of all ranks are then
+                returned.
             shift: position t predicts label t + 1, as in transformers; otherwise label t.
             more_rows: additional rows of the head, for token ids V, V + 1, ...
 
@@ -96,8 +96,8 @@ class LMHead(nn.Linear):
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         x, labels = x.flatten(0, -2), labels.flatten()
         if vocab is not None:
-            # Checked against the whole vocabulary, so that all ranks raise and none waits for the
-            # others.
+            # Checked against the whole vocabulary, so that all ranks raise the error and no rank
+            # waits in a collective.
             check_classes(labels, vocab.rows + (0 if more_rows is None else more_rows.shape[0]))
         measure, divisor = (num_items, 1.0) if callable(num_items) else (self.measure, num_items)
         total = x.shape[0]
@@ -163,7 +163,7 @@ class LMHead(nn.Linear):
         return [part() * w if w != 1 else part() for part, w in weighted if w]
 
     def _added(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return a pair per LoRA adapter: low-rank hidden states, (..., R), and rows, (V, R).
+        """Return each LoRA adapter's low-rank hidden states, (..., R), and `up` matrix, (V, R).
 
         Raises:
             ConfigError: an attached adapter is of a kind that the fused loss does not support.

@@ -1,4 +1,4 @@
-"""CPU attention kernel of this project for whole sequences, forward and backward.
+"""bmforge's CPU attention kernel for whole sequences, forward and backward.
 
 Torch's CPU kernel multiplies small tiles with BLAS, whose call overhead is as large as the product;
 with dropout it stores all weights. This kernel accumulates in registers; see
@@ -87,7 +87,7 @@ def host_attention(
         value: values, with as many heads as the keys.
         mask: boolean, True where a query attends; a query that attends to no key yields zeros.
         causal: the query at position t attends to the keys up to t.
-        scale: factor on the scores; None is 1/sqrt(H).
+        scale: factor on the scores; None means 1/sqrt(H).
         dropout: dropout probability of the attention weights; the kernel is seeded by one
             number per call from torch's generator.
 
@@ -220,7 +220,7 @@ def _is_loaded() -> bool:
     return _kernel() is not None
 
 
-# The mark of `torch.compiler.assume_constant_result`, which would import torch._dynamo (seconds).
+# Set as `torch.compiler.assume_constant_result` does, which would import torch._dynamo (seconds).
 _is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

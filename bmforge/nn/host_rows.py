@@ -1,7 +1,7 @@
-"""CPU kernels for GELU, gated activations and RMSNorm, with one memory pass each way.
+"""CPU kernels for GELU, gated activations and RMSNorm: one memory pass in each direction.
 
 Torch's tanh GELU takes four times as long as a pass over its data, and its RMSNorm is several
-operations with a memory pass each. For gates autograd saves the output of the activation, which is
+operations with a memory pass each. For a gated activation, autograd saves the activation's output,
 a fifth of a Llama block's activations; here backward recomputes it in its one pass. Under
 `torch.compile`, or without a C++ compiler, torch's operations are used; see
 `kernels/host_rows.cpp`.
@@ -34,7 +34,7 @@ __all__ = [
     "takes_host_rms_norm",
 ]
 
-# Activations that the gated kernel supports, with their numbers there.
+# Activations that the gated kernel supports, and their codes in the kernel.
 GATES = {"gelu_tanh": 0, "silu": 1}
 
 _FOLDER = Path(__file__).with_name("kernels")
@@ -70,7 +70,7 @@ def suits_host_gated(gate: Tensor, up: Tensor) -> bool:
 def suits_host_rms_norm(x: Tensor, weight: Tensor) -> bool:
     """Return True if `host_rms_norm` supports plain CPU tensors of these shapes and dtypes.
 
-    The memory planner asks this for fake tensors.
+    The memory planner calls this function with fake tensors.
     """
     return x.shape[-1] % _VECTOR == 0 and _are_alike(x, weight) and _kernel() is not None
 
@@ -117,7 +117,7 @@ def host_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
     Args:
         gate: input of the activation, fp32 or bf16, on the CPU.
-        up: factor.
+        up: tensor that is multiplied by the activated gate.
         activation: a name in `GATES`.
 
     Shape:

@@ -134,8 +134,8 @@ class Int8Linear(RowStore, nn.Linear):
     """Linear layer with int8 weights; computes in the dtype of its input.
 
     Args:
-        in_features: input features of the layer.
-        out_features: output features of the layer.
+        in_features: number of input features.
+        out_features: number of output features.
         bias: bias of the plain layer, or None.
 
     Shape:

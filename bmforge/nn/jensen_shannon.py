@@ -16,7 +16,7 @@ from bmforge.nn.losses import split_chunks
 
 __all__ = ["generalized_jsd", "linear_jsd"]
 
-# Elements of the logits of one chunk of tokens.
+# Number of logits per chunk of tokens.
 _CHUNK_ELEMENTS = 1 << 22
 
 
@@ -24,8 +24,8 @@ def generalized_jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     """Return the generalized Jensen-Shannon divergence of every token.
 
     With M = beta * teacher + (1 - beta) * student, the divergence is beta KL(teacher || M) + (1 -
-    beta) KL(student || M). Up to scale its limits are KL(teacher || student) for beta 0 and
-    KL(student || teacher) for beta 1; these are returned for beta 0 and 1.
+    beta) KL(student || M). For beta = 0 the function returns KL(teacher || student), and for beta =
+    1 KL(student || teacher); up to a constant factor, these are the limits of the divergence.
 
     Args:
         student: log-probabilities of the student.

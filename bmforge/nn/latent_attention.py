@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA): keys and values are projected from a latent of each token.
 
-The first dims of a head's query and key have no positions; the last have rotary positions, and
+The first dims of a head's query and key have no positions; the last dims have rotary positions, and
 all heads share these dims of the keys. The cache stores the expanded keys and values, so that every
 kernel and cache for plain attention applies; values are padded with zeros to the width of the keys.
 
@@ -87,5 +87,5 @@ class LatentAttention(Attention):
         return key, F.pad(value, (0, self.head_dim - self.latent.value_dim))
 
     def _drop_padding(self, mixed: Tensor) -> Tensor:
-        """Return the values of the heads, (B, N, T, value_dim), without padding."""
+        """Drop the zero padding of the heads' outputs; return (B, N, T, value_dim)."""
         return mixed[..., : self.latent.value_dim]

@@ -58,7 +58,7 @@ class _LinearLogprobs(torch.autograd.Function):
         tiling = find_tiling(hidden, weight, options.vocab)._replace(keeps=False)
         head = TiledHead(hidden, weight, bias, added, (False,) * (6 + len(added)), wide)
         out, log_mass = _score_tiles(head, labels, options, tiling)
-        is_tensor = isinstance(weight, Tensor)  # quantized rows are an object of their own
+        is_tensor = isinstance(weight, Tensor)  # a quantized weight is a `PackedRows` object
         ctx.rows = None if is_tensor else weight
         saved = (hidden, weight if is_tensor else None, bias, labels, log_mass, out[1], *added)
         ctx.save_for_backward(*saved)
@@ -118,7 +118,7 @@ class _TokenScores(TiledSoftmax):
         self._moment = torch.zeros_like(self._mass)
 
     def add_(self, logits: Tensor, first: int) -> None:
-        """Accumulate one tile, columns from `first` on; overwrite the tile with exponentials."""
+        """Accumulate the tile whose first column is `first`; overwrite it with exponentials."""
         before, mass = self._top, self._mass
         shifted = logits.clone() if self._with_entropy else None
         super().add_(logits, first)

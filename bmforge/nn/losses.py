@@ -218,11 +218,11 @@ class TiledHead:
             self._of_bias[columns] += grad.sum(0, dtype=self.wide)
 
     def _sum_buffer(self, part: Tensor) -> Tensor:
-        """Return a buffer for summing a gradient: the gradient itself if its dtype is wide."""
+        """Return a buffer for summing a gradient: the gradient's tensor itself if it is wide."""
         return part if part.dtype == self.wide else torch.empty_like(part, dtype=self.wide)
 
     def finish_tokens_(self, tokens: slice) -> None:
-        """Write the summed gradients of these tokens to their final dtype, and reset the sums."""
+        """Convert the summed gradients of these tokens to their final dtype; reset the sums."""
         for number, (total, gradient) in enumerate(zip(self._sums, self._of_states, strict=True)):
             if total is not None and gradient is not None and total.dtype != gradient.dtype:
                 gradient[tokens] = total
@@ -235,7 +235,7 @@ class TiledLogits:
     Args:
         head: the head's inputs.
         tiling: sizes of the tiles; with a cap no tiles are stored.
-        softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None is no cap.
+        softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None means no cap.
 
     Attributes:
         keeps_exponentials: True if `again` returns what the caller left in the tile, which
@@ -254,7 +254,7 @@ class TiledLogits:
         # exponential per logit.
         self.keeps_exponentials = tiling.keeps and not (is_narrow and count > 1)
         tile_dtype = hidden.dtype if is_narrow and not self.keeps_exponentials else head.wide
-        self._number = 0  # of the last tile
+        self._number = 0  # index of the last tile
         wide_count = count if tile_dtype == head.wide else 1
         self._wide = hidden.new_empty((wide_count, size), dtype=head.wide)
         self._narrow: Tensor | None = None
@@ -276,7 +276,7 @@ class TiledLogits:
         return tile
 
     def again(self, tokens: slice, first: int, size: int) -> Tensor:
-        """Return a kept tile, see `keeps_exponentials`, or compute its logits again."""
+        """Return a stored tile (see `keeps_exponentials`), or compute its logits again."""
         if not self._tiling.keeps:
             return self.make(tokens, first, size)
         tile, narrow = self._find(tokens, first, size)
@@ -344,7 +344,7 @@ def linear_cross_entropy(
         weight: the head's weight, or quantized rows without gradient.
         labels: target class of every row; -100 ignores the row.
         bias: the head's bias.
-        num_items: divisor of the summed loss; None divides by the number of labels (the mean; 0
+        num_items: divisor of the summed loss; None means the number of labels (the mean; 0
             without labels). A trainer passes the number of labels of the global batch, divided by
             the loss scale if it trains in fp16, so that the gradient is scaled here.
         vocab: sharding of `weight` over the vocabulary. All its ranks pass the same hidden

@@ -41,15 +41,15 @@ class LowRankOptions:
 
     Args:
         rank: rank R of the update.
-        alpha: numerator of the scale alpha / R; None uses a scale of 1.
+        alpha: numerator of the scale alpha / R; None means a scale of 1.
         dropout: dropout probability of the input, in training.
         root_scale: use the scale alpha / sqrt(R) (rsLoRA).
         magnitude: train the norm of every row of the adapted weight (DoRA); linear layers only.
         bias: train a bias of `up` (`lora_bias` in PEFT); linear layers only, not with `magnitude`.
-        ranks: module name glob -> rank; overrides `rank`.
-        alphas: module name glob -> alpha; overrides `alpha`.
-        trainable_token_indices: name of an embedding or head -> ids of tokens whose rows are
-            trained as well; see `nn.token_rows`.
+        ranks: dict from module name glob to rank; overrides `rank`.
+        alphas: dict from module name glob to alpha; overrides `alpha`.
+        trainable_token_indices: dict from the name of an embedding or head to the ids of tokens
+            whose rows are trained as well; see `nn.token_rows`.
     """
 
     rank: int
@@ -131,8 +131,8 @@ class LowRank(BesidePart):
     """LoRA of a linear layer: adds ``scale * x @ down.T @ up.T`` to its output.
 
     Args:
-        in_features: input features of the layer.
-        out_features: output features of the layer.
+        in_features: number of input features of the layer.
+        out_features: number of output features of the layer.
         options: rank and other options.
         like: tensor with the dtype and device to use.
 
@@ -204,14 +204,14 @@ class LowRank(BesidePart):
     def forward(self, x: Tensor, want: str = "added", out: Tensor | None = None) -> Any:
         """Return the update of the layer's output, its factors, or the updated output.
 
-        Computing the factors is a module call, too, so that parallel layouts can expose the local
-        shards.
+        The factors are also returned by `forward`, because parallel layouts replace the parameters
+        by their local shards only during a module call.
 
         Args:
             x: input of the layer.
-            want: selected result: "added" returns the update, "factors" returns (low, up),
-                "all" returns (low, up, down, magnitude).
-            out: output of the layer; the result is this output plus the update.
+            want: name of the result: "added" for the update, "factors" for (low, up), "all" for
+                (low, up, down, magnitude).
+            out: output of the layer; if given, this output plus the update is returned.
         """
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
@@ -326,11 +326,11 @@ class EmbeddingLowRank(LowRank):
         return cls(table.num_embeddings, table.embedding_dim, options, find_like(table))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the initialization: zero for `down`, the lookup table. No tensor is sharded."""
+        """Return the initialization (`down`, the lookup table, is zero); no tensor is sharded."""
         return {"down": TensorNote("zeros"), "up": TensorNote(1.0)}
 
     def forward(self, x: Tensor, want: str = "added", out: Tensor | None = None) -> Any:
-        """Return the update of the embeddings of the given ids, added to `out` if that is given."""
+        """Return the update of the embeddings of ids `x`; if `out` is given, `out` plus update."""
         update = F.linear(F.embedding(x, self.down.t()) * self.scale, self.up)
         return update if out is None else out + update.to(out.dtype)
 

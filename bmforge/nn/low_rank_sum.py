@@ -17,7 +17,10 @@ __all__ = ["AddLowRank", "takes_low_rank_sum"]
 
 
 def takes_low_rank_sum(*tensors: Tensor) -> bool:
-    """Return True in a call with gradients and plain tensors of one dtype, without tracing."""
+    """Return True if gradients are enabled, nothing is traced, and the tensors are plain.
+
+    All tensors must have the same dtype.
+    """
     plain = all(
         type(t) in (Tensor, nn.Parameter) and t.dtype == tensors[0].dtype and t.dim() > 1
         for t in tensors

@@ -58,13 +58,13 @@ class MLPSpec:
     Args:
         intermediate_size: width F of the hidden layer.
         activation: a name in `ACTIVATIONS`.
-        gated: gated linear unit with a `gate_proj` (SwiGLU and its relatives; Shazeer 2020).
+        gated: gated linear unit with a `gate_proj` (SwiGLU and similar; Shazeer 2020).
         bias: biases on all projections.
         dropout: dropout probability after the activation.
         in_scale: factor on the input of the gate and up projections, applied by the block; see
             `AttentionSpec`.
         out_scale: factor on the input of the down projection, applied by the block.
-        widens_half: for fp16 input, compute the activation and the down projection in fp32 and
+        widens_half: compute the activation and the down projection of fp16 input in fp32, and
             return fp32.
     """
 
@@ -101,7 +101,7 @@ def apply_gate(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor)
 
 
 def clamp_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """Return ``g * sigmoid(1.702 g) * (u + 1)`` for g = min(gate, limit) and u = up in +-limit.
+    """Return ``g * sigmoid(1.702 g) * (u + 1)``; g = min(gate, limit), u = up within +-limit.
 
     Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv 2508.10925), section 2.
     """

@@ -39,8 +39,9 @@ __all__ = [
     "limit_loads",
 ]
 
-# (tokens (M, D), their experts (M, k), number of experts, function of the experts) -> (M, k, D)
+# (rows sorted by expert (S, D), end of each expert's rows (E,)) -> (S, D)
 RunExperts = Callable[[Tensor, Tensor], Tensor]
+# (tokens (M, D), indices of their experts (M, k), number of experts, RunExperts) -> (M, k, D)
 Dispatch = Callable[[Tensor, Tensor, int, RunExperts], Tensor]
 
 
@@ -49,7 +50,7 @@ def dispatch_locally(x: Tensor, index: Tensor, num_experts: int, run: RunExperts
 
     Args:
         x: hidden states of the tokens.
-        index: experts of each token; the value E means no expert.
+        index: indices of each token's experts; the index E means no expert.
         num_experts: number E of experts.
         run: function that runs the experts on sorted rows, given the end of each expert's rows.
 
@@ -129,7 +130,7 @@ class Experts(nn.Module):
         self.gate_bias = nn.Parameter(torch.zeros(wide)) if wide and spec.gated else None
 
     def keep_settings_of_(self, plain: Experts) -> None:
-        """Take the settings and share the biases of the experts that this layer replaces."""
+        """Copy the settings of the experts that this layer replaces, and share their biases."""
         self.activation, self.swiglu_limit = plain.activation, plain.swiglu_limit
         self.active_share = plain.active_share
         self.register_parameter("up_bias", plain.up_bias)
@@ -147,7 +148,7 @@ class Experts(nn.Module):
         return call_and_drop(lambda h: self.product("down_proj", h, ends), inner(), inner)
 
     def activate(self, gate: Tensor | None, up: Tensor) -> Tensor:
-        """Return the input of the down projections, given the outputs of the others."""
+        """Return the input of the down projections, given the gate and up projections' outputs."""
         if gate is None:
             return self.activation(up)
         if self.swiglu_limit is not None:
@@ -217,7 +218,8 @@ class MoE(nn.Module):
         flags = spec.choice_bias, spec.router_bias
         self.router = build_router(spec.router, hidden_size, spec.num_experts, *flags)
         self.experts = Experts(hidden_size, spec)
-        # An expert's bias is added here, where it is added once however the experts are sharded.
+        # The experts' output biases are added in this module, after the sum over ranks: inside
+        # sharded experts, each rank would add them.
         sizes = (spec.num_experts, hidden_size) if spec.weighs else (hidden_size,)
         self.down_bias = nn.Parameter(torch.zeros(sizes)) if spec.bias else None
         self.shared_expert = self.shared_gate = None
@@ -265,7 +267,7 @@ class MoE(nn.Module):
         return limit_loads(index, self.num_experts, math.ceil(self.capacity_factor * even))
 
     def _mean_bias(self, weights: Tensor | None, index: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the bias of the output: one for all tokens, or the weighted sum of the experts'.
+        """Return the output bias: the same for all tokens, or a weighted sum of experts' biases.
 
         Shape:
             weights, index: (M, k); returns (D,) or (M, D)

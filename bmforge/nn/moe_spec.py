@@ -23,7 +23,7 @@ class MoESpec:
         activation: activation function: relu, gelu, gelu_tanh, silu or tanh.
         gated: experts have a `gate_proj`.
         normalize_weights: normalize the k weights of a token to sum to 1; otherwise use the
-            softmax over all experts as is.
+            softmax over all experts unchanged.
         shared_size: hidden width F of a shared expert that processes every token; 0 means no
             shared expert.
         shared_gate: multiply the shared expert's output by a sigmoid gate of the token.
@@ -40,11 +40,12 @@ class MoESpec:
         bias: biases on each expert's gate and up projections, and on its down projection or,
             without `weighs`, one on the summed output.
         swiglu_limit: limit of the clamped SwiGLU of gpt-oss (`mlp.clamp_swiglu`), which replaces
-            the gated activation; None is no limit.
-        router: "linear", "two_layer" or "wide": linear in fp32 (`router.py`).
+            the gated activation; None means no limit.
+        router: "linear", "two_layer", or "wide", which is linear in fp32 (see `router.py`).
         scoring: function from router logits to the experts' weights, "softmax" or "sigmoid".
         router_bias: a "linear" router has a bias.
-        choice_bias: a "wide" router has a bias on the choice of experts that is not trained.
+        choice_bias: a "wide" router has an untrained bias that is added to the scores only for the
+            choice of experts.
         expert_groups: number of groups of experts; a token's experts are in `top_groups` of them
             (see `router.pick_experts`).
         top_groups: number of groups from which a token's experts are chosen.
@@ -113,7 +114,7 @@ class MoESpec:
             )
 
     def _check_groups(self) -> None:
-        """Raise `ConfigError` if the groups of experts cannot hold a token's experts."""
+        """Raise `ConfigError` if `top_groups` groups contain too few experts for a token."""
         groups, top = self.expert_groups, self.top_groups
         if groups < 1 or self.num_experts % groups:
             raise ConfigError(

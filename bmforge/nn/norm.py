@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
     Args:
         hidden_size: width D of the normalized dim.
         eps: epsilon added to the mean square.
-        offset: number added to the weight; such a sum is multiplied in the wide dtype (Gemma).
+        offset: number added to the weight (Gemma); the sum is then multiplied in the wide dtype.
 
     Shape:
         x: (..., D) -> (..., D)

@@ -185,9 +185,9 @@ class PackedStore(nn.Module):
 
         Args:
             prefix: prefix of the parameters' names.
-            source: packed panels to copy; tensors in the memory of `panels` stay there.
+            source: packed panels to copy; tensors that `panels` returned are not copied.
             panel: index of the first panel to overwrite.
-            number: index of the matrix in a stack; None without a stack.
+            number: index of the matrix in a stack; None if the parameter is not a stack.
         """
         for key, values in source._asdict().items():
             if values is None:
@@ -269,7 +269,7 @@ class MatrixStore(PackedStore):
             setattr(self, key, getattr(other, key))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the tensors' initialization: the plain weight is sampled, then packed.
+        """Return how the tensors are initialized: the plain weight is sampled, then packed.
 
         The first columns of a sampled weight are stored as outliers.
         """

@@ -38,7 +38,7 @@ __all__ = [
 
 PANEL_ROWS = 16
 _BLOCK_BYTES = 64
-# Beyond this the sum of a row's products could leave 32 bits.
+# In longer groups the sum of the products could exceed int32.
 _WIDEST_ROW = 1 << 17
 # A group is a multiple of the columns in one step of the kernels.
 _STEPS = {8: 4, 4: 32}
@@ -130,8 +130,8 @@ PRESETS: Mapping[str, QuantSpec] = {
     "int4-128": QuantSpec(4, 128),
     "int4-asym": QuantSpec(4, 128, symmetric=False, scale_dtype="float32"),
 }
-"""Scheme name -> its QuantSpec. "int8" and "int4" hold what GGUF's Q8_0 and Q4_0 hold; "int4-asym"
-is compressed-tensors' W4A16_ASYM."""
+"""Dict from scheme name to QuantSpec. "int8" and "int4" store the same values as GGUF's Q8_0 and
+Q4_0; "int4-asym" is compressed-tensors' W4A16_ASYM."""
 
 
 def find_preset(scheme: str | QuantSpec) -> QuantSpec:
@@ -247,7 +247,7 @@ def _quantize_symmetric(groups: Tensor, bits: int, ratio: float) -> tuple[Tensor
         scaled = groups * _inverse(scales)[..., None]
         size = scaled.abs()
         rounded = size.floor()
-        rounded += ((size - rounded) * 2).floor_()  # halves go away from zero
+        rounded += ((size - rounded) * 2).floor_()  # halves are rounded away from zero
         return (rounded * scaled.sign()).clamp_(-127, 127).to(torch.int8), scales
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0] * ratio
     scales = largest / -8

@@ -71,7 +71,7 @@ class TensorNote:
 
 
 def tensor_notes(module: nn.Module) -> Mapping[str, TensorNote]:
-    """Map each tensor of an adapter or replacement to its `TensorNote`; {} for other modules."""
+    """Return an adapter's or replacement's dict from tensor name to note; {} for other modules."""
     notes = getattr(module, "tensor_notes", None)
     return notes() if callable(notes) else {}
 
@@ -94,10 +94,10 @@ class BesidePart(nn.Module):
             means replicated.
         saved_alone: True if the adapter's tensors can be saved without the base model.
         enters: True if the adapter changes the base module's input (by `enter`).
-        is_delta: True if the adapter was attached to a finished model, whose files do not
+        is_delta: True if the adapter was attached to an existing model, whose files do not
             contain its tensors.
-        adapter_weight: factor on the adapter's output if the call selects no other; 0 disables
-            the adapter.
+        adapter_weight: factor on the adapter's output, unless the call selects another; 0
+            disables the adapter.
     """
 
     cut_styles: ClassVar[frozenset[str]] = frozenset({""})
@@ -124,7 +124,7 @@ class BesidePart(nn.Module):
         raise TypeError(f"{type(self).__name__} must define `enter`.")
 
     def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
-        """Apply this adapter to the output of `module` as the current call selects it."""
+        """Apply this adapter to the output of `module`, with the current call's `AdapterChoice`."""
         weight, samples, batched = choice_of(self)
         if batched is not None and not torch.is_grad_enabled() and inputs[0].dim() == 3:
             grouped: Tensor = batched.join(inputs, out)
@@ -187,8 +187,8 @@ def _weighted(x: Tensor, changed: Tensor, weight: float) -> Tensor:
 def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
     """Attach an adapter to a module, as its child `name`.
 
-    A module that applies its adapters itself gets no hook; it has the attribute `asks_parts` (such
-    as a head that computes its loss).
+    A module with the attribute `asks_parts`, such as a head that computes its loss, applies its
+    adapters itself and gets no hook.
 
     Raises:
         ConfigError: the module already has an attribute of that name.
@@ -209,7 +209,7 @@ def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
 
 
 def detach_part_(module: nn.Module, name: str) -> BesidePart:
-    """Remove an adapter from a module, which restores the module, and return the adapter."""
+    """Remove an adapter from a module, and hooks that only it needed; return the adapter."""
     part = module._modules.pop(name)
     assert isinstance(part, BesidePart)
     left = [other for _, other in beside_parts(module)]

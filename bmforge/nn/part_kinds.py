@@ -95,7 +95,7 @@ class PrefixOptions(LengthOptions):
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Empty options, for a kind without any."""
+    """Options of a kind that has no options."""
 
 
 def refuse_name(name: str) -> None:
@@ -226,7 +226,7 @@ def put_prompts_(model: nn.Module, names: Sequence[str], options: LengthOptions,
     """Attach a soft prompt (trained rows after the vocabulary's rows) to the token embedding."""
 
     tokens: Any = getattr(model, "embed", None)
-    if getattr(model, "foreign", None) is not None:  # transformers' forward knows no prompt's ids
+    if getattr(model, "foreign", None) is not None:  # transformers' forward rejects prompt ids
         raise ConfigError(
             f"a {type(model).__name__} does not support soft prompts, as do all architectures "
             "of transformers. Use a model family of bmforge, or trainable_token_indices of a "

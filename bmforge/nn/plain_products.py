@@ -1,6 +1,6 @@
-"""Reference implementation of the products in torch; the kernels must match it bit for bit.
+"""Reference implementation of the matrix products in torch; kernels must match it bit for bit.
 
-It is used without a compiler, and every compiled kernel is compared with it once.
+It is used if there is no C++ compiler, and every compiled kernel is compared with it once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bmforge.nn.product_kernels import PLAIN_KINDS, Kernels
 __all__ = ["gives_torchs_bits", "multiply_plain", "multiply_rows_plain", "quantize_activations"]
 
 _LARGEST = 127
-# The sum of so many products is exact in fp32, in any order.
+# Sums of at most this many products are exact in fp32, in any order.
 _EXACT_COLUMNS = 1024
 # Columns of a test weight whose rows, with the activations, exceed the L1 cache.
 _LONG_ROW = 20001
@@ -86,8 +86,8 @@ def multiply_plain(
 def multiply_rows_plain(x: Tensor, weight: Tensor) -> Tensor:
     """Return the product of activations and a plain weight, bit-identical to the kernels.
 
-    Order of summation: 64 columns per step go to four sums of sixteen lanes, each by a fused
-    multiplication and addition; then the four sums are added in pairs, then the lanes.
+    Order of summation: each step adds 64 columns to four sums of sixteen lanes by fused
+    multiply-add; then the four sums are added in pairs, then the lanes.
 
     Shape:
         x: (T, columns) fp32; weight: (rows, columns); returns (T, rows) fp32
@@ -108,8 +108,8 @@ def multiply_rows_plain(x: Tensor, weight: Tensor) -> Tensor:
 def _multiply_and_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """Return ``x * y + z`` of fp32 tensors, rounded once.
 
-    The product is exact in fp64. Their sum is rounded to odd there, so that the second rounding, to
-    fp32, gives what a single one would (Boldo and Melquiond, "Emulation of FMA", 2008).
+    The product is exact in fp64. The sum is rounded to odd in fp64, so that the second rounding, to
+    fp32, gives the result of a single rounding (Boldo and Melquiond, "Emulation of FMA", 2008).
     """
     product, addend = x.double() * y.double(), z.double()
     total = product + addend

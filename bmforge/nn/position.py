@@ -1,7 +1,7 @@
 """Rotary position embeddings (RoPE) and their scaling methods.
 
-Nothing is stored: frequencies are computed from the config, and cosines from the positions. So a
-model on the meta device, sharded or in pipeline stages has no buffers to initialize.
+Nothing is stored: frequencies are computed from the config, and cosines from the positions. A model
+therefore has no buffers to initialize, even if it is on the meta device, sharded or pipelined.
 
 Source: Su et al., "RoFormer" (2021). Scalings: linear (kaiokendev 2023), dynamic NTK (bloc97,
 emozilla 2023), YaRN (Peng et al. 2023), llama3 (Meta 2024), longrope (Ding et al. 2024).
@@ -48,7 +48,7 @@ class RopeSpec:
         beta_fast: parameter of yarn.
         beta_slow: parameter of yarn.
         truncate: yarn: round the correction range to whole dims.
-        attention_factor: factor on cos and sin; None uses the scaling method's own rule.
+        attention_factor: factor on cos and sin; None means the scaling method's own rule.
         mscale: parameter of yarn.
         mscale_all_dim: parameter of yarn.
         short_factor: longrope: one divisor per frequency, up to the original length.
@@ -108,7 +108,7 @@ def rope_frequencies(spec: RopeSpec, positions: Tensor) -> tuple[Tensor, float]:
 
     Shape:
         positions: (..., T); returns (rotary_dim / 2,), or (..., rotary_dim / 2) for dynamic and
-        longrope, whose frequencies depend on the length of each row, in fp32
+        longrope, whose frequencies depend on the length of each sequence; in fp32
     """
     exponent = torch.arange(0, spec.rotary_dim, 2, device=positions.device).float()
     exponent = exponent / spec.rotary_dim
@@ -127,7 +127,7 @@ def rope_frequencies(spec: RopeSpec, positions: Tensor) -> tuple[Tensor, float]:
 
 
 def _dynamic(spec: RopeSpec, exponent: Tensor, positions: Tensor) -> Tensor:
-    # By row: a row's answer must not depend on longer rows of its batch.
+    # Per sequence: its result must not depend on longer sequences in the batch.
     longest = (positions.amax(-1, keepdim=True) + 1).clamp(min=spec.max_seq_len).float()
     growth = spec.factor * longest / spec.max_seq_len - (spec.factor - 1)
     base = spec.theta * growth ** (spec.rotary_dim / (spec.rotary_dim - 2))
@@ -233,7 +233,7 @@ def narrow_rope(
     """Return the rotary table for heads of `width` dims; narrower heads use the first pairs.
 
     Shape:
-        table: two tensors (B or 1, 1, T, rotary_dim); returns the same, at most `width` wide
+        table: two tensors (B or 1, 1, T, rotary_dim); returns two tensors of at most `width` dims
     """
     table_width = table[0].shape[-1]
     if table_width <= width:
@@ -251,7 +251,7 @@ def narrow_rope(
 
 
 def apply_rope(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
-    """Rotate the first rotary_dim dims of every head by the angles of its position.
+    """Rotate the first rotary_dim dims of every head by the angles of the token's position.
 
     Shape:
         x: (B, heads, T, H) -> same

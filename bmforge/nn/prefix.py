@@ -36,7 +36,7 @@ class KeyValuePrefix(nn.Module):
         shift_positions: start the text's positions at P, as in PEFT, instead of 0.
 
     Attributes:
-        is_delta: True if the prefix was attached to a finished model, whose files do not
+        is_delta: True if the prefix was attached to an existing model, whose files do not
             contain it.
         adapter_weight: 1, or 0 to disable the prefix, unless the call selects otherwise.
 
@@ -158,12 +158,12 @@ def mix_behind(
     """Compute attention over a shared prefix and each row's own keys, without concatenation.
 
     Args:
-        prefix: keys and values for all rows; None for none.
+        prefix: keys and values for all rows; None if there is no prefix.
         query: query of one token per row.
         key: keys of the tokens of each row.
         value: values of the tokens of each row.
         mask: True where a query may attend; None for no mask.
-        scale: factor on the scores; None is 1/sqrt(H).
+        scale: factor on the scores; None means 1/sqrt(H).
         sinks: logit of each query head in the denominator of the softmax; see `nn.sinks`.
 
     Shape:

@@ -220,7 +220,7 @@ def compile_sources(title: str, variant: str, more: tuple[str, ...] = ()) -> cty
 
 
 def _measured_flags() -> list[str]:
-    """Return compiler flags for processors whose measured optima differ from the defaults."""
+    """Return compiler flags with the measured best settings for this processor, if any."""
     ahead = _AHEAD_BYTES.get((processor_field("vendor_id"), processor_field("cpu family")))
     return [f"-DAHEAD_BYTES={ahead}"] if ahead else []
 

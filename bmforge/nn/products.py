@@ -110,11 +110,11 @@ def pack_groups(
         integers: groups of adjacent integers of each row; groups need not be adjacent in memory.
         scales: one scale per group.
         minima: one minimum per group; None if they are 0.
-        spec: quantization scheme, with as many columns per group.
-        out: contiguous memory for the packed integers; None allocates it.
+        spec: quantization scheme with groups of W columns.
+        out: contiguous memory for the packed integers; if None, it is allocated.
 
     Shape:
-        integers: (rows, G, W) int8; scales, minima: (rows, G); out: as `packed_shapes` returns
+        integers: (rows, G, W) int8; scales, minima: (rows, G); out: see `packed_shapes`
 
     Raises:
         ConfigError: a scale or minimum is not finite in the scheme's dtype.
@@ -156,7 +156,7 @@ def dequantize(matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
 def multiply_packed(
     x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None = None
 ) -> Tensor:
-    """Return ``x @ matrix.T + bias`` by the fastest implementation available.
+    """Return ``x @ matrix.T + bias``, computed by the fastest available implementation.
 
     Shape:
         x: (T, columns) fp32, or a half-precision dtype on an accelerator -> (T, rows), in its dtype

@@ -28,7 +28,7 @@ class ExtraEmbeddings(nn.Module):
         std: standard deviation of the initialization.
 
     Attributes:
-        is_delta: True if the prompt was attached to a finished model, whose files do not
+        is_delta: True if the prompt was attached to an existing model, whose files do not
             contain it.
         adapter_weight: 1, or 0 to disable the prompt, unless the call selects otherwise.
 
@@ -80,7 +80,7 @@ def look_up(table: nn.Embedding, ids: Tensor) -> Tensor:
 
 def has_prompt(table: nn.Embedding, ids: Tensor) -> bool:
     """Return True if any id selects a row of the soft prompt; always True for ids on meta."""
-    return ids.is_meta or bool((ids >= table.num_embeddings).any())  # a plan counts all tokens
+    return ids.is_meta or bool((ids >= table.num_embeddings).any())  # meta: assume that one does
 
 
 def prompt_ids(table: nn.Embedding, ids: Tensor) -> Tensor:

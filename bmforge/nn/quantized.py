@@ -54,7 +54,7 @@ class QuantizedLinear(MatrixStore, nn.Linear):
     """Linear layer with packed weights; computes in fp32 for any input dtype.
 
     Args:
-        plain: layer to replace; `fill_` copies its weights.
+        plain: layer to replace; its weights are quantized by `fill_`.
         spec: quantization scheme.
 
     Shape:
@@ -121,7 +121,7 @@ def pick_packed(index: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec)
         index: (...) integers; returns (..., columns)
 
     Raises:
-        IndexError: an index is out of range (checked on the CPU only, outside of transforms).
+        IndexError: an index is out of range (checked on the CPU, outside functorch transforms).
     """
     if type(index) is not Tensor or not index.is_cpu or is_watched() or not runs_here(*matrix):
         return pick_rows(matrix, index, spec)
@@ -143,7 +143,7 @@ class QuantizedExperts(PackedStore, Experts):
     """Stacked experts with packed weights.
 
     Args:
-        plain: experts to replace; `fill_` copies their weights.
+        plain: experts to replace; their weights are quantized by `fill_`.
         spec: quantization scheme.
     """
 
@@ -198,7 +198,7 @@ class QuantizedExperts(PackedStore, Experts):
         return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the tensors' initialization: the plain stacks are sampled, then packed."""
+        """Return how the tensors are initialized: the plain stacks are sampled, then packed."""
         notes: dict[str, TensorNote] = {}
         for key, shape in self._sizes.items():
             notes |= self._notes(f"{key}_", key, shape)
@@ -211,10 +211,10 @@ class QuantizedExperts(PackedStore, Experts):
 
 
 def element_scales(store: PackedStore, key: str) -> Tensor | None:
-    """Return the scale of each integer of a packed parameter, in fp32 and the parameter's shape.
+    """Return the scale of each integer of a packed parameter: an fp32 tensor of the same shape.
 
-    Returns None if the values are not integers times scales: groups with minima, or outlier
-    columns.
+    Returns None if the values are not integers times scales (groups with minima, or outlier
+    columns).
 
     Args:
         store: module with packed weights.

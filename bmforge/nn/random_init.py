@@ -1,4 +1,4 @@
-"""Random initialization of a tensor by its name, with the same values on every layout.
+"""Random initialization of tensors, seeded by their names: the same values on every layout.
 
 A weight is sampled in blocks of rows, each from a generator seeded by (seed, parameter name, block
 index). A rank samples only the blocks that overlap its shard, on the CPU, and copies its shard from
@@ -18,7 +18,7 @@ from bmforge.shards import local_box, local_tensor
 
 __all__ = ["copy_part_", "draw_normal_", "draw_tensor_", "fill_"]
 
-# Part of the format: another block size gives other weights.
+# Do not change this: with another block size the same seed gives other weights.
 _BLOCK_ELEMENTS = 1 << 16
 
 
@@ -75,8 +75,8 @@ def draw_normal_(
         name: parameter name, which seeds the generator together with `seed`.
         std: standard deviation.
         seed: random seed of the initialization.
-        derived: source of a tensor that is computed from samples of another shape; None uses
-            the samples directly.
+        derived: source of a tensor that is computed from samples of another shape; if None, the
+            tensor consists of the samples.
     """
     box = local_box(tensor)
     if box.numel == 0:

@@ -61,7 +61,7 @@ class RelativeBias(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_buckets, num_heads))
 
     def forward(self, query_length: int, key_length: int, offset: int = 0) -> Tensor:
-        """Return the bias of T queries from position `offset` on and S keys from position 0 on."""
+        """Return the bias for T queries at positions from `offset` and S keys from position 0."""
         # Each row is the previous one shifted by one: all are windows of one vector per head.
         first, last = 1 - offset - query_length, key_length - offset
         distance = torch.arange(first, last, device=self.weight.device)

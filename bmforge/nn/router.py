@@ -42,7 +42,7 @@ class TwoLayerRouter(nn.Module):
 
 
 class WideRouter(nn.Linear):
-    """Linear router that computes in fp32, with an optional bias on the choice of experts.
+    """Linear router that computes in fp32, with an optional bias for choosing the experts.
 
     Args:
         hidden_size: width D of the hidden states.
@@ -71,7 +71,7 @@ class WideRouter(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WideRouter:
         """Convert the module, but keep the bias in fp32.
 
-        Scores of experts differ by less than the rounding error of a bias in bf16.
+        The scores of two experts may differ by less than the rounding error of a bf16 bias.
         """
         bias = self.choice_bias
         super()._apply(fn, recurse)
@@ -95,7 +95,7 @@ def build_router(
         kind: kind of router; see `MoESpec`.
         hidden_size: width D of the hidden states.
         num_experts: number E of experts.
-        has_choice_bias: bias on the choice of a "wide" router.
+        has_choice_bias: add `WideRouter.choice_bias` to a "wide" router.
         has_bias: bias on the logits of a "linear" router.
     """
     if kind == "two_layer":
@@ -112,15 +112,15 @@ def pick_experts(
     groups: tuple[int, int] = (1, 1),
     choice_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the scores of each token's experts, which are their weights, and the experts.
+    """Return the scores (used as weights) and the indices of the k experts of each token.
 
     Args:
         logits: router logits, fp32 or fp64.
         count: number k of experts per token.
         scoring: function from logits to scores.
         groups: number G of groups of experts with consecutive indices, and the number of groups
-            that may be chosen from. A group's score is its best expert's or, with
-            "sigmoid", the sum of its two best experts'.
+            that may be chosen from. A group's score is the score of its best expert or, with
+            "sigmoid", the sum of the scores of its two best experts.
         choice_bias: bias that is added to the scores for the choice, but not to the weights.
 
     Shape:

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _OTHER_SAMPLE = 1
-# Distance at which adjacent sub ids differ in all pairs of dims but the slowest.
+# Rotary positions per sub id: adjacent sub ids then differ in all but the slowest pairs of dims.
 _SUB_SPACING = 16
 
 

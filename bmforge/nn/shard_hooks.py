@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 Pass = Callable[[Tensor], Tensor]
-# (tokens (M, D), labels (M,), divisor of the summed loss) -> those of this rank
+# (tokens (M, D), labels (M,), divisor of the summed loss) -> the same three values for this rank
 PickTokens = Callable[[Tensor, Tensor, float | Tensor], tuple[Tensor, Tensor, float | Tensor]]
 # (scores of this rank's tokens (K, m), number of all tokens M) -> (K, M)
 JoinTokens = Callable[[Tensor, int], Tensor]
@@ -63,7 +63,7 @@ class VocabCut(Protocol):
         """Return the replicated `x` unchanged; its gradient is summed over the ranks."""
 
     def gather(self, logits: Tensor) -> Tensor:
-        """All-gather this rank's logits to those of the whole vocabulary, (..., V)."""
+        """All-gather the ranks' logits; return those of the whole vocabulary, (..., V)."""
 
     def sum_(self, values: Tensor) -> Tensor:
         """Sum values over the ranks, in place."""
@@ -81,8 +81,8 @@ class TokenAssignment(Protocol):
         """Select this rank's tokens of a stack's inputs: hidden states, masks, other arguments."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather this rank's tokens to whole sequences, (B, T, ...)."""
+        """All-gather the ranks' tokens; return whole sequences, (B, T, ...)."""
 
 
-# Sequence length -> this rank's share; None where sequences are not sharded.
+# Sequence length -> this rank's tokens; None if sequences are not sharded.
 TokenCut = Callable[[int], TokenAssignment | None]

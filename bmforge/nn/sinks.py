@@ -1,8 +1,8 @@
 """Attention sinks: a trained logit per head in the denominator of the softmax (gpt-oss).
 
-A head can so attend to nothing. Kernels for plain attention need no change: the sink is the score
-of one more key, which all queries see and whose value is zero. Queries get further dims with the
-sink, keys get zeros there, and the additional key has a 1.
+With a sink, a head can attend to nothing. Kernels for plain attention need no change: the sink is
+the score of one more key, which all queries see and whose value is zero. Queries get additional
+dims that contain the sink; there, all keys are 0, except for the additional key, which has a 1.
 
 Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv 2508.10925), section 2.
 """
@@ -36,7 +36,7 @@ class HeadSinks(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_heads))
 
     def forward(self, rank: int, size: int) -> Tensor:
-        """Return the sinks of the heads of one of `size` tensor-parallel ranks, (N / size,)."""
+        """Return the sink logits of the heads on a tensor-parallel rank, (N / size,)."""
         return self.bias.chunk(size)[rank]
 
 
@@ -48,14 +48,14 @@ def add_sink_key(
     prefix: Pair | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Pair]:
-    """Return queries, keys, values and prefix with a key whose scores are the sinks.
+    """Return queries, keys, values and prefix, with an additional key whose scores are the sinks.
 
     Args:
         sinks: sink logit of each query head.
         query: queries.
         key: keys, with N heads or fewer.
         value: values, with as many heads as the keys.
-        prefix: keys and values that every query attends to; None for none.
+        prefix: keys and values that every query attends to; None if there is no prefix.
         scale: factor that attention applies to the scores.
 
     Shape:

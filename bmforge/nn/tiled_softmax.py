@@ -40,7 +40,7 @@ class TiledSoftmax:
         return self._kept
 
     def add_(self, logits: Tensor, first: int) -> None:
-        """Accumulate one tile, columns from `first` on; overwrite the tile with exponentials."""
+        """Accumulate the tile whose first column is `first`; overwrite it with exponentials."""
         index, is_inside = self.find(logits, first)
         self._picked += logits.gather(1, index).where(is_inside, 0)
         top = torch.maximum(self._top, logits.amax(-1, keepdim=True))

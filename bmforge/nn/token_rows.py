@@ -20,7 +20,7 @@ from bmforge.shards import is_streamed, local_tensor, whole_tensor
 
 __all__ = ["TOKENS_SLOT", "TokenRows", "attach_token_rows_", "settle_rows_"]
 
-# Ending of the slot's name; its beginning is the adapter's name.
+# Suffix of the child module's name, which begins with the adapter's name.
 TOKENS_SLOT = "_tokens"
 
 
@@ -29,7 +29,7 @@ class TokenRows(BesidePart):
 
     Args:
         indices: token ids, in the order of the rows.
-        width: features of a row.
+        width: number of features per row.
         like: tensor with the dtype and device to use.
 
     Shape:
@@ -54,12 +54,12 @@ class TokenRows(BesidePart):
     def forward(self, x: Tensor) -> Tensor:
         """Return the trained rows in the dtype of x.
 
-        The rows are read by a module call, so that parallel layouts can expose the local shards.
+        Reading them by a module call lets parallel layouts replace them by their local shards.
         """
         return self.weight.to(x.dtype)
 
     def factors(self, x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two factors, (..., n) and (V, n), whose product is the change of a head's logits.
+        """Return two factors, (..., n) and (V, n), whose product is the change to a head's logits.
 
         Args:
             x: hidden states.
@@ -98,10 +98,10 @@ def attach_token_rows_(model: nn.Module, name: str, indices: Mapping[str, Any]) 
     Args:
         model: any model.
         name: name of the adapter.
-        indices: name of an embedding or head -> token ids.
+        indices: dict from the name of an embedding or head to token ids.
 
     Returns:
-        the names of the modules with rows.
+        names of the modules with trained rows
 
     Raises:
         ConfigError: an id repeats or is not in the table, or a module is not an embedding or head.

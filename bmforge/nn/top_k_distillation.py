@@ -56,7 +56,7 @@ def pick_answers(logits: Tensor, count: int, temperature: float = 1.0) -> TopKPr
 
 
 def compare_answers(logits: Tensor, answers: TopKPredictions, temperature: float = 1.0) -> Tensor:
-    """Return KL(teacher || student) * T^2 per token; tokens outside the top k are one outcome.
+    """Return KL(teacher || student) * T^2 per token; the tokens outside the top k are one class.
 
     Shape:
         logits: (M, V); returns (M,)
@@ -97,7 +97,7 @@ def linear_answers(
         answers: the teacher's predictions for the same tokens.
         labels: target tokens; positions with -100 are ignored, other values have no effect.
         temperature: temperature with which the teacher's predictions were computed.
-        num_items: divisor of the summed loss; None divides by the number of labels.
+        num_items: divisor of the summed loss; None means the number of labels.
 
     Shape:
         labels: (M,); returns a scalar in fp32 or wider

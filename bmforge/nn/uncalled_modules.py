@@ -23,12 +23,12 @@ def find_uncalled(model: Any, names: Sequence[str], *, unused: bool = False) -> 
     """Return the modules that are never called although their parent module is called.
 
     The model's own `uncalled` method is used if it exists; a plain transformers model is run on a
-    short row of tokens. The result is empty for other models and for models on the meta device.
+    short token sequence. The result is empty for other models and for models on the meta device.
 
     Args:
         model: any module.
         names: names of the modules to check.
-        unused: include the modules inside submodules that a row of tokens does not use at all,
+        unused: include the modules inside submodules that a token sequence does not use at all,
             such as the cross-attention of a decoder without an encoder.
     """
     if callable(list_uncalled := getattr(model, "uncalled", None)):
@@ -51,7 +51,7 @@ def find_uncalled(model: Any, names: Sequence[str], *, unused: bool = False) -> 
 
 
 def keep_called(model: nn.Module, names: Sequence[str], *, drops: bool) -> list[str]:
-    """Remove the modules that the model never calls from `names`; their adapters would not train.
+    """Return `names` without the modules that the model never calls; see `find_uncalled`.
 
     Args:
         model: any module.
@@ -81,7 +81,7 @@ def keep_called(model: nn.Module, names: Sequence[str], *, drops: bool) -> list[
 
 
 def _run_and_note(model: nn.Module) -> set[int] | None:
-    """Run the model on a row of tokens; return the ids of the called modules, None on failure."""
+    """Run the model on a token sequence; return the `id`s of called modules, None on failure."""
     called: set[int] = set()
     hooks = [
         part.register_forward_pre_hook(lambda module, args: called.add(id(module)))

@@ -110,7 +110,8 @@ class WindowAttention(Attention):
         if mask.chosen is None:
             mixed = mix(self._in_reach(key, mask), self._in_reach(value, mask))
         else:
-            # With copies of the global tokens the blocks are no views; backward copies them again.
+            # Blocks that contain the global tokens are copies, not views, so backward builds them
+            # again.
             def keys() -> Tensor:
                 return self._with_globals(key, mask)
 
@@ -167,8 +168,9 @@ class WindowAttention(Attention):
         """Compute the attention of G global tokens to all tokens: (B, G, N * H).
 
         All other tokens are not projected. The projections are applied to the few global tokens
-        instead: ``q (W x + b) = (q W) x + q b`` and ``p (W x + b) = W (p x) + b sum(p)``. This
-        needs T x D x G x N instead of T x D x D products.
+        instead, with queries q and attention weights p: ``q (W x + b) = (q W) x + q b`` and
+        ``p (W x + b) = W (p x) + b sum(p)``. This needs T x D x G x N instead of T x D x D
+        products.
         """
         assert mask.seen_by_chosen is not None
         query = query.unflatten(-1, (-1, self.head_dim))

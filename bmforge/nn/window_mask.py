@@ -62,8 +62,8 @@ def build_window_mask(
         attention_mask: 1 for tokens, 0 for padding.
         global_mask: 1 for global tokens; padding is never global.
         document_ids: document of each token in packed sequences; tokens attend within a document.
-        max_global_tokens: maximum number of global tokens per sequence; None counts them. A
-            compiled graph cannot count them and assumes T, which makes the cost quadratic.
+        max_global_tokens: maximum number of global tokens per sequence; if None, they are counted.
+            A compiled graph cannot count them and assumes T, which makes the cost quadratic.
 
     Shape:
         attention_mask, global_mask, document_ids: (B, T)

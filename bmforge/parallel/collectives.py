@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Group: TypeAlias = dist.ProcessGroup
-# Their names before torch 2.13.
+# Before torch 2.13 these functions had longer names.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -54,7 +54,7 @@ def init_distributed(*, device: torch.device | None = None, timeout_s: float = 6
     A group that the program has already initialized is kept.
 
     Args:
-        device: compute device; None uses the accelerator of the local rank, or the CPU.
+        device: compute device; None means the accelerator of the local rank, or the CPU.
         timeout_s: timeout of collectives in seconds.
 
     Raises:
@@ -72,7 +72,8 @@ def init_distributed(*, device: torch.device | None = None, timeout_s: float = 6
 
 
 def _join(device: torch.device, timeout: timedelta) -> None:
-    # With a device, NCCL connects now and not in the first collective, and barriers need not guess.
+    # With a device, NCCL connects now instead of in the first collective, and barriers need not
+    # guess the device.
     device_id = None if is_host(device) else torch.device(device.type, device.index or 0)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         dist.init_process_group(

@@ -43,12 +43,12 @@ __all__ = [
 
 RunExperts = Callable[[Tensor, Tensor], Tensor]
 Dispatch = Callable[[Tensor, Tensor, int, RunExperts], Tensor]
-# Axes along which processes work on different rows, fastest first.
+# Axes along which processes work on different rows, the fastest-varying axis first.
 _ROW_AXES = ("dp_shard", "dp_replicate")
 
 
 class MixtureOfExperts(Protocol):
-    """Attributes that expert parallelism needs of a mixture of experts; `nn.MoE` has them."""
+    """Attributes of a mixture of experts that expert parallelism uses; `nn.MoE` has them."""
 
     num_experts: int
     experts: nn.Module
@@ -147,7 +147,7 @@ def _run_foreign_far(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """Replacement of the forward of transformers' experts; sends tokens to all processes.
+    """Run transformers' experts on all processes; replaces the forward of the experts module.
 
     Args:
         experts: module with this process's experts.
@@ -289,7 +289,7 @@ def _assign_together(
     only for tokens that are bitwise equal.
 
     Shape:
-        affinity: (M, E), M may differ -> (M,)
+        affinity: (M, E) -> (M,); M may differ between processes
     """
     everyone = affinity.detach()
     first, count = 0, everyone.shape[0]

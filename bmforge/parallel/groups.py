@@ -20,7 +20,7 @@ __all__ = ["build_device_mesh", "flatten_mesh", "group_timeout", "new_group"]
 
 
 def group_timeout(group: Any = None) -> timedelta:
-    """Return the timeout of the collectives of a process group; None uses the default group."""
+    """Return the timeout of the collectives of a process group; None means the default group."""
     group = group or dist.group.WORLD
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
@@ -34,8 +34,8 @@ def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) ->
     """Create a process group with the default group's timeout; all processes must call it.
 
     Args:
-        ranks: global ranks of the group; None uses all.
-        backend: communication backend; None uses that of the default group.
+        ranks: global ranks of the group; None means all.
+        backend: communication backend; None means the default group's backend.
     """
     return dist.new_group(ranks, timeout=group_timeout(), backend=backend)  # type: ignore[no-any-return]
 

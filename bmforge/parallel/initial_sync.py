@@ -28,8 +28,8 @@ def start_alike_(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ConfigError: the models of the processes differ in names, shapes or dtypes.
 
-    Comm: an all-reduce of two integers; if some tensors are not on meta, one of two integers per
-        tensor, and a broadcast of each that differs.
+    Comm: an all-reduce of two integers; if some tensors are not on meta, an all-reduce of two
+        integers per tensor, and a broadcast of each tensor that differs.
     """
     every = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     materialized = {name: tensor for name, tensor in every.items() if not tensor.is_meta}

@@ -46,7 +46,7 @@ CONTEXT_AXES = ("cp",)
 TENSOR_AXES = ("tp",)
 STAGE_AXES = ("pp",)
 TOKEN_AXES = (*ROW_AXES, *CONTEXT_AXES)
-# Each process along these axes has a part of a step's loss, or none of it.
+# Each process along these axes computes a part of a step's loss, or no loss.
 LOSS_AXES = (*TOKEN_AXES, *STAGE_AXES)
 
 
@@ -67,13 +67,13 @@ class Layout:
         ep: expert-parallel size; divides dp_shard x cp.
         dp_replicate: number of replicas of the sharded model (HSDP).
         cp_method: context-parallel attention: "gather" all-gathers keys and values, "ring"
-            passes them around, "ulysses" exchanges tokens for heads.
+            passes them from rank to rank, "ulysses" exchanges tokens for heads (all-to-all).
         sequence_parallel: shard the tokens over `tp` between the tensor-parallel layers; saves
             memory at the same communication volume.
         pp_schedule: pipeline schedule; one of `schedules.SCHEDULES`.
-        pp_stages_per_rank: pipeline stages per rank; None uses the fewest that the schedule
+        pp_stages_per_rank: pipeline stages per rank; None means the fewest that the schedule
             supports.
-        pp_cut: number of blocks of each stage; empty balances them.
+        pp_cut: number of blocks of each stage; if empty, the stages are balanced.
         pp_balance: quantity to balance over stages: the "flops" of a token, or "parameters".
     """
 
@@ -112,12 +112,12 @@ class Layout:
 
     @property
     def is_context_parallel(self) -> bool:
-        """True if the tokens of a row are sharded (cp > 1)."""
+        """True if the tokens of each sequence are sharded (cp > 1)."""
         return self.cp > 1
 
     @property
     def splits_stages_or_tokens(self) -> str:
-        """Option that splits the model into stages (pp) or sequences over ranks (cp), or ""."""
+        """The option that splits stages or tokens, such as "layout.pp=2"; "" if there is none."""
         axes = {"layout.pp": self.pp, "layout.cp": self.cp}
         return next((f"{name}={size}" for name, size in axes.items() if size > 1), "")
 

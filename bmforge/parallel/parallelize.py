@@ -62,12 +62,12 @@ def parallelize(
 
     Args:
         model: any nn.Module; a bmforge model has its own rules.
-        layout: degrees of parallelism; None uses ZeRO-3 over all processes.
-        rules: name globs; None uses the model's own rules, or else the repeated blocks.
+        layout: degrees of parallelism; None means ZeRO-3 over all processes.
+        rules: name globs; None means the model's own rules or, without rules, the repeated blocks.
         mesh: mesh of the layout, if it has already been built.
         precision: fp32, or bf16 / fp16 compute with fp32 parameters and fp32 gradient reduction.
-        master_weights: upcast trained 16-bit parameters to fp32, so that the optimizer loses no
-            small update (default: on). Off trains them, and the optimizer's states, in 16 bits.
+        master_weights: upcast trained 16-bit parameters to fp32, so that no small update is lost
+            (default: on). If off, these parameters and their optimizer states stay in 16 bits.
         recompute: recompute blocks in backward.
         compile: compile every block with `torch.compile`.
         prefetch: number of units whose parameters are gathered ahead.

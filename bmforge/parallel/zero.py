@@ -58,7 +58,7 @@ def apply_zero_(
         mesh: mesh with all axes.
         zero: ZeRO stage: 3 frees gathered parameters after forward, 0 and 2 keep them for backward.
         dtype: dtype in which parameters are gathered and used, with gradients reduced in fp32;
-            None uses the stored dtype.
+            None means the stored dtype.
         prefetch: number of units gathered ahead while one computes.
         experts: modules sharded over the axis `ep`; each is a separate unit within a unit.
         expert_mesh: mesh of the experts, see `expert.build_expert_mesh`.

@@ -23,7 +23,7 @@ from bmforge.infer.sampling import (
 
 __all__ = ["Answer", "Vocabulary"]
 
-# Options that depend on the tokens so far.
+# Options whose effect depends on the tokens so far.
 _OF_ROWS = (
     "repetition_penalty",
     "presence_penalty",
@@ -108,7 +108,7 @@ class Answer:
         self._looks_back = bool(config.given(*_OF_ROWS))
         is_free = matcher is None and thoughts is None and not self._looks_back
         is_free = is_free and not config.logit_bias
-        self._is_plain = is_free and not config.logprobs  # None, or 0 without the most likely
+        self._is_plain = is_free and not config.logprobs  # None, or 0: no top tokens
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: dict[int, TokenLogprob] = {}
         self._told = 0  # number of ids in delivered pieces
@@ -133,7 +133,7 @@ class Answer:
 
         Args:
             scores: logits of the next token.
-            choice: result of `choose_batch` for these logits; None makes this method choose.
+            choice: result of `choose_batch` for these logits; if None, this method chooses.
 
         Shape:
             scores: (V,) in fp32
@@ -254,7 +254,7 @@ class Answer:
         return new_piece
 
     def completion(self, prompt_tokens: int) -> Completion:
-        """Return the complete answer; valid only after its end."""
+        """Return the complete answer; call only after generation has finished."""
         assert self.finish_reason is not None
         return Completion(
             index=self.index,

@@ -20,7 +20,7 @@ from bmforge.infer.sampling import forbid_tokens, narrow_scores
 
 __all__ = ["TokenChoice", "Draw", "choose_batch", "narrow_sampled"]
 
-# Options that decide whether answers share a pass.
+# Values of the options that must be equal for answers to be chosen in one pass.
 Kind = tuple[bool, float, int | None, float | None, float | None, int | None, str, tuple[int, ...]]
 
 
@@ -69,7 +69,7 @@ def choose_batch(draws: Sequence[Draw]) -> list[TokenChoice | None]:
     chosen = torch.cat([_choose([draws[p] for p in numbers]) for numbers in groups.values()])
     choices: list[TokenChoice | None] = [None] * len(draws)
     order = (number for numbers in groups.values() for number in numbers)
-    # One copy to the host, for which it waits once, whatever the number of answers.
+    # One copy to the host, so the CPU waits only once, however many answers there are.
     for number, (token, is_finite, logprob) in zip(order, chosen.cpu().tolist(), strict=True):
         if is_finite:
             has_logprob = draws[number].config.logprobs is not None
@@ -102,7 +102,7 @@ def _choose(draws: Sequence[Draw]) -> Tensor:
         tokens = _draw(narrowed.softmax(-1), send_to(numbers, scores.device))
     else:
         tokens = scores.argmax(-1)
-    is_finite = scores.amax(-1).isfinite()  # NaN where one score of a row is NaN
+    is_finite = scores.amax(-1).isfinite()  # amax is NaN if any score of the row is NaN
     logprobs = torch.zeros_like(is_finite, dtype=torch.float64)
     if config.logprobs is not None:
         source = narrowed if config.logprobs_mode == "processed_logprobs" else raw
@@ -120,7 +120,7 @@ def _draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
     tokens = torch.searchsorted(sums, (numbers * sums[:, -1])[:, None], right=True)
     inside = tokens.clamp(max=sums.shape[1] - 1)
     is_possible = (inside == tokens) & (probabilities.gather(1, inside) > 0)
-    # Rounding at the end of the sums: the number is behind the last token, or has probability 0.
+    # Rounding of the sums can select an index after the last token, or a token of probability 0.
     index = torch.arange(sums.shape[1], device=sums.device)
     last = index.where(probabilities > 0, 0).amax(-1, keepdim=True)
     return inside.where(is_possible, last)[:, 0]

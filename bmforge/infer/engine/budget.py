@@ -41,9 +41,9 @@ class EngineConfig:
 
     Args:
         max_rows: maximum number of rows at once: prompts times beams or returned sequences.
-        max_tokens: maximum row length in tokens, including new tokens; for an encoder-decoder the
-            limit applies to source and target separately (default: 1,024, or the model's maximum if
-            it is less).
+        max_tokens: maximum sequence length in tokens, including new tokens; for an encoder-decoder
+            the limit applies to source and target separately (default: 1,024, or the model's
+            maximum if it is less).
         spill_directory: directory for the streamed weights of a module in memory (default: the
             system's temporary directory).
         stream_experts: read experts from the directory when the router chooses them, and cache
@@ -70,7 +70,7 @@ class EngineConfig:
             raise ConfigError(f"EngineConfig: beside_bytes={self.beside_bytes} must be at least 0.")
 
     def tokens_of(self, model: nn.Module) -> int:
-        """Return the maximum row length in tokens for a model."""
+        """Return the maximum sequence length for a model, in tokens."""
         limit = getattr(model, "position_limit", None)
         tokens = self.max_tokens or min(_LONGEST, limit or _LONGEST)
         if limit is not None and tokens > limit:
@@ -93,8 +93,8 @@ def plan_memory(
         model: model, possibly on the meta device.
         devices: compute devices; tensors outside of blocks are on the first device.
         config: limits of the engine.
-        device_budget_bytes: budget of every device; None uses the free memory.
-        host_budget_bytes: budget of the host if no device is a CPU; None uses the free memory.
+        device_budget_bytes: budget of every device; None means the free memory.
+        host_budget_bytes: budget of the host if no device is a CPU; None means the free memory.
 
     Raises:
         ConfigError: a budget is too small (the message names the smallest sufficient one) or
@@ -139,7 +139,7 @@ def plan_weights(
         model: model, possibly on the meta device.
         device: compute device.
         limit_bytes: limit for all weights, buffers and streaming slots on the device.
-        blocks: map from name to module that may be streamed, in execution order.
+        blocks: dict from name to module that may be streamed, in execution order.
         option: name of the caller's option, for error messages.
 
     Raises:
@@ -219,11 +219,11 @@ def _too_small(
 def check_budgets(
     devices: Sequence[torch.device], device_budget_bytes: int | None, host_budget_bytes: int | None
 ) -> list[int]:
-    """Return every device's budget in bytes: the given one, or the free memory.
+    """Return the budget of every device in bytes: the given budget, or the free memory.
 
     Args:
         devices: compute devices; if the CPU is listed several times, its memory is divided.
-        device_budget_bytes: budget of each device; None uses the free memory.
+        device_budget_bytes: budget of each device; None means the free memory.
         host_budget_bytes: budget of the host; must be None if a device is a CPU.
 
     Raises:

@@ -97,7 +97,7 @@ def _checksum(tensor: Tensor, is_sampled: bool) -> int:
     """Return a linear hash of a tensor's bytes modulo 2**64, with a weight per position.
 
     The weight of word (i, j) in rows of `_COLUMNS` words is r_i + c_j with random r and c. The hash
-    therefore needs only sums over rows and columns, and also detects exchanged neurons.
+    therefore needs only sums over rows and columns, and also detects swapped neurons.
     """
     data = tensor.reshape(-1)
     if is_sampled:

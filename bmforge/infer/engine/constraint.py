@@ -42,7 +42,7 @@ class Constraint:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
-        """Create a constraint that allows only JSON of a schema; ``{}`` allows any JSON."""
+        """Create a constraint that allows only JSON that matches a schema; ``{}`` matches all."""
         text = schema if isinstance(schema, str) else json.dumps(schema)
         try:
             parsed = json.loads(text)
@@ -77,7 +77,7 @@ class ConstraintCompiler:
 
     Args:
         tokenizer: the model's tokenizer.
-        vocab_size: number of the model's logits.
+        vocab_size: number of logits per position.
         ends: ids of the end tokens.
     """
 
@@ -105,7 +105,7 @@ class ConstraintCompiler:
     def _guided(self) -> Any:
         """Tokenizer in llguidance's format."""
         guide, tokenizer = _import(), self._tokenizer
-        # Without end tokens, an id outside of the vocabulary serves as one.
+        # If there are no end tokens, an id outside of the vocabulary is used as end token.
         ends = list(self._ends) or [self._vocab_size]
         size = max(self._vocab_size, len(tokenizer), max(ends) + 1)
         if isinstance(tokenizer, CPM2Tokenizer) and tokenizer.implies_spaces:
@@ -122,7 +122,7 @@ class Matcher:
 
     Args:
         matcher: matcher of llguidance.
-        vocab_size: number of the model's logits.
+        vocab_size: number of logits per position.
     """
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
@@ -210,7 +210,7 @@ def _write_grammar(guide: Any, constraint: Constraint) -> str:
         return str(matcher.grammar_from_regex(constraint.source))
     if constraint.kind == "lark":
         return str(matcher.grammar_from_lark(constraint.source))
-    # Only the whitespace that most models write: with free whitespace some never stop.
+    # Allow only the usual whitespace: if any is allowed, some models generate it without end.
     form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     try:
         return str(matcher.grammar_from_json_schema(constraint.source, overrides=form))

@@ -96,9 +96,9 @@ def divide_blocks(
 
     Args:
         model: model, possibly on the meta device.
-        blocks: map from name to module that may be streamed, in execution order.
+        blocks: dict from name to module that may be streamed, in execution order.
         rooms: memory of the devices.
-        host_budget_bytes: host memory for streamed blocks; None uses half of the free memory,
+        host_budget_bytes: host memory for streamed blocks; None means half of the free memory,
             limited by the remaining budget if a CPU is among the devices.
         work: memory for the KV cache and a step.
     """
@@ -122,9 +122,9 @@ def divide_blocks(
         ]
         if len(rooms) == 1 or not tight:
             break
-        free[min(tight, key=free.__getitem__)] = 0  # the other devices take its blocks
+        free[min(tight, key=free.__getitem__)] = 0  # the other devices get its blocks
     smallest = results[0][1]
-    if len(rooms) > 1:  # other budgets divide differently; this suffices for any
+    if len(rooms) > 1:  # the division depends on the budgets; this bound suffices for any division
         sizes = [[block.moving for block in stack] for stack in stacks]
         smallest = max(needs) + staying + work.cache_bytes + smallest_room(sizes)
     if len(plans) < len(results):

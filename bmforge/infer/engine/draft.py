@@ -1,6 +1,6 @@
 """Speculative decoding: a draft model proposes tokens, the target model verifies them in one step.
 
-The draft model's KV cache uses the same page numbers as the target's, so that pages are shared,
+The draft model's KV cache uses the same page indices as the target's, so that pages are shared,
 copied and freed together. Draft tokens affect only the speed: a page without valid draft keys
 lowers the acceptance rate but never changes an answer.
 
@@ -129,7 +129,7 @@ class Draft:
             end = part.end - len(part.guessed)
             if not later and part.is_last:
                 self._known[sequence] = start
-                continue  # its keys are computed when it is drafted for again
+                continue  # its draft keys are computed with its next draft tokens
             rows.append(StepRow(sequence.pages, start, end))
             tokens.append(sequence.tokens[start:end])
             last_counts.append(int(later))

@@ -206,7 +206,7 @@ def fill_mask(
 
 
 def read_rows(model: Any, inputs: Inputs) -> list[dict[str, Tensor]]:
-    """Return the keyword arguments of the model for every row.
+    """Return a list with the model's keyword arguments for every row.
 
     Raises:
         ConfigError: a row is empty or longer than the model's maximum.

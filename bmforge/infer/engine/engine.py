@@ -56,7 +56,7 @@ class Engine:
     Blocks that do not fit are streamed from host memory or disk in every pass; results equal those
     of the model without a budget, up to rounding. Calls run one at a time; submitted requests are
     batched. ``delta=`` names the adapters of a call: one, several, or () for the base model; None
-    uses the adapters that are active on the model.
+    means the adapters that are active on the model.
 
     Args:
         model: directory, hub id or short name of a model; or a module with repeated blocks,
@@ -69,8 +69,8 @@ class Engine:
             of a directory are written to a temporary directory in `EngineConfig.spill_directory`;
             `quantize_directory` keeps them.
         dtype: dtype of the weights (default: fp32, or the module's).
-        devices: devices by number or name, filled with blocks one after the other; "cpu" may be
-            among them (default: one device).
+        devices: indices or names of devices, filled with blocks one after the other; "cpu" is
+            allowed (default: one device).
         tokenizer: tokenizer (default: the model directory's).
         config: limits of the engine.
         options: arguments of `Model.from_pretrained`, such as `head` or `allow_unknown`.
@@ -200,8 +200,8 @@ class Engine:
                 `on_token`.
 
         Returns:
-            prompts with their continuations, in the type of `prompts`. With `num_return_sequences`
-            above 1, each text or list of ids becomes a list of them.
+            prompts with their continuations, of the same type as `prompts`. With
+            `num_return_sequences` above 1, each text or list of ids becomes a list of several.
 
         Raises:
             ConfigError: there is no prompt or an empty one, there are more rows or tokens than
@@ -345,7 +345,7 @@ class Engine:
             return fill_documents(model, self.tokenizer, documents, **arguments)
 
     def fill_blanks(self, text: str, *, delta: DeltaChoice = None, **options: Any) -> list[str]:
-        """Return the generated text for every ``<span>`` of a text; see `blanks.fill_blanks`."""
+        """Return the generated text for every ``<span>``; see `span_filling.fill_blanks`."""
         with self.turn("fill_blanks", delta=delta) as model:
             return fill_blanks(model, self.tokenizer, text, **options)
 

@@ -72,7 +72,7 @@ class Job:
         return self.handle.done
 
     def over(self, now_s: float) -> FinishReason | None:
-        """Return the reason why the job must end ("cancelled" or past its deadline), or None."""
+        """Return "cancelled" or "deadline" if the job must end for that reason, otherwise None."""
         if self.handle.is_cancelled:
             return "cancelled"
         late = self._deadline_s is not None and now_s >= self._deadline_s

@@ -14,7 +14,7 @@ from bmforge.records import laid_out
 
 __all__ = ["check_asked", "check_module", "check_size", "check_tokenizer", "total_tokens"]
 
-# Default capacity of batched requests without a budget, in rows of maximum length.
+# Default KV cache capacity of an engine without a budget, in sequences of maximum length.
 _ROWS = 16
 
 _ROWS_OF_TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")

@@ -26,7 +26,7 @@ class MemoryPlan:
             may not be the smallest.
         weights_bytes: resident weights: tensors outside of blocks, and resident blocks.
         slots_bytes: streaming slots for the other blocks.
-        cache_bytes: KV cache of the longest rows.
+        cache_bytes: KV cache of `max_rows` sequences of maximum length.
         step_bytes: activations of the largest step.
         runtime_bytes: memory of the process without tensors.
         resident: names of resident blocks.
@@ -65,14 +65,14 @@ class MemoryPlan:
 
     @property
     def elsewhere(self) -> dict[str, torch.device]:
-        """Map from block name to device, for the blocks that are not on the first device."""
+        """Dict from block name to device, for the blocks that are not on the first device."""
         return {
             name: plan.device for plan in self.others for name in (*plan.resident, *plan.moving)
         }
 
     @property
     def used_bytes(self) -> int:
-        """Used memory of the budget in bytes."""
+        """Memory that the plan uses, in bytes."""
         return sum(size for _, size in self.parts())
 
     def parts(self) -> list[tuple[str, int]]:

@@ -24,7 +24,7 @@ __all__ = ["AdapterTables", "find_low_ranks", "read_prefixes"]
 
 
 def find_low_ranks(module: nn.Module | None) -> dict[str, LowRank]:
-    """Map adapter names to the LoRA modules of a linear layer that the native step supports.
+    """Return a linear layer's LoRA modules that the native step supports, by adapter name.
 
     DoRA, biases and modules whose factors have two dtypes are not supported.
     """
@@ -63,8 +63,8 @@ class AdapterTables:
         """Return the address of the call's table, and the largest sum of ranks of a layer.
 
         Args:
-            rows: number of samples of the batch.
-            tokens: tokens of each sample.
+            rows: number of samples in the batch.
+            tokens: number of tokens per sample.
         """
         if not self._adapted:
             return None, 0
@@ -75,7 +75,7 @@ class AdapterTables:
         return ctypes.addressof(self._table), self._width
 
     def _fill(self, rows: int, tokens: int) -> None:
-        # Number 0 is for layers without adapters.
+        # Index 0 is for layers without adapters.
         self._table, self._kept = (LowRankUpdates * (1 + len(self._adapted)))(), []
         self._width, marks = 0, {}
         for number, parts in enumerate(self._adapted, 1):
@@ -115,7 +115,7 @@ def _describe(part: LowRank, weight: float, tokens: int | None) -> Any:
 def read_prefixes(
     prefixes: Sequence[KeyValuePrefix], dtype: torch.dtype
 ) -> tuple[Any, int, list[Tensor]]:
-    """Return the table of prefixes, the length of the longest, and the tensors that it points to.
+    """Return the table of prefixes, the maximum prefix length, and the tensors it points to.
 
     Args:
         prefixes: prefix modules; `AttentionPart.prefix` numbers them from 1, and 0 means no prefix.

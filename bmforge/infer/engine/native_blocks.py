@@ -288,7 +288,7 @@ def _describe_mlp(mlp: Any, watch: Watch) -> list[Any]:
 
 
 def _describe_experts(mlp: Any, watch: Watch) -> Any:
-    """Return the address of the description of a mixture of experts; None for other modules."""
+    """Describe a mixture of experts; return the address of the struct, None for other modules."""
     if type(mlp) is not MoE:
         return None
     _record(mlp, watch, (MoE,), ("router", "experts", "shared_expert", "shared_gate"))
@@ -297,7 +297,7 @@ def _describe_experts(mlp: Any, watch: Watch) -> Any:
     _record(experts, watch, _EXPERTS)
     _require(mlp.choice != "per_call", mlp.down_bias is None, experts.up_bias is None)
     _require(mlp.scoring == "softmax", mlp.groups == (1, 1), mlp.weight_scale == 1.0)
-    if shared is not None:  # one description has both
+    if shared is not None:  # one struct describes both
         alike = shared.activation is experts.activation
         _require(alike, (shared.gate_proj is not None) == experts.has_gate())
     _require(not find_low_ranks(mlp.router), not find_low_ranks(mlp.shared_gate))

@@ -20,7 +20,7 @@ from bmforge.nn.product_kernels import PLAIN_KINDS
 
 __all__ = ["CacheCall", "PackedCall", "Pasts", "BlockSegment"]
 
-# Keys and values may be bytes too, `BYTES` of step_parts.cpp.
+# Keys and values may also be int8; 4 is `BYTES` of step_parts.cpp.
 _KINDS = {**PLAIN_KINDS, torch.int8: 4}
 # A batch row of a `KVCache` counts as one page.
 _WHOLE_ROW = 1 << 40
@@ -194,8 +194,8 @@ class CacheCall(_AnyCall):
 
     Args:
         x: input of the first block, (B, T, D).
-        masks: map from sliding window size to attention mask.
-        biases: map from number of heads to attention bias.
+        masks: dict from sliding window size to attention mask.
+        biases: dict from number of heads to attention bias.
         inputs: further arguments of the blocks, including the cache.
     """
 

@@ -97,10 +97,10 @@ class NativeStep:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Context manager in which blocks are assumed not to change; only the first call checks.
+        """Context manager in which blocks must not change; only the first step checks for changes.
 
-        The check reads about a megabyte of Python objects, which are no longer in the CPU cache
-        after each token.
+        The check is slow: it reads about 1 MB of Python objects, which each step evicts from the
+        CPU cache.
         """
         before = self._rests
         self._rests, self._has_looked = True, False
@@ -122,8 +122,8 @@ class NativeStep:
         Args:
             layers: the blocks.
             x: input of the first block, (B, T, D).
-            masks: map from sliding window size to attention mask, as in `run_layers`.
-            biases: map from number of heads to attention bias.
+            masks: dict from sliding window size to attention mask, as in `run_layers`.
+            biases: dict from number of heads to attention bias.
             inputs: further arguments of the blocks, including the cache.
         """
         self.native_blocks = self.torch_blocks = 0

@@ -41,7 +41,7 @@ def make_packed_place(folder: Path | None) -> tuple[Path, Callable[[], None]]:
     """Create a temporary directory; return its path and a function that removes it.
 
     Args:
-        folder: parent directory; None uses the system's temporary directory.
+        folder: parent directory; None means the system's temporary directory.
     """
     parent = Path(tempfile.gettempdir() if folder is None else folder)
     _remove_abandoned(parent)
@@ -81,7 +81,7 @@ def quantize_source(
         quantize: quantization scheme.
         check: function that raises an error if the quantized model (on meta) does not fit into
             memory.
-        folder: parent of the temporary directory; None uses the system's.
+        folder: parent of the temporary directory; None means the system's.
         cleanup: exit stack that will remove the temporary directory.
         options: arguments of `Model.from_pretrained`.
     """
@@ -122,7 +122,7 @@ def _lock(directory: Path, descriptor: int) -> bool:
     """Lock a new directory; return False if another process has already removed it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:  # no locks on this file system, for other processes neither
+    except OSError:  # the file system has no locks, so other processes cannot check for one
         return True
     return directory.exists()
 

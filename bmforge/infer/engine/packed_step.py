@@ -49,7 +49,8 @@ _STRETCH = 4 * PAGE_TOKENS
 _WHOLE = 1 << 40
 # Rotary variants whose frequencies depend on the longest position in the call.
 _BY_LONGEST = ("dynamic", "longrope")
-# Up to this many tokens, products with unquantized activations give the same bits.
+# Products of at most this many tokens have the same bits as with one token, if activations are not
+# quantized.
 _FEW_TOKENS = 16
 
 
@@ -83,7 +84,7 @@ class PackedStep:
     Args:
         model: model supported by `can_pack`; call `look_again` after changing it.
         total_pages: number of pages of the KV cache.
-        dtype: dtype of the KV cache; None uses the model's.
+        dtype: dtype of the KV cache; None means the model's.
     """
 
     def __init__(self, model: Any, total_pages: int, dtype: torch.dtype | None = None) -> None:
@@ -130,7 +131,7 @@ class PackedStep:
             rows: sequence and positions of the tokens.
             tokens: token ids of each row.
             num_scored: number of trailing tokens of each row whose logits are returned.
-            deltas: adapter names of each row; None uses the model's active adapters.
+            deltas: adapter names of each row; None means the model's active adapters.
 
         Shape:
             returns a list with (num_scored, V) per row, in fp32
@@ -225,7 +226,7 @@ class PackedStep:
 
 
 def _group(numbers: Sequence[int], keys: Sequence[Hashable]) -> list[list[int]]:
-    """Return groups of the numbers whose keys (in the same order) are equal."""
+    """Group the numbers by key; ``keys[i]`` is the key of ``numbers[i]``."""
     groups: dict[Hashable, list[int]] = {}
     for number, key in zip(numbers, keys, strict=True):
         groups.setdefault(key, []).append(number)
@@ -235,8 +236,9 @@ def _group(numbers: Sequence[int], keys: Sequence[Hashable]) -> list[list[int]]:
 def _norm_rows(model: Any) -> int:
     """Return the number of hidden states whose final norm may be computed in one call.
 
-    The result must be bit-identical to one state at a time. Norms work row by row, but RMSNorm uses
-    a kernel that rounds differently for large inputs, and so do products of several rows.
+    The result must be bit-identical to that of one state at a time. Norms process each row
+    independently, but RMSNorm uses a kernel that rounds differently for large inputs. Projected or
+    adapted states are normalized one by one, because products of several rows round differently.
     """
     norm = model.norm
     if model.spec.embed_size or type(norm) not in (RMSNorm, torch.nn.LayerNorm):
@@ -248,7 +250,7 @@ def _norm_rows(model: Any) -> int:
 
 
 def _score_rows(head: LMHead, x: Tensor) -> Tensor:
-    """Apply the head to hidden states, bit-identical to one state at a time.
+    """Apply the head to hidden states; bit-identical to applying it to one state at a time.
 
     Shape:
         x: (M, D) -> (M, V)

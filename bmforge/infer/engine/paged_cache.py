@@ -56,7 +56,7 @@ class PagedCache:
             layer: layer index.
             heads: number of KV heads K.
             width: head size H.
-            device: device of the layer; None uses the cache's.
+            device: device of the layer; None means the cache's.
         """
         if layer not in self._pairs:
             shape, at = (self.count, heads, PAGE_TOKENS, width), device or self.device
@@ -76,7 +76,11 @@ class PagedCache:
         return self._pairs.get(layer)
 
     def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return a layer's int8 scales, (pages, K, 16) each; None for floating-point caches."""
+        """Return the key and value scales of a layer's int8 cache; None for a float cache.
+
+        Shape:
+            returns two tensors (pages, K, 16)
+        """
         return self._scales.get(layer)
 
     def _store(self, layer: int, part: int, new: Tensor) -> None:
@@ -117,7 +121,7 @@ class PagedCache:
             key: keys of the step's tokens.
             value: values of the step's tokens.
             scale: factor on the scores if `mix` is plain attention, which accelerators then compute
-                for all rows at once; None calls `mix` for each row.
+                for all rows at once; if None, `mix` is called for each row.
 
         Shape:
             query: (1, N, T, H); key, value: (1, K, T, H); returns (1, N, T, H)

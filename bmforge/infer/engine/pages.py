@@ -32,7 +32,7 @@ class Pages:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        # Lowest numbers first: pages never written occupy no memory.
+        # Lowest indices first, because pages that were never written occupy no memory.
         self._free = list(range(count))
         self._references = [0] * count
         self._by_key: dict[bytes, int] = {}

@@ -45,9 +45,9 @@ class PrefixKeys:
 
 
 def find_prefix(pages: Pages, keys: PrefixKeys, tokens: Sequence[int], unit: int) -> list[int]:
-    """Return the cached pages of a sequence's beginning, and add a reference to each page.
+    """Return the cached pages of a sequence's first tokens, and add a reference to each page.
 
-    The last token is never found in the cache, because its logits are needed.
+    The last token is never taken from the cache, because its logits are needed.
 
     Args:
         pages: page allocator.

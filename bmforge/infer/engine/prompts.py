@@ -89,7 +89,7 @@ class PromptReader:
         if not is_document(model, request):
             ids, config, hidden = self._read_prompt(request.prompt, config)
             read_ids = ids
-            if model.traits.objective != "hidden tokens":  # which need further inputs per token
+            if model.traits.objective != "hidden tokens":  # which also need other inputs per token
                 ids = put_rows_before(model, ids, deltas)
             row = torch.tensor([ids])
             check_prompt(model, row, torch.ones_like(row), config)
@@ -106,7 +106,7 @@ class PromptReader:
     def _read_prompt(
         self, prompt: str | Sequence[int], config: GenerationConfig
     ) -> tuple[tuple[int, ...], GenerationConfig, Sequence[int]]:
-        """Return the prompt's ids, the config with end tokens, and the ids hidden from text."""
+        """Return the prompt's ids, the config with end tokens, and the ids omitted from texts."""
         model, tokenizer = self._model, self._tokenizer
         if not isinstance(prompt, str):
             ids = tuple(prompt)

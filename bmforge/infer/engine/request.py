@@ -138,9 +138,9 @@ class RequestsConfig:
         max_num_seqs: maximum number of answers in a batch; further answers wait.
         max_queue_size: maximum number of waiting requests; further requests raise an error.
         max_num_batched_tokens: maximum number of tokens in a step. A longer prompt is processed
-            in several steps (chunked prefill), which other answers share.
-        total_tokens: capacity of the KV cache in tokens (default: 16 times the longest row;
-            with a budget `max_rows` times `max_tokens`).
+            in several steps (chunked prefill), together with other answers.
+        total_tokens: capacity of the KV cache in tokens (default: 16 times the maximum sequence
+            length; with a budget `max_rows` times `max_tokens`).
         enable_prefix_caching: keep keys and values of prompts, while memory allows, and reuse
             them for prompts with the same beginning.
         speculates: use speculative decoding with draft tokens from n-grams of the text so far.
@@ -277,7 +277,7 @@ class Handle:
             yield from pieces
 
     def wait(self, timeout_s: float | None = None) -> list[Completion]:
-        """Wait for the end of all answers and return them.
+        """Wait until all answers have ended, and return them.
 
         Raises:
             TimeoutError: an answer has not ended after `timeout_s`; the request continues.

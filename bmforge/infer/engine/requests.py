@@ -75,8 +75,8 @@ class Requests:
         tokenizer: the model's tokenizer; None if there is none.
         config: limits of batched requests.
         packed: runner of the requests that share steps.
-        turn: function that returns a context manager which locks the model; active while there
-            is work.
+        turn: function that returns a context manager which locks the model; entered while there
+            are requests.
         encodings: runner of embedding requests.
     """
 
@@ -252,7 +252,7 @@ class Requests:
             self._end_all()
 
     def _step(self) -> None:
-        """Accept new requests, end cancelled and late ones, and run one step of the others."""
+        """Accept new requests, end cancelled and expired requests, and run one step of others."""
         if self._calls or self._was_called:
             self._was_called = False
             self._answer_calls()
@@ -316,7 +316,7 @@ class Requests:
             function, future = self._calls.popleft()
             try:
                 future.set_result(function())
-            except BaseException as error:  # the caller must not wait for ever
+            except BaseException as error:  # the caller must not wait forever
                 future.set_exception(error)
                 if not isinstance(error, Exception):
                     raise

@@ -26,7 +26,7 @@ _LEAST_BYTES = 7 * MIB // 2
 _SHARE, _MOST_BYTES = 0.1, 36 * MIB
 # Buffers of the BLAS libraries.
 _PRODUCTS_BYTES = 8 * MIB
-# Where no library multiplies 16 bits, some rows of a weight at a time are converted to fp32.
+# If no library supports 16-bit products, some rows of a weight at a time are converted to fp32.
 _WIDENED_BYTES = 7 * MIB // 2
 # A library for 16 bits caches about 0.65 MiB of generated code for every shape of a product.
 _HALF_BYTES = 96 * MIB

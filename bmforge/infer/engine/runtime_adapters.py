@@ -1,4 +1,4 @@
-"""Load and remove adapters of an engine's model while requests run."""
+"""Loads and removes adapters of an engine's model while requests run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def load_adapter_(
         directory: directory of the adapter, in a format that `load_delta` reads.
         name: new name of the adapter in the model.
         allow_other_base: True to accept an adapter that was trained on another base model.
-        base_directory: directory of the engine's model, which is read to compare the base if the
-            model is quantized; None: a quantized base is not compared.
+        base_directory: directory of the engine's model. If the model is quantized, the directory
+            is read to compare the base model; if None, a quantized base is not compared.
 
     Raises:
         CheckpointError: the directory has no adapter, or the adapter does not fit the model; the

@@ -28,7 +28,7 @@ class ChunkRules:
             None allows any division.
         shares: whether sequences share prefixes, in whole units.
         outdates: function (length before, length now) -> True if keys of the shorter sequence must
-            be recomputed; sequences are then never divided. None keeps all keys.
+            be recomputed; sequences are then never divided. If None, keys are never recomputed.
     """
 
     unit: int | None = None
@@ -63,7 +63,7 @@ class Sequence:
         order: arrival order; lower is earlier.
         tokens: prompt tokens, followed by the generated tokens.
         keys: prefix cache keys of the pages.
-        longest: maximum final length in tokens.
+        longest: maximum length in tokens, including the answer.
         lookup: speculator that proposes draft tokens; None without speculative decoding.
         scores_prompt: compute the logits of all prompt tokens, without using the prefix cache.
 
@@ -240,7 +240,7 @@ class Scheduler:
         sequence.registered = max(sequence.registered, full)
 
     def _plan_one(self, sequence: Sequence, room: int, parts: list[SequenceChunk]) -> int:
-        """Add a chunk of a sequence if it gets pages; return the chunk's number of tokens."""
+        """Add a chunk of a sequence if there are pages for it; return its number of tokens or 0."""
         most = self.cut.most(sequence)
         if self.cut.unit is None:
             most = min(most, room)

@@ -45,7 +45,8 @@ def fill_blanks(
         options: fields of `GenerationConfig`; `max_new_tokens` is the limit per blank.
 
     Raises:
-        ConfigError: there are no blanks or too many, the model has no sentinels, or beams are used.
+        ConfigError: there are no blanks or too many, the model has no sentinels, or beam search is
+            requested.
     """
     pieces = text.split(blank)
     count = len(pieces) - 1

@@ -1,4 +1,4 @@
-"""Speculators: propose draft tokens by n-gram lookup, or placeholders for a draft model.
+"""Speculators, which propose draft tokens by n-gram lookup, or placeholders for a draft model.
 
 Verified tokens equal those without speculation: sampling depends only on the seed and the position,
 so draft tokens change only the speed.

@@ -45,7 +45,7 @@ class TablesOnDevice:
     Args:
         ids: token ids.
         positions: positions of the tokens in their sequences.
-        pages: page of each token.
+        pages: page index of each token.
         offsets: position of each token in its page.
         scored: indices of the tokens whose logits are needed.
         row_pages: pages of each row.
@@ -72,8 +72,8 @@ class StepTables:
 
     Args:
         rows: sequences and positions of the tokens.
-        tokens: token ids of each row; None if the caller has them.
-        num_scored: number of last tokens of each row whose logits are needed.
+        tokens: token ids of each row; None if they are not needed.
+        num_scored: number of trailing tokens of each row whose logits are needed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Text generation for the engine's synchronous calls, complete or in pieces."""
+"""Text generation for the engine's synchronous calls: complete texts or a stream of pieces."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ __all__ = ["EngineTask", "TurnTask"]
 
 
 class EngineTask:
-    """Task with a future; cancelling the future ends the task before its next pass.
+    """Task with a future; cancelling the future ends the task before its next forward pass.
 
     Args:
         deadline_s: deadline in seconds from now, after which the task fails with `TimeoutError`;
@@ -62,7 +62,7 @@ class EngineTask:
 
 
 class TurnTask(EngineTask):
-    """Blocking function that waits for its turn before every forward pass.
+    """Task that runs a blocking function, which waits for its turn before every forward pass.
 
     Args:
         model: model that the function calls.
@@ -84,7 +84,7 @@ class TurnTask(EngineTask):
         self._result: Any = None
 
     def step(self) -> None:
-        """Run the function until its next forward pass or its end."""
+        """Run the function until its next forward pass, or until it returns."""
         try:
             if not self._turns.step():
                 self.finish(self._result)

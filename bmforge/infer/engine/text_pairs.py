@@ -43,7 +43,7 @@ def rate_pairs(model: Any, rows: Sequence[PairRow]) -> Tensor:
 
     Args:
         model: cross-encoder, see `rates_pairs`.
-        rows: rows of `encode_pairs`.
+        rows: token ids and segment ids, as returned by `encode_pairs`.
 
     Shape:
         returns (B,) in fp32
@@ -66,10 +66,10 @@ def pair_task(
     """Return a task that scores text pairs, for `Engine.submit_task`.
 
     Args:
-        rows: rows of `encode_pairs`.
+        rows: token ids and segment ids, as returned by `encode_pairs`.
         model: cross-encoder.
         deadline_s: deadline in seconds, as in `EngineTask`.
-        delta: name of an adapter; None uses the active ones.
+        delta: name of an adapter; None means the model's active adapters.
     """
     rate = partial(rate_pairs, model, rows)
     return TurnTask(model, rate, deadline_s, check_names(model, delta))

@@ -68,7 +68,7 @@ def place_(
     Args:
         model: the model.
         plan: placement.
-        directory: directory for the unnamed file; None uses the system's temporary directory.
+        directory: directory for the unnamed file; None means the system's temporary directory.
 
     Returns:
         streamers, and a function that ends streaming, deletes the file and leaves blocks on their
@@ -117,7 +117,7 @@ def _offload(
 def _stream_(
     model: nn.Module, reads: Sequence[ReadWeights], plan: MemoryPlan, cleanup: ExitStack
 ) -> list[Streamer]:
-    """Start a streamer on each device with streamed blocks."""
+    """Start a weight streamer for each device that has streamed blocks."""
     streamers = []
     for device_plan, read in zip(plan.each(), reads, strict=True):
         if device_plan.moving:
@@ -135,7 +135,7 @@ def _stream_(
 
 
 def _spread_(model: nn.Module, plan: MemoryPlan, cleanup: ExitStack) -> None:
-    """If the plan has several devices, make each block move its inputs to the block's device."""
+    """If the plan has several devices, let each block move its inputs to its own device."""
     if elsewhere := plan.elsewhere:
         blocks = (unit.name for unit in units_of(model) if unit.is_block)
         places = {name: elsewhere.get(name, plan.device) for name in blocks}

@@ -25,7 +25,7 @@ from bmforge.surgery import copy_to_meta, evaluating
 
 __all__ = ["Workspace", "find_workspace", "largest_runs"]
 
-# Sampling sorts the logits of a row: values (fp32), indices (int64) and masks of each.
+# Memory of sampling per logit: sorted values (fp32), indices (int64) and masks.
 _BYTES_PER_SCORE = 40
 # Factor for activations of a module that does not run on the meta device: see `_guess`.
 _COPIES = 2
@@ -36,7 +36,7 @@ class Workspace:
     """Memory that a model needs besides its weights.
 
     Args:
-        cache_bytes: KV cache of the longest rows.
+        cache_bytes: KV cache of the given number of sequences of maximum length.
         step_bytes: peak of all other tensors in the largest step.
     """
 
@@ -50,7 +50,7 @@ def find_workspace(model: nn.Module, rows: int, tokens: int) -> Workspace:
     Args:
         model: model on any device; a copy on the meta device is run.
         rows: maximum number of rows at once.
-        tokens: maximum row length, including new tokens.
+        tokens: maximum sequence length in tokens, including new tokens.
     """
     described = copy_to_meta(model)
     if not isinstance(described, Model) or not described.traces_memory:
@@ -84,7 +84,7 @@ def largest_runs(model: Model) -> list[_Run]:
 
 
 def _generate(model: Any, ids: Tensor) -> int:
-    """Run a prompt and one new token, or (encoder-decoder) source and target of equal length."""
+    """Run a prompt and one new token or, with an encoder, a source and target of equal length."""
     new_tokens = ids.shape[1] - 1 if model.traits.reads == "apart" else 1
     decoder, start = start_decoder(model, ids[:, :-1], None, new_tokens)
     decoder.run(start)

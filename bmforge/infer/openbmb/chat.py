@@ -40,7 +40,7 @@ class ChatConfig:
         top_p: total probability of the most likely tokens to sample from.
         repetition_penalty: factor above 1 that makes generated tokens less likely.
         length_penalty: exponent of the length in beam scores.
-        seed: random seed of sampling; None uses torch's global generator.
+        seed: random seed of sampling; None means torch's global generator.
     """
 
     window: int = 128
@@ -168,9 +168,9 @@ class Chat:
 
 
 class _NoRepeatDecoder(Seq2SeqDecoder):
-    """Decoder that forbids tokens that would repeat an n-gram of their row.
+    """Decoder that forbids tokens that would repeat an n-gram of their sequence.
 
-    The start token is part of a row; n-gram length 0 allows all tokens.
+    The start token belongs to the sequence; n-gram length 0 allows all tokens.
     """
 
     def __init__(

@@ -32,9 +32,9 @@ __all__ = ["fill_documents", "fill_each", "longest_document"]
 
 # The original's defaults; sampling uses no beams.
 _MAX_NEW_TOKENS, _NUM_BEAMS = 100, 3
-# Row length in the original's training, in tokens.
+# Sequence length in the original's training, in tokens.
 _WINDOW = 2048
-# Options that do not apply: answers have their own end outputs, one answer per document.
+# Options that do not apply: each answer has its own end output, and documents are filled once.
 _FIXED = (
     "min_new_tokens",
     "num_return_sequences",
@@ -64,11 +64,11 @@ def fill_documents(
         model: CPM-Bee model.
         tokenizer: the model's tokenizer.
         documents: nested dicts of texts with ``<ans>``; existing answers are overwritten.
-        config: generation options. Default: 3 beams, or none with ``do_sample=True``, and at
-            most 100 tokens per answer. `max_new_tokens` is the limit of one answer.
+        config: generation options. Default: 3 beams (no beam search with ``do_sample=True``), and
+            at most 100 tokens per answer. `max_new_tokens` is the limit of one answer.
         examples: documents with their answers as few-shot examples.
-        constraints: map from the keys under ``<ans>`` to allowed answers; None reads options and
-            ratings such as (1-5) from each document; see `tokenizers.cpm_bee_tasks`.
+        constraints: dict from the keys under ``<ans>`` to allowed answers; if None, options and
+            ratings such as (1-5) are read from each document; see `tokenizers.cpm_bee_tasks`.
         max_length: maximum length of a document including its examples, in tokens; None for no
             limit.
         batch_size: documents per batch.
@@ -77,7 +77,7 @@ def fill_documents(
     Raises:
         ConfigError: the tokenizer belongs to another model, or an option does not apply to
             documents.
-        DataError: a document is invalid; the message names its number.
+        DataError: a document is invalid; the message contains its index.
     """
     config = _check(model, tokenizer, config, options, batch_size)
     prompts = []
@@ -220,8 +220,8 @@ class _Row(NamedTuple):
 class _DocumentDecoder(Decoder):
     """Decoder of a batch of documents.
 
-    The model's logits are extended by additional outputs: one that ends the row, and for each
-    answer except the last one that ends this answer. Each of these outputs occurs at most once in a
+    The model's logits are extended by additional outputs: one output that ends the row, and one for
+    each answer but the last, which ends that answer. Each of these outputs occurs at most once in a
     row, so that repetition penalties cannot prevent an answer from ending.
 
     Attributes:
@@ -261,7 +261,7 @@ class _DocumentDecoder(Decoder):
         model(ids, input_sub=sub, cache=self.cache, logits_to_keep=1, **self._seen, **self._tables)
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Feed the last selected outputs (at first ``<s>``) to the model; score the next outputs.
+        """Run the model on the last selected outputs (first ``<s>``); return the next logits.
 
         Shape:
             tokens: (R, 1) -> (R, outputs) in fp32
@@ -328,7 +328,7 @@ class _DocumentDecoder(Decoder):
         return scores
 
     def _allowed(self, row: _Row) -> set[int] | None:
-        """Return the outputs allowed next in a row; None if the answer is not constrained."""
+        """Return the token ids that may come next in a row's answer; None if all may."""
         texts, done = self._batch.allowed[row.document][row.slot], len(row.written)
         if texts is None:
             return {self._tokenizer.eos_id} if done >= self._limit else None
@@ -340,7 +340,7 @@ class _DocumentDecoder(Decoder):
         return self.finish if row.slot == last else self.finish + 1 + row.slot
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace the rows with copies of the old rows with the given indices."""
+        """Replace row i by a copy of the old row ``rows[i]``."""
         self.cache.reorder(rows)
         self._seen = {name: seen.index_select(0, rows) for name, seen in self._seen.items()}
         relations = self._tables["segment_rel"].index_select(0, rows)

@@ -248,14 +248,14 @@ def start_hidden(
 
 
 class _TextDecoder(Decoder):
-    """CPM-Ant decoder that forbids ids outside the tokenizer, and certain first tokens.
+    """CPM-Ant decoder that forbids certain first tokens, and ids that the tokenizer lacks.
 
-    CPM-Ant+ uses the ids outside the tokenizer for its soft prompt.
+    CPM-Ant+ uses these ids for its soft prompt.
 
     Args:
         model: model that computes the logits.
         mask: attention mask, as in `Decoder`.
-        max_length: maximum final length of a row in tokens.
+        max_length: maximum length of a sequence in tokens, including the prompt.
         vocab_size: number of tokens of the tokenizer.
         banned: tokens that may not begin the continuation; None entries are ignored.
     """

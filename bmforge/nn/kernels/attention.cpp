@@ -15,7 +15,8 @@ constexpr int ROWS = 4, VECS = 2;
 #endif
 constexpr int TILE = 64;  // queries and keys per tile of scores
 
-// c (rows x vecs * W) = or += a (rows x depth, any strides) times b (depth rows, ldb apart).
+// Set c (rows x vecs * W) to a (rows x depth, any strides) times b (depth rows, `ldb` floats
+// apart), or add the product to c.
 template <int rows, int vecs>
 static void multiply_block(int depth, const float* a, int64_t a_row, int64_t a_depth,
                            const float* b, int64_t ldb, float* c, int64_t ldc, bool adds) {
@@ -102,7 +103,7 @@ static void write_tokens(const Array& x, int64_t row, int64_t head, int64_t firs
   }
 }
 
-// Tiles of keys, each (width, TILE); padded with zeros.
+// Read keys into transposed tiles, (width, TILE) each, padded with zeros.
 template <typename E>
 static void read_turned(const Array& x, int64_t row, int64_t head, int64_t count, int64_t width,
                         float* out) {
@@ -115,7 +116,7 @@ static void read_turned(const Array& x, int64_t row, int64_t head, int64_t count
 
 enum class Sight { none, some, all };
 
-// The keys of a tile that its queries attend to.
+// Whether the queries of a tile attend to none, some or all of its keys.
 static Sight look(const Shape& s, const Mask& mask, int64_t row, int64_t query, int queries,
                   int64_t key, int keys) {
   if (s.causal && key > query + queries - 1) return Sight::none;
@@ -130,7 +131,7 @@ static Sight look(const Shape& s, const Mask& mask, int64_t row, int64_t query, 
   return seen == (int64_t)queries * TILE && !s.causal ? Sight::all : Sight::some;
 }
 
-// Write `hidden` where a query does not attend to a key.
+// Set the score to `hidden` where a query does not attend to a key.
 static void hide(const Shape& s, const Mask& mask, int64_t row, int64_t query, int queries,
                  int64_t key, int keys, float hidden, float* scores) {
   for (int i = 0; i < queries; i++) {

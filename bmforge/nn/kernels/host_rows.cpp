@@ -3,7 +3,7 @@
 // is fp32, also of bf16. floats.hpp is included before this file.
 
 constexpr int64_t PART = 256;       // floats that are widened at a time
-constexpr int64_t CHUNK = 1 << 14;  // elements that one thread takes at a time
+constexpr int64_t CHUNK = 1 << 14;  // elements that one thread processes at a time
 constexpr int64_t LINES = 64;       // rows whose weight gradients are summed together
 
 struct Slope {
@@ -46,7 +46,7 @@ static void write(const float* from, int64_t count, E* to) {
   for (int64_t i = 0; i < count; i++) narrow(from[i], to + i);
 }
 
-// Without a gradient the values, with one that of x.
+// Write GELU(x) to `out` or, if `grad` is not null, the gradient of x.
 template <typename E>
 static void bend_part(int64_t count, const E* x, const E* grad, E* out) {
   float in[PART] = {}, given[PART] = {}, made[PART];
@@ -72,7 +72,7 @@ struct Gated {
   void *of_gate, *of_up;
 };
 
-// Gradients of gate and up from that of f(gate) up.
+// Gradients of gate and up, given the gradient of f(gate) * up.
 template <typename E, Slope (*f)(Vec)>
 static void gate_part(int64_t at, int64_t count, const Gated& all) {
   float gate[PART], up[PART], grad[PART], of_gate[PART], of_up[PART];
@@ -103,13 +103,14 @@ static void norm_row(int64_t width, float eps, const E* x, const E* weight, E* o
   for (int64_t i = 0; i < width; i += W) squares += load(row + i) * load(row + i);
   const float scale = 1 / std::sqrt(sum(squares) / width + eps);
   for (int64_t i = 0; i < width; i++) {
-    E rounded;  // the normalised value is rounded before its weight comes
+    E rounded;  // the normalized value is rounded before it is multiplied by the weight
     narrow(row[i] * scale, &rounded);
     narrow(widen(rounded) * widen(weight[i]), out + i);
   }
 }
 
-// Of y = w n, n = x r, r = 1 / sqrt(mean(x^2) + eps): x gets r (g w - n mean(g w n)), w sum(g n).
+// Gradients of y = w n with n = x r, r = 1 / sqrt(mean(x^2) + eps), given the gradient g of y:
+// r (g w - n mean(g w n)) for x, and sum(g n) for w.
 template <typename E>
 static void norm_row_backward(int64_t width, float eps, const E* x, const E* weight, const E* grad,
                               E* of_x, float* of_weight, float* row, float* into) {
@@ -139,7 +140,8 @@ static void run_norm(int64_t rows, int64_t width, float eps, int threads, const 
       norm_row(width, eps, x + row * width, weight, out + row * width, scratch + thread * width);
 }
 
-// The sums for the weight are of LINES rows each, and then of those in turn, whoever made them.
+// The weight gradient is summed over LINES rows each, and then over these sums in order, so that
+// it does not depend on the number of threads.
 template <typename E>
 static void run_norm_backward(int64_t rows, int64_t width, float eps, int threads, const E* x,
                               const E* weight, const E* grad, E* of_x, float* of_weight,

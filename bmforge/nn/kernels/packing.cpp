@@ -1,8 +1,8 @@
-// Quantising and packing of symmetric weights, with the bits of packing.py.
+// Quantizes and packs symmetric weights; results are bit-identical to those of packing.py.
 
 #include <vector>
 
-// The integers of a group; see `_quantize_symmetric`. Returns the scale.
+// Quantize a group to integers, as `_quantize_symmetric` does, and return the scale.
 static float quantize_weights(const float* __restrict x, int64_t count, int bits,
                               int8_t* __restrict values) {
   int32_t largest_bits = -1;
@@ -24,7 +24,7 @@ static float quantize_weights(const float* __restrict x, int64_t count, int bits
     for (int64_t i = 0; i < count; i++) {
       const float scaled = x[i] * inverse, size = scaled < 0 ? -scaled : scaled;
       const float whole = (float)(int32_t)size;
-      const float rounded = whole + (float)(int32_t)((size - whole) * 2.0f);  // halves go up
+      const float rounded = whole + (float)(int32_t)((size - whole) * 2.0f);  // half away from 0
       values[i] = (int8_t)(int32_t)(scaled < 0 ? -rounded : rounded);
     }
   } else {
@@ -37,7 +37,7 @@ static float quantize_weights(const float* __restrict x, int64_t count, int bits
   return scale;
 }
 
-// A matrix of floats to panels; scales, in fp32, lie as they do beside them.
+// Quantize and pack a float matrix into panels; fp32 scales are ordered by panel, group and row.
 extern "C" void pack_floats(const float* matrix, int64_t rows, int64_t columns, int64_t group,
                             int bits, int threads, uint8_t* packed, float* scales) {
   const int64_t panels = (rows + PANEL - 1) / PANEL, groups = columns / group;
@@ -68,8 +68,8 @@ extern "C" void pack_floats(const float* matrix, int64_t rows, int64_t columns, 
   }
 }
 
-// Integers of rows and groups to panels; see `pack_values`. A group is contiguous; `row_size` and
-// `group_size` are the distances of two rows and groups.
+// Pack integers (rows, groups, width) into panels, as `pack_values` does. A group is contiguous;
+// `row_size` and `group_size` are the strides of rows and groups.
 extern "C" void pack_integers(const int8_t* values, int64_t rows, int64_t groups, int64_t width,
                               int64_t row_size, int64_t group_size, int bits, int shift,
                               int threads, uint8_t* packed) {

@@ -1,7 +1,7 @@
 // Products of packed weights with one to many tokens; see packing.py for the layout.
 //
-// The rounding of every step is fixed: activations are quantised by group, a group's products are
-// summed as integers, and the groups' sums, scaled, are added one after the other from the first.
+// The rounding of every step is fixed: activations are quantized by group, a group's products are
+// summed as integers, and the groups' sums, multiplied by the scales, are added in group order.
 
 #include <algorithm>
 #include <limits>
@@ -13,26 +13,26 @@ struct Product {
   const float* bias;      // (rows), or null
   const float* x;         // (tokens, columns)
   float* out;             // (tokens, rows)
-  uint8_t* room;          // of room_bytes
+  uint8_t* room;          // scratch memory of `room_bytes` bytes
   int64_t tokens, rows, columns, group;
   int32_t bits, has_wide_scales, threads;
 };
 
 static const int PANEL = 16, BLOCK = 64;
-// Activations of so many bytes stay near a core while all its weights pass by.
+// Activations up to this size stay in a core's cache while it reads all its weights.
 static const int64_t NEAR_BYTES = 384 << 10;
-// Memory is asked for what comes so much later: what reads a stream ahead by itself does so too late
-// where 4 bits or several tokens make the way through it slower. Some processors want less.
+// Distance of the software prefetch. The hardware prefetcher alone is too late with 4 bits or
+// several tokens. Some processors are faster with a smaller distance (`_AHEAD_BYTES`).
 #ifndef AHEAD_BYTES
 #define AHEAD_BYTES 2048
 #endif
-// Smaller products are done sooner than threads wake up.
+// Smaller products take less time than waking up threads.
 static const int64_t FEW_ELEMENTS = 1 << 17;
 
 struct Activations {
   int8_t* values;  // (tokens, columns)
   float* scales;   // (tokens, groups)
-  int32_t* sums;   // (tokens, groups): of the values, as integers
+  int32_t* sums;   // (tokens, groups): sums of the integer values
 };
 
 static int64_t align(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -45,11 +45,11 @@ static Activations place(uint8_t* room, int64_t tokens, int64_t columns, int64_t
   return a;
 }
 
-// 127 steps to the largest value of a group, rounded to the nearest, ties to even. What is not
-// finite makes the group's scale, and with it every result of the token, not a number.
+// The scale is the largest absolute value of the group / 127; values are rounded half to even. If a
+// value is not finite, the group's scale, and so every result of the token, is NaN.
 static void quantize_group(const float* __restrict x, int64_t count, int8_t* __restrict values,
                            float* scale, int32_t* sum) {
-  int32_t largest_bits = 0;  // of values without a sign; they order as the values do
+  int32_t largest_bits = 0;  // bits of absolute values have the same order as the values
   for (int64_t i = 0; i < count; i++) {
     int32_t bits;
     memcpy(&bits, x + i, 4);
@@ -97,7 +97,7 @@ static inline Floats load_scale(const void* scales, bool is_wide, int64_t place)
   return is_wide ? load((const float*)scales + place) : load((const uint16_t*)scales + place);
 }
 
-// A tile's results go where they belong; rows behind the last one are left out.
+// Write a tile's results to the output, plus the bias; padding rows are omitted.
 static inline void write_rows(const Product& w, int64_t panel, int64_t token, Floats total) {
   float values[PANEL];
   store(values, total);
@@ -185,7 +185,7 @@ static inline void add_columns(Floats* sum, Block bytes, const float* x, int64_t
   }
 }
 
-// The same with activations as they are: a group is summed column by column.
+// The same with activations that are not quantized: a group is summed column by column.
 template <int T, int BITS>
 static void multiply_float_tile(const Product& w, int64_t panel, int64_t token) {
   const int64_t groups = w.columns / w.group, width = w.columns * PANEL * BITS / 8;
@@ -226,7 +226,7 @@ static void multiply_float_tile(const Product& w, int64_t panel, int64_t token) 
   for (int t = 0; t < T; t++) write_rows(w, panel, token + t, total[t]);
 }
 
-// Tokens that are left over: as many as there are, in one tile.
+// The remaining `count` <= T tokens, in one tile.
 template <int P, int T, int BITS>
 static void multiply_rest(const Product& w, const Activations& a, int64_t panel, int64_t token,
                           int64_t count) {
@@ -257,7 +257,7 @@ static void multiply_panels(const Product& w, const Activations* a, int64_t pane
     for (; panel < end; panel++) multiply_float_tokens<BITS>(w, panel, token, last);
     return;
   }
-  // One token waits for memory, which brings one panel faster than two by turns.
+  // A product with one token is memory-bound, and reading one panel is faster than alternating two.
   for (; w.tokens > 1 && panel + MOST_PANELS <= end; panel += MOST_PANELS)
     multiply_tokens<MOST_PANELS, BITS>(w, *a, panel, token, last);
   for (; panel < end; panel++) multiply_tokens<1, BITS>(w, *a, panel, token, last);
@@ -268,7 +268,7 @@ static void multiply(const Product& w, const Activations* a) {
   const int64_t near = std::max<int64_t>(NEAR_BYTES / per_token / MOST_TOKENS, 1) * MOST_TOKENS;
   const int64_t elements = w.tokens * w.rows * w.columns;
   const int threads = elements < FEW_ELEMENTS ? 1 : w.threads;
-  // Pieces of panels, some for each thread: another program may hold one of them up.
+  // Several pieces per thread, scheduled dynamically: another program may delay a thread.
   const int64_t piece = std::max<int64_t>(panels / (8 * threads) / MOST_PANELS, 1) * MOST_PANELS;
   const int64_t pieces = threads == 1 ? 1 : (panels + piece - 1) / piece;
   const int64_t length = threads == 1 ? panels : piece;
@@ -300,7 +300,7 @@ extern "C" void multiply_quantized(const Product* w) {
 
 extern "C" void multiply_floats(const Product* w) { multiply(*w, nullptr); }
 
-// Where the quantised activations of a product lie: bytes of room, scales and sums behind values.
+// Bytes of scratch memory for the quantized activations: values, then scales, then sums.
 extern "C" int64_t room_bytes(int64_t tokens, int64_t columns, int64_t group) {
   return align(tokens * columns) + 2 * align(tokens * (columns / group) * 4);
 }
@@ -311,7 +311,7 @@ extern "C" void quantize_rows(const float* x, int64_t tokens, int64_t columns, i
   for (int64_t t = 0; t < tokens; t++) quantize_token(x, t, columns, group, a);
 }
 
-// The scales of a group's rows as floats, and what is added to them.
+// The scales and minima of a group of a panel's 16 rows, as floats.
 struct Scales {
   float scale[PANEL], minimum[PANEL];
 };
@@ -338,7 +338,7 @@ static void unpack_group(const Product& w, int64_t panel, int64_t g, int64_t r, 
   }
 }
 
-// All rows as floats; of a product only weights, sizes, threads and out are used.
+// Dequantize all rows; of `product` only the weights, sizes, threads and `out` are used.
 extern "C" void unpack_floats(const Product* product) {
   const Product w = *product;
   const int64_t panels = (w.rows + PANEL - 1) / PANEL, groups = w.columns / w.group;
@@ -353,7 +353,7 @@ extern "C" void unpack_floats(const Product* product) {
   }
 }
 
-// Rows by their numbers as floats, one behind the other; false where there is no such row.
+// Dequantize the rows with the given indices; returns false if an index is out of range.
 extern "C" bool pick_rows(const Product* product, const int64_t* rows, int64_t count) {
   const Product w = *product;
   for (int64_t i = 0; i < count; i++)

@@ -11,7 +11,7 @@ struct Matrix {
   Vector bias;
   int64_t rows, columns, group;
   int32_t kind, bits, has_wide_scales, keeps_floats;
-  int32_t adapters;  // number of its LoRA updates in the run's table; 0 for none
+  int32_t adapters;  // index of its LoRA updates in the run's table; 0 for none
 };
 
 // out += scale * x @ down.T @ up.T, for the tokens that are marked, or for all.
@@ -29,7 +29,7 @@ struct AttentionPart {
   Matrix query, key, value, out;
   int64_t heads, shared_heads, width;
   float scale, in_scale, add_scale;
-  // mask, prefix: number of one of the run's; 0 is no prefix
+  // mask, prefix: index in the run's tables; prefix 0 means no prefix
   int32_t exists, causal, interleaved, mask, prefix;
 };
 
@@ -55,7 +55,7 @@ struct Layer {
   FeedPart feed;
   const Experts* experts;  // may be null
   float sum_scale;
-  int32_t norm_place, bias;  // bias: number of one of the run's biases
+  int32_t norm_place, bias;  // bias: index of one of the run's biases
 };
 
 struct Run {
@@ -64,7 +64,7 @@ struct Run {
   const Mask* masks;
   const Bias* biases;
   const Place* places;     // one per token of all rows
-  const int64_t* windows;  // number of visible keys per token, by mask number; may be null
+  const int64_t* windows;  // number of visible keys per token, by mask index; may be null
   const LowRankUpdates* adapters;
   const Prefix* prefixes;
   Mask memory_mask;

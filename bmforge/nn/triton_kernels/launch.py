@@ -196,16 +196,16 @@ class TritonKernels:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """Return the attention of single tokens to the pages of their sequences.
+        """Compute attention of one token per sequence over the sequence's cached pages.
 
         Args:
             query: queries, one token per row; N is a multiple of K.
             pages: keys and values of all pages.
             scales: scales of the keys and values if these are int8.
-            tables: page numbers of each row.
+            tables: page indices of each row.
             ends: number of tokens that each row attends to, including its own token.
             scale: factor on the scores.
-            window: sliding window in tokens; None is no limit.
+            window: sliding window in tokens; None means no limit.
 
         Shape:
             query: (rows, N, H), contiguous; pages: (pages, K, 16, H) each;

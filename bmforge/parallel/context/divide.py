@@ -6,9 +6,9 @@ by one of three methods. A causal sequence is cut into twice as many chunks as t
 and each process takes an early and a late chunk, so that all have the same work (zigzag).
 
 The backward of each process computes a partial gradient, and ZeRO sums these. So selecting tokens
-needs no collective in backward; the all-gather needs a reduce-scatter. The loss of a language model
-is divided by tokens. Any other loss is computed in full by every process, each contributing a
-fraction of it.
+needs no collective in backward; the all-gather needs a reduce-scatter. For a language model, each
+process computes the loss of some tokens. Any other loss is computed in full by every process, each
+contributing a fraction of it.
 
 Source: Llama Team, "The Llama 3 herd of models" (2024) for "gather"; Liu et al., "Ring attention"
 (2023) and Brandon et al., "Striped attention" (2023) for "ring" and the balance; Jacobs et al.,

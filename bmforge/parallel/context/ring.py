@@ -38,8 +38,8 @@ class _KeyTile(NamedTuple):
         keys: slice of the local keys.
         columns: positions of the keys in the sequence; None for prefix keys, which all queries
             attend to.
-        diagonal: whether queries and keys are the same tokens of causal attention; otherwise
-            every query attends to every key.
+        diagonal: whether queries and keys are the same tokens, so that the tile has a causal mask;
+            otherwise every query attends to every key.
     """
 
     queries: Chunk

@@ -50,7 +50,7 @@ class TokenShare:
         length: length T of the whole sequence.
         zigzag: True to assign two chunks to each process, one counted from each end of the
             sequence.
-        unit: divisor of the chunk lengths, for sequence lengths that it divides (the
+        unit: the chunk lengths are multiples of this number if the sequence length is (the
             tensor-parallel size with sequence parallelism, else 1).
         by_heads: True if attention shards heads and computes whole sequences (the method
             "ulysses").
@@ -107,7 +107,7 @@ class TokenShare:
         return torch.cat((x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])), dim)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Select this process's tokens of a full sequence; backward gives a partial gradient."""
+        """Select this process's tokens of a full sequence; the gradient in backward is partial."""
         return torch.cat([x.narrow(dim, c.start, c.end - c.start) for c in self.mine], dim)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -143,9 +143,10 @@ class TokenShare:
 
         Args:
             x: hidden states, (B, T, D).
-            masks: dictionary of masks (B or 1, 1, T or 1, S), None, or masks of another kind.
-            inputs: further arguments of the blocks; `rope`, `local_rope` and the dictionary
-                `bias` of biases (B or 1, N, T, S) are sharded.
+            masks: dict whose values are masks (B or 1, 1, T or 1, S), None, or masks of another
+                kind.
+            inputs: further arguments of the blocks; `rope`, `local_rope` and `bias`, a dict of
+                biases (B or 1, N, T, S), are sharded.
         """
         inputs = dict(inputs)
         for name in ("rope", "local_rope"):

@@ -54,7 +54,7 @@ class Link:
 
     Args:
         group: process group of the pipeline; its backend must support host and device tensors.
-            None uses the default group, or this process alone if there is no group.
+            None means the default group, or this process alone if there is no group.
         device: device of received tensors.
         slice_group: processes with the same activations (tensor-parallel group). Each sends a
             slice of every float tensor that is evenly divisible, and the receivers all-gather the

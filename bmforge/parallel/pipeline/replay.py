@@ -59,7 +59,7 @@ def replay(
         schedule: schedule to simulate.
         forward: time of one stage's forward of one micro-batch.
         backward: time of one stage's backward of one micro-batch.
-        backward_input: time of the input-gradient half of `backward`; None uses half of `backward`.
+        backward_input: time of the input-gradient half; None means half of `backward`.
 
     Raises:
         ConfigError: the schedule deadlocks; the message names the action for which each rank waits.
@@ -107,7 +107,7 @@ def _needs(action: Action, last_stage: int) -> list[Action]:
 def _finish_times(schedule: Schedule, durations: Mapping[Kind, float]) -> dict[Action, float]:
     """Return the end time of every action, in a valid sequential order."""
     finished: dict[Action, float] = {}
-    ready: dict[Action, float] = {}  # the same, whole backwards under their input half
+    ready: dict[Action, float] = {}  # the same, with whole backwards as their input half
     clocks = [0.0] * schedule.num_ranks
     todo = [list(reversed(order)) for order in schedule.orders]
     while any(todo):

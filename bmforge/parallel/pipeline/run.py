@@ -72,12 +72,12 @@ class Pipeline:
 
     Args:
         schedule: schedule built by `write_schedule`.
-        stages: dict from number to stage of the stages on this rank.
+        stages: dict from stage index to `Stage`, for the stages on this rank.
         link: connection to the other ranks.
         sync: function called as sync(stage, is_last) before each backward of a stage; `is_last`
             is True once per step, before the backward that completes the stage's gradients. It
             configures modules that reduce gradients in backward (FSDP2: set_requires_gradient_sync,
-            set_reshard_after_backward, set_is_last_backward). With a split backward, the last
+            set_reshard_after_backward, set_is_last_backward). If backward is split, the last
             backward then runs whole, since such modules need one complete backward; that costs one
             more input gradient per stage and step.
         split: stages whose backward is split into halves if the schedule has halves; None for

@@ -42,7 +42,7 @@ class Action(NamedTuple):
     """One action of a rank on a stage and a micro-batch.
 
     The kind "backward" computes the gradients of the stage's input and weights together;
-    "backward_input" computes that of the input, and later "backward_weight" those of the weights.
+    "backward_input" computes only the input gradient, and "backward_weight" the weight gradients.
     """
 
     kind: Kind
@@ -298,12 +298,12 @@ def write_schedule(
 
     Args:
         name: schedule name, one of `SCHEDULES`. gpipe and 1f1b have one stage per rank; the
-            interleaved ones several, stage s on rank s mod num_ranks; zbv and dualpipev two, in a
-            V: rank r holds stages r and 2 num_ranks - 1 - r, so rank 0 holds the first and the
-            last.
+            interleaved schedules have several, stage s on rank s mod num_ranks; zbv and dualpipev
+            have two in a V shape: rank r holds stages r and 2 num_ranks - 1 - r, so rank 0 holds
+            the first and the last stage.
         num_ranks: number of pipeline ranks.
         num_micro_batches: micro-batches per optimizer step.
-        stages_per_rank: pipeline stages per rank; None uses the fewest that the schedule supports.
+        stages_per_rank: pipeline stages per rank; None means the fewest that the schedule supports.
 
     Raises:
         ConfigError: the name is unknown or the numbers do not fit; the message lists all

@@ -50,7 +50,8 @@ class WeightBackward:
         outputs: gradient edges at which the backward starts.
         grads: gradient of every output.
         arrived: gradients of every joint from the first half.
-        groups: groups of weights to process; None: the first half was skipped, so run all.
+        groups: groups of weights to process; None if the first half was skipped, so that `run`
+            computes the complete backward.
     """
 
     outputs: Sequence[GradientEdge]

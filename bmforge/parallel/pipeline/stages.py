@@ -93,7 +93,7 @@ def _best_cut(
     join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
     """Find the cheapest partition by dynamic programming; return its cost and stage sizes."""
-    # best[s][n]: cost of s stages over the first n blocks, and the first block of the last one.
+    # best[s][n]: cost of s stages over the first n blocks, and the first block of the last stage.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(1, stages + 1):
         row: dict[int, tuple[float, int]] = {}
@@ -121,7 +121,7 @@ def plan_cutting(
         model: whole model.
         rules: rules for cutting the model.
         stages: number of stages.
-        sizes: requested number of blocks of every stage; empty balances them.
+        sizes: requested number of blocks of every stage; if empty, the stages are balanced.
         balance: "flops" balances the parameters used per token, without embeddings;
             "parameters" balances all parameters.
     """
@@ -241,7 +241,7 @@ def drop_the_rest_(
     """Remove the modules that belong to none of `stages`; return the shared parameters.
 
     Returns:
-        dictionary from the name of each parameter that other stages also have to its stages
+        dict from parameter name to stages, for each parameter that other stages also have
     """
     shared = {}
     for name, homes in cutting.homes.items():

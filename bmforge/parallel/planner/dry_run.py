@@ -49,7 +49,7 @@ class DryRun:
     Args:
         axes: length of every mesh axis, slowest first.
         parameters: number of parameters of the whole model; tied parameters count once.
-        holders: number of processes that hold the parameters of the model together.
+        holders: number of processes over which one copy of the parameters is sharded.
         shares: memory of the first process of every pipeline rank; that of the rank's other
             processes differs by at most one row per parameter.
     """
@@ -72,8 +72,8 @@ def dry_run(
         options: further arguments of `parallelize`.
 
     Raises:
-        ConfigError: all problems in one message; or this process has already joined a process
-            group.
+        ConfigError: the layout does not fit (one message lists all problems), or this process has
+            already joined a process group.
     """
     if dist.is_initialized():
         raise ConfigError(

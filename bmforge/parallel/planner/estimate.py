@@ -133,7 +133,7 @@ class Estimator:
         exact_shards: trace with the real number of shards, for comparison with measured runs.
         engine: engine whose times are estimated, for comparison with published results.
         traces: existing traces of the same workload, for example from another estimator.
-        kept: trace cache on disk; None disables it.
+        kept: trace cache on disk; if None, traces are not cached on disk.
     """
 
     request: PlanRequest
@@ -162,7 +162,7 @@ class Estimator:
         trace = self._trace(setting)
         ratio = setting.shards / shards if layout.zero else 1.0
         memory = self._memory(trace, choice, count, ratio, ranks)
-        unused = memory.parts["gradients"] + memory.parts["activations"]  # between steps
+        unused = memory.parts["gradients"] + memory.parts["activations"]  # free between steps
         memory = Memory({**memory.parts, **self._residents(layout, shards, unused)})
         times, trained = self._times(trace, choice, count, shards, ranks)
         beside = min(cluster.per_node, cluster.count)
@@ -301,7 +301,7 @@ class Estimator:
         shards: int,
         ranks: Sequence[Rank],
     ) -> tuple[Times, float]:
-        """Return the times of the slowest rank, and the maximum of trained parameters per rank."""
+        """Return the times of the slowest rank, and the most trained parameters on any rank."""
         layout, request = choice.layout, self.request
         work = [count_work(trace, rank.counts, rank.last) for rank in ranks]
         seconds = [
@@ -353,7 +353,7 @@ class Estimator:
         if layout.zero != 3 and (shards > 1 or width == 2):
             least += trained * width  # gathered from forward to backward
         if layout.pp > 1 and (shards > 1 or width == 2):
-            least += trained * 4  # whole gradients until the step's end
+            least += trained * 4  # whole gradients until the end of the step
         return least
 
 

@@ -21,7 +21,7 @@ __all__ = ["Outcomes", "tensors_of"]
 Maker = Callable[[tuple[Any, ...], FakeTensorMode], Any]
 # Makes a fake tensor from a meta tensor.
 Wrapper = Callable[[Tensor, FakeTensorMode], FakeTensor]
-# Their results depend on more than metadata, or they change their arguments.
+# Tags of operators whose results depend on more than metadata, or that change their arguments.
 _OTHER = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -30,7 +30,7 @@ _OTHER = (
 _ROOMS = ("aten", "prims", "bmforge", "fsdp")
 # Collectives that return their first argument and an already completed Work handle.
 _FIRST_COMES_BACK = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"}
-# Their statistics have the input's dtype on CPUs, and fp32 on other devices.
+# Operators whose statistics have the input's dtype on CPUs, and fp32 on other devices.
 _OF_THE_DEVICE = {"aten::native_layer_norm", "aten::native_layer_norm_backward"}
 
 
@@ -46,7 +46,7 @@ class Outcomes:
         self._works: dict[str, Any] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator, below autograd and with a `FakeTensorMode` active."""
+        """Return the result of an operator; call it below autograd, in a `FakeTensorMode`."""
         mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         if mode is not None and func._schema.name in _FIRST_COMES_BACK:
             return self._send(func, args, kwargs)
@@ -65,7 +65,10 @@ class Outcomes:
         return func(*args, **kwargs) if make is None else make(args, mode)
 
     def _send(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Fake collective: return its input and a completed Work handle, which all calls share."""
+        """Run a fake collective: return its input and a completed Work handle shared by all calls.
+
+        The handle is created by the first call of each collective.
+        """
         name = func._schema.name
         if name not in self._works:
             out = func(*args, **kwargs)

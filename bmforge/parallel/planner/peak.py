@@ -30,7 +30,7 @@ __all__ = [
     "peak_memory",
 ]
 
-# Per stack, the number of blocks of every kind, that of the first trace first.
+# Per stack, the number of blocks of every kind; the first kind is that of the main trace.
 Counts = Mapping[str, Sequence[float]]
 Curve = NDArray[np.float64]
 _INDEX = {name: index for index, name in enumerate(PARTS)}
@@ -92,8 +92,8 @@ def peak_memory(trace: StepTrace, share: Share) -> Memory:
     at = max((curve[int(curve.sum(1).argmax())] for curve in curves), key=lambda row: row.sum())
     parts = dict(zip(PARTS, at.tolist(), strict=True))
     parts["gradients"] += parts.pop("whole gradients")
-    # Buffers that blocks hand on count as negative activations (`_of_more_blocks`). Where no
-    # activations are left, they belong to the collectives that made them.
+    # Buffers that blocks pass on count as negative activations (`_of_more_blocks`). If no
+    # activations are left, the buffers belong to the collectives that allocated them.
     handed = min(parts["activations"], 0.0)
     parts["activations"] -= handed
     parts["communication"] += handed
@@ -140,8 +140,8 @@ def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bo
     for live, (each, extra) in zip(lives, _further(trace, share.counts), strict=True):
         for marks, step in zip(_steps(trace), _steps(each), strict=True):
             difference = live[step[1].event] - live[step[0].event]
-            # Gradients accumulate in the buffer of the first one, made by a collective: one buffer
-            # that counts for another part from then on, not one less for every block.
+            # Gradients accumulate in the buffer of the first gradient, allocated by a collective.
+            # This single buffer then changes its category; it is not freed once per block.
             handed = min(difference[_INDEX["communication"]], 0.0)
             difference[_INDEX["communication"]] -= handed
             difference[_INDEX["activations"]] += handed

@@ -1,4 +1,4 @@
-"""Blocks, and modules before and after them, of every pipeline rank, as in `parallelize`."""
+"""Partitions blocks and other modules over pipeline ranks, in the same way as `parallelize`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Rank", "cut_ranks"]
 
 @dataclass(frozen=True)
 class Rank:
-    """Blocks on one pipeline rank, and presence of the modules before and after all blocks.
+    """Part of the model on one pipeline rank.
 
     Args:
         counts: dict from stack name to the number of blocks of every kind.

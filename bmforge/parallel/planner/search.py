@@ -94,10 +94,10 @@ def plan(
     Args:
         request: model, machines and constraints.
         note: callback for progress messages, called for every layout.
-        layouts: layouts to estimate; empty estimates all sensible ones.
-        processes: number of processes; more than one are spawned, so the calling program must be
+        layouts: layouts to estimate; if empty, all sensible layouts.
+        processes: number of processes; above 1, they are spawned, so the calling program must be
             importable (`if __name__ == "__main__"`), and the workload picklable.
-        keep: directory of the trace cache; None disables it.
+        keep: directory of the trace cache; if None, traces are not cached on disk.
     """
     every = layouts or tuple(sensible_layouts(request))
     groups = _group_by_trace(every)
@@ -209,7 +209,7 @@ class _LayoutEstimator:
         return batch // replicas
 
     def _best(self, layout: Layout, recompute: bool, share: int) -> PlanRow:
-        """Return the fastest estimate that fits, or that of a single row if none fits.
+        """Return the fastest estimate that fits, or the estimate for one row if none fits.
 
         The largest micro-batch that fits is searched twice: with the optimizer on the device, and
         with the optimizer offloaded.
@@ -248,7 +248,7 @@ class _LayoutEstimator:
 def _largest(layout: Layout, share: int) -> int:
     """Return the fastest micro-batch size, a power of two, regardless of memory.
 
-    The bubble of a pipeline is proportional to the micro-batch size, so it is 1 in a pipeline.
+    In a pipeline this size is 1, because the bubble is proportional to the micro-batch size.
     """
     return 1 if layout.pp > 1 else share & -share
 

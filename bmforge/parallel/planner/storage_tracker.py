@@ -50,8 +50,8 @@ _OWNERS = {
     "tensor/_sharding_prop.py": _SHAPE_PROPAGATION,
 }
 _FRAMES = 12
-# Gloo allocates a second buffer as large as the gathered or scattered data while these run; its
-# all-reduces, broadcasts and messages do not. Measured with benchmarks/allocator_peak.c.
+# In these collectives Gloo allocates a second buffer as large as the gathered or scattered data.
+# All-reduces, broadcasts and messages need none (measured with benchmarks/allocator_peak.c).
 _COPIED = {
     "c10d::_allgather_base_",
     "c10d::_reduce_scatter_base_",

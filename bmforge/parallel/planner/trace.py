@@ -260,7 +260,7 @@ def _begin_gradients_(model: nn.Module) -> None:
 
 
 def _owners(model: nn.Module, ends: tuple[set[str], set[str]]) -> dict[int, int]:
-    """Map the ids of parameters outside the blocks to their end of the model."""
+    """Return a dict from the `id` of each parameter outside the blocks to its model end."""
     first, last = ({id(p) for n in names for p in getattr(model, n).parameters()} for names in ends)
     owners = dict.fromkeys(first - last, FIRST_END)
     return owners | dict.fromkeys(last - first, LAST_END)
@@ -333,7 +333,8 @@ class _Marks:
             turn(INSIDE)
             self.carry_bytes = local_bytes(args[0])
             if not args[0].requires_grad and not trains:
-                # Other blocks are trained: in the worst case gradients pass through all of these.
+                # These blocks are frozen, but blocks of other kinds are trained: in the worst case
+                # gradients pass through all of these.
                 args = (args[0].detach().requires_grad_(), *args[1:])
             if args[0].requires_grad:
                 args[0].register_hook(lambda _: turn(FIRST_END))

@@ -52,8 +52,8 @@ class Workload:
         hidden_size: width of the hidden states between blocks.
         flops_per_token: FLOPs of forward and backward of the whole model, without recomputation.
         whole: function that builds the whole model on meta; used for the pipeline partition.
-        kinds: pairs for every further kind of block: function that builds the model with such
-            blocks, and their number in every stack.
+        kinds: pair for every further kind of block: function that builds the model with such
+            blocks, and the number of these blocks in every stack.
         around: function (memory tracker) -> context manager that is active during tracing, for
             example to shorten loops.
         order: index of every layer's kind, 0 for that of `build`; empty if all layers are of

@@ -49,7 +49,7 @@ class Cut(Protocol):
         """Number of indivisible units, such as attention heads."""
 
 
-# style -> parameter -> sharded dim. Other parameters are replicated.
+# Sharding style -> parameter -> sharded dim. Other parameters are replicated.
 CUT_DIMS: dict[str, dict[str, int]] = {
     "part": {},
     "whole": {},
@@ -197,7 +197,7 @@ def apply_tensor_parallel_(
 
     Comm: per sublayer (attention or MLP) one all-reduce of the hidden states forward and one
         backward; with `sequence`, an all-gather and a reduce-scatter each way instead. The
-        embedding one all-reduce forward, the head one backward.
+        embedding needs one all-reduce forward, the head one backward.
     """
     tensor, whole_group = TensorGroup(mesh), TensorGroup(mesh)
     blocks = {id(module) for stack in stacks for module in stack.modules()}
@@ -210,7 +210,7 @@ def apply_tensor_parallel_(
     for name, module in model.named_modules():
         cut = _cut_around(name, module, styles)
         # Inside a mixture of experts, or a replicated sublayer, each process has all tokens;
-        # outside it has its own.
+        # outside, only its own tokens.
         is_next_to = is_beside(module) and f"{name.rpartition('.')[0]}." in mixtures
         inside = name.startswith(mixtures) and not is_next_to
         group = whole_group if inside else tensor
@@ -239,7 +239,8 @@ def _cut_parameters_(
     dims = _dims_of(module, cut)
     # An adapter attached to a replicated module, such as an unsharded MLP, is used like its base.
     is_cut = cut is not None and bool(CUT_DIMS[cut.style])
-    # So is the part that makes prefix keys. The result of an embedding table is replicated.
+    # `follows`: replicated tensors of which each process uses those of its heads or columns. This
+    # includes a prefix, but not an embedding's adapter, whose result is replicated.
     follows = cut is not None and (
         cut.style in ("head_norm", "gate")
         or (is_cut and is_beside(module) and cut.style != "embedding")

@@ -141,7 +141,7 @@ def _mix_all_tokens(tensor: TensorGroup, inner: Callable[..., Any], x: Tensor) -
 
 
 def _apply_whole_(module: nn.Module, tensor: TensorGroup) -> None:
-    """Make a replicated sublayer read all tokens and return this rank's."""
+    """Make a replicated sublayer read all tokens and return those of this rank."""
     wrap_forward_(module, partial(_run_all_tokens, tensor), "part")
 
 
