@@ -83,6 +83,7 @@ class CPMLiveConfig(ModelConfig):
         "sum_scale": "sum_scale",
         "mask_modules": "mask_modules",
         "init_std": "init_std",
+        "pad_token_id": "pad_token_id",
     }
     # Defaults of CPM-Live's config classes.
     hf_defaults: ClassVar[dict[str, Any]] = {"num_heads": 64, "head_dim": 64, "num_layers": 32}
@@ -124,8 +125,6 @@ class CPMLiveConfig(ModelConfig):
     def problems(self) -> list[str]:
         """Return the inconsistencies among the fields."""
         problems = []
-        if self.num_kv_heads != self.num_heads:
-            problems.append(f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}")
         if len(self.mask_modules) not in (0, self.num_layers):
             problems.append(
                 f"mask_modules has {len(self.mask_modules)} entries for {self.num_layers} layers"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from bmforge.errors import ConfigError
 from bmforge.models.heads import Head
 from bmforge.models.latent import LATENT_NAMES, Latent, LatentConfig
 from bmforge.models.llama import llama_heads
@@ -184,6 +185,14 @@ class DeepSeekV2Config(LatentConfig, SharedExpertsConfig):
     top_groups: int = 3
     normalize_weights: bool = False
     weight_scale: float = 16.0
+
+    def check(self) -> None:
+        """Raise `ConfigError` for inconsistent fields."""
+        super().check()
+        if self.normalize_weights:
+            raise ConfigError(
+                "DeepSeekV2Config: normalize_weights=True must be False, as in transformers."
+            )
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

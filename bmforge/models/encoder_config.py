@@ -127,8 +127,6 @@ class EncoderConfig(ModelConfig):
                 f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
                 f"head_dim={self.head_dim}"
             )
-        if self.num_kv_heads != self.num_heads:
-            problems.append(f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}")
         for name in ("max_seq_len", "num_segments"):
             if getattr(self, name) < 1:
                 problems.append(f"{name}={getattr(self, name)} must be a positive number")

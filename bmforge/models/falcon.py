@@ -46,19 +46,16 @@ class FalconConfig(LlamaLikeConfig):
         **classifier_heads("Falcon", "score", "classifier", "qa_outputs", sequence_bias=False),
         "none": Head("FalconModel", prefix=""),
     }
-    hf_names: ClassVar[dict[str, str]] = {
-        name: published
-        for name, published in renamed(
-            intermediate_size="ffn_hidden_size",
-            norm_eps="layer_norm_epsilon",
-            activation="activation",
-            new_decoder_architecture="new_decoder_architecture",
-            parallel_attn="parallel_attn",
-            bias="bias",
-            dropout="hidden_dropout",
-        ).items()
-        if name not in ("num_kv_heads", "pad_token_id")
-    }
+    hf_names: ClassVar[dict[str, str]] = renamed(
+        num_kv_heads="num_kv_heads",
+        intermediate_size="ffn_hidden_size",
+        norm_eps="layer_norm_epsilon",
+        activation="activation",
+        new_decoder_architecture="new_decoder_architecture",
+        parallel_attn="parallel_attn",
+        bias="bias",
+        dropout="hidden_dropout",
+    )
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("alibi", "apply_residual_connection_post_layernorm"), (False, None)),
     }

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
 from bmforge.models.layer_types import LayerTypes, LayerTypesConfig, LocalRotaryConfig
@@ -90,6 +91,12 @@ class GemmaConfig(LlamaLikeConfig):
         if raw.get("hidden_act") == "gelu":
             raw["hidden_act"] = "gelu_pytorch_tanh"
         return super()._take_special(raw)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for inconsistent fields."""
+        super().check()
+        if self.activation == "gelu":  # config.json cannot state it; see `_take_special`
+            raise ConfigError("GemmaConfig: activation='gelu' must be 'gelu_pytorch_tanh'.")
 
 
 @dataclass(kw_only=True)

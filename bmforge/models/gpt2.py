@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head, classifier_heads
@@ -104,14 +103,6 @@ class GPT2Config(ModelConfig):
     embed_dropout: float | None = None
     attn_dropout: float = 0.0
     bias: bool = True
-
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        if self.num_kv_heads != self.num_heads:
-            raise ConfigError(
-                f"GPT2Config: num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}."
-            )
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -59,7 +59,7 @@ class GPTNeoXConfig(PartialRotaryConfig):
             attn_bias="attention_bias",
             dropout="hidden_dropout",
         ).items()
-        if name not in ("num_kv_heads", "pad_token_id")
+        if name != "num_kv_heads"
     }
     # Dropout before the token classifier.
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"classifier_dropout"})

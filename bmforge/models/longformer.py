@@ -92,6 +92,11 @@ class LongformerConfig(EncoderConfig):
     def check(self) -> None:
         """Raise `ConfigError` for inconsistent fields."""
         super().check()
+        if self.classifier_dropout is not None:
+            raise ConfigError(
+                f"LongformerConfig: classifier_dropout={self.classifier_dropout} must be None: the "
+                "classifiers use `dropout`."
+            )
         if len(self.windows) != self.num_layers or any(w < 2 or w % 2 for w in self.windows):
             raise ConfigError(
                 f"LongformerConfig: windows={self.windows} must be {self.num_layers} positive even "

@@ -132,6 +132,7 @@ class ModernBertConfig(EncoderConfig):
     head_bias: bool = False
     head_activation: str = "gelu"
     classifier_pooling: str = "cls"
+    classifier_dropout: float | None = 0.0
 
     @property
     def is_gated(self) -> bool:
@@ -152,6 +153,9 @@ class ModernBertConfig(EncoderConfig):
                 f"layer_types={self.kinds} must name {_LOCAL!r} or {_GLOBAL!r} for each of "
                 f"num_layers={self.num_layers} layers"
             )
+        problems += self.find_unlike(
+            {"attn_dropout": (self.attn_dropout, 0.0), "num_segments": (self.num_segments, 1)}
+        )
         if self.local_attention < 2:
             problems.append(f"local_attention={self.local_attention} must be at least 2")
         if self.classifier_pooling not in ("cls", "mean"):

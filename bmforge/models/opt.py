@@ -108,12 +108,10 @@ class OPTConfig(ModelConfig):
         """Raise `ConfigError` for inconsistent fields."""
         super().check()
         problems = []
-        if (
-            self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim")
-        ) or self.num_kv_heads != self.num_heads:
+        if self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim"):
             problems.append(
                 f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
-                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} the same"
+                f"head_dim={self.head_dim}"
             )
         if self.norm_eps != _NORM_EPS:
             problems.append(f"norm_eps={self.norm_eps} must be {_NORM_EPS}, as in all OPT models")

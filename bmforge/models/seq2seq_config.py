@@ -70,11 +70,8 @@ class Seq2SeqConfig(ModelConfig):
     def check(self) -> None:
         """Raise `ConfigError` for inconsistent fields."""
         super().check()
-        if self.tie_word_embeddings or self.num_kv_heads != self.num_heads:
-            raise ConfigError(
-                f"{type(self).__name__}: tie_word_embeddings={self.tie_word_embeddings} must be "
-                f"False and num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}."
-            )
+        if self.tie_word_embeddings:
+            raise ConfigError(f"{type(self).__name__}: tie_word_embeddings=True must be False.")
 
     @property
     def is_gated(self) -> bool:

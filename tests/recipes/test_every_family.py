@@ -107,6 +107,13 @@ LIKE_LLAMA = (
     *("GPTNeoX", "Falcon"),
 )
 TRIALS |= {name: replace(TRIALS["Llama"]) for name in LIKE_LLAMA}
+_UNGROUPED = f"{WIDE} --model.head-dim 16 --model.max-seq-len 64"
+TRIALS["GPTNeoX"] = Trial("pretrain", "prepared", f"{_UNGROUPED} --data.seq-len 40")
+# Published factors on the logits let tiny models learn slowly.
+for _name in ("Cohere", "Cohere2"):
+    TRIALS[_name] = replace(
+        TRIALS["Llama"], options=f"{TRIALS['Llama'].options} --model.logit-scale 1"
+    )
 _EXPERTS = "--model.num-experts 4 --model.experts-per-token 2 --model.expert-size 24"
 _EXPERTS = f"{_EXPERTS} --model.expert-groups 1 --model.top-groups 1 --model.num-dense 0"
 _LATENT = "--model.kv-rank 16 --model.q-rank 0 --model.plain-dim 8 --model.rope-dim 8"

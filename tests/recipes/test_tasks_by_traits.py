@@ -220,7 +220,8 @@ def test_decoders_learn_conversations(family: str, words: Path, tmp_path: Path) 
         for a, b in talks * 4
     ]
     file = write_jsonl(tmp_path / "talks.jsonl", rows)
-    command = task_options("conversations", file, words, tmp_path / "run", 10)
+    steps = 10 if family in QUICK else 30
+    command = task_options("conversations", file, words, tmp_path / "run", steps)
     sizes = TRIALS[family].options.replace("--data.seq-len 40", "--train.optim.lr 0.01")
     assert main([*command, "--model", family, *sizes.split()]) == 0
     losses = [row["loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
