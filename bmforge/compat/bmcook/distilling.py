@@ -146,7 +146,7 @@ class Teaching:
 
 
 def _place(model: nn.Module, text: str) -> str:
-    """Convert a module of a pair, such as ``[post]a.b``, to the name that `Recorder` takes."""
+    """Convert an entry such as ``[post]a.b`` to the module name that `Recorder` accepts."""
     kind, mark, name = text.partition("]")
     if not mark or kind not in ("[post", "[pre"):
         raise ConfigError(f"{text!r} must begin with [post] or [pre].")

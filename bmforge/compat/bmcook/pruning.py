@@ -27,7 +27,7 @@ class _Pruning:
 
     Args:
         method: sparsity or structured pruning method.
-        owner: model, or the bmforge model inside it, that the method works on.
+        owner: model that is pruned, or the bmforge model inside it.
         is_gated: True for structured pruning.
     """
 
@@ -81,7 +81,7 @@ class BMPrune:
 
     @classmethod
     def set_optim_for_pruning(cls, optimizer: torch.optim.Optimizer) -> None:
-        """Update the last pruned model's masks or gates in every step of an optimizer.
+        """Update the masks or gates of the last pruned model after each step of its optimizer.
 
         Args:
             optimizer: optimizer of that model's parameters.
@@ -93,7 +93,7 @@ class BMPrune:
         pruning = pruning_of(model)
         assert pruning is not None
         if optimizer is None:
-            raise ConfigError("the config prunes, but there is no optimizer. Pass the optimizer.")
+            raise ConfigError("pruning needs the optimizer, which was not given. Pass it.")
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
         new = [p for p in pruning.owner.parameters() if p.requires_grad and id(p) not in optimized]
         if pruning.is_gated and new:  # gates were created after the optimizer

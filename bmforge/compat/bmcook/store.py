@@ -30,9 +30,9 @@ def save(model: nn.Module, file_name: str, mode: str) -> None:
     Args:
         model: trained model.
         file_name: path of the file to write.
-        mode: "quant" writes ``X.weight_quant`` int8 (out, in) and ``X.weight_scale`` fp16 (out,)
-            instead of ``X.weight`` of every quantized layer; "prune" writes the remaining weights,
-            and their sizes to ``FILE.config.json``.
+        mode: "quant" replaces ``X.weight`` of each quantized layer by ``X.weight_quant``, int8
+            (out, in), and ``X.weight_scale``, fp16 (out,); "prune" writes the remaining weights to
+            the file, and their sizes to ``FILE.config.json``.
 
     Raises:
         ConfigError: `mode` is unknown, or the model was not compressed in this way.
@@ -105,7 +105,7 @@ def save_masks(file_name: str, model: nn.Module | None = None) -> None:
 
 @torch.no_grad()
 def load_masks(file_name: str, model: nn.Module | None = None) -> None:
-    """Set all weights to zero that are masked in a file written by `save_masks`.
+    """Zero the weights that the masks in a file of `save_masks` exclude.
 
     Args:
         file_name: file of `save_masks`.
@@ -124,8 +124,8 @@ def load_masks(file_name: str, model: nn.Module | None = None) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"{file_name!r} has masks of another model: {', '.join(wrong[:5])} do not exist in "
-            f"this {type(pruned).__name__}, or have another shape."
+            f"{file_name!r} contains the masks of another model: {', '.join(wrong[:5])} do not "
+            f"exist in this {type(pruned).__name__}, or have another shape."
         )
     for name, mask in masks.items():
         parameter = parameters[name]

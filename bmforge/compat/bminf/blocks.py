@@ -17,7 +17,7 @@ from bmforge.memory.streaming import Streamer
 
 __all__ = ["TransformerBlockList", "place_blocks_"]
 
-# BMInf's default share of the free memory.
+# Fraction of the free memory that BMInf uses by default.
 _SHARE = 0.9
 
 

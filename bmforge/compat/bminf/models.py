@@ -126,7 +126,7 @@ class _Model:
     def _write(
         self, model: Any, decoder: Decoder, start: Sequence[int], config: GenerationConfig
     ) -> tuple[str, bool]:
-        """Generate a continuation; return the new ids, and True if an end token was generated."""
+        """Generate a continuation; return its text, and True if an end token was generated."""
         ids = torch.tensor([start], device=self.engine.device)
         nothing = torch.zeros_like(ids[:, 0])
         with evaluating(model), torch.no_grad():
@@ -164,8 +164,8 @@ class CPM1(_Model):
             stop_tokens: further end tokens.
 
         Returns:
-            The new text, and True if the text is finished (also when the model has no position
-            left).
+            The new text, and True if the text is finished or the maximum sequence length is
+            reached.
 
         Raises:
             ConfigError: the prompt is empty, a stop token is unknown, or an option is out of range.
@@ -329,7 +329,10 @@ def _begin(
     penalties: tuple[float, float],
     more: int = 0,
 ) -> LoweredSeq2Seq:
-    """Create a decoder of the target; its prompt is the start token and `more` further tokens."""
+    """Encode `source`; create its decoder, for a start token, `more` prompt tokens and the answer.
+
+    The decoder's maximum length is ``1 + more + config.max_new_tokens``.
+    """
     with evaluating(model), torch.no_grad():
         return LoweredSeq2Seq(
             model,
@@ -346,7 +349,7 @@ def _find_spans(text: str, positions: Sequence[int] | None) -> list[int]:
     """Return the positions of the blanks to fill in.
 
     Raises:
-        ConfigError: one of the `positions` has no blank.
+        ConfigError: there is no blank at one of the `positions`.
     """
     if positions is None:
         places, start = [], text.find(_SPAN)
@@ -356,5 +359,5 @@ def _find_spans(text: str, positions: Sequence[int] | None) -> list[int]:
         return places
     wrong = [position for position in positions if not text.startswith(_SPAN, position)]
     if wrong:
-        raise ConfigError(f"spans_position={wrong}: there is no {_SPAN!r} at this position.")
+        raise ConfigError(f"spans_position={wrong}: the text has no {_SPAN!r} at this position.")
     return sorted(positions)

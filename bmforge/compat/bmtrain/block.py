@@ -146,9 +146,9 @@ class Block(Facade):
 
 
 def _run_gathered(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a block's forward, also in a backward pass that does not begin at the block's output."""
-    # FSDP gathers for backward when a gradient arrives at the output; the gradient of a recorded
-    # tensor starts inside the block.
+    """Run a block's forward; gather its parameters first if backward is recomputing it."""
+    # FSDP gathers for backward when a gradient arrives at the block's output, but backward from a
+    # tensor that was recorded inside the block never passes through that output.
     if isinstance(module, FSDPModule) and torch._C._current_graph_task_id() != -1:
         module.unshard()
     # In its first call TorchScript's profiling executor saves other tensors for backward than in
@@ -181,7 +181,7 @@ def _no_views(out: Any) -> Any:
 
 
 def _check(module: nn.Module) -> None:
-    """Convert a plain module; raise an error if only some of its parameters are distributed."""
+    """Distribute a plain module; raise an error if only some of its parameters are distributed."""
     named = dict(module.named_parameters())
     plain = [name for name, param in named.items() if origin_of(param) is None]
     is_plain = not any(isinstance(m, DistributedModule) for m in module.modules())
@@ -319,7 +319,8 @@ class TransformerBlockList(nn.Module):
             hidden = out if isinstance(out, tuple) else (out,)
             if len(hidden) != self.num_hidden:
                 raise BlockError(
-                    f"a block returned {len(hidden)} values, but num_hidden={self.num_hidden}."
+                    f"a block returned {len(hidden)} values, but num_hidden={self.num_hidden}. Set "
+                    "num_hidden to the number of values that every block returns."
                 )
         if return_hidden_states:
             return *hidden, *(torch.stack(column) for column in zip(*seen, strict=True))

@@ -48,14 +48,14 @@ def all_gather(x: Tensor, comm: Any = None) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = None) -> Tensor:
-    """Reduce a tensor over the processes; return this process's part of the rows.
+    """Reduce a tensor over the processes; return this process's part of the result's rows.
 
     Shape:
         x: (R, ...) -> (R / world, ...)
 
     Raises:
-        ConfigError: `op` is not differentiable here ("sum" and "avg" are).
-        ShapeError: the number of processes does not divide the rows.
+        ConfigError: `op` is neither "sum" nor "avg".
+        ShapeError: the number of rows is not divisible by the number of processes.
     """
     group = _group(comm)
     if op not in ("sum", "avg"):
@@ -84,7 +84,7 @@ def all_reduce(x: Tensor, op: Op = "sum", comm: Any = None) -> Tensor:
         return sum_forward(x, group) / group.size()
     if op not in ("max", "min", "prod"):
         raise ConfigError(f"op={op!r} must be one of sum, avg, max, min, prod.")
-    # Other processes' values are used, but get their gradient on their own process.
+    # The other processes' values are used without gradient: they get it on their own process.
     others = gather_tokens(x.detach()[None], group, 0, summed=False)
     parts = torch.cat((others[: group.rank()], x[None], others[group.rank() + 1 :]))
     if op == "prod":

@@ -71,8 +71,8 @@ class OpParallelLinear:
         """Compute the tensor-parallel product.
 
         Args:
-            input: this process's rows, all rows (replicated), or this process's columns.
-            weight: this process's rows (outputs) or columns (inputs).
+            input: this process's rows of the input, all rows (replicated), or its columns.
+            weight: this process's rows of the weight (outputs), or its columns (inputs).
             bias: bias of the outputs.
             gather_input: True to all-gather the rows of `input`.
             gather_output: True to all-gather the outputs of a column-parallel weight.

@@ -82,7 +82,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
             batch_related: one flag per further argument, True if the argument has a batch dim
                 (default: tensors with as many dims and rows as the first argument).
             return_hidden_states: also return the inputs of each block.
-            kwargs: the same for every block and process; they get no gradient.
+            kwargs: keyword arguments, the same for every block and process; without gradient.
         """
         if self.stages == 1:
             return super().forward(*args, return_hidden_states=return_hidden_states, **kwargs)
@@ -101,7 +101,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
     def _cut(
         self, hidden: tuple[Any, ...], others: tuple[Any, ...], related: Sequence[bool]
     ) -> list[list[Any]]:
-        """Return the micro-batches for all processes of the pipeline, the same on each of them."""
+        """Gather the rows of all processes of the pipeline; return them as micro-batches."""
         micros, group = config["micros"], config["pipe_comm"]
         rows = hidden[0].shape[0]
         if rows * self.stages % micros or micros % self.stages:

@@ -24,7 +24,7 @@ State = dict[str, Any]
 
 
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return an optimizer's parameters in the order of their numbers in its state."""
+    """Return an optimizer's parameters in the order of their indices in its state."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 

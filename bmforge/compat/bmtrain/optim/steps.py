@@ -43,14 +43,14 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def keeps_whole(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer's states are unsharded on every process."""
+    """Return True if every process keeps the optimizer's full, unsharded states."""
     return isinstance(optimizer, Adafactor) and bool(config["world_size"] > 1)
 
 
 def step_shares(optimizer: Optimizer) -> None:
     """Step an optimizer on sharded parameters.
 
-    Memory, Comm: Adafactor gathers one full parameter and its gradient at a time.
+    Memory and Comm: Adafactor gathers one full parameter and its gradient at a time.
     """
     if config["world_size"] == 1 or not isinstance(optimizer, Adafactor | Rprop):
         optimizer.step()
