@@ -72,7 +72,7 @@ class Groups:
         return self.mesh is not None and joined
 
     def take(self, mesh: DeviceMesh, device: torch.device, topology: Any) -> None:
-        """Adopt the groups of a mesh."""
+        """Use the process groups of a mesh."""
         self.mesh, self.device, self.topology = mesh, device, topology
         self._world = dist.group.WORLD
         self.io = _io_group(mesh)
@@ -104,7 +104,7 @@ def _io_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def join_layout(layout: Layout, topology: Any = None) -> DeviceMesh:
-    """Initialize the process group and adopt the groups of a layout's mesh; return the mesh."""
+    """Initialize torch's process group, and use the groups of a layout's mesh; return the mesh."""
     world = init_distributed()
     mesh = build_mesh(layout, world.device)
     groups.take(mesh, world.device, topology)
@@ -124,8 +124,7 @@ def initialize_model_parallel(model_parallel_size_: int, topology: Any = None) -
     """
     if groups.is_ready:
         raise DistributedError(
-            "the groups of mpu are already initialized. Call "
-            "mpu.destroy_model_parallel() before making others."
+            "the groups of mpu are already initialized. Call mpu.destroy_model_parallel() first."
         )
     world = init_distributed()
     stages = topology.get_dim("pipe") if topology is not None else 1
@@ -177,8 +176,8 @@ def get_io_parallel_group() -> dist.ProcessGroup:
     if groups.io is None:
         groups.of("tp")
         raise DistributedError(
-            "this process has no io group: only the first processes of the first and the last "
-            "stage have one. Call it where mpu.get_model_parallel_rank() is 0, on these stages."
+            "this process has no io group: only tensor-parallel rank 0 of the first and of the "
+            "last pipeline stage has one. Call get_io_parallel_group() only on these processes."
         )
     return groups.io
 

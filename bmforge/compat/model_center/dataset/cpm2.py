@@ -13,15 +13,15 @@ from bmforge.compat.model_center.dataset.cpm1 import stack_rows
 
 __all__ = ["CPM2_Dataset"]
 
-# Corpus ids of blanks begin after the vocabulary; the model's are among its last ids.
+# In the corpus, ids of blanks follow the vocabulary; in the model, they are among its last ids.
 _VOCABULARY, _BLANKS = 26240, 190
 
 
 class CPM2_Dataset(Dataset[Any]):  # noqa: N801
     """Pairs of sources and targets, padded to their maximum lengths.
 
-    An index returns `ctx`, `tgt` padded with -100, `len_ctx` and `len_tgt`, or None for a skipped
-    pair; a slice returns these values stacked.
+    Indexing returns a dict with `ctx`, `tgt` padded with -100, `len_ctx` and `len_tgt`, or None for
+    a skipped pair. A slice returns the stacked values of its pairs.
 
     Args:
         ctx: sources.

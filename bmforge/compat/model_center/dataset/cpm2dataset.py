@@ -22,7 +22,7 @@ class CPM2Rows(TaskRows):
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Any) -> list[int]:
-        """Return the first token of the answer word for each label."""
+        """Return the first token id of each label's answer word."""
         return first_tokens(cls.task, tokenizer)
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from bmforge.files import partial_name
 __all__ = ["DatasetBuilder", "DatasetWriter", "DistributedDataset", "SimpleDataset"]
 __all__ += ["build_dataset", "mask_dataset"]
 
-_NEVER = 0x7FFFFFFF  # read count of blocks that this process does not read
+_NEVER = 0x7FFFFFFF  # read count that marks the blocks of other processes
 
 
 class DistributedDataset:
@@ -120,8 +120,8 @@ class DistributedDataset:
 
         Args:
             state: result of `state_dict` on any process.
-            strict: True to raise an error if the number of processes has changed; False starts
-                partly read blocks again.
+            strict: True to raise an error if the number of processes has changed; if False, partly
+                read blocks are then read from their start.
 
         Raises:
             ConfigError: the number of processes has changed (with `strict`), or the state is that

@@ -87,7 +87,11 @@ class Attention(DistributedModule):
         use_cache: bool = False,
         past_key_value: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
-        """Compute attention; with `use_cache` also return keys and values, (B, K, S, H) each."""
+        """Compute attention; with `use_cache`, also return the keys and values.
+
+        Shape:
+            keys and values: (B, num_heads_kv, S, dim_head)
+        """
         q, k, v = (
             x.unflatten(-1, (-1, self.dim_head)).transpose(1, 2)
             for x in (self.project_q(query), self.project_k(key_value), self.project_v(key_value))
@@ -128,8 +132,8 @@ class SparseSelfAttention(Attention):
         super().__init__(**options)
         if attention_window % 2 or self.pos_bias_type != "none":
             raise ConfigError(
-                f"attention_window={attention_window} must be even, with "
-                f"pos_bias_type={self.pos_bias_type!r} set to 'none'."
+                f"attention_window={attention_window} must be even, and "
+                f"pos_bias_type={self.pos_bias_type!r} must be 'none'."
             )
         self.attention_window = attention_window
         width = self.num_heads * self.dim_head
@@ -209,7 +213,7 @@ class DenseACT(DistributedModule):
         self.act = _activation(activate_fn)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer and the activation."""
+        """Apply the linear layer, then the activation."""
         out: Tensor = self.act(self.w(x))
         return out
 

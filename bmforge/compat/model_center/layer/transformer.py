@@ -94,7 +94,7 @@ class Encoder(_Stack):
         dim_ff: intermediate size of the MLPs.
         num_heads: number of heads N.
         dim_head: head size.
-        mask_modules: pairs (attention, MLP) per layer, true for a sublayer to skip.
+        mask_modules: a pair (attention, MLP) per layer; true means that the sublayer is skipped.
         options: fields of `BlockOptions`.
     """
 
@@ -123,7 +123,7 @@ class Encoder(_Stack):
 class Decoder(_Stack):
     """Decoder: layers with self- and cross-attention, and a final norm; arguments as `Encoder`.
 
-    `mask_modules` are triples (self-attention, cross-attention, MLP) per layer.
+    `mask_modules` has a triple (self-attention, cross-attention, MLP) per layer.
     """
 
     is_decoder = True

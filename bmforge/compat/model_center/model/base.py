@@ -49,7 +49,7 @@ __all__ = [
 
 # Names of the head modules in bmforge's models.
 _HEADS = ("lm_head", "mlm_head")
-# File of a checkpoint in ModelCenter's form; first parts of the parameter names of these classes.
+# File name of the weights in a ModelCenter checkpoint, and prefixes of these classes' parameters.
 _WEIGHTS = "pytorch_model.pt"
 _OWN_PARTS = ("model.", "head.", "cls_projection.")
 
@@ -59,9 +59,9 @@ class TextInputs(NamedTuple):
 
     Attributes:
         ids, embeds: token ids or embeddings; one of them is None.
-        given: the argument that is not None.
-        width: number of tokens, cached ones included.
-        cache: KV cache to extend; None keeps none.
+        given: `ids` or `embeds`, whichever is not None.
+        width: sequence length, including cached tokens.
+        cache: KV cache to extend; if None, keys and values are not cached.
     """
 
     ids: Tensor | None
@@ -199,7 +199,8 @@ class BaseModel(nn.Module):
         Args:
             hidden: last hidden states.
             make_output: function that builds the output from logits, a `Later`, or None.
-            output_logits: True computes logits now, False never, None when they are read.
+            output_logits: True to compute logits now, False to omit them, None to compute them
+                when they are read.
             return_logits, return_dict: options of the call.
         """
         if return_logits:
@@ -248,15 +249,15 @@ class BaseModel(nn.Module):
         self.to_zoo(head).save_pretrained(directory, overwrite=overwrite)
 
     def published_modules(self) -> dict[str, list[str]]:
-        """Map ModelCenter's module names to those in this model, for adapter targets."""
+        """Return a dict from ModelCenter's module names to this model's, for adapter targets."""
         return module_names(self.model, self.config.family, "model.")
 
     def _has_old_names(self) -> bool:
-        """Return True if ModelCenter has checkpoints of this family."""
+        """Return True if ModelCenter has published checkpoints of this family."""
         return self.config.family in OLD_FAMILIES
 
     def published_parameters(self) -> dict[str, str]:
-        """Return ModelCenter's parameter names by the names in this model."""
+        """Return a dict from this model's parameter names to ModelCenter's."""
         return parameter_names(self) if self._has_old_names() else {}
 
     def to_zoo(self, head: str | None = None) -> Model:

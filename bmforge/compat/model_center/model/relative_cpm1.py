@@ -32,7 +32,7 @@ class RelativeCPM1Config(ModelConfig):
     Args:
         num_buckets: number of distance buckets.
         max_distance: distance from which all distances in one direction share the last bucket.
-        dropout: dropout probability everywhere.
+        dropout: dropout probability of every dropout layer.
     """
 
     family: ClassVar[str] = "model_center_cpm1"

@@ -1,6 +1,6 @@
 """Megatron's functions to write and open token stores (`.bin` and `.idx`).
 
-All implementations write and open the same memory-mapped form. An existing store is never replaced.
+Every `impl` writes and opens the same memory-mapped format. An existing store is never replaced.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def make_dataset(path: str, impl: str = "infer", skip_warmup: bool = False) -> M
 
     Args:
         path: path without `.bin` or `.idx`.
-        impl: "infer", or a value of `get_available_dataset_impl()`; all open the same.
+        impl: "infer", or a value of `get_available_dataset_impl()`; all open the same format.
         skip_warmup: accepted and ignored; pages are read on demand.
 
     Raises:
@@ -138,7 +138,7 @@ class MMapIndexedDatasetBuilder:
 def make_builder(
     out_file: str | os.PathLike[str], impl: str = "mmap", dtype: Any = np.int32
 ) -> MMapIndexedDatasetBuilder:
-    """Return a store writer; every `impl` writes the same form."""
+    """Return a store writer; every `impl` writes the same format."""
     _check(impl)
     return MMapIndexedDatasetBuilder(out_file, dtype)
 

@@ -246,5 +246,5 @@ class Config:
 
 
 def _count_rest(native: ModelConfig) -> int:
-    """Return the number of extra rows in the position table, which are not positions."""
+    """Return the number of rows of the position table that do not encode a position."""
     return 1 if native.family == "glm" else int(getattr(native, "position_offset", 0))
