@@ -36,7 +36,7 @@ from bmforge.tune.delta.opendelta_format import OLD_WEIGHTS_NAME, old_type_of, o
 
 __all__ = ["DeltaBase"]
 
-# OpenDelta does not modify language-model heads and the norm after the embedding.
+# OpenDelta modifies neither language-model heads nor the norm after the embedding.
 _HEADS = ("lm_head", "mlm_head", "cls.predictions")
 _EMBED_NORMS = ("embed_norm", "embeddings.LayerNorm")
 
@@ -134,7 +134,7 @@ class DeltaBase(nn.Module):
         return name
 
     def _more(self, config: Any) -> dict[str, Any]:
-        """Return additional adapter options, which OpenDelta's files do not contain."""
+        """Return further options of the adapter that are not in OpenDelta's config."""
         return {}
 
     @classmethod
@@ -208,7 +208,7 @@ class DeltaBase(nn.Module):
     ) -> None:
         """Write the delta, and other trained parameters, to a directory.
 
-        It has PEFT's two files, and OpenDelta's two if OpenDelta has this form of the delta.
+        It gets PEFT's two files, and OpenDelta's two if OpenDelta's format can represent the delta.
 
         Args:
             finetuned_delta_path: directory; created if missing.
@@ -308,7 +308,7 @@ class DeltaBase(nn.Module):
         visualization: bool = True,
         cuda_memory: bool = True,
     ) -> None:
-        """Print the module tree and the share of trained parameters."""
+        """Print the module tree, the fraction of trained parameters, and the device memory."""
         root = self.backbone_model if module is None else module
         if visualization:
             Visualization(root).structure_graph()

@@ -26,7 +26,7 @@ class TheirTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Raise an error, since transformers opens its own tokenizers."""
+        """Raise an error, since transformers must load the tokenizer."""
         raise ConfigError(
             "it cannot be loaded here: load it with transformers, or use "
             "bmforge.tokenizers.AutoTokenizer."

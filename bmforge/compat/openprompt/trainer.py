@@ -30,7 +30,7 @@ class BaseRunner:
         model: prompted model.
         config: configuration with `train`, `plm.optimize` and `logging.path`; a template or
             verbalizer that is trained also needs an `optimize` section.
-        train_dataloader, valid_dataloader, test_dataloader: loaders of prompts.
+        train_dataloader, valid_dataloader, test_dataloader: `PromptDataLoader` of each split.
     """
 
     def __init__(

@@ -35,8 +35,8 @@ class ManualVerbalizer(nn.Module):
         tokenizer: tokenizer of bmforge or transformers.
         classes: class names.
         num_classes: number of classes, instead of names.
-        label_words: words per class, as a list or as a dict from class name to words; None if
-            `from_file` sets them.
+        label_words: words of each class, as a list or as a dict from class name to words; None if
+            `from_file` reads them.
         prefix: text before a word: " " or "".
         multi_token_handler: first, max, mean, or joint (not in OpenPrompt).
         post_log_softmax: True to return log-probabilities.
@@ -143,7 +143,7 @@ class ManualVerbalizer(nn.Module):
 class KnowledgeableVerbalizer(ManualVerbalizer):
     """Verbalizer with many words per class.
 
-    The options `max_token_split`, `candidate_frac` and `pred_temp` are those of the original.
+    The options `max_token_split`, `candidate_frac` and `pred_temp` are those of OpenPrompt.
     """
 
     def make(self, rows: list[list[str]]) -> nn.Module:
@@ -206,7 +206,10 @@ class AutomaticVerbalizer(ManualVerbalizer):
         self._seen: list[tuple[Tensor, Tensor]] = []
 
     def register_buffer(self, *arguments: Any, **options: Any) -> None:
-        """Store the logits at the masks of labeled examples; with a name, call torch's method."""
+        """Store the logits at the masks and the labels of examples.
+
+        If the first argument is a name, call `torch.nn.Module.register_buffer`.
+        """
         if arguments and isinstance(arguments[0], Tensor):
             self._seen.append((arguments[0].detach(), arguments[1]))
         else:
@@ -222,7 +225,7 @@ class AutomaticVerbalizer(ManualVerbalizer):
 
 
 class SoftVerbalizer(ManualVerbalizer):
-    """Verbalizer with the model's head, whose last layer has one trained row per class.
+    """Verbalizer that scores classes with the model's head; its last layer has a row per class.
 
     The second argument is the model, named `model` or `plm`.
     """
@@ -288,7 +291,7 @@ class ProtoVerbalizer(ManualVerbalizer):
 
 
 class GenerationVerbalizer(ManualVerbalizer):
-    """Verbalizer whose classes are texts to generate: label words, or a rule (`is_rule`)."""
+    """Verbalizer whose classes are texts to generate: label words or, with `is_rule`, templates."""
 
     def make(self, rows: list[list[str]]) -> nn.Module:
         """Build the bmforge verbalizer for class texts."""

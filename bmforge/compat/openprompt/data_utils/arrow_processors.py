@@ -44,7 +44,10 @@ def _read_rows(folder: Path) -> Iterator[Row]:
 def _fields(
     labels: Sequence[str], text_a: str, text_b: str = "", meta: Sequence[str] = ()
 ) -> Reader:
-    """Return a reader for rows with two texts, further fields and a class index (-1: unknown)."""
+    """Return a reader for rows with one or two text fields and a class index (-1 if unlabeled).
+
+    The fields in `meta` are copied to `InputExample.meta`.
+    """
 
     def read(path: Path, split: str) -> Iterator[Row]:
         for row in _read_rows(path):

@@ -15,7 +15,7 @@ __all__ = ["calibrate"]
 
 @torch.no_grad()
 def calibrate(prompt_model: Any, dataloader: Any) -> Tensor:
-    """Return the mean logits at the masks of a loader's examples.
+    """Return the mean logits at the masks over a loader's examples.
 
     Args:
         prompt_model: a `PromptForClassification`.
