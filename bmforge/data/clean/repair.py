@@ -1,8 +1,8 @@
 """Repairs mojibake (text decoded with a wrong encoding) if this is reliably possible.
 
 A table lists which encodings are mistaken for which others. A valid UTF-8 result is accepted; a
-result in a Chinese encoding must have frequent Chinese characters. Other lines go to ftfy one by
-one. Text that lost characters in the wrong decoding is not changed, nor is intact text.
+result in a Chinese encoding must have frequent Chinese characters. Other lines are passed to ftfy
+one at a time. Intact text is not changed, nor is text that lost characters in the wrong decoding.
 """
 
 from __future__ import annotations

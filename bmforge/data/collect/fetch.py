@@ -143,7 +143,7 @@ def fetch(
 
 
 def _join_headers(pairs: list[tuple[str, str]]) -> dict[str, str]:
-    """Map lower-case header names to values; values of repeated headers are joined with commas."""
+    """Return a dict from lower-case header name to value; repeated headers joined with commas."""
     joined: dict[str, str] = {}
     for name, value in pairs:
         name = name.lower()

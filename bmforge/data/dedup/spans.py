@@ -42,8 +42,8 @@ def find_repeated_spans(
     The first occurrence, in the order of reading, is kept.
 
     Args:
-        documents: function called for each of two passes; both passes must yield the same documents
-            in the same order.
+        documents: function that returns an iterable of the documents; called twice, and must
+            return the same documents in the same order.
         min_tokens: length of the shortest span, in words or Chinese characters.
         work_dir: folder of temporary files, 16 bytes per token.
 

@@ -69,7 +69,7 @@ _TOKENS_OF_RUN = StringCache(_tokens_of_run)
 def locate_tokens(text: str) -> tuple[list[str], list[tuple[int, int]]]:
     """Return the tokens of a text, and the start and end offset of each in the original text.
 
-    Each token is normalized by itself, so that the offsets refer to `text`.
+    Each token is normalized separately, so that the offsets refer to `text`.
     """
     if text.isascii():
         matches = list(_TOKEN.finditer(text))

@@ -3,7 +3,7 @@
 Source: the generalized Feistel network with cycle walking of Black and Rogaway, "Ciphers with
 arbitrary finite domains" (2002). A number below n is written as (left, right) with left < a and
 right < b, a and b near sqrt(n); each round adds a function of one half to the other, which is a
-permutation for any function (Luby and Rackoff, 1988). A result of n or more is permuted again until
+permutation for any function (Luby and Rackoff, 1988). A result >= n is permuted again until
 it is below n; this is rare, as a b - n < a. The round function is the finalizer of splitmix64
 (Steele, Lea and Flood, 2014). The permutation is for shuffling, not for secrecy.
 """
