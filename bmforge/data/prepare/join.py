@@ -34,7 +34,7 @@ def join_stores(
         results: results of encoding each shard.
         encoded: folder of the shards' stores.
         finished: temporary folder in which the corpus is assembled.
-        into_one: True to copy the stores into one; False keeps them separate, with a list.
+        into_one: True to copy the stores into one; False to keep them as a sharded store.
 
     Returns:
         the counts of the training and the validation store, and the end offset of each shard in

@@ -72,7 +72,7 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
 
 
 def funnel_stages(funnel: Funnel) -> list[tuple[str, int, int]]:
-    """Return name, remaining and dropped documents of each stage; a rule set is one stage."""
+    """Return (name, remaining documents, dropped documents) per stage; a rule set is one stage."""
     gone: dict[str, int] = {}
     for rule, amount in funnel.dropped.items():
         name = rule.partition(".")[0]

@@ -125,10 +125,10 @@ def join_pages(pages: list[str]) -> str:
 
 
 def _shapes(lines: list[str], at: int, page: int) -> set[tuple[bool, str]]:
-    """Return the forms in which a header or footer may recur on other pages; empty for other lines.
+    """Return strings that are equal for a running header or footer on different pages.
 
-    The forms are the line itself, and the line with one number replaced by its difference from the
-    page number.
+    They are the line itself, and the line with one number replaced by its difference from the page
+    number. Lines elsewhere on the page have none.
     """
     line, is_foot = lines[at].strip(), at >= len(lines) - _EDGE_LINES
     if not line or not _is_edge(lines, at):

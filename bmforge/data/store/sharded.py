@@ -70,7 +70,7 @@ def write_shard_list(
                 "Move it there."
             ) from error
     if not names or len(set(names)) != len(names):
-        raise ConfigError(f"shards={names} must have at least one shard, and none twice.")
+        raise ConfigError(f"shards={names} must contain at least one shard, and each shard once.")
     entries = [
         {"name": name, "tokens": store.num_tokens, "sequences": len(store)}
         for name, store in zip(names, map(TokenStore, shards), strict=True)
@@ -89,7 +89,7 @@ class ShardedStore(TokenStore):
         shards: the stores, in order.
 
     Raises:
-        DataError: the list or a store is missing or damaged, or differs from the listed one.
+        DataError: the list or a store is missing or damaged, or they do not match.
 
     Memory: a few kB per shard.
     """

@@ -222,7 +222,7 @@ def _read_header(path: Path) -> tuple[np.dtype[np.integer], int, int]:
 
 
 def _map(path: Path, dtype: np.dtype[np.integer], offset: int, count: int) -> NDArray[np.integer]:
-    """Memory-map `count` numbers at byte `offset` of a file; `count` may be 0."""
+    """Memory-map `count` values of type `dtype` at byte `offset` of a file; `count` may be 0."""
     if count == 0:
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)

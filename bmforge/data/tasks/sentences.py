@@ -52,7 +52,7 @@ def _csv_task(name: str, labels: tuple[str, ...], fields: tuple[str, ...]) -> Be
 
 
 def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> BenchmarkTask:
-    """Return a task with tab-separated files, whose header names `label` and `text`."""
+    """Return a task whose files are tab-separated, with the columns ``label`` and `text`."""
 
     def read(path: Path) -> Iterator[TaskExample]:
         lines = iter(read_lines(path))
@@ -66,7 +66,7 @@ def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> BenchmarkTask:
             if len(cells) != len(head):
                 raise DataError(
                     f"{str(path)!r}, line {number}: the line has {len(cells)} cells, but the "
-                    f"header {len(head)}."
+                    f"header has {len(head)}."
                 )
             row = dict(zip(head, cells, strict=True))
             label = row.get("label")
@@ -180,7 +180,7 @@ _RELATIONS = (
     "per:stateorprovinces_of_residence",
     "per:title",
 )
-# Re-TACRED's classes: other names for some of TACRED's, and two fewer.
+# Re-TACRED's classes: some of TACRED's have other names, and two are missing.
 _RENAMED = {
     **{f"org:{level}_of_headquarters": f"org:{level}_of_branch"
        for level in ("city", "country", "stateorprovince")},
