@@ -47,7 +47,7 @@ class ClusterConfig:
         steps: additional steps, run after those of `prepare`.
         tasks: largest number of datatrove tasks per stage; a task processes several shards if there
             are more shards than tasks.
-        at_once: number of concurrent tasks; -1 is the number of cores, or unlimited for a job
+        at_once: number of concurrent tasks; -1 for the number of cores, or no limit for a job
             queue.
         options: further arguments of the executor, such as partition, time and mem_per_cpu_gb for
             Slurm.

@@ -161,7 +161,7 @@ def _run(module: nn.Module | None, forward: Any, /, *args: Any, **kwargs: Any) -
     """Run a module's forward so that no output is a view; then ``x += y`` on an output is safe.
 
     Args:
-        module: module to recompute in backward; None saves the activations.
+        module: module to recompute in backward; if None, activations are saved instead.
         forward: forward of the module.
         args, kwargs: arguments of the module.
     """

@@ -63,7 +63,7 @@ class Origin:
         tp_mode: True if tensor-parallel processes have separate gradients.
         tp_split_dim: dim that tensor parallelism splits; -1 if the parameter is not split.
         in_block: True if a `Block` gathers the parameter together with others.
-        stage: pipeline stage that has the parameter; None means all stages.
+        stage: pipeline stage that has the parameter; None for all stages.
         is_empty: True if the parameter was created on the meta device and has no values yet.
     """
 

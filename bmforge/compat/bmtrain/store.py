@@ -48,7 +48,7 @@ def save(model: nn.Module, file_name: str | Path, non_blocking: bool = False) ->
     Raises:
         OSError: the file cannot be written; for a background write the next `save` raises it.
 
-    Memory: rank 0 holds the full model on the host, other ranks one parameter.
+    Memory: the full model on rank 0's host, one parameter on other ranks.
     """
     config.need("save")
     run_on_first(_finish_writing)

@@ -1,7 +1,7 @@
 """DeepSpeed's `PipelineModule`: a model built from a list of layers, split by the engine.
 
-Each layer is called with the output of the one before, a tensor or a tuple. Any tensors may cross
-stages, with or without gradient.
+Each layer is called with the previous layer's output, a tensor or a tuple. Any tensors may be sent
+between stages, with or without gradient.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def take_parts_(backbone: nn.Module) -> None:
 
 
 def zoo_in(backbone: nn.Module) -> nn.Module:
-    """Return the only bmforge model inside a backbone; the backbone if there is none or several."""
+    """Return the bmforge model inside a backbone, or the backbone unless there is exactly one."""
     models = [module for module in backbone.modules() if isinstance(module, Model)]
     return models[0] if len(models) == 1 else backbone
 

@@ -15,7 +15,7 @@ __all__ = ["Visualization"]
 
 
 class Visualization:
-    """Draws a model as a tree.
+    """Prints a model as a tree of modules.
 
     Args:
         plm: any model.

@@ -113,7 +113,7 @@ class ManualTemplate(nn.Module):
         return example
 
     def wrap_one_example(self, example: Any) -> Wrapped:
-        """Return the text pieces for an example, and its other values."""
+        """Fill the template; return the text pieces and the example's other values."""
         example = self.fill(example)
         core = next(iter(self._bound.values()), None) or self.bind("masked")
         pieces = [

@@ -68,7 +68,7 @@ class ScoreByFile:
     Attributes:
         path: path of the model file.
         digest: hash of the file when the `prepare` run started.
-        low, high: bounds of the scores to keep; None means no bound.
+        low, high: bounds of the scores to keep; None for no bound.
     """
 
     path: str

@@ -128,7 +128,7 @@ _PLAIN = re.compile(r"""([A-Za-z]+)([,;:!?)"]|(?<=[a-z])\.)?""")
 # Strings that consist of letters only, but that `_NOT` divides.
 _DIVIDED = frozenset([f"{verb}nt" for verb in _NOT_VERBS.split("|")] + ["cannot", "id", "im"])
 _TAIL = 40  # characters at a string's end in which closing marks are searched
-# Maximum length in characters; longer runs are first cut into pieces of this length.
+# Maximum length of a string in characters; longer strings are first cut into pieces.
 _LONGEST_RUN = 1000
 _ENDS = frozenset(SENTENCE_ENDS)
 

@@ -53,7 +53,7 @@ class Robots:
 
 
 def parse_robots(text: str, agent: str) -> Robots:
-    """Parse a robots.txt; return the rules for an agent, or those for all agents if it has none.
+    """Parse a robots.txt; return the rules for an agent, or by default the rules for all agents.
 
     Args:
         text: content of the file.

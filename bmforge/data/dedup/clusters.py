@@ -44,7 +44,7 @@ class Clusters:
 def place_source(source: str, preferred: Sequence[str]) -> int:
     """Return the priority of a source: the index of the first preferred prefix that matches it.
 
-    A source without a matching prefix gets the number of prefixes, the lowest priority.
+    A source without a matching prefix gets ``len(preferred)``, the lowest priority.
     """
     places = (index for index, name in enumerate(preferred) if source.startswith(name))
     return next(places, len(preferred))

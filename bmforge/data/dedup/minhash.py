@@ -78,7 +78,7 @@ def choose_bands(threshold: float, hashes: int) -> tuple[int, int]:
 def hash_shingles(text: str, ngram: int) -> Hashes:
     """Return the sorted distinct hashes of a text's n-grams.
 
-    A text with fewer than `ngram` words gives one shorter n-gram; a text without words gives none.
+    A text with fewer than `ngram` words has a single, shorter n-gram; one without words has none.
     """
     return np.unique(_hash_ngrams(text, ngram))
 

@@ -269,7 +269,7 @@ class _Candidates:
         return cls(places, numbers, order, old, num_earlier)
 
     def number(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the candidate numbers of some positions, sorted."""
+        """Return the sorted candidate numbers of the documents at some positions."""
         return np.sort(self.numbers[np.searchsorted(self.places, places)])
 
 

@@ -1,7 +1,7 @@
 """Tokens that deduplication and decontamination compare, and hashes of token n-grams.
 
 A token is a word by Unicode's text segmentation (UAX 29), combining marks included. Scripts
-without spaces between words (Han, kana, Thai, Lao, Burmese, Khmer) give one token per grapheme
+without spaces between words (Han, kana, Thai, Lao, Burmese, Khmer) have one token per grapheme
 cluster. Case, width, punctuation and invisible format characters are ignored. Hashes depend only on
 the text, not on the process.
 """

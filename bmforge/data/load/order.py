@@ -58,7 +58,7 @@ def permute(indices: NDArray[np.int64], n: int, key: bytes) -> NDArray[np.int64]
 def _feistel(
     values: NDArray[np.uint64], a: int, b: int, keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    """Permute numbers in [0, a b) by one pass through the Feistel network."""
+    """Permute numbers in [0, a b) by applying the Feistel network once."""
     size_left, size_right = np.uint64(a), np.uint64(b)
     left, right = np.divmod(values, size_right)
     for key_left, key_right in keys.reshape(-1, 2):

@@ -1,7 +1,7 @@
 """Packs a token store into rows of `seq_len` tokens, and finds document boundaries in rows.
 
 All documents are concatenated in the store; a row is a window on that stream and may span
-documents. Adjacent windows share one token, so every token is predicted: a row of T tokens makes
+documents. Adjacent windows share one token, so every token is predicted: a row of T tokens has
 T - 1 predictions, as the model shifts the labels itself (Hugging Face's convention).
 """
 

@@ -63,7 +63,7 @@ class Blame(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePart:
-    """One part of a stage (usually a shard): its number, its task, and the entries to skip."""
+    """One part of a stage (usually a shard): its index, its task, and the entries to skip."""
 
     number: int
     task: Any
@@ -80,12 +80,12 @@ def run_parts(
     limits: Limits,
     on_blame: Callable[[int, Blame], None],
 ) -> Iterator[tuple[int, Any]]:
-    """Run the parts of a stage in any order; yield the number and the result of each.
+    """Run the parts of a stage in any order; yield (index, result) of each.
 
     Args:
         work: module-level function of a part and a `Beat` callback; it calls the callback with each
             entry's index, whether the entry is still being read, and its name.
-        workers: number of processes; 0 runs in this process, without limits.
+        workers: number of processes; 0 to run in this process, without limits.
         limits: limits of one entry.
         on_blame: callback for each skipped entry, called before the part runs again.
 
@@ -183,11 +183,11 @@ class _Pool:
                 break
             connection.wait([worker.pipe for worker in busy], timeout=_LOOK_EVERY_S)
             for worker in busy:
-                yield from self._look_at(worker, on_blame)
+                yield from self._check_on(worker, on_blame)
         if self._failed:
             raise self._failed[min(self._failed)]
 
-    def _look_at(
+    def _check_on(
         self, worker: _Worker, on_blame: Callable[[int, Blame], None]
     ) -> Iterator[tuple[int, Any]]:
         """Yield a worker's result if it is ready; replace a worker that crashed or hit a limit."""
@@ -197,7 +197,7 @@ class _Pool:
             try:
                 result, error = worker.pipe.recv()
             except (EOFError, OSError):
-                self._replace(worker, self._judge_death(worker), on_blame)
+                self._replace(worker, self._blame_for_crash(worker), on_blame)
                 return
             worker.part = None
             if error is None:
@@ -208,7 +208,7 @@ class _Pool:
         elif blame := worker.exceeded(self._limits):
             self._replace(worker, blame, on_blame)
 
-    def _judge_death(self, worker: _Worker) -> Blame | None:
+    def _blame_for_crash(self, worker: _Worker) -> Blame | None:
         """Return the entry to skip if a worker crashed on it for the second time, else None."""
         assert worker.part is not None
         worker.process.join()

@@ -20,7 +20,7 @@ from bmforge.data.store.writer import merge_stores
 
 __all__ = ["STORE_NAME", "join_stores"]
 
-STORE_NAME = "tokens"  # the store of a shard has the shard number appended
+STORE_NAME = "tokens"  # file name of the store; the shard index is appended to a shard's name
 Cuts = dict[str, list[tuple[int, int, str]]]
 
 
@@ -37,8 +37,8 @@ def join_stores(
         into_one: True to copy the stores into one; False to keep them as a sharded store.
 
     Returns:
-        the counts of the training and the validation store, and the end offset of each shard in
-        the files.
+        the counts per split, and a dict from the path of each .bin file to its parts: (shard index,
+        end offset in bytes, names of the inputs).
     """
     counts: dict[str, EncodeCount] = {}
     cuts: Cuts = {}

@@ -37,7 +37,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class FileRange:
-    """Range of a file in bytes or rows, `begin` to `end` (-1: end of file), from line `line` on."""
+    """Range of a file in bytes or rows, `begin` to `end` (-1: end of file); starts at `line`."""
 
     path: str
     begin: int = 0
@@ -65,7 +65,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class _Cut:
-    """An input file, and the offsets at which it can be split (from `Parts`)."""
+    """An input file, and the offsets at which it can be split (see `Parts`)."""
 
     file: InputFile
     at: tuple[tuple[int, int], ...] = ()

@@ -120,7 +120,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class StageState:
-    """Progress of a stage: the number of finished parts and of all parts."""
+    """Progress of a stage: number of finished parts, and total number of parts."""
 
     stage: str
     done: int

@@ -141,7 +141,7 @@ def _cut(value: str) -> str:
 
 
 def origin_of(document: Document) -> str:
-    """Return the origin of a document for attribution: the host of its URL, else its file name."""
+    """Return a document's origin, for attribution: the host of its URL, or else its file name."""
     try:
         host = urlsplit(document.url).hostname
     except ValueError:

@@ -36,7 +36,7 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
     """Write ``report.html`` into a prepared corpus directory; return its path.
 
     Raises:
-        DataError: the directory has no record, or one of an older format, without a funnel.
+        DataError: the directory has no record, or its record has an older format without a funnel.
     """
     out = Path(out_dir)
     check_place(out / _NAME, "report", is_file=True)

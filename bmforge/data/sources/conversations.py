@@ -85,7 +85,7 @@ def find_conversation_files(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def _suffix_of(file: Path) -> str:
-    """Return a file's suffix, ignoring that of a compression format."""
+    """Return a file's suffix, after removing a compression suffix such as ``.gz``."""
     return (file.with_suffix("") if file.suffix in PACKED else file).suffix.lower()
 
 

@@ -314,7 +314,7 @@ def _detect_utf16(sample: bytes) -> str:
 @cache
 def _common() -> frozenset[str]:
     """Return the set of frequent Chinese and Japanese characters, with their punctuation."""
-    # Rows and cells: GB 2312's level 1, Big5's, and the punctuation, kana and full width of both.
+    # Row and cell ranges: level 1 of GB 2312 and of Big5; punctuation, kana, full-width of both.
     characters = {
         _pair(row, cell, "gb2312") for row in range(0xB0, 0xD8) for cell in range(0xA1, 0xFF)
     }

@@ -36,7 +36,7 @@ def read_pdf(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[R
 
 
 def parse_pdf(raw: bytes, where: Where) -> Document | Drop:
-    """Parse the text of a PDF; scans without text and encrypted files give a `Drop`.
+    """Parse the text of a PDF; return a `Drop` for scans without text and for encrypted files.
 
     Raises:
         DataError: the file is damaged.
@@ -85,7 +85,7 @@ def _read_page(page: Any) -> str:
 def _place(page: Any, begin: int, text: str) -> Iterator[PlacedLine]:
     """Yield a line with its bounding box; a line that spans two columns is split.
 
-    Positions are those of characters in the file, not of characters that pdfium generated.
+    Positions count the characters in the file, not those that pdfium generates.
     """
     words = list(_WORD.finditer(text))
     boxes = [

@@ -195,7 +195,7 @@ def _check_answer(messages: Content, location: str) -> None:
 
 
 def _read_margin(values: Mapping[str, Any], location: str) -> float | None:
-    """Return the preference margin: the field ``margin``, or the difference of the scores."""
+    """Return the preference margin: ``margin`` or the score difference; None if missing."""
     chosen, rejected = (
         next((values[name] for name in names if values.get(name) is not None), None)
         for names in (_CHOSEN_SCORES, _REJECTED_SCORES)

@@ -49,7 +49,7 @@ class Where:
     budget_bytes: int = 1 << 28
 
     def place(self, number: int | str) -> str:
-        """Return the location string of a numbered record, for `Document.place`."""
+        """Return the location string of record `number`, for `Document.place`."""
         return f"{self.inside}:{number}" if self.inside else str(number)
 
     def whole(self) -> str:

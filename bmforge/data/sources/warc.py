@@ -80,7 +80,7 @@ def _import(where: Where) -> Any:
 
 
 def _header(lines: Iterable[bytes], header_name: bytes) -> str:
-    """Return the value of a WARC header in lower case; "" if it is missing."""
+    """Return the value of a WARC header, in lower case; "" if it is missing."""
     for line in lines:
         name, _, value = line.partition(b":")
         if name.strip().lower() == header_name:

@@ -3,7 +3,7 @@
 A dataset is a directory. ``meta.bin`` has a line with a JSON object for each data file: file_name,
 block_begin, block_end, nbytes, nlines, mask and sometimes block_size. A data file consists of
 blocks of equal size; a block consists of records, each 0x1F, its length (uint32, little-endian) and
-that many bytes of pickle, then 0x00 up to the end. BMTrain and ModelCenter use an older form:
+that many bytes of pickle, then 0x00 up to the end. BMTrain and ModelCenter use an older format:
 ``meta.bin`` is one pickle, and records have no lengths. All pickles are read by `safe_pickle`, so
 no code in them runs.
 
@@ -163,7 +163,7 @@ class BlockDataset:
                 raise DataError(f"{_place(path, block, number)}: {error}") from error
 
     def _split_old(self, content: bytes, path: Path, block: int) -> Iterator[tuple[int, Any]]:
-        """Split a block of the older form, which has no record lengths."""
+        """Split a block of the older format, which has no record lengths."""
         stream = io.BytesIO(content)
         for number in itertools.count():
             mark = stream.read(1)

@@ -40,11 +40,11 @@ class LazyArray(ABC):
 
     @abstractmethod
     def _read(self, number: int, start: int, end: int) -> NDArray[Any]:
-        """Read the elements `start` to `end` of piece `number`."""
+        """Read the elements `start` to `end` of the piece with index `number`."""
 
     @abstractmethod
     def _take(self, number: int, places: NDArray[np.int64]) -> NDArray[Any]:
-        """Read the elements at the positions `places` of piece `number`."""
+        """Read the elements at the positions `places` of the piece with index `number`."""
 
     def __getitem__(self, key: Any) -> Any:
         """Return an element, a slice with step 1, or the elements at an array of positions."""

@@ -1,7 +1,7 @@
 """Reads many token stores as one; the file ``PREFIX.shards`` lists them.
 
 Each shard is a complete store that Megatron-LM can read. Nothing is copied: a corpus written in
-parts by a cluster is opened in place.
+parts by a cluster is read where it was written.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class TokenStore:
         return max(marks - 1, 0) + (last < len(self))
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[np.integer]:
-        """Return `length` mapped tokens of sequence `i`, from `offset` on (default: to its end).
+        """Return `length` mapped tokens of sequence `i`, from `offset` on (default: the rest).
 
         Raises:
             IndexError: there is no sequence `i`, or the range exceeds it.

@@ -164,7 +164,7 @@ def merge_stores(
 ) -> None:
     """Merge the sequences and documents of several stores, in order, into one store.
 
-    The dtype is the narrowest one that holds the tokens of all stores.
+    The dtype is the narrowest that can represent the tokens of all stores.
 
     Raises:
         ConfigError: `prefixes` is empty, or the output is one of the inputs or exists already.

@@ -101,7 +101,7 @@ CLUE = (
     _classes(
         "tnews", ("sentence",), tuple(_NEWS.values()), {code: n for n, code in enumerate(_NEWS)}
     ),
-    # Its 119 classes are numbers in the files; their names are in its labels.json.
+    # The files contain its 119 classes as numbers; the names are in its labels.json.
     _classes("iflytek", ("sentence",), tuple(str(n) for n in range(119))),
     _classes("csldcp", ("content",), tuple(_DISCIPLINES.split())),
     BenchmarkTask("cluewsc2020", ("false", "true"), _FILES, _read_wsc),

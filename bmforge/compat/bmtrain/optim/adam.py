@@ -126,7 +126,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
-            # The fused kernel is the fastest on a CPU; None lets torch decide.
+            # The fused kernel is the fastest on a CPU; with None, torch decides.
             fused=is_host(masters[0].device) or None,
         )
 

@@ -30,11 +30,11 @@ class OptimManager:
     """Steps optimizers and their schedules together, with one dynamic loss scale.
 
     Args:
-        loss_scale: first scale; None disables scaling.
+        loss_scale: initial loss scale; None for no scaling.
         loss_scale_factor: factor by which the scale grows and shrinks.
         loss_scale_steps: number of steps without overflow after which the scale grows.
         min_loss_scale, max_loss_scale: bounds of the scale.
-        grad_scale: divisor of the loss that makes the gradient sum over processes a mean (default:
+        grad_scale: divisor of the loss, so that gradients summed over processes are means (default:
             the number of processes). For a loss that tensor-parallel processes compute together
             (FusedCrossEntropy with parallel=True), pass bmt.config["tp_zero_size"].
     """

@@ -57,7 +57,7 @@ def step_shares(optimizer: Optimizer) -> None:
         return
     groups = [list(group["params"]) for group in optimizer.param_groups]
     if isinstance(optimizer, Rprop):
-        with _in_place_of(optimizer, [[(p, _here(p)) for p in params] for params in groups]):
+        with _in_place_of(optimizer, [[(p, _local_shard(p)) for p in params] for params in groups]):
             optimizer.step()
         return
     for index, params in enumerate(groups):
@@ -71,7 +71,7 @@ def step_shares(optimizer: Optimizer) -> None:
             set_values_(param, stand_in)
 
 
-def _here(param: Tensor) -> Tensor:
+def _local_shard(param: Tensor) -> Tensor:
     """Return the local shard of a parameter, with the local shard of its gradient."""
     stand_in = local_tensor(param.detach())
     stand_in.grad = None if param.grad is None else local_tensor(param.grad)

@@ -1,7 +1,7 @@
 """ModelCenter's block datasets, which are written in blocks and read by several processes.
 
-The module reads ModelCenter's and CPM-Live's files and writes CPM-Live's form. Records are plain
-values and arrays of numbers; nothing in a file is executed.
+The module reads ModelCenter's and CPM-Live's files, and writes CPM-Live's format. Records are plain
+values and numeric arrays; nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class DistributedDataset:
         return int(times.argmin())
 
     def _open_block(self, block: int, offset: int) -> None:
-        """Continue reading in a block at an offset; block -1 means none."""
+        """Continue reading at an offset of a block; -1 to read no block."""
         self._block, self._offset = block, offset
         self._left: Iterator[tuple[int, Any]] = iter(())
         if block >= 0:

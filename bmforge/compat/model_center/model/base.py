@@ -140,7 +140,7 @@ class BaseModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, config: Config | None = None, **fields: Any) -> Self:
-        """Load a checkpoint in Hugging Face's or ModelCenter's form, or a file of `bmt.save`.
+        """Load a checkpoint in Hugging Face's or ModelCenter's format, or a file of `bmt.save`.
 
         Args:
             name: directory, or id in the Hugging Face cache or on the hub.
@@ -177,7 +177,7 @@ class BaseModel(nn.Module):
 
     @classmethod
     def _open_old(cls, family: type[Model], directory: Path, config: Config) -> Model:
-        """Load a checkpoint in ModelCenter's form."""
+        """Load a checkpoint in ModelCenter's format."""
         return load_model_center(directory, family=family.__name__, dtype=config.dtype)
 
     @classmethod
@@ -265,7 +265,7 @@ class BaseModel(nn.Module):
 
         Args:
             head: head name of the family (default: the language-model head if there is one).
-                With "none" an encoder keeps its pooler instead.
+                With "none", an encoder keeps its pooler.
         """
         config = self.model.config
         first = next(iter(config.heads)) if self.head is not None else "none"
@@ -334,7 +334,7 @@ def lengths_to_mask(length: Tensor, width: int) -> Tensor:
 
 
 def spread_mask(attention_mask: Tensor, length: int) -> Tensor:
-    """Convert a pairwise mask to bmforge's form; fully masked queries attend to all keys.
+    """Convert a pairwise mask to bmforge's format; fully masked queries attend to all keys.
 
     Shape:
         attention_mask: (B, T or past + T, past + T); returns (B, 1, T, past + T)

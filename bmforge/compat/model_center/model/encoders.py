@@ -150,7 +150,7 @@ class EncoderModel(BaseModel):
 
 
 def _pair_mask(attention_mask: Tensor | None, text: TextInputs) -> Tensor | None:
-    """Return the attention mask in bmforge's form; with a cache it is a pairwise one."""
+    """Return the attention mask in bmforge's format; with a cache, a pairwise mask."""
     mask, inputs = attention_mask, text.given
     if text.cache is not None:
         if mask is None:

@@ -27,7 +27,7 @@ __all__ = ["RelativeCPM1", "RelativeCPM1Config"]
 
 @dataclass(kw_only=True)
 class RelativeCPM1Config(ModelConfig):
-    """Config of ModelCenter's CPM-1 variant; other fields are those of `ModelConfig`.
+    """Config of ModelCenter's CPM-1 variant; see `ModelConfig` for the other fields.
 
     Args:
         num_buckets: number of distance buckets.

@@ -84,7 +84,7 @@ class Config:
         """Read the config of a directory, a cached model, or one on the hub.
 
         Args:
-            name: directory or id; config.json has Hugging Face's form or ModelCenter's.
+            name: directory or id, whose config.json has Hugging Face's or ModelCenter's format.
             fields: fields to replace.
         """
         family = FAMILIES[cls.family].config_class
