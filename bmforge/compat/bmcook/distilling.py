@@ -33,7 +33,7 @@ class BMDistill:
         config: Any,
         target_linear: type[nn.Module] | None = None,
     ) -> Forward:
-        """Return a forward function whose output has `d_loss`; `loss` includes this loss.
+        """Return a forward function that adds the distillation loss, `d_loss`, to `loss`.
 
         Args:
             student: model that learns.

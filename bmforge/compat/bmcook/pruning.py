@@ -54,7 +54,7 @@ class BMPrune:
         """Prune a model according to a config.
 
         Args:
-            model: any model; for gates one of ModelCenter's classes or bmforge's.
+            model: any model; structured pruning needs one of ModelCenter's or bmforge's classes.
             config: a `ConfigParser`.
 
         Raises:

@@ -31,7 +31,7 @@ class BMQuant:
                 a model with repeated blocks, only the layers inside these blocks).
 
         Returns:
-            None if the config disables quantization.
+            the `FakeQuantize` method that was applied; None if the config disables quantization.
 
         Raises:
             ConfigError: a pattern matches no module name, or no layer matches all conditions.

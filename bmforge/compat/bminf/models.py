@@ -221,7 +221,7 @@ class CPM2(_Model):
             top_n, top_p, temperature, frequency_penalty, presence_penalty: as in `CPM1.generate`.
 
         Returns:
-            `position` and `text` of each blank, in order.
+            a dict with `position` and `text` for each blank, in order.
 
         Raises:
             ConfigError: the text has no blank or too many, or an option is out of range.

@@ -38,15 +38,15 @@ class Block(Facade):
     Args:
         inner_module: module with distributed parameters; a plain module is converted.
         use_checkpoint: True to store only the inputs and recompute other activations in backward.
-        zero_level: 3 gathers again in backward; 2 keeps gathered parameters from forward to
-            backward (default: the level of `init_distributed`, which is 3).
+        zero_level: 3 to gather again in backward, 2 to keep gathered parameters until backward
+            (default: the level of `init_distributed`, which is 3).
         initialized: accepted and ignored; the values of a plain module are always kept.
         mode: "PIPE" for blocks of a `PipelineTransformerBlockList`, which assigns their stage.
 
     Raises:
         BlockError: only some of the parameters are distributed.
 
-    Comm: forward, and at level 3 backward, an all-gather; backward, a reduce-scatter in fp32.
+    Comm: an all-gather in forward, and at level 3 in backward; a reduce-scatter in backward, fp32.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ def _check(module: nn.Module) -> None:
 
 
 def _shard_(module: nn.Module, frees: bool) -> None:
-    """Shard the largest group of parameters of one dtype and mesh with `fully_shard`.
+    """Shard parameters with `fully_shard`: the largest group of the same dtype and mesh.
 
     `fully_shard` accepts only one dtype and mesh; the few other parameters are gathered by the
     modules that own them.

@@ -250,7 +250,7 @@ def init_distributed(
     """Join the other processes, seed the generators, and set up the process groups.
 
     Works under torchrun, `python -m torch.distributed.launch` and without a launcher; a process
-    group that the program has initialized is adopted.
+    group that the program has initialized is used.
 
     Args:
         init_method: rendezvous URL of torch.distributed.

@@ -121,8 +121,8 @@ def pretrain(
         model_provider: function that builds the model, with layers of `mpu`, as a
             `PipelineModule`, or any other.
         forward_step_func: function (iterator of one batch, model) -> (mean loss of the batch,
-            values for the log). A pipeline uses the model's
-            `_megatron_batch_fn` for inputs and labels instead, and its `loss_fn` for the loss.
+            values for the log). A pipeline instead uses the model's `_megatron_batch_fn` for
+            inputs and labels, and its `loss_fn` for the loss.
         extra_args_provider: function that adds a program's own arguments to the parser.
         args_defaults: defaults of arguments that are not on the command line.
 

@@ -59,7 +59,7 @@ def is_delta(root: nn.Module, name: str) -> bool:
 
 
 def find_trained(root: nn.Module, targets: Sequence[str]) -> tuple[set[str], list[str]]:
-    """Return the names of the parameters that match a target, and the targets that match some."""
+    """Return the names of parameters that match a target, and the targets that have a match."""
     names: set[str] = set()
     meant = []
     for target in targets:

@@ -54,7 +54,7 @@ class DeltaBase(nn.Module):
         common_structure: accepted and ignored; common module names are always supported.
         interactive_modify: not supported; `bmforge tree --html` writes a page with the module tree.
         backend: "hf" or "bmt"; accepted and ignored; the backbone determines it.
-        options: options of the type; see its config.
+        options: options of the delta type; see its config.
 
     Attributes:
         delta: the bmforge adapter.
@@ -208,7 +208,7 @@ class DeltaBase(nn.Module):
     ) -> None:
         """Write the delta, and other trained parameters, to a directory.
 
-        It gets PEFT's two files, and OpenDelta's two if OpenDelta's format can represent the delta.
+        PEFT's two files are written, and OpenDelta's two if its format can represent the delta.
 
         Args:
             finetuned_delta_path: directory; created if missing.

@@ -344,7 +344,7 @@ class _Reader:
                 self.miss(key, "unknown key")
 
     def is_other(self, block: str) -> bool:
-        """Return True if a block belongs to a template, verbalizer or calibration not in use."""
+        """Return True for a block of a template, verbalizer or calibration that is not selected."""
         kinds = ("_template", "_verbalizer", "_calibrate")
         return block not in self.chosen and block.endswith(kinds)
 

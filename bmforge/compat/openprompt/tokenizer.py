@@ -64,5 +64,5 @@ class TheirTokenizer(Tokenizer):
 
 
 def as_ours(tokenizer: Any) -> Any:
-    """Wrap a tokenizer in bmforge's interface if it does not have it."""
+    """Wrap a tokenizer in bmforge's interface, unless it already has this interface."""
     return tokenizer if isinstance(tokenizer, Tokenizer) else TheirTokenizer(tokenizer)

@@ -205,7 +205,7 @@ class ClassificationRunner(BaseRunner):
     """Runner of a `PromptForClassification`.
 
     Args:
-        loss_function: function of logits and labels; default: cross entropy.
+        loss_function: function of logits and labels (default: cross-entropy).
         id2label: dict from class index to name, for the loose metrics.
         given, options: as `BaseRunner`.
     """

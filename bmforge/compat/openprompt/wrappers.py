@@ -28,8 +28,8 @@ class TokenizerWrapper:
 
     Attributes:
         asking: prompting mode; see `bmforge.tune.prompt.prompt_formats`.
-        count_truncated: function that returns the number of truncated examples and that of all
-            examples; set by the loader.
+        count_truncated: function that returns the numbers of truncated and of all examples; set by
+            the loader.
     """
 
     asking: ClassVar[str] = ""

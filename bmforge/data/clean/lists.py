@@ -49,7 +49,7 @@ class ListedWords:
     Attributes:
         words: blocklist; all words are searched in a single pass (Aho-Corasick).
         most_per_line: largest mean number of occurrences per line (default: 0.5, as in
-            ChineseWebText, arXiv:2311.01149); 0 drops documents with any occurrence.
+            ChineseWebText, arXiv:2311.01149); 0 to drop documents with any occurrence.
 
     Raises:
         ConfigError: the list is empty or has an empty word.

@@ -40,7 +40,7 @@ class Rule:
         meaning: description of the value.
         source: publication or code from which the bounds are taken.
         example: text that violates the rule, or a description of one.
-        forms: dict from a form of text, such as ``"poem"``, to other bounds for it.
+        forms: dict from a form of text, such as ``"poem"``, to its bounds, if they differ.
     """
 
     name: str

@@ -108,7 +108,7 @@ def fetch(
 
     Raises:
         PrivateAddressError: see `find_address`.
-        FetchError: no response, or one that is not HTTP, too large, or too slow.
+        FetchError: there is no response, or it is not HTTP, too large, or too slow.
     """
     parts = urlsplit(url)
     secure = parts.scheme == "https"

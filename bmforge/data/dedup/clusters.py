@@ -35,7 +35,10 @@ class Clusters:
         return first_root != other
 
     def members(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return all numbers that are not roots, in ascending order, and their roots: (M,) each."""
+        """Return all numbers that are not roots, in ascending order, and their roots.
+
+        Shape: both (M,)
+        """
         numbers = np.flatnonzero(self._parent != np.arange(len(self._parent)))
         roots = np.fromiter((self.find(int(n)) for n in numbers), np.int64, len(numbers))
         return numbers, roots

@@ -84,7 +84,7 @@ def hash_shingles(text: str, ngram: int) -> Hashes:
 
 
 def _hash_ngrams(text: str, ngram: int) -> Hashes:
-    """Return the hashes of a text's n-grams, in their order and with repeated ones."""
+    """Return the hashes of a text's n-grams, in text order, including repeated ones."""
     tokens = hash_tokens(split_tokens(text))
     return hash_runs(tokens, min(ngram, len(tokens)) or 1)
 

@@ -139,7 +139,7 @@ class DataLoader:
 
         Raises:
             ConfigError: the state has another seed or corpus, so the order would differ, or it
-                lacks an entry other than `content`, which states of earlier versions do not have.
+                lacks an entry (except `content`, which earlier versions did not save).
         """
         self.check_state(state)
         self.close()

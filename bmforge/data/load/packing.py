@@ -51,9 +51,9 @@ class PackedDataset:
     """Fixed-length token rows of one token store.
 
     Training reads the stream as a ring that is cut at a new offset in every epoch. Epoch e starts
-    at a random offset o(seed, e), its windows begin at (o + i (T - 1)) mod num_tokens for i in [0,
-    samples_per_epoch), in an order that is a keyed permutation of i. No index is stored, however
-    large the corpus is.
+    at a random offset o(seed, e); its windows begin at (o + i (T - 1)) mod num_tokens for i in [0,
+    samples_per_epoch), in the order of a keyed permutation of i. No index is stored, however large
+    the corpus is.
 
     Args:
         store: token store whose documents end with the end-of-document token.

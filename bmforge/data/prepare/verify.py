@@ -23,7 +23,7 @@ _DROPPED = "dropped.jsonl"
 
 
 def verify_store(out_dir: str | os.PathLike[str]) -> list[str]:
-    """Check a prepared corpus; return one sentence for each fault.
+    """Check a prepared corpus; return a list with one sentence per fault.
 
     Every file is read and compared with its digest in ``prepared.toml``; for a token file, the
     shards with changed bytes are named. For corpora without digests the counts are compared.

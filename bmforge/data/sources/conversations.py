@@ -31,7 +31,7 @@ class ChatExample:
 
     Args:
         place: file and line, entry or row, for error messages.
-        messages: messages in OpenAI's format, tool calls with parsed arguments.
+        messages: messages in OpenAI's format; the arguments of tool calls are parsed.
         tools: JSON schemas of the functions that the assistant may call; None without tools.
         fields: the record's other top-level fields, such as ``documents`` or ``id``.
     """

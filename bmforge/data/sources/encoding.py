@@ -93,7 +93,7 @@ def decode(
     expected: str = "",
     errors: str = "replace",
 ) -> Decoded:
-    """Decode bytes to text, without a byte order mark.
+    """Decode bytes to text; a byte order mark is removed.
 
     Args:
         raw: bytes to decode.
@@ -203,7 +203,7 @@ def _is_single_byte(name: str) -> bool:
 
 
 def _put_detected_first(raw: bytes, names: Sequence[str], detected: str) -> Sequence[str]:
-    """Return the declared encodings, after a confidently detected Chinese or Japanese one.
+    """Return the declared encodings, preceded by a surely detected Chinese or Japanese encoding.
 
     A declared single-byte encoding is valid for any bytes, and a server's default is no evidence.
     """

@@ -157,9 +157,8 @@ class TokenStore:
     def digest(self) -> int:
         """Return a 63-bit hash of the store's content, independent of its location.
 
-        The hash covers the numbers of tokens and sequences, and 64 evenly spaced samples each of
-        512 tokens and of 512 sizes. The hash distinguishes corpora, but a single changed token may
-        be missed.
+        The hash covers the numbers of tokens and sequences, 64 evenly spaced samples of 512 tokens,
+        and 64 of 512 sizes. It distinguishes corpora, but may miss a single changed token.
         """
         digest = blake2b(digest_size=8)
         for values in (self.map_for_random_access(), self.sizes):

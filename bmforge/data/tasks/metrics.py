@@ -99,7 +99,7 @@ def token_f1(predicted: str, answer: str) -> float:
 
 
 def answer_scores(predicted: Sequence[str], answers: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return the F1 and exact match (`em`) of text answers, each the best over accepted answers.
+    """Return the F1 and exact match (`em`) of text answers, each with the best accepted answer.
 
     Raises:
         ShapeError: the lengths differ, or a question has no accepted answer.

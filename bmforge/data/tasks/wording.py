@@ -26,8 +26,8 @@ class Wording:
             choice.
         prompt: template of a language model's prompt.
         words: answer text of each label; empty if an example's choices or texts are the answers.
-        renames: dict from a field to the texts that replace its values in the templates, such as
-            "because" for "cause".
+        renames: dict from a field to a dict from its values to the words that replace them in the
+            templates, such as "because" for "cause".
     """
 
     segments: tuple[str, ...]

@@ -27,7 +27,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         lr: learning rate.
         betas, eps: as torch.optim.AdamW.
         weight_decay: decoupled weight decay, for every dtype.
-        hold_steps: number of first steps that update only the moments, not the parameters.
+        hold_steps: number of initial steps that update only the moments, not the parameters.
         scale: loss scale of the older training loop (`loss_scale`, `optim_step`).
     """
 
@@ -153,7 +153,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Restore the optimizer from a state.
 
         Raises:
-            CheckpointError: the parameters differ, or a sharded state was saved by another number
+            CheckpointError: the parameters differ, or a sharded state was saved with another number
                 of processes.
         """
         unpacked = unpack_state(self, state_dict)

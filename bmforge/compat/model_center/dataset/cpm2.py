@@ -25,8 +25,8 @@ class CPM2_Dataset(Dataset[Any]):  # noqa: N801
 
     Args:
         ctx: sources.
-        tgt: targets; a target that is one token too long is cut, a longer one is skipped with its
-            source.
+        tgt: targets; a target that is one token too long is truncated; a pair with a longer target
+            is skipped.
         max_source_length: padded length of sources; pairs with a longer source are skipped.
         max_target_length: padded length of targets, which have one more position.
     """

@@ -124,14 +124,14 @@ class DistributedDataset:
                 read blocks are then read from their start.
 
         Raises:
-            ConfigError: the number of processes has changed (with `strict`), or the state is that
-                of another dataset.
+            ConfigError: the number of processes has changed (with `strict`), or the state belongs
+                to another dataset.
         """
         block = state["block"]
         if strict and len(block) != self._world_size:
             raise ConfigError(
                 f"the state has {len(block)} processes, but this run has "
-                f"{self._world_size}. Start as many, or pass strict=False."
+                f"{self._world_size}. Start {len(block)} processes, or pass strict=False."
             )
         self._update()
         count = len(self._times)

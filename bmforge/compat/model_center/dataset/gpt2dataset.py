@@ -39,7 +39,7 @@ class GPT2Rows(TaskRows):
         return [tokenizer.encode(cls.space + word)[cls.token_index] for word in words]
 
     def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
-        """Convert samples with choices to separate samples; see `unroll`."""
+        """Convert examples with choices; see `unroll`."""
         return unroll(self.task, examples, self.split == "train")
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:

@@ -101,7 +101,7 @@ class Prompt:
 
     Args:
         text: template with the sample's fields in braces.
-        words: word of each label, whose first token is used.
+        words: answer word of each label; only its first token is used.
     """
 
     text: str

@@ -39,7 +39,7 @@ class T5Rows(TaskRows):
         return [tokenizer.encode(word)[0] for word in PROMPTS[cls.task].words]
 
     def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
-        """Convert samples with choices to separate samples; see `unroll`."""
+        """Convert examples with choices; see `unroll`."""
         return unroll(self.task, examples, self.split == "train")
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:

@@ -73,7 +73,7 @@ class Generation:
         """Encode texts as ids and attention mask, padded on the left.
 
         Shape:
-            returns two (B, T)
+            token ids and attention mask: (B, T)
         """
         rows = [self.tokenize(text) for text in texts]
         width = max(map(len, rows))

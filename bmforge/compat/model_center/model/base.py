@@ -80,7 +80,7 @@ class BaseModel(nn.Module):
     """Base class of ModelCenter's models.
 
     Args:
-        config: config of the model; random initialization follows torch's seed.
+        config: config of the model; random initialization uses torch's seed.
 
     Attributes:
         model: bmforge model that ends in hidden states.
@@ -290,7 +290,7 @@ class BaseModel(nn.Module):
         """Return the text inputs of a call; embeddings have precedence over ids.
 
         Raises:
-            ShapeError: neither is given.
+            ShapeError: neither ids nor embeddings are given.
         """
         ids, embeds = one_of(ids, embeds)
         inputs = given_inputs(ids, embeds)

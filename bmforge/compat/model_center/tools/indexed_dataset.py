@@ -59,7 +59,7 @@ def dataset_exists(path: str, impl: str = "mmap") -> bool:
 
 
 def infer_dataset_impl(path: str) -> str | None:
-    """Return "mmap" for a store, "cached" for one of the older layout, None for neither."""
+    """Return "mmap" for a token store, "cached" for a store in the older format, else None."""
     if not MMapIndexedDataset.exists(path):
         return None
     with open(index_file_path(path), "rb") as file:
@@ -78,7 +78,7 @@ def make_dataset(path: str, impl: str = "infer", skip_warmup: bool = False) -> M
         skip_warmup: accepted and ignored; pages are read on demand.
 
     Raises:
-        DataError: the store is missing, or has the older layout (its index begins with TNTIDX).
+        DataError: the store is missing, or has the older format (its index begins with TNTIDX).
     """
     if impl != "infer":
         _check(impl)

@@ -65,7 +65,7 @@ def _csv_rows(labels: Sequence[str], fields: int) -> Reader:
 
 
 def _labeled_lines(labels: Sequence[str], titled: bool = False) -> Reader:
-    """Return a reader for one text per line, with the classes in `SPLIT_labels.txt` (from 0).
+    """Return a reader for files with a text per line; class indices are in `SPLIT_labels.txt`.
 
     Args:
         labels: label of each class.
@@ -182,7 +182,7 @@ def _read_multirc(path: Path, split: str) -> Iterator[Values]:
 
 
 def _read_record(path: Path, split: str) -> Iterator[Values]:
-    """Yield ReCoRD's questions; for training, one example per answer, with up to nine others."""
+    """Yield ReCoRD's questions; for training, one per answer, with up to nine wrong entities."""
     for row in read_records(path):
         passage, p = row.part("passage"), row.values["idx"]
         text = passage.text("text")

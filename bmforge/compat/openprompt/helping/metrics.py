@@ -121,7 +121,7 @@ def evaluate(predictions: Sequence[str], data: Sequence[Any], metric: str, **kwa
         predictions: generated text of each example.
         data: accepted answer, or list of accepted answers, of each example.
         metric: "EM", "ACC", "QA-F1" or "Classification-F1".
-        kwargs: `only_compare_prefix=True` compares only as much of a text as its answer is long.
+        kwargs: `only_compare_prefix=True` truncates each text to the answer's length, for ACC.
 
     Raises:
         ConfigError: the metric or an argument is unknown.
