@@ -45,7 +45,10 @@ def save(model: nn.Module, file_name: str, mode: str) -> None:
     if mode == "prune":
         pruning = pruning_of(model)
         if pruning is None:
-            raise ConfigError('mode="prune" needs a pruned model, but this one was not pruned.')
+            raise ConfigError(
+                'mode="prune" needs a pruned model, but this one was not pruned. Prune it, or use '
+                'mode="quant".'
+            )
         facts = pruning.method.finish_(pruning.owner)
     tensors = _gather(model)
     if mode == "quant":
@@ -141,5 +144,7 @@ def _pruned(model: nn.Module | None) -> nn.Module:
             "load_masks(file, model)."
         )
     if pruning_of(model) is None:
-        raise ConfigError(f"this {type(model).__name__} was not pruned.")
+        raise ConfigError(
+            f"this {type(model).__name__} was not pruned. Call CookTrainer.set_compression first."
+        )
     return model

@@ -60,7 +60,9 @@ class Block(Facade):
         config.need("Block")
         level = config["zero_level"] if zero_level is None else zero_level
         if level not in (2, 3) or mode not in ("BLOCK", "PIPE"):
-            raise BlockError(f"zero_level={level} must be 2 or 3, and mode={mode!r} BLOCK or PIPE.")
+            raise BlockError(
+                f"zero_level={level} must be 2 or 3, and mode={mode!r} must be 'BLOCK' or 'PIPE'."
+            )
         if isinstance(inner_module, Block):
             raise BlockError("Block was given a Block. Pass the module itself.")
         _check(inner_module)

@@ -241,7 +241,8 @@ def whole(param: Tensor, value: Tensor | None = None) -> Tensor:
     origin = origin_of(param)
     if origin is not None and origin.is_empty:
         raise ConfigError(
-            "a parameter that was created on the meta device has no values to save yet."
+            "a parameter that was created on the meta device has no values yet. Load a checkpoint "
+            "with bmt.load(model, file), or call bmt.init_parameters(model), first."
         )
     value = (param if value is None else value).detach()
     if isinstance(value, DTensor):
@@ -323,7 +324,10 @@ class _DeepCopy(_Method):
         param = None if self._param is None else self._param()
         origin = origin_of(param)
         if not isinstance(param, nn.Parameter) or origin is None:
-            raise ConfigError("only a distributed parameter itself can be copied.")
+            raise ConfigError(
+                "this copy of a distributed parameter cannot be copied again. Copy the parameter "
+                "of the model instead."
+            )
         copy = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
         if param.grad is not None:
             copy.grad = param.grad.detach().clone()

@@ -28,7 +28,7 @@ class TheirTokenizer(Tokenizer):
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
         """Raise an error, since transformers must load the tokenizer."""
         raise ConfigError(
-            "it cannot be loaded here: load it with transformers, or use "
+            "TheirTokenizer cannot load a tokenizer. Load it with transformers, or use "
             "bmforge.tokenizers.AutoTokenizer."
         )
 

@@ -99,10 +99,9 @@ def detect_language(text: str) -> Language:
 def _is_mixed_chinese(line: str) -> bool:
     """Return True if a line is Chinese text with some foreign words.
 
-    This is the case if it has more Chinese characters than half the number of letters of its other
-    words. A Chinese word has two characters on average. A text next to its translation has about
-    one and a half characters per foreign word, and is left to the models; so is any line with kana
-    or Hangul.
+    This is the case if it has more than two Chinese characters (the average length of a Chinese
+    word) per foreign word. A text next to its translation has about one and a half, and is left to
+    the models, as is any line with kana or Hangul.
     """
     characters = len(_HAN.findall(line))
     if not characters or _KANA_OR_HANGUL.search(line):
