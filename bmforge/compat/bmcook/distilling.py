@@ -172,5 +172,6 @@ def _width(model: nn.Module) -> int:
         if isinstance(getattr(config, name, None), int):
             return int(getattr(config, name))
     raise ConfigError(
-        f"mse_hidn_proj needs dim_model, which the config of {type(model).__name__} lacks."
+        f"mse_hidn_proj needs dim_model, which the config of {type(model).__name__} lacks. Set "
+        "mse_hidn_proj to false."
     )

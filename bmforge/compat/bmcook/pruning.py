@@ -121,5 +121,5 @@ def _zoo_model(model: nn.Module) -> nn.Module:
         return inner
     raise ConfigError(
         "mask_method='sprune' supports models of bmforge and of ModelCenter's classes, not a "
-        f"{type(model).__name__}."
+        f"{type(model).__name__}. Use one of these classes, or another mask_method."
     )

@@ -55,7 +55,8 @@ def save(model: nn.Module, file_name: str, mode: str) -> None:
         names = _quantised(model)
         if not names:
             raise ConfigError(
-                'mode="quant" needs a quantized model, but no layer of this one was quantized.'
+                'mode="quant" needs a quantized model, but no layer of this one was quantized. '
+                "Set quantization.is_quant to true in the config."
             )
         for name in names:
             rows, scale = quantize_rows(tensors.pop(f"{name}.weight").float())
@@ -133,7 +134,9 @@ def load_masks(file_name: str, model: nn.Module | None = None) -> None:
     for name, mask in masks.items():
         parameter = parameters[name]
         if local_tensor(parameter).shape != mask.shape:
-            raise ConfigError("load_masks does not support sharded models.")
+            raise ConfigError(
+                "load_masks does not support sharded models. Load the masks on one process."
+            )
         local_tensor(parameter).mul_(mask.to(parameter.device))
 
 

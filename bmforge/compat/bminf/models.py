@@ -120,7 +120,9 @@ class _Model:
         ids = {token: self._tokenizer.token_to_id(token) for token in stop_tokens or ()}
         missing = [token for token, id in ids.items() if id is None]
         if missing:
-            raise ConfigError(f"stop_tokens={missing} are not in the model's vocabulary.")
+            raise ConfigError(
+                f"stop_tokens={missing} are not in the model's vocabulary. Leave them out."
+            )
         return tuple(dict.fromkeys((*ids.values(), *end_ids)))
 
     def _write(
@@ -306,7 +308,9 @@ class EVA(_Model):
             ConfigError: the context is empty, or an option is out of range.
         """
         if not context or not all(text.strip() for text in context):
-            raise ConfigError("context is empty, or contains an empty utterance.")
+            raise ConfigError(
+                "context is empty, or contains an empty utterance. Pass a list of texts."
+            )
         tokenizer = self._tokenizer
         utterances = [tokenizer.encode(text) for text in context]
         window = truncation_length or sum(map(len, utterances)) + len(utterances) + 1

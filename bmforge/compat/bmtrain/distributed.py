@@ -65,7 +65,8 @@ def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = Non
         )
     if x.dim() == 0 or x.shape[0] % group.size():
         raise ShapeError(
-            f"the rows of {tuple(x.shape)} cannot be divided by {group.size()} processes."
+            f"x of shape {tuple(x.shape)} has {x.shape[0]} rows, which {group.size()} processes "
+            "do not divide evenly. Pad the rows to a multiple of that number."
         )
     out = sum_scatter_tokens(x, group, 0)
     return out / group.size() if op == "avg" else out

@@ -202,7 +202,7 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
             raise CheckpointError(f"{file_name} cannot be loaded: {error}") from error
         if not isinstance(loaded, dict):
             raise CheckpointError(
-                f"{file_name} contains a {type(loaded).__name__}, not a state_dict."
+                f"{file_name} contains a {type(loaded).__name__} (needed: a state_dict)."
             )
         return loaded
 

@@ -142,7 +142,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
             "no longer exists."
         ) from error
     if not isinstance(fields, dict):
-        raise ConfigError(f"{str(file)!r} is not a mapping of config fields.")
+        raise ConfigError(f"{str(file)!r} must contain a JSON object of config fields.")
     return fields
 
 

@@ -59,7 +59,7 @@ class ManualVerbalizer(nn.Module):
     ) -> None:
         super().__init__()
         if prefix not in ("", " "):
-            raise ConfigError(f"prefix={prefix!r} must be a space or empty.")
+            raise ConfigError(f"prefix={prefix!r} must be ' ' or ''.")
         self.tokenizer, self.prefix = tokenizer, prefix
         self.classes = list(classes) if classes is not None else None
         self.num_classes = num_classes or (len(self.classes) if self.classes else None)
@@ -86,7 +86,8 @@ class ManualVerbalizer(nn.Module):
         rows = [[row] if isinstance(row, str) else list(row) for row in words]
         if self.num_classes not in (None, len(rows)):
             raise ConfigError(
-                f"label_words has words for {len(rows)} classes, but there are {self.num_classes}."
+                f"label_words has words for {len(rows)} classes, but there are {self.num_classes} "
+                "classes. Give words for every class."
             )
         if not self.prefix:
             rows = [[w if w.startswith("<!>") else f"<!>{w}" for w in row] for row in rows]
@@ -194,7 +195,7 @@ class AutomaticVerbalizer(ManualVerbalizer):
         num_searches: int = 1, score_fct: str = "llr", balance: bool = True, **options: Any,
     ) -> None:  # fmt: skip
         if num_searches != 1:
-            raise ConfigError(f"num_searches={num_searches}: only one search is supported.")
+            raise ConfigError(f"num_searches={num_searches} is not supported (supported: 1).")
         options.pop("init_using_split", None)
         super().__init__(tokenizer, **options)
         if self.num_classes is None:

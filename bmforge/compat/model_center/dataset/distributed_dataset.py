@@ -62,7 +62,10 @@ class DistributedDataset:
         self._seen_at = changed_at
         count = self._data.files[-1].block_end if self._data.files else 0
         if count < len(self._times):
-            raise DataError(f"{str(meta)!r} has fewer blocks than when it was last read.")
+            raise DataError(
+                f"{str(meta)!r} has fewer blocks than when it was last read. Only add files to a "
+                "dataset while it is read."
+            )
         fresh = torch.zeros(count - len(self._times), dtype=torch.int)
         self._times = torch.cat((self._times, fresh))
 
@@ -102,7 +105,10 @@ class DistributedDataset:
             block = self._next_block()
             self._times[block] += 1
             self._open_block(block, 0)
-        raise DataError(f"{str(self._path)!r} has no records for process {self._rank}.")
+        raise DataError(
+            f"{str(self._path)!r} has no records for process {self._rank}. Start fewer processes, "
+            "or add records."
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the positions of all processes; every process must call this."""
@@ -138,7 +144,7 @@ class DistributedDataset:
         if len(state["states"]) > count or int(block[:, 0].max()) >= count:
             raise ConfigError(
                 f"the state has {len(state['states'])} blocks, but {str(self._path)!r} has "
-                f"{count}: it belongs to another dataset."
+                f"{count}: it belongs to another dataset. Pass the state of this dataset."
             )
         self._times.zero_()
         self._times[: len(state["states"])] = state["states"]

@@ -166,7 +166,8 @@ class SparseSelfAttention(Attention):
         """Compute attention; a position bias and a cache are not supported."""
         if position_bias is not None or use_cache or past_key_value is not None:
             raise ConfigError(
-                "position_bias and cached keys and values are not supported with attention_window."
+                "position_bias, use_cache and past_key_value are not supported with "
+                "attention_window. Leave them out."
             )
         shape = (hidden_states.shape[0], hidden_states.shape[1])
         real = None if attention_mask is None else (attention_mask >= 0).long()

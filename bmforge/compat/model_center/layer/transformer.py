@@ -36,7 +36,8 @@ class _Stack(nn.Module):
         masks = mask_modules or [(0,) * len(self.masked)] * num_layers
         if len(masks) != num_layers or any(len(mask) != len(self.masked) for mask in masks):
             raise ConfigError(
-                f"mask_modules={masks} must have {num_layers} entries ({', '.join(self.masked)})."
+                f"mask_modules={masks} must have {num_layers} entries, one "
+                f"({', '.join(self.masked)}) per layer."
             )
 
         def make(mask: tuple[int, ...]) -> nn.Module:

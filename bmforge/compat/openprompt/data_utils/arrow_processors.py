@@ -37,7 +37,10 @@ def _read_rows(folder: Path) -> Iterator[Row]:
             try:
                 table = pa.ipc.open_stream(source).read_all()
             except pa.ArrowInvalid as error:
-                raise DataError(f"{str(file)!r} is not an Arrow stream ({error}).") from error
+                raise DataError(
+                    f"{str(file)!r} is not an Arrow stream ({error}). Save the split again with "
+                    "save_to_disk()."
+                ) from error
             yield from table.to_pylist()
 
 

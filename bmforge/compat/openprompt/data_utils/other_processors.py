@@ -98,7 +98,8 @@ class UltraChatProcessor(DataProcessor):
             turns = row.texts("data")
             if len(turns) % 2:
                 raise DataError(
-                    f"{row.place} has {len(turns)} turns, so the last one has no answer."
+                    f"{row.place} has {len(turns)} turns (needed: an even number, since every "
+                    "question needs an answer)."
                 )
             named = [f"{('User', 'Assistant')[n % 2]}: {turn}" for n, turn in enumerate(turns)]
             for n in range(1, len(turns), 2):

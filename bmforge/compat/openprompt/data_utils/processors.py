@@ -76,7 +76,10 @@ def _labeled_lines(labels: Sequence[str], titled: bool = False) -> Reader:
         classes = read_lines(path.with_name(f"{path.stem}_labels.txt"))
         lines = read_lines(path)
         if len(classes) != len(lines):
-            raise DataError(f"{str(path)!r} has {len(lines)} lines, but {len(classes)} labels.")
+            raise DataError(
+                f"{str(path)!r} has {len(lines)} lines, but {len(classes)} labels (needed: one "
+                "label per line)."
+            )
         for line, number in zip(lines, classes, strict=True):
             title, _, text = line.strip().partition(". ")
             texts = {"text_a": f"{title}.", "text_b": text} if titled else {"text_a": line.strip()}
