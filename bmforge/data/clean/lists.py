@@ -31,7 +31,9 @@ def read_list(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
     try:
         lines = Path(path).read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}={str(path)!r} cannot be read ({error}).") from error
+        raise ConfigError(
+            f"{name}={str(path)!r} cannot be read ({error}). Give a UTF-8 text file."
+        ) from error
     entries = tuple(
         entry for line in lines if (entry := line.strip()) and not entry.startswith("#")
     )

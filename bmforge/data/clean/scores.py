@@ -79,7 +79,10 @@ class LinearScorer:
             with np.load(Path(path), allow_pickle=False) as file:
                 return LinearScorer(file["weights"], float(file["bias"]))
         except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{str(path)!r} is not a classifier file ({error}).") from error
+            raise DataError(
+                f"{str(path)!r} is not a classifier file ({error}). Give a file that "
+                "LinearScorer.save wrote."
+            ) from error
 
 
 def train_linear(

@@ -92,7 +92,9 @@ def _suffix_of(file: Path) -> str:
 def _read_record(location: str, record: Any) -> ChatExample:
     messages, form_fields = find_messages(record, location)
     if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{location} has no assistant message to train on.")
+        raise DataError(
+            f"{location} has no assistant message to train on. Add one, or remove the entry."
+        )
     fields = {
         name: value
         for name, value in record.items()

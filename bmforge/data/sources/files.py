@@ -240,5 +240,6 @@ def parse_record(record: Record) -> Document | Drop:
         raise
     except Exception as error:
         raise DataError(
-            f"the entry at {record.place} cannot be read ({type(error).__name__}: {error})."
+            f"the entry at {record.place} cannot be read ({type(error).__name__}: {error}). "
+            "Correct it, or leave such entries out with skip_bad=True (--skip-bad)."
         ) from error

@@ -191,7 +191,9 @@ def _split_messages(
 
 def _check_answer(messages: Content, location: str) -> None:
     if isinstance(messages, list) and not any(m["role"] == "assistant" for m in messages):
-        raise DataError(f"{location}: an answer has no assistant message.")
+        raise DataError(
+            f"{location}: an answer has no assistant message. Add one, or remove the entry."
+        )
 
 
 def _read_margin(values: Mapping[str, Any], location: str) -> float | None:

@@ -64,7 +64,10 @@ def _read_prompt(record: Any, source: str) -> PromptRecord:
     if isinstance(content, list) and content:
         content = [_read_message(message, source) for message in content]
         if content[-1]["role"] == "assistant":
-            raise DataError(f"{source}: the prompt must not end with a message of the assistant.")
+            raise DataError(
+                f"{source}: the prompt must not end with a message of the assistant. Remove this "
+                "message."
+            )
     elif not isinstance(content, str) or not content:
         raise DataError(
             f"{source} needs 'prompt', a text or a list of messages with 'role' and 'content'."

@@ -250,7 +250,9 @@ class _FileRow(_Name):
 
     def __call__(self, version: Any, row: Any) -> tuple[Any, ...]:
         if version != 1 or type(row) is not tuple:
-            raise DataError("the description of a data file has an unknown format.")
+            raise DataError(
+                "the pickle describes a data file in an unknown format. Download the file again."
+            )
         return row
 
 
@@ -299,9 +301,11 @@ def load_block_files(content: bytes) -> list[tuple[Any, ...]]:
     except DataError:
         raise
     except _UNREADABLE as error:
-        raise DataError(f"the pickle is damaged ({type(error).__name__}: {error}).") from error
+        raise DataError(
+            f"the pickle is damaged ({type(error).__name__}: {error}). Download the file again."
+        ) from error
     if type(rows) is not list or not all(type(row) is tuple and len(row) == 6 for row in rows):
-        raise DataError("the pickle is not a list of data files.")
+        raise DataError("the pickle is not a list of data files. Download the file again.")
     return rows
 
 

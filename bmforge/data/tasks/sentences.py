@@ -58,7 +58,9 @@ def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> BenchmarkTask:
         lines = iter(read_lines(path))
         head = next(lines, "").rstrip("\r\n").split("\t")
         if text not in head:
-            raise DataError(f"{str(path)!r}, line 1: {head!r:.80} has no column {text!r}.")
+            raise DataError(
+                f"{str(path)!r}, line 1: the header {head!r:.80} has no column {text!r}."
+            )
         for number, line in enumerate(lines, 2):
             cells = line.rstrip("\r\n").split("\t")
             if cells == [""]:
@@ -71,7 +73,10 @@ def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> BenchmarkTask:
             row = dict(zip(head, cells, strict=True))
             label = row.get("label")
             if label is not None and label not in map(str, range(len(labels))):
-                raise DataError(f"{str(path)!r}, line {number}: label={label!r} is not a class.")
+                raise DataError(
+                    f"{str(path)!r}, line {number}: label={label!r} must be an integer from 0 to "
+                    f"{len(labels) - 1}."
+                )
             yield TaskExample({text: row[text]}, None if label is None else int(label), number)
 
     return BenchmarkTask(name, labels, {s: (f"{s}.tsv",) for s in ("train", "dev", "test")}, read)
