@@ -108,7 +108,7 @@ class Cosine(WarmupLRScheduler):
     """Cosine decay to 0 at step `end_iter`, after warm-up."""
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return ``start_lr * (1 + cos(pi * progress)) / 2``; `progress` runs from 0 to 1."""
+        """Return ``start_lr * (1 + cos(pi * progress)) / 2``; `progress` is 1 at `end_iter`."""
         return self.start_lr * 0.5 * (1.0 + math.cos(math.pi * self._progress(num_iter)))
 
 

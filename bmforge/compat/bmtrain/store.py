@@ -188,7 +188,8 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
         The result of `load_state_dict`.
 
     Raises:
-        CheckpointError: the file cannot be read, or keys or shapes do not fit; all are listed.
+        CheckpointError: the file cannot be read, or keys or shapes do not fit (the message lists
+            all).
     """
     config.need("load")
     claim_blocks_(model)

@@ -116,8 +116,8 @@ def pretrain(
     A run in the directory --save is resumed.
 
     Args:
-        train_valid_test_dataset_provider: function of the numbers of samples for training,
-            validation and test that returns three datasets, each of which may be None.
+        train_valid_test_dataset_provider: function (list of the numbers of samples for training,
+            validation and test) -> three datasets, each of which may be None.
         model_provider: function that builds the model, with layers of `mpu`, as a
             `PipelineModule`, or any other.
         forward_step_func: function (iterator of one batch, model) -> (mean loss of the batch,

@@ -326,34 +326,34 @@ class DeltaBase(nn.Module):
             get_logger().info("Static Memory %.2f GB", used)
 
     def trainable_parameters_names(self, module: nn.Module | None = None) -> list[str]:
-        """Return the names of the trainable parameters of the backbone or a module."""
+        """Return the names of a module's trainable parameters (default: the backbone's)."""
         root = self.backbone_model if module is None else module
         return [name for name, p in root.named_parameters() if p.requires_grad]
 
     def frozen_parameters_names(self, module: nn.Module | None = None) -> list[str]:
-        """Return the names of the frozen parameters of the backbone or a module."""
+        """Return the names of a module's frozen parameters (default: the backbone's)."""
         root = self.backbone_model if module is None else module
         return [name for name, p in root.named_parameters() if not p.requires_grad]
 
     def trainable_parameters(self, module: nn.Module | None = None) -> list[nn.Parameter]:
-        """Return the trainable parameters of the delta or a module."""
+        """Return a module's trainable parameters (default: the delta's)."""
         root = self if module is None else module
         return [p for p in root.parameters() if p.requires_grad]
 
     def num_trainable_parameters(self, module: nn.Module | None = None) -> int:
-        """Count the trainable parameters of the delta or a module."""
+        """Count a module's trainable parameters (default: the delta's)."""
         return sum(p.numel() for p in self.trainable_parameters(module))
 
     def num_total_parameters(self, module: nn.Module | None = None) -> int:
-        """Count the parameters of the delta, or of a module."""
+        """Count a module's parameters (default: the delta's)."""
         return sum(p.numel() for p in (self if module is None else module).parameters())
 
     def num_frozen_parameters(self, module: nn.Module | None = None) -> int:
-        """Count the frozen parameters of the delta or a module."""
+        """Count a module's frozen parameters (default: the delta's)."""
         return self.num_total_parameters(module) - self.num_trainable_parameters(module)
 
     def num_delta_parameters(self, module: nn.Module | None = None) -> int:
-        """Count the parameters of all adapters in the backbone or a module."""
+        """Count the parameters of all adapters in a module (default: the backbone)."""
         root = self.backbone_model if module is None else module
         named = root.named_parameters()
         return sum(p.numel() for name, p in named if is_delta(root, name))

@@ -1,4 +1,4 @@
-"""OpenDelta's model visualization (from bigmodelvis): the tree of `bmforge tree`."""
+"""OpenDelta's model visualization (from bigmodelvis), which prints the tree of `bmforge tree`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups along the axes of a layout's mesh, under the names of mpu.
+"""Process groups along the axes of a layout's mesh, under mpu's names.
 
 Tensor-parallel ranks vary fastest, then replicas, then pipeline stages, as in the engine's meshes.
 `groups` is the only state.
@@ -72,7 +72,7 @@ class Groups:
         return self.mesh is not None and joined
 
     def take(self, mesh: DeviceMesh, device: torch.device, topology: Any) -> None:
-        """Use the process groups of a mesh."""
+        """Store a mesh, whose process groups are used from now on."""
         self.mesh, self.device, self.topology = mesh, device, topology
         self._world = dist.group.WORLD
         self.io = _io_group(mesh)

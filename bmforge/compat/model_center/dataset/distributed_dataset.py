@@ -158,7 +158,7 @@ class DistributedDataset:
 
 
 class SimpleDataset(DistributedDataset):
-    """Reads a dataset once, in one process."""
+    """Reader that returns each record of a dataset once, in a single process."""
 
     def __init__(self, path: str, block_size: int = BLOCK_BYTES) -> None:
         super().__init__(path, 0, 1, block_size)

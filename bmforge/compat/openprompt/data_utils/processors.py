@@ -125,7 +125,7 @@ def _json_lines(
 
 
 def _read_copa(path: Path, split: str) -> Iterator[Values]:
-    """Yield COPA's examples; for training also with swapped choices."""
+    """Yield COPA's examples; for training, each also with swapped choices."""
     rows = list(_json_lines("premise", meta=("choice1", "choice2", "question"))(path, split))
     yield from rows
     if split in ("train", "unlabeled"):
