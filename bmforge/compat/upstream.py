@@ -2,9 +2,9 @@
 
 A program may import a name by the path of the file that defined it upstream
 (`openprompt.plms.seq2seq.T5TokenizerWrapper`). The packages here have fewer files.
-`upstream_modules.toml` lists the upstream paths. Each path is the file of that name if there is
-one, else an empty module. Names that such a module does not define are looked up in the other
-modules of the package; a name without a counterpart is an error that names the replacement.
+`upstream_modules.toml` lists the upstream paths. A path resolves to the file of that name if there
+is one, otherwise to an empty module. Names that the module does not define are looked up in the
+other modules of the package; for a removed name the error says what to use instead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _exports(package: str) -> dict[str, frozenset[str]]:
 
 
 def _names_below(package: str, inside: str) -> list[str]:
-    """Return the public names of the modules in a package of this folder."""
+    """Return the sorted public names of all modules below the subpackage `inside`."""
     before = f"{inside}." if inside else ""
     exports = _exports(package).items()
     return sorted({name for path, names in exports if path.startswith(before) for name in names})
@@ -109,7 +109,7 @@ class _FileLoader(SourceFileLoader):
 
 
 def _lookup(module: ModuleType, package: str, inside: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module."""
+    """Create the `__getattr__` function of a module, which looks names up in its package."""
 
     def lookup(name: str) -> Any:
         if name.startswith("__"):
@@ -141,7 +141,7 @@ def _is_from_import(frame: FrameType) -> bool:
 
 
 def _homes(package: str, inside: str, name: str) -> Iterator[ModuleType]:
-    """Yield the modules of a package that define a name, nearest parents first."""
+    """Yield the modules that define a name: first parents of `inside`, the nearest first."""
     exports = _exports(package)
     parents = [".".join(inside.split(".")[:n]) for n in range(inside.count("."), 0, -1)]
     for path in (parent for parent in parents if parent in exports):
@@ -159,7 +159,7 @@ def _has_submodules(package: str, inside: str) -> bool:
 
 
 def _find_row(package: str, name: str, last: bool = False) -> Row | None:
-    """Return the table row of a dotted name, or with `last` of its last component."""
+    """Return the table row of a name; with `last`, the name may be only its last component."""
     for rows in load_table(package).values():
         for row in rows:
             if any(n == name or (last and n.rpartition(".")[2] == name) for n in row.names):

@@ -2,7 +2,7 @@
 
 Start reading at `prepare/run.py` (from files to token stores), then `load/packing.py` and
 `load/loader.py` (from a store to batches). `sources`, `clean` and `prepare/tokenize.py` contain the
-steps of the preparation; `report` describes its result; `store` is the file format;
+processing steps; `report` describes a prepared corpus; `store` is the file format;
 `load/order.py`, `load/mixture.py` and `load/prefetch.py` are parts of the loader; `tasks` contains
 data sets for fine-tuning.
 """

@@ -37,17 +37,17 @@ _DONE = "{:06d}.done"
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Settings of a preparation on a cluster.
+    """Settings of data preparation on a cluster.
 
     Args:
-        inputs: files or directories; None uses Python's own help topics.
+        inputs: files or directories; if None, Python's own help topics are used.
         out_dir: output directory, on a file system that all machines share.
-        prepare: settings of the preparation; if its `workers` is above 0, each task runs a worker
+        prepare: settings as for `prepare`; if `workers` is above 0, each task runs a worker
             process, so that the time and memory limits apply.
         steps: additional steps, run after those of `prepare`.
         tasks: largest number of datatrove tasks per stage; a task processes several shards if there
             are more shards than tasks.
-        at_once: number of concurrent tasks; -1 is the number of cores, or unlimited for a job
+        at_once: number of concurrent tasks; -1 for the number of cores, or no limit for a job
             queue.
         options: further arguments of the executor, such as partition, time and mem_per_cpu_gb for
             Slurm.
@@ -156,7 +156,7 @@ def _find_executor(name: str) -> Any:
 
 @dataclass(frozen=True)
 class _Job:
-    """Settings of the preparation, from which every task derives the same plan and stage keys."""
+    """Cluster job; every task derives the same plan and stage keys from its settings."""
 
     config: ClusterConfig
 
@@ -174,7 +174,7 @@ class _Job:
         return self.keys().of(stage)[-1][:12]
 
     def spread(self, stage: str, rank: int, world: int) -> None:
-        """Process one task's share of the shards in a stage, and write the results."""
+        """Process the shards of a stage that task `rank` is assigned, and write the results."""
         plan, steps, tokenizer = self._open()
         config = self.config.prepare
         keys = make_keys(plan, config, steps, tokenizer)
@@ -216,7 +216,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _ShardStep:
-    """Pipeline step for datatrove that processes one task's share of the shards in a stage."""
+    """Pipeline step for datatrove that processes the shards of a stage assigned to one task."""
 
     job: _Job
     stage: str
@@ -235,7 +235,7 @@ class _JournalStep:
     is_last: bool = False
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        """Collect the tasks' results; after the last stage, finish the preparation."""
+        """Collect the tasks' results; after the last stage, finish the corpus."""
         self.job.join()
         if self.is_last:
             config = self.job.config
@@ -291,7 +291,7 @@ class _TaskShare:
         ]
         execution = config.execution
         limits = Limits(execution.document_seconds, execution.worker_memory_bytes)
-        # Blamed entries are recorded with the result of the part that leaves them out.
+        # Skipped entries are recorded in the result of the part that is run without them.
         for number, result in run_parts(
             run, own_parts, min(execution.workers, 1), limits, _ignore_blame
         ):
@@ -303,7 +303,7 @@ class _TaskShare:
 
 
 def _ignore_blame(number: int, blame: Blame) -> None:
-    """Ignore a skipped entry; its shard's result, which is written later, records it."""
+    """Do nothing: skipped entries are recorded in the result of their shard."""
 
 
 def _read_done(folder: Path, number: int, key: str) -> Any | None:

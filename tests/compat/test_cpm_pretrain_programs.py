@@ -194,7 +194,7 @@ def test_what_cannot_be_is_said_before_anything_is_trained(
 
     refused(DataError, "need 12", datasets=lambda counts: (programs.Texts(11), None, None))
     refused(DataError, "no dataset", datasets=lambda counts: (None, None, None))
-    refused(ConfigError, "a run does not support: --load", "--load elsewhere")
+    refused(ConfigError, "unsupported arguments: --load", "--load elsewhere")
     refused(
         ConfigError, "_megatron_batch_fn", model_provider=lambda: PipelineModule([nn.Linear(2, 2)])
     )

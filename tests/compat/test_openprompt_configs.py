@@ -134,7 +134,7 @@ def test_a_few_shot_config(tmp_path):
     assert [name for name, _ in found.unplaced] == [
         "sampling_from_train.also_sample_dev", "train_verbaliser",
     ]  # fmt: skip
-    assert found.unplaced[-1][1] == "not understood"
+    assert found.unplaced[-1][1] == "unknown key"
     assert {name for name, _ in found.dropped} == {
         "plm.model_name", "environment.num_gpus", "test.batch_size", "mixed_template.file_path",
     }  # fmt: skip
@@ -193,7 +193,7 @@ def test_on_the_command_line(tmp_path, capsys, monkeypatch):
     assert main(["migrate", "old.yaml", "--out", "new/run.toml"]) == 0
     said = capsys.readouterr().out
     assert "bmforge train prompt-generate --config new/run.toml" in said
-    assert "generation.num_beams: texts are written greedily" in said
+    assert "generation.num_beams: texts are generated greedily" in said
     text = Path("new/run.toml").read_text()
     assert "# not placed: generation.num_beams" in text
     assert tomllib.loads(text)["template"] == "new/template.txt"

@@ -66,7 +66,7 @@ def test_entities_are_neighbours_of_one_type(tmp_path):
     ]
     assert found[0].fields["sentence"] == "Ann Lee saw Bob Paris"
     put(tmp_path / "Few-NERD" / "supervised", "test.txt", "Ann\tperson-cook\n")
-    with pytest.raises(DataError, match=r"line 1.*is not a token followed by its type"):
+    with pytest.raises(DataError, match=r"line 1.*must be a token and a known type"):
         read_task("Few-NERD", tmp_path, "test")
 
 

@@ -49,12 +49,12 @@ def old_name(name: str, has_gate: bool) -> str:
 
 
 def modules_with(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
-    """Find the modules with a weight matrix whose name contains one of the patterns.
+    """Return the names of modules that have a weight matrix and match one of the patterns.
 
     Args:
         model: any model; a pattern may occur in a module's bmforge name or in its ModelCenter name.
         patterns: substrings of module names.
-        key: config key, for messages.
+        key: config key of the patterns, for error messages.
 
     Raises:
         ConfigError: a pattern matches no module name.

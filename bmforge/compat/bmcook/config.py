@@ -23,7 +23,7 @@ __all__ = [
     "structure_table",
 ]
 
-# Default values by section and key, and those of the section pruning.sprune.
+# Default values by section and key; those of pruning.sprune are separate.
 _KEYS = json.loads(Path(__file__).with_name("config_keys.json").read_text("utf-8"))
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = _KEYS["sections"]
 _SPRUNE: Mapping[str, Any] = _KEYS["sprune"]
@@ -62,7 +62,7 @@ class ConfigParser:
             raw = json.loads(Path(self.config_file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.config_file!r} is not a config of BMCook: {error}."
+                f"{self.config_file!r} cannot be read as a config of BMCook ({error})."
             ) from error
         self.config: dict[str, Any] = check_cook_config(raw)
 
@@ -173,7 +173,8 @@ def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
     clash = set(tables) & set(own)
     if clash:
         raise ConfigError(
-            f"bmforge.{min(clash)} is set both in BMCook's section and here. Set it once."
+            f"{min(clash)!r} is set both by a section of BMCook and under 'bmforge'. Keep one of "
+            "them."
         )
     return {**tables, **own}
 
@@ -198,8 +199,8 @@ def structure_table(section: Mapping[str, Any]) -> dict[str, Any]:
     unknown = [kind for kind in section["training_mask"] if kind not in _GATES]
     if unknown or not section["training_mask"]:
         raise ConfigError(
-            f"pruning.sprune.training_mask={section['training_mask']} must contain some of "
-            f"{', '.join(_GATES)}; other widths are set as sizes in a bmforge recipe "
+            f"pruning.sprune.training_mask={section['training_mask']} must contain one or more of "
+            f"{', '.join(_GATES)}, and nothing else. Set other sizes in a bmforge recipe "
             "(docs/guides/compression.md)."
         )
     problems = []
@@ -219,7 +220,7 @@ def structure_table(section: Mapping[str, Any]) -> dict[str, Any]:
                 section[name],
             )
     for name in ("mask_path", "tuning"):
-        if section[name]:  # BMCook reads them only without training, too
+        if section[name]:  # BMCook ignores these two in training as well
             get_logger().info("pruning.sprune.%s is not used with is_training=true", name)
     return {
         "target": "parameters",
@@ -260,7 +261,7 @@ def _read_pair(text: str) -> list[str]:
     """Parse "[post]a.b:[pre]c.d" into two modules, with bmforge's names."""
     sides = text.split(":")
     if len(sides) != 2:
-        raise ConfigError(f"{text!r} is not a pair of modules such as '[post]a.b:[post]a.b'.")
+        raise ConfigError(f"{text!r} is not a pair of modules, such as '[post]a.b:[post]a.b'.")
     return [_read_side(side) for side in sides]
 
 

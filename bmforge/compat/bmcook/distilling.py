@@ -33,7 +33,7 @@ class BMDistill:
         config: Any,
         target_linear: type[nn.Module] | None = None,
     ) -> Forward:
-        """Return a forward function whose output has `d_loss`; `loss` includes this loss.
+        """Return a forward function that adds the distillation loss, `d_loss`, to `loss`.
 
         Args:
             student: model that learns.
@@ -146,7 +146,7 @@ class Teaching:
 
 
 def _place(model: nn.Module, text: str) -> str:
-    """Convert a module of a pair, such as ``[post]a.b``, to the name that `Recorder` takes."""
+    """Convert an entry such as ``[post]a.b`` to the module name that `Recorder` accepts."""
     kind, mark, name = text.partition("]")
     if not mark or kind not in ("[post", "[pre"):
         raise ConfigError(f"{text!r} must begin with [post] or [pre].")
@@ -172,5 +172,6 @@ def _width(model: nn.Module) -> int:
         if isinstance(getattr(config, name, None), int):
             return int(getattr(config, name))
     raise ConfigError(
-        f"mse_hidn_proj needs dim_model, which the config of {type(model).__name__} lacks."
+        f"mse_hidn_proj needs dim_model, which the config of {type(model).__name__} lacks. Set "
+        "mse_hidn_proj to false."
     )

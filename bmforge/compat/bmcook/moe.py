@@ -21,7 +21,7 @@ class BMMoE:
 
     @staticmethod
     def get_hidden(model: nn.Module, config: Any, forward_fn: Forward) -> Forward:
-        """Return a forward function whose output has `moe_records`, the modules' outputs.
+        """Return a forward function whose output includes the recorded tensors, `moe_records`.
 
         Args:
             model: any model.
@@ -54,7 +54,7 @@ def _record(records: dict[str, Tensor], label: str, module: nn.Module, args: Any
 
 
 def _find(model: nn.Module, patterns: list[str]) -> dict[str, str]:
-    """Map bmforge names to ModelCenter names for the modules that match a pattern."""
+    """Return a dict from bmforge name to ModelCenter name of the modules that match a pattern."""
     old_names = {}
     for name, module in model.named_modules():
         if name and not list(module.children()):

@@ -27,7 +27,7 @@ class _Pruning:
 
     Args:
         method: sparsity or structured pruning method.
-        owner: model, or the bmforge model inside it, that the method works on.
+        owner: model that is pruned, or the bmforge model inside it.
         is_gated: True for structured pruning.
     """
 
@@ -54,7 +54,7 @@ class BMPrune:
         """Prune a model according to a config.
 
         Args:
-            model: any model; for gates one of ModelCenter's classes or bmforge's.
+            model: any model; structured pruning needs one of ModelCenter's or bmforge's classes.
             config: a `ConfigParser`.
 
         Raises:
@@ -81,7 +81,7 @@ class BMPrune:
 
     @classmethod
     def set_optim_for_pruning(cls, optimizer: torch.optim.Optimizer) -> None:
-        """Update the last pruned model's masks or gates in every step of an optimizer.
+        """Update the masks or gates of the last pruned model after each step of its optimizer.
 
         Args:
             optimizer: optimizer of that model's parameters.
@@ -93,7 +93,7 @@ class BMPrune:
         pruning = pruning_of(model)
         assert pruning is not None
         if optimizer is None:
-            raise ConfigError("the config prunes, but there is no optimizer. Pass the optimizer.")
+            raise ConfigError("pruning needs the optimizer, which was not given. Pass it.")
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
         new = [p for p in pruning.owner.parameters() if p.requires_grad and id(p) not in optimized]
         if pruning.is_gated and new:  # gates were created after the optimizer
@@ -121,5 +121,5 @@ def _zoo_model(model: nn.Module) -> nn.Module:
         return inner
     raise ConfigError(
         "mask_method='sprune' supports models of bmforge and of ModelCenter's classes, not a "
-        f"{type(model).__name__}."
+        f"{type(model).__name__}. Use one of these classes, or another mask_method."
     )

@@ -27,11 +27,11 @@ class BMQuant:
         Args:
             model: any model.
             config: a `ConfigParser`.
-            target_linear: class of the layers to convert; None converts every kind of linear
-                layer, only those in the repeated blocks if the model has such blocks.
+            target_linear: class of the layers to convert (default: every kind of linear layer; in
+                a model with repeated blocks, only the layers inside these blocks).
 
         Returns:
-            None if the config disables quantization.
+            the `FakeQuantize` method that was applied; None if the config disables quantization.
 
         Raises:
             ConfigError: a pattern matches no module name, or no layer matches all conditions.

@@ -30,9 +30,9 @@ def save(model: nn.Module, file_name: str, mode: str) -> None:
     Args:
         model: trained model.
         file_name: path of the file to write.
-        mode: "quant" writes ``X.weight_quant`` int8 (out, in) and ``X.weight_scale`` fp16 (out,)
-            instead of ``X.weight`` of every quantized layer; "prune" writes the remaining weights,
-            and their sizes to ``FILE.config.json``.
+        mode: "quant" replaces ``X.weight`` of each quantized layer by ``X.weight_quant``, int8
+            (out, in), and ``X.weight_scale``, fp16 (out,); "prune" writes the remaining weights to
+            the file, and their sizes to ``FILE.config.json``.
 
     Raises:
         ConfigError: `mode` is unknown, or the model was not compressed in this way.
@@ -45,14 +45,18 @@ def save(model: nn.Module, file_name: str, mode: str) -> None:
     if mode == "prune":
         pruning = pruning_of(model)
         if pruning is None:
-            raise ConfigError('mode="prune" needs a pruned model, but this one was not pruned.')
+            raise ConfigError(
+                'mode="prune" needs a pruned model, but this one was not pruned. Prune it, or use '
+                'mode="quant".'
+            )
         facts = pruning.method.finish_(pruning.owner)
     tensors = _gather(model)
     if mode == "quant":
         names = _quantised(model)
         if not names:
             raise ConfigError(
-                'mode="quant" needs a quantized model, but no layer of this one was quantized.'
+                'mode="quant" needs a quantized model, but no layer of this one was quantized. '
+                "Set quantization.is_quant to true in the config."
             )
         for name in names:
             rows, scale = quantize_rows(tensors.pop(f"{name}.weight").float())
@@ -105,7 +109,7 @@ def save_masks(file_name: str, model: nn.Module | None = None) -> None:
 
 @torch.no_grad()
 def load_masks(file_name: str, model: nn.Module | None = None) -> None:
-    """Set all weights to zero that are masked in a file written by `save_masks`.
+    """Zero the weights that the masks in a file of `save_masks` exclude.
 
     Args:
         file_name: file of `save_masks`.
@@ -124,13 +128,15 @@ def load_masks(file_name: str, model: nn.Module | None = None) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"{file_name!r} has masks of another model: {', '.join(wrong[:5])} do not exist in "
-            f"this {type(pruned).__name__}, or have another shape."
+            f"{file_name!r} contains the masks of another model: {', '.join(wrong[:5])} do not "
+            f"exist in this {type(pruned).__name__}, or have another shape."
         )
     for name, mask in masks.items():
         parameter = parameters[name]
         if local_tensor(parameter).shape != mask.shape:
-            raise ConfigError("load_masks does not support sharded models.")
+            raise ConfigError(
+                "load_masks does not support sharded models. Load the masks on one process."
+            )
         local_tensor(parameter).mul_(mask.to(parameter.device))
 
 
@@ -141,5 +147,7 @@ def _pruned(model: nn.Module | None) -> nn.Module:
             "load_masks(file, model)."
         )
     if pruning_of(model) is None:
-        raise ConfigError(f"this {type(model).__name__} was not pruned.")
+        raise ConfigError(
+            f"this {type(model).__name__} was not pruned. Call CookTrainer.set_compression first."
+        )
     return model

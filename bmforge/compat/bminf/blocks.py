@@ -17,7 +17,7 @@ from bmforge.memory.streaming import Streamer
 
 __all__ = ["TransformerBlockList", "place_blocks_"]
 
-# BMInf's default share of the free memory.
+# Fraction of the free memory that BMInf uses by default.
 _SHARE = 0.9
 
 
@@ -31,7 +31,7 @@ def place_blocks_(
 
     Args:
         model: model in memory; parameters of its blocks are frozen.
-        blocks: dict from name to block of the blocks that may be streamed.
+        blocks: dict from name to module of the blocks that may be streamed.
         limit_bytes: limit of weights, buffers and streaming slots (device memory for streamed
             blocks) in bytes (default: 0.9 of the free memory of an accelerator; no limit on a CPU).
         device: compute device.

@@ -120,13 +120,15 @@ class _Model:
         ids = {token: self._tokenizer.token_to_id(token) for token in stop_tokens or ()}
         missing = [token for token, id in ids.items() if id is None]
         if missing:
-            raise ConfigError(f"stop_tokens={missing} are not in the model's vocabulary.")
+            raise ConfigError(
+                f"stop_tokens={missing} are not in the model's vocabulary. Leave them out."
+            )
         return tuple(dict.fromkeys((*ids.values(), *end_ids)))
 
     def _write(
         self, model: Any, decoder: Decoder, start: Sequence[int], config: GenerationConfig
     ) -> tuple[str, bool]:
-        """Generate a continuation; return the new ids, and True if an end token was generated."""
+        """Generate a continuation; return its text, and True if an end token was generated."""
         ids = torch.tensor([start], device=self.engine.device)
         nothing = torch.zeros_like(ids[:, 0])
         with evaluating(model), torch.no_grad():
@@ -164,8 +166,8 @@ class CPM1(_Model):
             stop_tokens: further end tokens.
 
         Returns:
-            The new text, and True if the text is finished (also when the model has no position
-            left).
+            The new text, and True if the text is finished or the maximum sequence length is
+            reached.
 
         Raises:
             ConfigError: the prompt is empty, a stop token is unknown, or an option is out of range.
@@ -221,7 +223,7 @@ class CPM2(_Model):
             top_n, top_p, temperature, frequency_penalty, presence_penalty: as in `CPM1.generate`.
 
         Returns:
-            `position` and `text` of each blank, in order.
+            a dict with `position` and `text` for each blank, in order.
 
         Raises:
             ConfigError: the text has no blank or too many, or an option is out of range.
@@ -306,7 +308,9 @@ class EVA(_Model):
             ConfigError: the context is empty, or an option is out of range.
         """
         if not context or not all(text.strip() for text in context):
-            raise ConfigError("context is empty, or contains an empty utterance.")
+            raise ConfigError(
+                "context is empty, or contains an empty utterance. Pass a list of texts."
+            )
         tokenizer = self._tokenizer
         utterances = [tokenizer.encode(text) for text in context]
         window = truncation_length or sum(map(len, utterances)) + len(utterances) + 1
@@ -329,7 +333,10 @@ def _begin(
     penalties: tuple[float, float],
     more: int = 0,
 ) -> LoweredSeq2Seq:
-    """Create a decoder of the target; its prompt is the start token and `more` further tokens."""
+    """Encode `source`; create its decoder, for a start token, `more` prompt tokens and the answer.
+
+    The decoder's maximum length is ``1 + more + config.max_new_tokens``.
+    """
     with evaluating(model), torch.no_grad():
         return LoweredSeq2Seq(
             model,
@@ -346,7 +353,7 @@ def _find_spans(text: str, positions: Sequence[int] | None) -> list[int]:
     """Return the positions of the blanks to fill in.
 
     Raises:
-        ConfigError: one of the `positions` has no blank.
+        ConfigError: there is no blank at one of the `positions`.
     """
     if positions is None:
         places, start = [], text.find(_SPAN)
@@ -356,5 +363,5 @@ def _find_spans(text: str, positions: Sequence[int] | None) -> list[int]:
         return places
     wrong = [position for position in positions if not text.startswith(_SPAN, position)]
     if wrong:
-        raise ConfigError(f"spans_position={wrong}: there is no {_SPAN!r} at this position.")
+        raise ConfigError(f"spans_position={wrong}: the text has no {_SPAN!r} at this position.")
     return sorted(positions)

@@ -36,11 +36,11 @@ class _Lowered:
     """Decoder mixin that penalizes tokens that occurred before.
 
     Args:
-        temperature: divisor that is applied to the scores later.
+        temperature: divisor that the sampler applies to the scores afterwards.
         penalties: frequency and presence penalty.
         never: ids that are never generated.
         free: ids without penalty.
-        seen: ids that count as occurred from the start.
+        seen: ids that are penalized from the first step, as if they had occurred.
     """
 
     def __init__(

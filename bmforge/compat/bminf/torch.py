@@ -14,7 +14,7 @@ __all__ = ["CPM1", "CPM2"]
 
 
 class _Differentiable(nn.Module):
-    """Base class of models with streamed int8 layers; only their inputs receive gradients.
+    """Base class of models with streamed int8 layers; gradients flow only to the inputs.
 
     Args:
         memory_limit: limit of all device memory in bytes (default: free memory).

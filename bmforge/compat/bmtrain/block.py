@@ -38,15 +38,15 @@ class Block(Facade):
     Args:
         inner_module: module with distributed parameters; a plain module is converted.
         use_checkpoint: True to store only the inputs and recompute other activations in backward.
-        zero_level: 3 gathers again in backward; 2 keeps gathered parameters from forward to
-            backward (default: the level of `init_distributed`, which is 3).
+        zero_level: 3 to gather again in backward, 2 to keep gathered parameters until backward
+            (default: the level of `init_distributed`, which is 3).
         initialized: accepted and ignored; the values of a plain module are always kept.
         mode: "PIPE" for blocks of a `PipelineTransformerBlockList`, which assigns their stage.
 
     Raises:
         BlockError: only some of the parameters are distributed.
 
-    Comm: forward, and at level 3 backward, an all-gather; backward, a reduce-scatter in fp32.
+    Comm: an all-gather in forward, and at level 3 in backward; a reduce-scatter in backward, fp32.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class Block(Facade):
         config.need("Block")
         level = config["zero_level"] if zero_level is None else zero_level
         if level not in (2, 3) or mode not in ("BLOCK", "PIPE"):
-            raise BlockError(f"zero_level={level} must be 2 or 3, and mode={mode!r} BLOCK or PIPE.")
+            raise BlockError(
+                f"zero_level={level} must be 2 or 3, and mode={mode!r} must be 'BLOCK' or 'PIPE'."
+            )
         if isinstance(inner_module, Block):
             raise BlockError("Block was given a Block. Pass the module itself.")
         _check(inner_module)
@@ -146,9 +148,9 @@ class Block(Facade):
 
 
 def _run_gathered(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a block's forward, also in a backward pass that does not begin at the block's output."""
-    # FSDP gathers for backward when a gradient arrives at the output; the gradient of a recorded
-    # tensor starts inside the block.
+    """Run a block's forward; gather its parameters first if backward is recomputing it."""
+    # FSDP gathers for backward when a gradient arrives at the block's output, but backward from a
+    # tensor that was recorded inside the block never passes through that output.
     if isinstance(module, FSDPModule) and torch._C._current_graph_task_id() != -1:
         module.unshard()
     # In its first call TorchScript's profiling executor saves other tensors for backward than in
@@ -161,7 +163,7 @@ def _run(module: nn.Module | None, forward: Any, /, *args: Any, **kwargs: Any) -
     """Run a module's forward so that no output is a view; then ``x += y`` on an output is safe.
 
     Args:
-        module: module to recompute in backward; None saves the activations.
+        module: module to recompute in backward; if None, activations are saved instead.
         forward: forward of the module.
         args, kwargs: arguments of the module.
     """
@@ -181,7 +183,7 @@ def _no_views(out: Any) -> Any:
 
 
 def _check(module: nn.Module) -> None:
-    """Convert a plain module; raise an error if only some of its parameters are distributed."""
+    """Distribute a plain module; raise an error if only some of its parameters are distributed."""
     named = dict(module.named_parameters())
     plain = [name for name, param in named.items() if origin_of(param) is None]
     is_plain = not any(isinstance(m, DistributedModule) for m in module.modules())
@@ -196,7 +198,7 @@ def _check(module: nn.Module) -> None:
 
 
 def _shard_(module: nn.Module, frees: bool) -> None:
-    """Shard the largest group of parameters of one dtype and mesh with `fully_shard`.
+    """Shard parameters with `fully_shard`: the largest group of the same dtype and mesh.
 
     `fully_shard` accepts only one dtype and mesh; the few other parameters are gathered by the
     modules that own them.
@@ -319,7 +321,8 @@ class TransformerBlockList(nn.Module):
             hidden = out if isinstance(out, tuple) else (out,)
             if len(hidden) != self.num_hidden:
                 raise BlockError(
-                    f"a block returned {len(hidden)} values, but num_hidden={self.num_hidden}."
+                    f"a block returned {len(hidden)} values, but num_hidden={self.num_hidden}. Set "
+                    "num_hidden to the number of values that every block returns."
                 )
         if return_hidden_states:
             return *hidden, *(torch.stack(column) for column in zip(*seen, strict=True))

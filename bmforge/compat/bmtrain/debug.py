@@ -13,7 +13,7 @@ __all__ = ["append", "clear", "extend", "get", "set"]
 
 
 def clear(key: str | None = None) -> None:
-    """Remove the value stored under a name, or with None all values."""
+    """Remove the value stored under a name; if None, remove all values."""
     if key is None:
         config.debugged.clear()
     else:

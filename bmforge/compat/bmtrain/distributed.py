@@ -48,14 +48,14 @@ def all_gather(x: Tensor, comm: Any = None) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = None) -> Tensor:
-    """Reduce a tensor over the processes; return this process's part of the rows.
+    """Reduce a tensor over the processes; return this process's part of the result's rows.
 
     Shape:
         x: (R, ...) -> (R / world, ...)
 
     Raises:
-        ConfigError: `op` is not differentiable here ("sum" and "avg" are).
-        ShapeError: the number of processes does not divide the rows.
+        ConfigError: `op` is neither "sum" nor "avg".
+        ShapeError: the number of rows is not divisible by the number of processes.
     """
     group = _group(comm)
     if op not in ("sum", "avg"):
@@ -65,7 +65,8 @@ def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = Non
         )
     if x.dim() == 0 or x.shape[0] % group.size():
         raise ShapeError(
-            f"the rows of {tuple(x.shape)} cannot be divided by {group.size()} processes."
+            f"x of shape {tuple(x.shape)} has {x.shape[0]} rows, which {group.size()} processes "
+            "do not divide evenly. Pad the rows to a multiple of that number."
         )
     out = sum_scatter_tokens(x, group, 0)
     return out / group.size() if op == "avg" else out
@@ -74,8 +75,8 @@ def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = Non
 def all_reduce(x: Tensor, op: Op = "sum", comm: Any = None) -> Tensor:
     """Reduce a tensor over the processes; all get the same result.
 
-    The gradient of "max" and "min" goes to the process with the selected value; that of "prod" is
-    the product of the other values.
+    With "max" and "min", the gradient goes to the process whose value was selected; with "prod", it
+    is multiplied by the product of the other values.
     """
     group = _group(comm)
     if op == "sum":
@@ -84,7 +85,7 @@ def all_reduce(x: Tensor, op: Op = "sum", comm: Any = None) -> Tensor:
         return sum_forward(x, group) / group.size()
     if op not in ("max", "min", "prod"):
         raise ConfigError(f"op={op!r} must be one of sum, avg, max, min, prod.")
-    # Other processes' values are used, but get their gradient on their own process.
+    # The other processes' values are used without gradient: they get it on their own process.
     others = gather_tokens(x.detach()[None], group, 0, summed=False)
     parts = torch.cat((others[: group.rank()], x[None], others[group.rank() + 1 :]))
     if op == "prod":

@@ -31,8 +31,8 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[R
         prefix: prefix of every name.
 
     Returns:
-        Rows with ``name shape std mean max min grad_std grad_mean``. A gradient is the sum over the
-        processes; its statistics are None if there is none.
+        One dict per parameter, with the keys ``name shape std mean max min grad_std grad_mean``.
+        Gradients are summed over the processes; their statistics are None without a gradient.
 
     Memory: one full parameter and its gradient.
     """
@@ -63,17 +63,17 @@ class InspectTensor:
     """Tensors that were recorded inside an `inspect_tensor` block.
 
     Attributes:
-        summary: a row with ``name group tensor`` per recorded tensor.
+        summary: one dict per recorded tensor, with the keys `name`, `group` and `tensor`.
     """
 
     def __init__(self) -> None:
         self.summary: list[Row] = []
 
     def get_summary(self) -> list[Row]:
-        """Return one row of statistics per record; all processes must call this, after backward.
+        """Return one dict of statistics per recorded tensor; call on all processes after backward.
 
-        Statistics cover the values of all processes. A gradient is that of the sum of the
-        processes' losses.
+        Statistics cover the values of all processes. Gradients are those of the loss summed over
+        the processes.
         """
         rows = []
         for index, record in enumerate(self.summary):
@@ -99,7 +99,7 @@ class InspectTensor:
     def get_tensor(
         self, name: str, group: str | None = None, index: int | None = None
     ) -> Tensor | None:
-        """Return the first record with a name, or the one at `index`; None if there is none."""
+        """Return the first tensor recorded under a name, or the `index`-th; None if missing."""
         records = [
             r for r in self.summary if r["name"] == name and (group is None or r["group"] == group)
         ]

@@ -79,7 +79,7 @@ class FusedCrossEntropy(nn.Module):
     def _over_parts(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         """Return the loss of each row for a sharded vocabulary.
 
-        Comm: three all-reduces of one number per row (maximum, sum of exponentials, target logit).
+        Comm: three all-reduces of one scalar per row (maximum, sum of exponentials, target logit).
         """
         group, width = config["tp_comm"], logits.shape[1]
         first, classes = config["tp_rank"] * width, width * config["tp_size"]

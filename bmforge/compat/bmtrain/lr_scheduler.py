@@ -1,7 +1,7 @@
 """BMTrain's learning-rate schedules.
 
-In the formulas, n is `num_iter`, w `warmup_iter`, e `end_iter` and s `start_lr`. Every schedule
-except Noam warms up with ``s n / w`` while n < w. After step e no schedule increases the rate.
+Every schedule except Noam warms up with ``start_lr * num_iter / warmup_iter`` while ``num_iter <
+warmup_iter``. After step `end_iter` no schedule increases the rate.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = [
 
 
 class WarmupLRScheduler:
-    """Base class of schedules, which set an optimizer's learning rate in every `step`.
+    """Base class of the schedules; each `step` sets the optimizer's learning rate.
 
     Args:
         optimizer: optimizer whose parameter groups are set.
         start_lr: peak learning rate.
         warmup_iter: number of warm-up steps.
         end_iter: step at which the decay ends.
-        num_iter: first step.
+        num_iter: step to start at.
     """
 
     def __init__(
@@ -97,18 +97,18 @@ class NoDecay(WarmupLRScheduler):
 
 
 class Linear(WarmupLRScheduler):
-    """Linear decay to 0 at step e, after warm-up."""
+    """Linear decay to 0 at step `end_iter`, after warm-up."""
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the learning rate s (e - n) / (e - w)."""
+        """Return ``start_lr * (end_iter - num_iter) / (end_iter - warmup_iter)``, at least 0."""
         return self.start_lr * (1.0 - self._progress(num_iter))
 
 
 class Cosine(WarmupLRScheduler):
-    """Cosine decay to 0 at step e, after warm-up."""
+    """Cosine decay to 0 at step `end_iter`, after warm-up."""
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the learning rate s (1 + cos(pi (n - w) / (e - w))) / 2."""
+        """Return ``start_lr * (1 + cos(pi * progress)) / 2``; `progress` is 1 at `end_iter`."""
         return self.start_lr * 0.5 * (1.0 + math.cos(math.pi * self._progress(num_iter)))
 
 
@@ -132,17 +132,17 @@ class Exponential(WarmupLRScheduler):
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the learning rate s gamma^(n - w)."""
+        """Return ``start_lr * gamma ** (num_iter - warmup_iter)``."""
         return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)
 
 
 class Noam(WarmupLRScheduler):
-    """Decay by 1 / sqrt(n), as in "Attention is all you need"; `end_iter` is not used."""
+    """Decay by 1 / sqrt(num_iter), as in "Attention is all you need"; `end_iter` is not used."""
 
     def get_lr_warmup(self, num_iter: int) -> float:
-        """Return the learning rate s n / (w sqrt(w)) of a warm-up step."""
+        """Return ``start_lr * num_iter / warmup_iter ** 1.5``."""
         return self.start_lr / math.sqrt(self.warmup_iter) * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the learning rate s / sqrt(n)."""
+        """Return ``start_lr / sqrt(num_iter)``."""
         return self.start_lr / math.sqrt(max(1, num_iter))

@@ -29,7 +29,7 @@ class DistributedModule(nn.Module):
     """Module like torch.nn.Module, for `DistributedParameter`s.
 
     Reading a parameter returns the full tensor, gathered once per call of the module. Inside a
-    `Block`, the block gathers all parameters. `state_dict` equals that of the model on one process.
+    `Block`, the block gathers all parameters. `state_dict` is the same as on a single process.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -71,8 +71,8 @@ class OpParallelLinear:
         """Compute the tensor-parallel product.
 
         Args:
-            input: this process's rows, all rows (replicated), or this process's columns.
-            weight: this process's rows (outputs) or columns (inputs).
+            input: this process's rows or columns of the input, or the full input (replicated).
+            weight: this process's rows (outputs) or columns (inputs) of the weight.
             bias: bias of the outputs.
             gather_input: True to all-gather the rows of `input`.
             gather_output: True to all-gather the outputs of a column-parallel weight.
@@ -80,7 +80,7 @@ class OpParallelLinear:
             reduce_output_type: reduction of the outputs of a row-parallel weight.
             async_gather_chunks: accepted and ignored (1 chunk).
 
-        Comm: one collective per option that is set, and its counterpart in backward.
+        Comm: one collective per option that is set, and one in backward.
         """
         group = config["tp_comm"]
         if config["tp_size"] == 1:

@@ -20,7 +20,7 @@ __all__ = ["join_blocks_"]
 
 
 class _Root(nn.Module):
-    """Parent module of blocks, without own parameters."""
+    """Parent module of the blocks; it has no parameters itself."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()

@@ -19,8 +19,8 @@ __all__ = ["grouped_parameters", "init_parameters", "sum_plain_gradients_"]
 def init_parameters(model: nn.Module) -> None:
     """Run every parameter's `init_method` on the full parameter, in module order.
 
-    Random numbers come from torch's global generator, so the weights are bit-identical on any
-    number of processes and without bmforge.
+    Random numbers come from torch's global generator, so the weights are bit-identical to those of
+    plain torch, with any number of processes.
 
     Memory: one full parameter at a time.
     """
@@ -36,7 +36,7 @@ def init_parameters(model: nn.Module) -> None:
 
 
 def sum_plain_gradients_(model: nn.Module) -> None:
-    """Sum the gradients of undistributed parameters over processes, which keeps them equal."""
+    """Sum the gradients of plain parameters over the processes, so that the replicas stay equal."""
     if config["world_size"] == 1:
         return
     for param in model.parameters():
@@ -53,7 +53,7 @@ def _sum_over_all(grad: Tensor) -> Tensor:
 
 
 def _once(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Reshard all blocks, then yield every parameter of the model once."""
+    """Reshard all blocks, then yield each parameter of the model once, also if it is tied."""
     for module in model.modules():
         if callable(give_back := getattr(module, "give_back", None)):
             give_back()

@@ -61,9 +61,9 @@ class Origin:
         init_method: function that fills the full parameter.
         group: group name for `grouped_parameters`.
         tp_mode: True if tensor-parallel processes have separate gradients.
-        tp_split_dim: dim that tensor parallelism splits; -1 if it splits none.
+        tp_split_dim: dim that tensor parallelism splits; -1 if the parameter is not split.
         in_block: True if a `Block` gathers the parameter together with others.
-        stage: pipeline stage that has the parameter; None means all stages.
+        stage: pipeline stage that has the parameter; None for all stages.
         is_empty: True if the parameter was created on the meta device and has no values yet.
     """
 
@@ -92,7 +92,7 @@ class _IsDistributed(type):
 
 
 class DistributedParameter(metaclass=_IsDistributed):
-    """Parameter that is sharded over the processes; on one process, a plain one.
+    """Parameter that is sharded over the processes; on one process, a plain parameter.
 
     Args:
         data: full values, the same on every process; with `tp_mode` this process's part.
@@ -100,8 +100,8 @@ class DistributedParameter(metaclass=_IsDistributed):
         init_method: function that fills the full parameter in `init_parameters`.
         group: see `grouped_parameters`.
         tp_mode: True if the gradients of tensor-parallel processes are not summed, because each
-            process has its own part of the parameter, or uses it for other inputs.
-        tp_split_dim: dim that is split among these processes; -1 if none is.
+            process has a different part of the parameter, or uses it for different inputs.
+        tp_split_dim: dim that is split among these processes; -1 if the parameter is not split.
 
     Raises:
         DistributedError: init_distributed was not called.
@@ -156,7 +156,7 @@ def make_parameter(data: Tensor, origin: Origin, requires_grad: bool) -> nn.Para
 
 
 def all_rows(param: Tensor) -> Tensor:
-    """Return a parameter's full values; an empty tensor if it has no values yet."""
+    """Return a parameter's full tensor; an uninitialized one if it has no values yet."""
     origin = origin_of(param)
     if origin is not None and origin.is_empty:
         return torch.empty(param.shape, dtype=param.dtype, device=config.device)
@@ -212,7 +212,7 @@ def gather(param: Tensor) -> Tensor:
 def gather_all(param: Tensor) -> Tensor:
     """All-gather a parameter over the data-parallel and the tensor-parallel processes.
 
-    Comm: as `gather`, twice.
+    Comm: two all-gathers, and in backward two reduce-scatters.
     """
     origin, value = origin_of(param), gather(param)
     if origin is None or origin.cut == 1:
@@ -241,7 +241,8 @@ def whole(param: Tensor, value: Tensor | None = None) -> Tensor:
     origin = origin_of(param)
     if origin is not None and origin.is_empty:
         raise ConfigError(
-            "a parameter that was created on the meta device has no values to save yet."
+            "a parameter that was created on the meta device has no values yet. Load a checkpoint "
+            "with bmt.load(model, file), or call bmt.init_parameters(model), first."
         )
     value = (param if value is None else value).detach()
     if isinstance(value, DTensor):
@@ -257,11 +258,12 @@ def whole(param: Tensor, value: Tensor | None = None) -> Tensor:
 
 
 def share_like(param: Tensor, value: Tensor) -> Tensor:
-    """Return this process's shard of a full value, sharded like `param`."""
+    """Return this process's shard of a full tensor, sharded like `param`."""
     origin = origin_of(param)
     if value.shape != full_shape(param):
         raise ConfigError(
-            f"a value has shape={tuple(value.shape)}, but the parameter {tuple(full_shape(param))}."
+            f"a value has shape={tuple(value.shape)}, but its parameter has "
+            f"shape={tuple(full_shape(param))}."
         )
     if param.is_meta:
         return torch.empty_like(param, dtype=value.dtype)
@@ -273,7 +275,7 @@ def share_like(param: Tensor, value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def set_values_(param: Tensor, value: Tensor) -> None:
-    """Set a sharded parameter to full values."""
+    """Set a sharded parameter to the values of a full tensor."""
     local_tensor(param).copy_(local_tensor(share_like(param, value)))
     has_values_(param)
 
@@ -322,7 +324,10 @@ class _DeepCopy(_Method):
         param = None if self._param is None else self._param()
         origin = origin_of(param)
         if not isinstance(param, nn.Parameter) or origin is None:
-            raise ConfigError("only a distributed parameter itself can be copied.")
+            raise ConfigError(
+                "this copy of a distributed parameter cannot be copied again. Copy the parameter "
+                "of the model instead."
+            )
         copy = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
         if param.grad is not None:
             copy.grad = param.grad.detach().clone()

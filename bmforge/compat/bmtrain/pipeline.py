@@ -46,7 +46,10 @@ class PipelineTransformerBlockList(TransformerBlockList):
         if self.stages == 1:
             return
         if len(self) < self.stages:
-            raise BlockError(f"{len(self)} blocks are too few for pipe_size={self.stages} stages.")
+            raise BlockError(
+                f"{len(self)} blocks are too few for pipe_size={self.stages} stages. Use a smaller "
+                "pipe_size."
+            )
         for index, block in enumerate(self):
             _place_(block, self.get_stage_by_layer_id(index))
         claim_blocks_(self)
@@ -82,7 +85,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
             batch_related: one flag per further argument, True if the argument has a batch dim
                 (default: tensors with as many dims and rows as the first argument).
             return_hidden_states: also return the inputs of each block.
-            kwargs: the same for every block and process; they get no gradient.
+            kwargs: keyword arguments, the same for every block and process; without gradient.
         """
         if self.stages == 1:
             return super().forward(*args, return_hidden_states=return_hidden_states, **kwargs)
@@ -101,7 +104,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
     def _cut(
         self, hidden: tuple[Any, ...], others: tuple[Any, ...], related: Sequence[bool]
     ) -> list[list[Any]]:
-        """Return the micro-batches for all processes of the pipeline, the same on each of them."""
+        """Gather the rows of all processes of the pipeline; return them as micro-batches."""
         micros, group = config["micros"], config["pipe_comm"]
         rows = hidden[0].shape[0]
         if rows * self.stages % micros or micros % self.stages:

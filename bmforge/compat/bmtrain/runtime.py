@@ -76,7 +76,7 @@ class Topology:
 
     @property
     def pp_zero_idx(self) -> int:
-        """Index of the stage whose processes share this one's parameters."""
+        """Index of the group of processes that shard the same parameters: the stage index."""
         return self.stage_id
 
     @property
@@ -86,7 +86,7 @@ class Topology:
 
     @property
     def tp_zero_id(self) -> int:
-        """Rank among the processes with the same tensor-parallel part."""
+        """Rank among the processes with the same tensor-parallel part of the model."""
         return self.pipe_idx // self.tp_size
 
     def get_group_id(self, name: str) -> int:
@@ -125,7 +125,7 @@ class Config(Mapping[str, Any]):
         debugged: values stored by `debug`.
         saving: thread of the last non-blocking `save`.
         grouped: messages queued by `nccl`; None outside of `groupStart` and `groupEnd`.
-        host: host settings in effect until the program ends or initializes again.
+        host: process-wide torch settings, which last until the next `init_distributed`.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class Config(Mapping[str, Any]):
             )
 
     def join(self, world: World, values: Mapping[str, Any], layout: Layout) -> None:
-        """Adopt an initialized process group."""
+        """Use an initialized process group: store its meshes, its settings and BMTrain's keys."""
         self.device = world.device
         mesh = build_mesh(layout, world.device)
         self.mesh: DeviceMesh = mesh
@@ -214,8 +214,8 @@ class Config(Mapping[str, Any]):
     def own_random(self, is_training: bool) -> Iterator[None]:
         """Context manager: use different dropout seeds on data-parallel processes.
 
-        The context manager takes effect in the outermost module only. All processes have the same
-        global seed, so that weights are initialized alike.
+        It has an effect in the outermost module only. The global seed is the same on all
+        processes, so that they initialize equal weights.
         """
         enters = is_training and not self._is_inside and self.is_ready and torch.is_grad_enabled()
         if not enters or self["world_size"] == 1:
@@ -250,7 +250,7 @@ def init_distributed(
     """Join the other processes, seed the generators, and set up the process groups.
 
     Works under torchrun, `python -m torch.distributed.launch` and without a launcher; a process
-    group that the program has initialized is adopted.
+    group that the program has initialized is used.
 
     Args:
         init_method: rendezvous URL of torch.distributed.
@@ -296,13 +296,13 @@ def init_distributed(
 
 
 def _support_anomaly_detection() -> None:
-    """Register how DTensor gathers the check of `torch.autograd.set_detect_anomaly`.
+    """Register a DTensor sharding rule for the NaN check of `torch.autograd.set_detect_anomaly`.
 
-    torch 2.13 has no sharding rule for this operator, and would raise an error in backward.
+    torch 2.13 has no rule for its operator, and would raise an error in backward.
     """
     from torch.distributed.tensor.experimental import register_sharding
 
-    # Every process gathers the whole mask, so all of them raise the error of a NaN.
+    # Every process gathers the whole mask, so all of them raise the error if there is a NaN.
     register_sharding(torch.ops.aten._is_any_true.default)(
         lambda mask: [([Replicate()], [Replicate()])]
     )

@@ -48,7 +48,7 @@ def save(model: nn.Module, file_name: str | Path, non_blocking: bool = False) ->
     Raises:
         OSError: the file cannot be written; for a background write the next `save` raises it.
 
-    Memory: rank 0 holds the full model on the host, other ranks one parameter.
+    Memory: the full model on rank 0's host, one parameter on other ranks.
     """
     config.need("save")
     run_on_first(_finish_writing)
@@ -103,7 +103,7 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _state_on(keeps: bool, collect: Callable[[], State]) -> State:
-    """Return a state dict on the processes that keep it; elsewhere its tensors are on meta."""
+    """Collect a state dict, on the CPU if `keeps`, otherwise with tensors on the meta device."""
     config.keeps_whole = keeps
     try:
         state = collect()
@@ -120,7 +120,7 @@ def _write(state: State, path: Path) -> None:
 def _save_to_rank0(model: nn.Module, destination: State | None = None, prefix: str = "") -> State:
     """Return a model's full `state_dict` on rank 0, on the host; {} on other ranks.
 
-    A model's own `state_dict` may be built from this.
+    A program may override `state_dict` of its model with a method that calls this function.
     """
     return _gather_state(model, config["rank"] == 0, destination, prefix)
 
@@ -146,8 +146,8 @@ def _save_to_infer_model(model: nn.Module, infer_model: Any) -> None:
 
     Args:
         model: model, the same on every process; all processes call this.
-        infer_model: object on the first process of each machine whose `load_layer_state_dict` gets
-            each part, on the host, under the names of the full model.
+        infer_model: object on the first process of each machine; its `load_layer_state_dict` is
+            called with each part, on the host, under the full model's names.
 
     Memory: one block.
     """
@@ -188,7 +188,8 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
         The result of `load_state_dict`.
 
     Raises:
-        CheckpointError: the file cannot be read, or keys or shapes do not fit; all are listed.
+        CheckpointError: the file cannot be read, or keys or shapes do not fit (the message lists
+            all).
     """
     config.need("load")
     claim_blocks_(model)
@@ -202,7 +203,7 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
             raise CheckpointError(f"{file_name} cannot be loaded: {error}") from error
         if not isinstance(loaded, dict):
             raise CheckpointError(
-                f"{file_name} contains a {type(loaded).__name__}, not a state_dict."
+                f"{file_name} contains a {type(loaded).__name__} (needed: a state_dict)."
             )
         return loaded
 
@@ -244,9 +245,9 @@ def _share_out(model: nn.Module, state: dict[str, Any] | None) -> dict[str, Any]
 
 
 def published_parameters(model: nn.Module) -> dict[str, str]:
-    """Return the parameter names in published checkpoints by those in a model.
+    """Return a dict from a model's parameter names to those in published checkpoints.
 
-    Modules that have such names list them in their method `published_parameters`.
+    A module that uses other names than its checkpoints defines the method `published_parameters`.
     """
     names = {}
     for prefix, module in model.named_modules():

@@ -41,5 +41,5 @@ def gather_result(result: Tensor) -> Tensor:
 
 
 def wait_loader() -> None:
-    """Do nothing: torch itself waits for gathered parameters."""
+    """Do nothing, since torch itself waits for gathered parameters."""
     config.need("wait_loader()")

@@ -72,7 +72,7 @@ def see_memory(message: str, detail: bool = False) -> None:
 
 
 def check_torch_version(version_str: str) -> int:
-    """Return the torch version minus `version_str`, each as the number x * 10000 + y * 100 + z."""
+    """Return the torch version minus `version_str`; x.y.z counts as x * 10000 + y * 100 + z."""
 
     def number(version: str) -> int:
         major, minor, patch = (int(part) for part in re.findall(r"\d+", version)[:3])

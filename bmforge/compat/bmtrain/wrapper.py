@@ -59,7 +59,7 @@ def _fill_tables_(model: nn.Module) -> None:
         buffers.update(own)
         before = {key: buffer._version for key, buffer in own.items()}
         if own and callable(fill):
-            fill(module)  # parameters are still on meta, where initialization has no effect
+            fill(module)  # parameters are still on meta: nothing to initialize
         missing += [f"{name}.{k}" for k in own if buffers[k]._version == before[k]]
     if missing:
         raise ConfigError(

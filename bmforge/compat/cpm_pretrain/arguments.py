@@ -2,7 +2,7 @@
 
 The table is `arguments.toml`, which `docs/migrating/cpm_pretrain.md` shows. Arguments that
 Megatron's parser has for other programs (REALM's retrieval, an autoresume service) are listed
-without a field.
+without a replacement.
 Source: ``megatron/arguments.py``, ``run_gpt2.sh`` and ``run_t5.sh`` of TsinghuaAI/CPM-1-Pretrain.
 """
 

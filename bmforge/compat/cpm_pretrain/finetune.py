@@ -1,6 +1,6 @@
 """Converts start scripts of CPM-1-Finetune and CPM-2-Pretrain to `bmforge train` configs.
 
-The table is `finetune.toml`; arguments without a counterpart are listed, never dropped silently.
+The table is `finetune.toml`; arguments without an equivalent are listed, never dropped silently.
 Source: ``arguments.py`` of TsinghuaAI/CPM-1-Finetune and CPM-2-Pretrain for defaults.
 """
 
@@ -79,7 +79,7 @@ def _read_words(words: Sequence[str], out: Migrated) -> dict[str, str]:
 
 
 def _place(out: Migrated, name: str, value: str) -> None:
-    """Convert one argument by the table."""
+    """Convert one argument as `finetune.toml` says; a switch sets the field to a fixed value."""
     if name in _FILE["fields"]:
         path, kind = _FILE["fields"][name]
         try:
@@ -107,7 +107,7 @@ def _place_sizes(out: Migrated) -> None:
 
 
 def _place_schedule(out: Migrated, arguments: dict[str, str]) -> None:
-    """Set the schedule; the warm-up is a fraction of the steps."""
+    """Set the learning rate schedule; `--warmup` is a fraction of the training steps."""
     style = arguments.get("--lr-decay-style", "linear")
     kinds = {"linear": "linear", "cosine": "cosine", "constant": "constant"}
     if style in kinds:
@@ -118,7 +118,7 @@ def _place_schedule(out: Migrated, arguments: dict[str, str]) -> None:
     if steps is None:
         share = arguments["--warmup"]
         out.unplaced.append(
-            (f"--warmup {share}", "set train.schedule.warmup_steps to this share of train.steps")
+            (f"--warmup {share}", "set train.schedule.warmup_steps to this fraction of train.steps")
         )
         return
     out.put("train.schedule.warmup_steps", int(float(arguments["--warmup"]) * steps))

@@ -30,7 +30,7 @@ def lay_out_(
     which are gathered over the replicas when the model is called.
 
     Args:
-        model: model, built alike on every process.
+        model: model, built in the same way on every process.
         layout: layout of the mesh.
         mesh: mesh of all axes, which `mpu` uses too.
         precision: see `parallelize`.

@@ -1,7 +1,7 @@
 """Converts CPM-Pretrain's start scripts and command lines to configs of `bmforge train`.
 
 Start at `migrate_text`. `arguments.py` documents the mapping, this file computes it. Arguments
-without a counterpart are listed, never dropped silently.
+without an equivalent are listed, never dropped silently.
 Source: ``megatron/arguments.py`` of TsinghuaAI/CPM-1-Pretrain for the defaults.
 """
 
@@ -137,7 +137,7 @@ def place_arguments(task: str, arguments: Mapping[str, Any]) -> Migrated:
 
 
 def _split(words: Sequence[str], out: Migrated) -> dict[str, Any]:
-    """Parse words into a dict from argument name to value; the last repetition counts."""
+    """Parse words into a dict from argument name to value; of a repeated argument, the last."""
     at = 0
     arguments: dict[str, Any] = {}
     while at < len(words):
@@ -158,7 +158,7 @@ def _split(words: Sequence[str], out: Migrated) -> dict[str, Any]:
 
 
 def _command(launcher: Sequence[str], script: Script, task: str, least: str) -> str:
-    """Return the `torchrun` command; `least` is the process count if the script has none."""
+    """Return the `torchrun` command, with `least` processes if the script sets no number."""
     variables = script.variables
     count = variables.get("GPUS_PER_NODE", "")
     for number, word in enumerate(launcher):
@@ -179,8 +179,8 @@ class _Places:
 
     Args:
         task: name of the recipe.
-        out: result that receives fields and arguments without a counterpart.
-        given: dict from argument name to value.
+        out: result that receives the config fields and the arguments without an equivalent.
+        arguments: dict from argument name to value.
     """
 
     def __init__(self, task: str, out: Migrated, arguments: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ class _Places:
         self.stages = max(1, self.number("--pipe-parallel-size", int))
 
     def number(self, name: str, kind: type) -> Any:
-        """Return the value of an argument, else its original default, else None.
+        """Return an argument's value, or CPM-Pretrain's default; None if there is neither.
 
         Raises:
             ConfigError: the value has the wrong type.
@@ -202,7 +202,7 @@ class _Places:
             raise ConfigError(f"{name} {value} must be of type {kind.__name__}.") from error
 
     def fill(self) -> None:
-        """Convert all arguments, and list those without a counterpart."""
+        """Convert all arguments, and list those without an equivalent."""
         for name, (path, kind) in _PLAIN.items():
             value = self.number(name, kind)
             if value is not None and self._is_ours(name):
@@ -236,7 +236,7 @@ class _Places:
         return False
 
     def say(self, name: str, why: str) -> None:
-        """Add an argument to the list of those without a counterpart."""
+        """Add an argument that has no equivalent to `Migrated.unplaced`, with the reason."""
         value = self.given.get(name, True)
         self.out.unplaced.append((name if value is True else f"{name} {value}", why))
 

@@ -17,8 +17,8 @@ class Migrated:
     Args:
         task: name of the recipe.
         values: config fields, nested as in TOML.
-        unplaced: arguments without a counterpart, with the reason.
-        dropped: arguments that need no counterpart, with the reason.
+        unplaced: (argument, reason) for arguments without an equivalent.
+        dropped: (argument, reason) for arguments that need no equivalent.
         command: command that starts the run, with `{config}` for the file.
         files: dict from name to content of the further files that the config refers to.
     """
@@ -31,7 +31,7 @@ class Migrated:
     files: dict[str, str] = field(default_factory=dict)
 
     def toml(self) -> str:
-        """Return the config as TOML, with comments about arguments that have no counterpart."""
+        """Return the config as TOML, with comments about arguments that have no equivalent."""
         notes = [f"# not placed: {name}: {why}\n" for name, why in self.unplaced]
         return "".join(notes) + tomli_w.dumps(self.values)
 

@@ -1,7 +1,7 @@
 """DeepSpeed's `PipelineModule`: a model built from a list of layers, split by the engine.
 
-Each layer is called with the output of the one before, a tensor or a tuple. Any tensors may cross
-stages, with or without gradient.
+Each layer is called with the previous layer's output, a tensor or a tuple. Any tensors may be sent
+between stages, with or without gradient.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 class StageOutput(NamedTuple):
-    """Output of a pipeline stage: the result on the last stage, else tensors for the next one."""
+    """Output of a pipeline stage: the result on the last stage, or tensors for the next stage."""
 
     value: Any = None
     carry: tuple[Tensor, ...] | None = None
@@ -146,9 +146,9 @@ class PipelineModule(nn.Module):
         return _Place(spec.forward_fn or _call, module)
 
     def layout_rules(self) -> LayoutRules:
-        """Return the layout rules, by which stages may be split between any two layers.
+        """Return layout rules that allow a stage boundary between any two layers.
 
-        The root module gathers shared parameters.
+        Parameters of shared layers are gathered by the root module.
         """
         shared = {
             id(p) for m in self.layers.values() if isinstance(m, _Place) for p in m.parameters()

@@ -33,7 +33,7 @@ ForwardStep = Callable[[Iterator[Any], nn.Module], tuple[Tensor, Mapping[str, An
 
 
 class Rows:
-    """Loader of this process's micro-batches, with the samples of a dataset in order.
+    """Loader that returns this process's micro-batches, from a dataset read in order.
 
     Args:
         dataset: indexable dataset; each sample is a mapping of tensors, arrays or numbers.
@@ -64,8 +64,8 @@ class Rows:
         needed = steps * self.micro_batches * self.size * self.batch_size
         if len(self.dataset) < needed:
             raise DataError(
-                f"the dataset has {len(self.dataset)} rows, but {steps} steps need {needed}. "
-                "Return as many rows as requested."
+                f"the dataset has {len(self.dataset)} samples, but {steps} steps need {needed}. "
+                "Return as many samples as requested."
             )
 
     def __next__(self) -> Sequence[Batch]:
@@ -79,7 +79,7 @@ class Rows:
         rows = [self.dataset[n] for n in range(begin, begin + self.batch_size)]
         if not isinstance(rows[0], Mapping):
             raise DataError(
-                f"row {begin} of the dataset is a {type(rows[0]).__name__} (needed: a mapping "
+                f"sample {begin} of the dataset is a {type(rows[0]).__name__} (needed: a mapping "
                 "from names to tensors, such as {'text': ids})."
             )
         batch: Batch = default_collate(rows)
@@ -116,13 +116,13 @@ def pretrain(
     A run in the directory --save is resumed.
 
     Args:
-        train_valid_test_dataset_provider: function of the numbers of samples for training,
-            validation and test that returns three datasets, each of which may be None.
+        train_valid_test_dataset_provider: function (list of the numbers of samples for training,
+            validation and test) -> three datasets, each of which may be None.
         model_provider: function that builds the model, with layers of `mpu`, as a
             `PipelineModule`, or any other.
-        forward_step_func: function of an iterator of one batch and the model that returns the
-            batch's mean loss and values for the log. A pipeline uses the model's
-            `_megatron_batch_fn` for inputs and labels instead, and its `loss_fn` for the loss.
+        forward_step_func: function (iterator of one batch, model) -> (mean loss of the batch,
+            values for the log). A pipeline instead uses the model's `_megatron_batch_fn` for
+            inputs and labels, and its `loss_fn` for the loss.
         extra_args_provider: function that adds a program's own arguments to the parser.
         args_defaults: defaults of arguments that are not on the command line.
 
@@ -170,7 +170,7 @@ def pretrain(
 def _open_rows(
     provider: Provider, args: argparse.Namespace, mesh: DeviceMesh
 ) -> tuple[Rows, Rows | None, Rows | None]:
-    """Open the samples for training, validation and test."""
+    """Call the provider; return the loaders for training, validation and test."""
     share = data_parallel_rank(mesh), data_parallel_size(mesh)
     evaluations = args.train_iters // args.eval_interval + 1
     steps = (args.train_iters, evaluations * args.eval_iters, args.eval_iters)
@@ -198,7 +198,7 @@ def _interval(model: nn.Module) -> int:
 
 
 def _count_one(batch: Batch) -> int:
-    """Count a micro-batch as one item, since its loss is a mean already."""
+    """Return 1: a micro-batch counts as one item, because its loss is already a mean."""
     return 1
 
 
@@ -215,9 +215,9 @@ def _objective_of(model: nn.Module, forward_step: ForwardStep) -> Objective:
 
 
 def _partition_stride(model: nn.Module) -> int | None:
-    """Return Megatron's stride of weights that stack several matrices, such as fused QKV.
+    """Return the tensor-parallel size if a weight stacks several matrices (fused QKV), else None.
 
-    It is the tensor-parallel size; None if the model has no such weight.
+    The order of such a weight's rows on disk depends on this size.
     """
     strides = (getattr(p, "partition_stride", 1) for p in model.parameters())
     return groups.of("tp").size() if any(stride > 1 for stride in strides) else None
@@ -250,7 +250,7 @@ def _pipe_loss(model: nn.Module, batch: Batch, num_items: float) -> Any:
 
 
 def _evaluate(rows: Rows, model: nn.Module, *, objective: Any, steps: int) -> EvalResult:
-    """Return the mean loss of the next samples; at the end of the dataset, start again."""
+    """Return the mean loss of the next samples; start again if too few samples are left."""
     if len(rows.dataset) < (rows.step + steps) * rows.micro_batches * rows.size * rows.batch_size:
         rows.step = 0
     rows.check(steps)

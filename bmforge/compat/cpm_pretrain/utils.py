@@ -43,7 +43,7 @@ def get_ltor_masks_and_position_ids(
     places = torch.arange(length, device=data.device)
     hidden = (places[None, :] > places[:, None])[None]
     ends = data == eod_token
-    # Document number of each token; an end token belongs to the document that it ends.
+    # Document index of each token; an end token belongs to the document that it ends.
     document = ends.cumsum(1) - ends.long()
     if reset_attention_mask:
         hidden = hidden | (document[:, :, None] != document[:, None, :])

@@ -55,7 +55,7 @@ def add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def get_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments; a fraction in `warmup_iters` is converted to iterations.
+    """Parse the arguments; convert `warmup_iters` to iterations if it is a fraction.
 
     Args:
         arguments: command line (default: that of the process).

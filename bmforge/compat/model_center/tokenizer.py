@@ -102,7 +102,7 @@ class CPM1Tokenizer(_OldMethods, _CPM1Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Any:
-        """Open ``chinese_vocab.model`` of a directory or hub id, else its ``vocab.txt``."""
+        """Load ``chinese_vocab.model`` of a directory or hub id; if missing, its ``vocab.txt``."""
         folder = find_model(str(directory))
         has_pieces = (folder / MODEL_FILE).exists()
         return super().from_pretrained(folder) if has_pieces else _CPM1Words.from_pretrained(folder)

@@ -18,7 +18,7 @@ def print_inspect(model: nn.Module, name: str) -> None:
 
 
 def check_web_and_convert_path(path: str | Path, load_type: str = "model") -> str:
-    """Return the directory of a model, which may be given by a hub id or a short name.
+    """Return the directory of a model, given its directory, hub id or short name.
 
     Args:
         path: directory, hub id or short name.

@@ -43,7 +43,7 @@ def take_parts_(backbone: nn.Module) -> None:
 
 
 def zoo_in(backbone: nn.Module) -> nn.Module:
-    """Return the only bmforge model inside a backbone; the backbone if there is none or several."""
+    """Return the bmforge model inside a backbone, or the backbone unless there is exactly one."""
     models = [module for module in backbone.modules() if isinstance(module, Model)]
     return models[0] if len(models) == 1 else backbone
 
@@ -59,7 +59,7 @@ def is_delta(root: nn.Module, name: str) -> bool:
 
 
 def find_trained(root: nn.Module, targets: Sequence[str]) -> tuple[set[str], list[str]]:
-    """Return the names of parameters that match targets, and the targets that match any."""
+    """Return the names of parameters that match a target, and the targets that have a match."""
     names: set[str] = set()
     meant = []
     for target in targets:
@@ -73,9 +73,10 @@ def find_trained(root: nn.Module, targets: Sequence[str]) -> tuple[set[str], lis
 
 
 def saved_names(backbone: nn.Module) -> dict[str, str]:
-    """Return the names in OpenDelta's files by the names in a backbone.
+    """Return a dict from a backbone's tensor names to those in OpenDelta's files.
 
-    ModelCenter's models have ModelCenter's names. Tensors that OpenDelta does not have are absent.
+    For ModelCenter's models, the file has ModelCenter's names. Tensors that OpenDelta does not have
+    are left out.
     """
     names = published_parameters(backbone)
     for before, delta in _deltas_in(backbone):
@@ -92,7 +93,7 @@ def saved_names(backbone: nn.Module) -> dict[str, str]:
 
 
 def _deltas_in(backbone: nn.Module) -> Iterator[tuple[str, AttachedDelta]]:
-    """Yield the deltas in a backbone, each with the prefix of its model's names."""
+    """Yield (name prefix of the submodel, delta) for each delta in a backbone."""
     for prefix, module in backbone.named_modules():
         if has_deltas(module):
             yield from ((f"{prefix}." if prefix else "", d) for d in list_deltas(module).values())
@@ -104,10 +105,10 @@ def _is_old_bias(module: nn.Module) -> bool:
 
 
 def old_tensors(backbone: nn.Module, delta: AttachedDelta) -> dict[str, Tensor]:
-    """Return the tensors of OpenDelta's file: those of a delta and the others that it trains.
+    """Return a delta's tensors, and the base tensors that it trains, under OpenDelta's names.
 
-    They are on the host and unsharded. The result is empty if OpenDelta has no such form, for
-    example of biases of whole blocks.
+    The tensors are unsharded and on the host. The dict is empty if OpenDelta cannot represent the
+    delta, for example if it adds a bias to whole blocks.
 
     Comm: all processes must call it.
     """
@@ -123,7 +124,7 @@ def old_tensors(backbone: nn.Module, delta: AttachedDelta) -> dict[str, Tensor]:
 
 
 def _old_value(backbone: nn.Module, own_name: str, old_name: str, value: Tensor) -> Tensor:
-    """Convert a tensor to OpenDelta's form: heads side by side, biases with the backbone's."""
+    """Convert a tensor to OpenDelta's format: prefix heads concatenated, base bias added."""
     if old_name.endswith(("prefix.past_key", "prefix.past_value")) and value.dim() == 3:
         return value.transpose(0, 1).flatten(1)
     bias = _own_bias(backbone, own_name, old_name)
@@ -131,7 +132,7 @@ def _old_value(backbone: nn.Module, own_name: str, old_name: str, value: Tensor)
 
 
 def _own_value(backbone: nn.Module, own_name: str, old_name: str, value: Tensor) -> Tensor:
-    """Convert a tensor from OpenDelta's form; the inverse of `_old_value`."""
+    """Convert a tensor from OpenDelta's format; the inverse of `_old_value`."""
     shape = backbone.get_parameter(own_name).shape
     if old_name.endswith(("prefix.past_key", "prefix.past_value")) and value.dim() < len(shape):
         return value.unflatten(1, (shape[0], -1)).transpose(0, 1)
@@ -140,7 +141,7 @@ def _own_value(backbone: nn.Module, own_name: str, old_name: str, value: Tensor)
 
 
 def _own_bias(backbone: nn.Module, own_name: str, old_name: str) -> Tensor | None:
-    """Return the bias of the backbone to which a BitFit's is added, if both have one name."""
+    """Return the base bias that OpenDelta includes in a BitFit bias; None if there is none."""
     if not own_name.endswith(".bias") or not old_name.endswith(".bias"):
         return None
     owner = backbone.get_submodule(own_name.rpartition(".")[0].rpartition(".")[0])
@@ -155,7 +156,7 @@ def _on_host(parameter: Tensor) -> Tensor:
 def rename_saved_(
     backbone: nn.Module, state_dict: dict[str, Tensor], prefix: str, *arguments: Any
 ) -> None:
-    """State-dict hook that writes OpenDelta's names of the tensors of deltas."""
+    """State-dict hook that renames the tensors of deltas to OpenDelta's names."""
     # The hooks of ModelCenter's models have already renamed their modules.
     published = published_parameters(backbone)
     for own, old in saved_names(backbone).items():
@@ -167,7 +168,7 @@ def rename_saved_(
 def rename_loaded_(
     backbone: nn.Module, state_dict: dict[str, Tensor], prefix: str, *arguments: Any
 ) -> None:
-    """Hook of `load_state_dict` that renames the tensors of deltas that OpenDelta saved."""
+    """Hook of `load_state_dict` that accepts the tensors of deltas under OpenDelta's names."""
     for own, old in saved_names(backbone).items():
         if prefix + old in state_dict and prefix + own not in state_dict:
             value = _own_value(backbone, own, old, state_dict[prefix + old])
@@ -209,4 +210,4 @@ def read_card(center_args: Any) -> dict[str, Any]:
 
 
 class _Nothing:
-    """Object without attributes."""
+    """Default object without attributes, used if `center_args` is None."""

@@ -36,7 +36,7 @@ from bmforge.tune.delta.opendelta_format import OLD_WEIGHTS_NAME, old_type_of, o
 
 __all__ = ["DeltaBase"]
 
-# OpenDelta does not modify language-model heads and the norm after the embedding.
+# OpenDelta modifies neither language-model heads nor the norm after the embedding.
 _HEADS = ("lm_head", "mlm_head", "cls.predictions")
 _EMBED_NORMS = ("embed_norm", "embeddings.LayerNorm")
 
@@ -54,7 +54,7 @@ class DeltaBase(nn.Module):
         common_structure: accepted and ignored; common module names are always supported.
         interactive_modify: not supported; `bmforge tree --html` writes a page with the module tree.
         backend: "hf" or "bmt"; accepted and ignored; the backbone determines it.
-        options: options of the type; see its config.
+        options: options of the delta type; see its config.
 
     Attributes:
         delta: the bmforge adapter.
@@ -134,7 +134,7 @@ class DeltaBase(nn.Module):
         return name
 
     def _more(self, config: Any) -> dict[str, Any]:
-        """Return additional adapter options, which OpenDelta's files do not contain."""
+        """Return further options of the adapter that are not in OpenDelta's config."""
         return {}
 
     @classmethod
@@ -208,7 +208,7 @@ class DeltaBase(nn.Module):
     ) -> None:
         """Write the delta, and other trained parameters, to a directory.
 
-        It has PEFT's two files, and OpenDelta's two if OpenDelta has this form of the delta.
+        PEFT's two files are written, and OpenDelta's two if its format can represent the delta.
 
         Args:
             finetuned_delta_path: directory; created if missing.
@@ -308,7 +308,7 @@ class DeltaBase(nn.Module):
         visualization: bool = True,
         cuda_memory: bool = True,
     ) -> None:
-        """Print the module tree and the share of trained parameters."""
+        """Print the module tree, the fraction of trained parameters, and the device memory."""
         root = self.backbone_model if module is None else module
         if visualization:
             Visualization(root).structure_graph()
@@ -326,34 +326,34 @@ class DeltaBase(nn.Module):
             get_logger().info("Static Memory %.2f GB", used)
 
     def trainable_parameters_names(self, module: nn.Module | None = None) -> list[str]:
-        """Return the names of the trainable parameters of the backbone or a module."""
+        """Return the names of a module's trainable parameters (default: the backbone's)."""
         root = self.backbone_model if module is None else module
         return [name for name, p in root.named_parameters() if p.requires_grad]
 
     def frozen_parameters_names(self, module: nn.Module | None = None) -> list[str]:
-        """Return the names of the frozen parameters of the backbone or a module."""
+        """Return the names of a module's frozen parameters (default: the backbone's)."""
         root = self.backbone_model if module is None else module
         return [name for name, p in root.named_parameters() if not p.requires_grad]
 
     def trainable_parameters(self, module: nn.Module | None = None) -> list[nn.Parameter]:
-        """Return the trainable parameters of the delta or a module."""
+        """Return a module's trainable parameters (default: the delta's)."""
         root = self if module is None else module
         return [p for p in root.parameters() if p.requires_grad]
 
     def num_trainable_parameters(self, module: nn.Module | None = None) -> int:
-        """Count the trainable parameters of the delta or a module."""
+        """Count a module's trainable parameters (default: the delta's)."""
         return sum(p.numel() for p in self.trainable_parameters(module))
 
     def num_total_parameters(self, module: nn.Module | None = None) -> int:
-        """Count the parameters of the delta, or of a module."""
+        """Count a module's parameters (default: the delta's)."""
         return sum(p.numel() for p in (self if module is None else module).parameters())
 
     def num_frozen_parameters(self, module: nn.Module | None = None) -> int:
-        """Count the frozen parameters of the delta or a module."""
+        """Count a module's frozen parameters (default: the delta's)."""
         return self.num_total_parameters(module) - self.num_trainable_parameters(module)
 
     def num_delta_parameters(self, module: nn.Module | None = None) -> int:
-        """Count the parameters of all adapters in the backbone or a module."""
+        """Count the parameters of all adapters in a module (default: the backbone)."""
         root = self.backbone_model if module is None else module
         named = root.named_parameters()
         return sum(p.numel() for name, p in named if is_delta(root, name))

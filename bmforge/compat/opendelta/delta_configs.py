@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 CONFIG_NAME = "config.json"
-# Fields of all types: target modules, trained modules, and provenance.
+# Fields that all types have: target modules, trained modules, and provenance.
 _EVERYWHERE: Mapping[str, Any] = {
     "modified_modules": None,
     "exclude_modules": None,
@@ -111,7 +111,7 @@ class BaseDeltaConfig:
         return cls.from_dict(read_config(finetuned_delta_path), **kwargs)
 
     def save_finetuned(self, save_directory: str | Path) -> None:
-        """Write `config.json` into a directory."""
+        """Write `config.json` to a directory, which is created if missing."""
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         replace_file(Path(save_directory) / CONFIG_NAME, self.to_json_string(use_diff=False))
 
@@ -142,7 +142,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
             "no longer exists."
         ) from error
     if not isinstance(fields, dict):
-        raise ConfigError(f"{str(file)!r} is not a mapping of config fields.")
+        raise ConfigError(f"{str(file)!r} must contain a JSON object of config fields.")
     return fields
 
 

@@ -14,7 +14,7 @@ __all__ = ["inspect_module_statistics", "inspect_optimizer_statistics"]
 
 
 def _count(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """Return the number of elements, and of trainable elements."""
+    """Return the number of parameter elements, and how many of them are trainable."""
     listed = list(parameters)
     return sum(p.numel() for p in listed), sum(p.numel() for p in listed if p.requires_grad)
 
@@ -35,7 +35,7 @@ def inspect_module_statistics(module: nn.Module, verbose: bool = True) -> dict[s
 def inspect_optimizer_statistics(
     optimizer: torch.optim.Optimizer, verbose: bool = True
 ) -> dict[str, Any]:
-    """Return and log the number of parameters per group of an optimizer."""
+    """Return and log the options of each parameter group and its number of parameters."""
     statistics: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         total, trained = _count(group["params"])

@@ -1,4 +1,4 @@
-"""OpenDelta's model visualization (from bigmodelvis): the tree of `bmforge tree`."""
+"""OpenDelta's model visualization (from bigmodelvis), which prints the tree of `bmforge tree`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Visualization"]
 
 
 class Visualization:
-    """Draws a model as a tree.
+    """Prints a model as a tree of modules.
 
     Args:
         plm: any model.

@@ -1,7 +1,7 @@
 """Converts OpenPrompt's YAML configs to TOML configs of `bmforge train`.
 
 Start at `read_config`. A key maps to a field by `config_keys.toml` or by a method of `_Reader`;
-keys without a counterpart are listed with the reason, never dropped silently.
+keys without an equivalent are listed with the reason, never dropped silently.
 Source: openprompt/default_config.py of thunlp/OpenPrompt, 1.0.1, for keys and defaults.
 """
 
@@ -31,8 +31,8 @@ def read_config(path: str | Path, files_dir: Path | None = None) -> Migrated:
 
     Args:
         path: path of the YAML file; relative paths in it are not changed.
-        files_dir: directory to which templates and label words of the config are written, for
-            `files`.
+        files_dir: directory in which the caller will write `Migrated.files` (templates and label
+            words).
 
     Raises:
         ConfigError: the file is not an OpenPrompt config.
@@ -61,7 +61,8 @@ def _load(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(file)!r} cannot be read as a config ({error}).") from error
     if not isinstance(values, dict) or not {"plm", "dataset", "template"} & set(values):
         raise ConfigError(
-            f"{str(file)!r} is not a config of OpenPrompt: it has no plm, dataset and template."
+            f"{str(file)!r} is not a config of OpenPrompt (needed: the sections plm, dataset and "
+            "template)."
         )
     return values
 
@@ -86,9 +87,9 @@ class _Reader:
     """Converts the keys of a config one after another.
 
     Args:
-        given: option values by dotted name, such as `plm.model_name`.
+        settings: dict from dotted key, such as `plm.model_name`, to value.
         out: result to fill.
-        files_dir: directory for written files.
+        files_dir: directory of the files that the converted config refers to.
     """
 
     def __init__(self, settings: dict[str, Any], out: Migrated, files_dir: Path) -> None:
@@ -97,7 +98,7 @@ class _Reader:
         self.chosen = {str(name) for name in chosen}
 
     def take(self, key: str, usual: Any = None) -> Any:
-        """Remove a key; return its value, or the default."""
+        """Remove a key; return its value, or `usual` if it is missing or None."""
         value = self.given.pop(key, None)
         return usual if value is None else value
 
@@ -110,7 +111,7 @@ class _Reader:
         table[name] = value
 
     def miss(self, key: str, why: str) -> None:
-        """Add a key to the list of those without a counterpart."""
+        """Record a key that has no equivalent in bmforge, and why."""
         self.out.unplaced.append((key, why))
 
     def fill(self) -> None:
@@ -134,7 +135,7 @@ class _Reader:
         self.place_rest()
 
     def place_task(self) -> None:
-        """Convert the name of the dataset, and the task."""
+        """Convert the dataset's name and the loss to the settings of the task."""
         if self.take("task") == "relation_classification":
             self.take("classification.loss_function")
         if (loss := self.take("classification.loss_function")) not in (
@@ -222,8 +223,8 @@ class _Reader:
             self.miss(
                 "verbalizer",
                 (
-                    f"{name!r}: a run trains no verbalizer; its label words are used as they "
-                    "are, the class is in bmforge.tune.prompt"
+                    f"{name!r}: a run does not train a verbalizer, but uses its label words "
+                    "unchanged; the class is in bmforge.tune.prompt"
                 ),
             )
         if (words := self.take(f"{block}.label_words")) is not None:
@@ -284,7 +285,7 @@ class _Reader:
             else:
                 self.put("calibrate", int(count))
             if (split := self.take("contextualized_calibrate.use_split", "train")) != "train":
-                self.miss("contextualized_calibrate.use_split", f"{split!r}: it is always train")
+                self.miss("contextualized_calibrate.use_split", f"{split!r}: train is always used")
 
     def place_loop(self) -> None:
         """Convert the training length and gradient clipping."""
@@ -329,7 +330,7 @@ class _Reader:
             return None
 
     def place_rest(self) -> None:
-        """List the remaining keys, each with the reason why it has no counterpart."""
+        """Record the remaining keys, each with the reason why it has no equivalent."""
         for key, value in self.given.items():
             if value is None:
                 continue
@@ -339,22 +340,22 @@ class _Reader:
             elif (missing := _find_reason(key, _KEYS["missing"])) is not None:
                 self.miss(key, missing)
             elif self.is_other(key.split(".")[0]):
-                self.out.dropped.append((key, "the config names another one"))
+                self.out.dropped.append((key, "the config selects another one"))
             else:
-                self.miss(key, "not understood")
+                self.miss(key, "unknown key")
 
     def is_other(self, block: str) -> bool:
-        """Return True if a block belongs to a template, verbalizer or calibration not in use."""
+        """Return True for a block of a template, verbalizer or calibration that is not selected."""
         kinds = ("_template", "_verbalizer", "_calibrate")
         return block not in self.chosen and block.endswith(kinds)
 
 
 def _find_reason(key: str, reasons: Mapping[str, str]) -> str | None:
-    """Return why a key has no counterpart, from the entry for its longest listed prefix."""
+    """Return the reason listed for a key or its longest prefix; None if there is none."""
     parts = key.split(".")
     for count in range(len(parts), 0, -1):
         if (why := reasons.get(".".join(parts[:count]))) is not None:
-            return why or "nothing is to be said for it"
+            return why or "it needs no setting"
     return None
 
 

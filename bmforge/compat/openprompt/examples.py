@@ -48,7 +48,7 @@ class InputExample:
 
     @staticmethod
     def load_examples(path: str) -> list[InputExample]:
-        """Raise an error: the original unpickled files, which can run code."""
+        """Raise an error: the original unpickles the file, which can execute code."""
         raise ImportError("InputExample.load_examples was removed. Use JSON, one example per line.")
 
     def keys(self, keep_none: bool = False) -> list[str]:
@@ -63,7 +63,9 @@ class InputFeatures(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"the batch has no {name!r}: it has {', '.join(self)}.") from None
+            raise AttributeError(
+                f"the batch has no {name!r} (available: {', '.join(self)})."
+            ) from None
 
     def to(self, device: Any = "cpu", **options: Any) -> InputFeatures:
         """Move the tensors in place; return the batch."""

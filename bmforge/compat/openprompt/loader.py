@@ -1,4 +1,4 @@
-"""Data loader of prompts, which tokenizes examples when their batch is needed."""
+"""Data loader of prompts; examples are tokenized when their batch is built."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class PromptDataLoader:
         tokenizer_wrapper: wrapper for the kind of model.
         tokenizer: tokenizer of the model, with `tokenizer_wrapper_class` instead of a wrapper.
         tokenizer_wrapper_class: class of the wrapper.
-        verbalizer: verbalizer; one that scores whole words adds inputs per example.
-        max_seq_length: longest prompt in tokens.
+        verbalizer: verbalizer; one that scores whole words adds inputs to each example.
+        max_seq_length: maximum prompt length in tokens.
         batch_size, shuffle, drop_last: as torch's loader.
         teacher_forcing: include the target texts.
-        decoder_max_length: longest target in tokens; -1 is no limit.
+        decoder_max_length: maximum target length in tokens; -1 for no limit.
         predict_eos_token: append the end token to targets.
         truncate_method: "tail", "head" (cuts the beginning) or "balanced".
         options: further arguments of OpenPrompt's loader; accepted and ignored.
@@ -119,7 +119,7 @@ class PromptDataLoader:
         return features
 
     def _fill(self, example: Any) -> Any:
-        """Add the fields of template and verbalizer to an example."""
+        """Add the template's and the verbalizer's fields to an example; return the example."""
         example = self.template.fill(example)
         if hasattr(self.verbalizer, "wrap_one_example"):
             example = self.verbalizer.wrap_one_example(example)

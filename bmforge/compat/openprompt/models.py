@@ -52,7 +52,7 @@ class PromptModel(nn.Module):
         return self
 
     def look(self, batch: Mapping[str, Any], hidden: bool = True) -> PositionOutputs:
-        """Return the model's logits and hidden states at the masks in a batch."""
+        """Run the model; return its logits and hidden states at the mask positions of a batch."""
         inputs = {name: value for name, value in batch.items() if name not in _BESIDE}
         outputs = ask_model(self.plm, inputs, inputs.pop("mask_at"), hidden)
         assert outputs is not None
@@ -126,7 +126,7 @@ class PromptForClassification(_Prompted):
         return self.classifier(**_inputs_of(batch)).vocab_logits
 
     def look(self, batch: Mapping[str, Any]) -> PositionOutputs:
-        """Return the logits and last hidden states at the mask."""
+        """Run the model; return its logits and last hidden states at the first mask."""
         outputs = self.prompt_model.look(batch)
         assert outputs.hidden is not None
         return PositionOutputs(outputs.logits[:, 0], outputs.hidden[:, 0])
@@ -161,7 +161,7 @@ class PromptForGeneration(_Prompted):
         return PromptGenerator(self.plm, self.template.bind("", self.plm), write)
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss: the sum over an example's tokens, then the mean over examples."""
+        """Return the loss: summed over the tokens of an example, averaged over the examples."""
         return self.generator(labels=batch["targets"], **_inputs_of(batch)).loss
 
     def generate(

@@ -30,10 +30,11 @@ __all__ = [
 
 
 class Wrapped(list[Any]):
-    """Result of `wrap_one_example`: text pieces and other values.
+    """Result of `wrap_one_example`: [list of text pieces, dict of the example's other values].
 
     Attributes:
-        template, example: template and example from which the pieces were made.
+        template: template that wrapped the example.
+        example: the example, with the template's fields added.
     """
 
     template: Any
@@ -83,8 +84,8 @@ class ManualTemplate(nn.Module):
         """Build the equivalent bmforge template.
 
         Args:
-            asking: prompting mode; "" uses the model's.
-            model: model that reads the prompts; None if none is needed.
+            asking: prompting mode; if "", that of the model.
+            model: model that reads the prompts; only needed for soft tokens or without `asking`.
         """
         if self._bound and (not asking or self._model is not None):
             core = next(iter(self._bound.values()))
@@ -112,7 +113,7 @@ class ManualTemplate(nn.Module):
         return example
 
     def wrap_one_example(self, example: Any) -> Wrapped:
-        """Return the text pieces for an example, and its other values."""
+        """Fill the template; return the text pieces and the example's other values."""
         example = self.fill(example)
         core = next(iter(self._bound.values()), None) or self.bind("masked")
         pieces = [
@@ -153,8 +154,8 @@ class MixedTemplate(ManualTemplate):
 class SoftTemplate(MixedTemplate):
     """Template preceded by `num_tokens` soft tokens.
 
-    The tokens are initialized with the standard deviation of the embedding, or from words that soft
-    pieces name.
+    The tokens are initialized randomly with the standard deviation of the embedding, or from the
+    words given in soft pieces of the template text.
     """
 
     def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +181,7 @@ class PrefixTuningTemplate(MixedTemplate):
     Args:
         model, tokenizer, text: as `MixedTemplate`.
         num_token: length of the prefix.
-        mid_dim: width of the layers that compute the prefix; 0 trains the prefix directly.
+        mid_dim: hidden size of the MLP that computes the prefix; 0 to train the prefix directly.
         options: arguments of the original, which are ignored: every attention layer has a prefix.
     """
 

@@ -26,9 +26,9 @@ class TheirTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Raise an error, since transformers opens its own tokenizers."""
+        """Raise an error, since transformers must load the tokenizer."""
         raise ConfigError(
-            "it cannot be loaded here: load it with transformers, or use "
+            "TheirTokenizer cannot load a tokenizer. Load it with transformers, or use "
             "bmforge.tokenizers.AutoTokenizer."
         )
 
@@ -64,5 +64,5 @@ class TheirTokenizer(Tokenizer):
 
 
 def as_ours(tokenizer: Any) -> Any:
-    """Wrap a tokenizer in bmforge's interface if it does not have it."""
+    """Wrap a tokenizer in bmforge's interface, unless it already has this interface."""
     return tokenizer if isinstance(tokenizer, Tokenizer) else TheirTokenizer(tokenizer)

@@ -30,7 +30,7 @@ class BaseRunner:
         model: prompted model.
         config: configuration with `train`, `plm.optimize` and `logging.path`; a template or
             verbalizer that is trained also needs an `optimize` section.
-        train_dataloader, valid_dataloader, test_dataloader: loaders of prompts.
+        train_dataloader, valid_dataloader, test_dataloader: `PromptDataLoader` of each split.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class ClassificationRunner(BaseRunner):
     """Runner of a `PromptForClassification`.
 
     Args:
-        loss_function: function of logits and labels; default: cross entropy.
+        loss_function: function of logits and labels (default: cross-entropy).
         id2label: dict from class index to name, for the loose metrics.
         given, options: as `BaseRunner`.
     """

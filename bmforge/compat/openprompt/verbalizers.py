@@ -35,8 +35,8 @@ class ManualVerbalizer(nn.Module):
         tokenizer: tokenizer of bmforge or transformers.
         classes: class names.
         num_classes: number of classes, instead of names.
-        label_words: words per class, as a list or as a dict from class name to words; None if
-            `from_file` sets them.
+        label_words: words of each class, as a list or as a dict from class name to words; None if
+            `from_file` reads them.
         prefix: text before a word: " " or "".
         multi_token_handler: first, max, mean, or joint (not in OpenPrompt).
         post_log_softmax: True to return log-probabilities.
@@ -59,7 +59,7 @@ class ManualVerbalizer(nn.Module):
     ) -> None:
         super().__init__()
         if prefix not in ("", " "):
-            raise ConfigError(f"prefix={prefix!r} must be a space or empty.")
+            raise ConfigError(f"prefix={prefix!r} must be ' ' or ''.")
         self.tokenizer, self.prefix = tokenizer, prefix
         self.classes = list(classes) if classes is not None else None
         self.num_classes = num_classes or (len(self.classes) if self.classes else None)
@@ -86,7 +86,8 @@ class ManualVerbalizer(nn.Module):
         rows = [[row] if isinstance(row, str) else list(row) for row in words]
         if self.num_classes not in (None, len(rows)):
             raise ConfigError(
-                f"label_words has words for {len(rows)} classes, but there are {self.num_classes}."
+                f"label_words has words for {len(rows)} classes, but there are {self.num_classes} "
+                "classes. Give words for every class."
             )
         if not self.prefix:
             rows = [[w if w.startswith("<!>") else f"<!>{w}" for w in row] for row in rows]
@@ -143,7 +144,7 @@ class ManualVerbalizer(nn.Module):
 class KnowledgeableVerbalizer(ManualVerbalizer):
     """Verbalizer with many words per class.
 
-    The options `max_token_split`, `candidate_frac` and `pred_temp` are those of the original.
+    The options `max_token_split`, `candidate_frac` and `pred_temp` are those of OpenPrompt.
     """
 
     def make(self, rows: list[list[str]]) -> nn.Module:
@@ -194,7 +195,7 @@ class AutomaticVerbalizer(ManualVerbalizer):
         num_searches: int = 1, score_fct: str = "llr", balance: bool = True, **options: Any,
     ) -> None:  # fmt: skip
         if num_searches != 1:
-            raise ConfigError(f"num_searches={num_searches}: only one search is supported.")
+            raise ConfigError(f"num_searches={num_searches} is not supported (supported: 1).")
         options.pop("init_using_split", None)
         super().__init__(tokenizer, **options)
         if self.num_classes is None:
@@ -206,7 +207,10 @@ class AutomaticVerbalizer(ManualVerbalizer):
         self._seen: list[tuple[Tensor, Tensor]] = []
 
     def register_buffer(self, *arguments: Any, **options: Any) -> None:
-        """Store the logits at the masks of labeled examples; with a name, call torch's method."""
+        """Store the logits at the masks and the labels of examples.
+
+        If the first argument is a name, call `torch.nn.Module.register_buffer`.
+        """
         if arguments and isinstance(arguments[0], Tensor):
             self._seen.append((arguments[0].detach(), arguments[1]))
         else:
@@ -222,7 +226,7 @@ class AutomaticVerbalizer(ManualVerbalizer):
 
 
 class SoftVerbalizer(ManualVerbalizer):
-    """Verbalizer with the model's head, whose last layer has one trained row per class.
+    """Verbalizer that scores classes with the model's head; its last layer has a row per class.
 
     The second argument is the model, named `model` or `plm`.
     """
@@ -288,7 +292,7 @@ class ProtoVerbalizer(ManualVerbalizer):
 
 
 class GenerationVerbalizer(ManualVerbalizer):
-    """Verbalizer whose classes are texts to generate: label words, or a rule (`is_rule`)."""
+    """Verbalizer whose classes are texts to generate: label words or, with `is_rule`, templates."""
 
     def make(self, rows: list[list[str]]) -> nn.Module:
         """Build the bmforge verbalizer for class texts."""

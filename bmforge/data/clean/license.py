@@ -1,4 +1,4 @@
-"""License steps: set a default license for sources that state none, and filter by a policy."""
+"""License steps: set a license for sources that do not state one, and filter by a policy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_licenses(options: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 @dataclass(frozen=True)
 class SayLicense:
-    """A step that sets the license of documents whose source states none.
+    """A step that sets the license of documents whose source does not state one.
 
     Attributes:
         places: pairs (path, license id) from `read_licenses`; the id applies to files below the
@@ -55,7 +55,7 @@ class SayLicense:
         return f"license=1 {self.places!r}"
 
     def __call__(self, document: Document) -> Document:
-        """Return the document, with the license of its path if its source states none."""
+        """Return the document, with the license of its path if its source does not state one."""
         if document.license:
             return document
         source = Path(document.source).absolute()

@@ -23,7 +23,7 @@ _FEWEST_ITEMS = 4
 _EDGE_LINES = 3  # lines that count as the top or bottom of a page
 _FEWEST_LINES = 5  # minimum lines of a page with a separate top and bottom
 _END = r"[\s。.!！>»|]*$"
-# Forms of whole lines; tried on lines of at most 200 characters.
+# Patterns that match a whole boilerplate line, for lines of at most 200 characters.
 BOILERPLATE = {
     "cookies": re.compile(
         r"^\W*(?:(?:we|this (?:web)?site|our (?:web)?site)\b.{0,30}\b(?:use|uses|using)\b.{0,20}"
@@ -132,7 +132,7 @@ def _join_paragraph(paragraph: str) -> str:
 
 
 def _goes_on(line: str, following: str, width: int) -> bool:
-    """Return True if a line breaks only because it reached the wrapping width."""
+    """Return True if a line ends only because the text was wrapped at `width`."""
     if len(line) < 0.75 * width or line.endswith(SENTENCE_ENDS) or not following:
         return False
     return following[0].islower() or bool(_HAN_END.search(line) and _HAN_START.match(following))

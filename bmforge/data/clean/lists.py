@@ -31,7 +31,9 @@ def read_list(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
     try:
         lines = Path(path).read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}={str(path)!r} cannot be read ({error}).") from error
+        raise ConfigError(
+            f"{name}={str(path)!r} cannot be read ({error}). Give a UTF-8 text file."
+        ) from error
     entries = tuple(
         entry for line in lines if (entry := line.strip()) and not entry.startswith("#")
     )
@@ -49,7 +51,7 @@ class ListedWords:
     Attributes:
         words: blocklist; all words are searched in a single pass (Aho-Corasick).
         most_per_line: largest mean number of occurrences per line (default: 0.5, as in
-            ChineseWebText, arXiv:2311.01149); 0 drops documents with any occurrence.
+            ChineseWebText, arXiv:2311.01149); 0 to drop documents with any occurrence.
 
     Raises:
         ConfigError: the list is empty or has an empty word.
@@ -68,7 +70,7 @@ class ListedWords:
         try:
             from ahocorasick_rs import AhoCorasick
         except ImportError as error:
-            raise MissingDependencyError("ahocorasick-rs", "data", "A list of words") from error
+            raise MissingDependencyError("ahocorasick-rs", "data", "A word blocklist") from error
         return AhoCorasick([word.lower() for word in self.words])
 
     def find(self, text: str) -> list[tuple[str, int]]:

@@ -29,7 +29,7 @@ class TopNgrams:
         }
 
     def top(self, n: int) -> tuple[Sequence[str], int]:
-        """Return the most frequent n-gram, the first one of several, and its number of occurrences.
+        """Return the most frequent n-gram (of several, the first) and its number of occurrences.
 
         `n` is from 2 to the number of words.
         """
@@ -72,7 +72,7 @@ class RepeatedNgrams:
     def repeated_characters(self, n: int) -> int:
         """Return the number of characters in n-grams that repeat an earlier one.
 
-        After a repeated n-gram the search continues behind its end, so that n-grams do not overlap.
+        After a repeated n-gram, the search continues at its end, so that n-grams do not overlap.
         """
         seen: set[str] = set()
         starts, joined = self._starts, self._joined

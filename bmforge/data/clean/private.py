@@ -41,10 +41,10 @@ class PrivateDataKind:
     """Detector of one kind of private data: a pattern, and a check of each match.
 
     Attributes:
-        check: function that returns True for a valid match; None accepts all matches.
+        check: function that returns True for a valid match; None to accept all matches.
         meaning: description for users.
-        sign: cheap pattern that matches in every text with private data of this kind; the full
-            pattern is searched only after a match of this one.
+        sign: cheap pattern that matches every text with private data of this kind; the full
+            pattern is only searched in texts that `sign` matches.
     """
 
     pattern: re.Pattern[str]
@@ -300,7 +300,7 @@ class MaskPrivate:
     Attributes:
         kinds: kinds of private data to mask.
         regions: country codes whose national phone numbers are also masked.
-        most: smallest number of matches for which the document is dropped; None never drops.
+        most: smallest number of matches for which the document is dropped; None to never drop.
 
     Raises:
         ConfigError: a kind or region is unknown.

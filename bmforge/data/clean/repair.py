@@ -1,8 +1,8 @@
 """Repairs mojibake (text decoded with a wrong encoding) if this is reliably possible.
 
 A table lists which encodings are mistaken for which others. A valid UTF-8 result is accepted; a
-result in a Chinese encoding must have frequent Chinese characters. Other lines go to ftfy one by
-one. Text that lost characters in the wrong decoding is not changed, nor is intact text.
+result in a Chinese encoding must have frequent Chinese characters. Other lines are passed to ftfy
+one at a time. Intact text is not changed, nor is text that lost characters in the wrong decoding.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _read_again(text: str) -> str:
         if right == "utf-8":
             if _is_sure(text, decoded, wrong):
                 return decoded
-        elif (share := _share(decoded)) >= best_share and _stands_together(decoded):
+        elif (share := _share(decoded)) >= best_share and _are_adjacent(decoded):
             best, best_share = decoded, share
     return best
 
@@ -91,7 +91,7 @@ def _is_sure(text: str, decoded: str, wrong: str) -> bool:
     return chinese >= 4 and 2 * chinese >= high and len(decoded) < len(text)
 
 
-def _stands_together(text: str) -> bool:
+def _are_adjacent(text: str) -> bool:
     """Return True if most Chinese characters are adjacent, unlike accents in Latin text."""
     runs = [len(run) for run in HAN_RUN.findall(text)]
     return 2 * sum(length for length in runs if length > 1) > sum(runs)

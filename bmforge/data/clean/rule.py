@@ -15,7 +15,7 @@ Measure = Callable[[TextStatistics], float]
 
 @dataclass(frozen=True)
 class Bounds:
-    """Allowed range of a value, `low` to `high` inclusive; None means no limit."""
+    """Allowed range of a value, `low` to `high` inclusive; None for no limit."""
 
     low: float | None = None
     high: float | None = None
@@ -40,7 +40,7 @@ class Rule:
         meaning: description of the value.
         source: publication or code from which the bounds are taken.
         example: text that violates the rule, or a description of one.
-        forms: bounds for texts of a particular form, such as ``"poem"``.
+        forms: dict from a form of text, such as ``"poem"``, to its bounds, if they differ.
     """
 
     name: str
@@ -58,10 +58,10 @@ class RuleSet:
 
     Attributes:
         version: number that increases whenever a text may be judged or changed differently.
-        form: function that classifies the form of a text, for rules whose bounds depend on the
-            form.
-        rewrite: function from a text that passes all rules to the part of it to keep, for
-            example without boilerplate lines; None keeps the whole text.
+        form: function that returns the form of a text (``"prose"``, ``"poem"``, ``"list"``), for
+            rules with `forms`.
+        rewrite: function that returns the part to keep of a text that passes all rules, for example
+            without boilerplate lines; if None, the whole text is kept.
     """
 
     name: str
@@ -72,7 +72,7 @@ class RuleSet:
     rewrite: Callable[[TextStatistics], str] | None = None
 
     def bounds_of(self, rule: Rule, statistics: TextStatistics) -> Bounds:
-        """Return the bounds of a rule for a text, which may depend on the form of the text."""
+        """Return a rule's bounds for this text; they may depend on its form (prose, poem, list)."""
         if self.form is None or not rule.forms:
             return rule.bounds
         return rule.forms.get(statistics.once(self.form), rule.bounds)

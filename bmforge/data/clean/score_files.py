@@ -55,7 +55,10 @@ def load_scorer(path: Path) -> tuple[Scorer, tuple[float, float] | None]:
                 model = Perplexity(file["counts"], float(file["total"]), int(file["vocabulary"]))
                 return model, (low, high)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{str(path)!r} does not contain scores ({error}).") from error
+        raise DataError(
+            f"{str(path)!r} is not a scoring model ({error}). Give a file written by "
+            "`bmforge data quality`."
+        ) from error
     return LinearScorer.load(path), None
 
 
@@ -67,8 +70,8 @@ class ScoreByFile:
 
     Attributes:
         path: path of the model file.
-        digest: hash of the file when the preparation started.
-        low, high: bounds of the scores to keep; None means no bound.
+        digest: hash of the file when the `prepare` run started.
+        low, high: bounds of the scores to keep; None for no bound.
     """
 
     path: str
@@ -123,7 +126,9 @@ def read_score(option: str) -> ScoreByFile:
     try:
         number = float(value)
     except ValueError:
-        raise ConfigError(f"scores={option!r}: {value!r} is not a number.") from None
+        raise ConfigError(
+            f"scores={option!r}: {value!r} is not a number. Write FILE>=0.5, for example."
+        ) from None
     return ScoreByFile(path, digest, **{"low" if sign == ">=" else "high": number})
 
 
@@ -145,7 +150,8 @@ def _bucket_bounds(
     places = sorted({BUCKETS.index(name) for name in names})
     if places[-1] - places[0] >= len(places):
         raise ConfigError(
-            f"scores={option!r}: these buckets are not adjacent (the order is head, middle, tail)."
+            f"scores={option!r}: these buckets are not adjacent (the order is head, middle, tail). "
+            "Name one bucket, or adjacent ones."
         )
     edges = (None, *bounds, None)
     return edges[places[0]], edges[places[-1] + 1]

@@ -1,8 +1,8 @@
 """Text scores: a linear classifier on hashed n-grams, and the perplexity of a trigram model.
 
-Both models are trained from texts in seconds. The score of any other model can be added as a
-function from texts to numbers. As in CCNet, the perplexity buckets are the thirds of the
-perplexities of a sample.
+Both models are trained on texts in seconds. Any other model can be used as a function that returns
+a number for each text. As in CCNet, the bounds of the perplexity buckets split a sample of texts
+into thirds.
 Source: Wenzek et al. 2020, arXiv:1911.00359 (perplexity, thirds); Jelinek and Mercer 1980.
 """
 
@@ -79,7 +79,10 @@ class LinearScorer:
             with np.load(Path(path), allow_pickle=False) as file:
                 return LinearScorer(file["weights"], float(file["bias"]))
         except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{str(path)!r} is not a classifier file ({error}).") from error
+            raise DataError(
+                f"{str(path)!r} is not a classifier file ({error}). Give a file that "
+                "LinearScorer.save wrote."
+            ) from error
 
 
 def train_linear(
@@ -203,8 +206,8 @@ class ScoreText:
 
     Attributes:
         name: key of the score in `Document.scores`.
-        scorer: function from texts to numbers.
-        low, high: bounds of the scores to keep; None means no bound.
+        scorer: function that returns a score for each text of a list.
+        low, high: bounds of the scores to keep; None for no bound.
     """
 
     name: str

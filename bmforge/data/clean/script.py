@@ -86,7 +86,7 @@ def _tell_chinese(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def _only_in() -> tuple[frozenset[str], frozenset[str]]:
-    """Return the characters used only in traditional Chinese, and those only in simplified."""
+    """Return two sets: characters used only in traditional Chinese, and only in simplified."""
     ideographs = [chr(code) for code in range(0x4E00, 0xA000)]
     lines = "\n".join(ideographs)
     to_simplified = _converter("t2s").convert(lines).split("\n")

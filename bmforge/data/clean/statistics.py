@@ -156,7 +156,7 @@ class TextStatistics:
     def repeated_ngram_share(self, n: int) -> float:
         """Return the share of characters in word n-grams that repeat an earlier one.
 
-        After a repeated n-gram the search continues behind its end, so that n-grams do not overlap.
+        After a repeated n-gram, the search continues at its end, so that n-grams do not overlap.
         """
         if len(self.words) <= n:  # at most one n-gram
             return 0.0

@@ -12,15 +12,15 @@ _LONGEST = 64  # characters; the results of longer strings are not cached
 
 
 class StringCache(dict[str, Value], Generic[Value]):
-    """Dict from an argument to the function's result, which is computed on the first lookup.
+    """Dict from a string to the function's result, which is computed on the first lookup.
 
-    ``map(cache.__getitem__, strings)`` takes about half the time of `functools.lru_cache`. A full
-    cache is emptied, but its results are kept until it is full again, and used on lookup. So the
-    results of frequent strings stay.
+    ``map(cache.__getitem__, strings)`` takes about half the time of `functools.lru_cache`. When the
+    cache is full, its entries move to a second dict, which replaces the previous one. Lookups fall
+    back to the second dict, so the results of frequent strings stay cached.
 
     Args:
-        function: function of a string; must depend on nothing else.
-        max_entries: number of results after which the cache is emptied (default: 32,768).
+        function: function of a string, whose result depends on nothing else.
+        max_entries: maximum number of results in each of the two dicts (default: 32,768).
     """
 
     def __init__(self, function: Callable[[str], Value], max_entries: int = 1 << 15) -> None:
@@ -30,7 +30,7 @@ class StringCache(dict[str, Value], Generic[Value]):
         self._earlier: dict[str, Value] = {}
 
     def __missing__(self, key: str) -> Value:
-        """Call the function for a string that is not cached; cache the result of a short string."""
+        """Return the result from the second dict or by calling the function; cache it if short."""
         value = self._earlier[key] if key in self._earlier else self._function(key)
         if len(key) <= _LONGEST:
             if len(self) >= self._max_entries:

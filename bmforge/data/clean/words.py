@@ -1,10 +1,10 @@
 """Splits text into words and counts sentences; Chinese text is split by rjieba.
 
 The splitter follows spaCy's rules for English (punctuation before and after a word is a separate
-token, so are ``n't`` and ``'s``; hyphens and slashes inside a word divide it), without spaCy's
+token, as are ``n't`` and ``'s``; hyphens and slashes inside a word divide it), without spaCy's
 tables of abbreviations. The classes of letters and sentence ends are Unicode's, so that other
-scripts are split alike. The words of each whitespace-separated string are cached, as most strings
-are frequent; so is the effect of each on the number of sentences.
+scripts are split in the same way. The words of each whitespace-separated string are cached, as most
+strings are frequent, and so is its effect on the number of sentences.
 Source: github.com/explosion/spaCy, spacy/lang/punctuation.py and spacy/lang/en/ (rules, no code).
 """
 
@@ -125,10 +125,10 @@ _NOT = re.compile(
 )
 _ENDINGS = re.compile(r"['’](?:ll|d|ve|re|s|m)", re.IGNORECASE)
 _PLAIN = re.compile(r"""([A-Za-z]+)([,;:!?)"]|(?<=[a-z])\.)?""")
-# Strings of letters alone that `_NOT` divides.
+# Strings that consist of letters only, but that `_NOT` divides.
 _DIVIDED = frozenset([f"{verb}nt" for verb in _NOT_VERBS.split("|")] + ["cannot", "id", "im"])
 _TAIL = 40  # characters at a string's end in which closing marks are searched
-# Maximum length in characters; longer runs are first cut into pieces of this length.
+# Maximum length of a string in characters; longer strings are first cut into pieces.
 _LONGEST_RUN = 1000
 _ENDS = frozenset(SENTENCE_ENDS)
 
@@ -238,8 +238,8 @@ def count_sentences(words: Iterable[str]) -> int:
 def count_sentences_in(text: str) -> int:
     """Count the sentences of a text with spaces between words.
 
-    Equal to ``count_sentences(split_words(text))``, without a loop over words: there is one
-    sentence for each string that ends one, and one more if a word follows the last of them.
+    Equal to ``count_sentences(split_words(text))``, without a loop over words: the count is the
+    number of strings that end a sentence, plus one if a word follows the last of them.
     """
     runs = text.split()
     if not runs:
@@ -258,8 +258,8 @@ _WORD, _MARKS, _SENTENCE_END, _OTHER = range(4)
 def _effect_of(run: str) -> int:
     """Classify a whitespace-free string by its effect on the number of sentences.
 
-    `_WORD` has a word and no sentence end, `_MARKS` only punctuation, `_SENTENCE_END` a word, one
-    sentence end and then only punctuation. `_OTHER` is anything else.
+    `_WORD`: a word without a sentence end. `_MARKS`: only punctuation. `_SENTENCE_END`: a word, one
+    sentence end, and then only punctuation. `_OTHER`: anything else.
     """
     words = _WORDS_OF_RUN[run]
     ends = [position for position, word in enumerate(words) if word in _ENDS]
@@ -287,7 +287,7 @@ def split_chinese_words(text: str) -> list[str]:
     try:
         import rjieba
     except ImportError as error:
-        raise MissingDependencyError("rjieba", "zh", "Cutting Chinese words") from error
+        raise MissingDependencyError("rjieba", "zh", "Splitting Chinese text into words") from error
     return [word for word in rjieba.cut(replace_surrogates(text), True) if not word.isspace()]
 
 

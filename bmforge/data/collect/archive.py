@@ -34,7 +34,7 @@ class Archive:
     """Web archive with a journal, in one directory; use as a context manager.
 
     Attributes:
-        known: last journal record of each URL.
+        known: dict from URL to its last journal record.
 
     Raises:
         ConfigError: another process writes to the archive.

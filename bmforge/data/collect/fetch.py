@@ -108,7 +108,7 @@ def fetch(
 
     Raises:
         PrivateAddressError: see `find_address`.
-        FetchError: no response, or one that is not HTTP, too large, or too slow.
+        FetchError: there is no response, or it is not HTTP, too large, or too slow.
     """
     parts = urlsplit(url)
     secure = parts.scheme == "https"
@@ -143,7 +143,7 @@ def fetch(
 
 
 def _join_headers(pairs: list[tuple[str, str]]) -> dict[str, str]:
-    """Map lower-case header names to values; values of repeated headers are joined with commas."""
+    """Return a dict from lower-case header name to value; repeated headers joined with commas."""
     joined: dict[str, str] = {}
     for name, value in pairs:
         name = name.lower()

@@ -35,7 +35,7 @@ class Robots:
         rules: pairs of a flag (True to allow) and a path pattern.
         delay_s: seconds between two requests; None if the file has no delay.
         sitemaps: URLs of sitemaps.
-        no_training: the line that forbids training models on the pages, "" if there is none.
+        no_training: the line that forbids training models on the pages; "" if there is none.
     """
 
     rules: tuple[tuple[bool, str], ...] = ()
@@ -53,7 +53,7 @@ class Robots:
 
 
 def parse_robots(text: str, agent: str) -> Robots:
-    """Parse a robots.txt; return the rules for an agent, or those for all agents if it has none.
+    """Parse a robots.txt; return the rules for an agent, or by default the rules for all agents.
 
     Args:
         text: content of the file.

@@ -59,7 +59,7 @@ class CollectReport:
 
 @dataclass
 class _Host:
-    """State of one host: robots rules, reason of refusal, time of the next request, URL queue."""
+    """State of one host: robots.txt rules, why it is refused, next request time, queued URLs."""
 
     robots: Robots | None = None
     refused: str = ""
@@ -262,7 +262,7 @@ class _Collection:
         return {name: str(value) for name, value in named.items() if value}
 
     def _ask_robots(self, key: str, host: _Host) -> Robots:
-        """Return the robots rules of a host: allow all if it has none, refuse all on errors."""
+        """Fetch a host's robots.txt; allow all paths if it has none, refuse the host on errors."""
         if host.refused:
             raise FetchError(host.refused)
         try:

@@ -41,7 +41,7 @@ def find_addresses(body: bytes, kind: str = "") -> list[str] | None:
     addresses = []
     for element in tree.iter():
         name, text = _name(element), (element.text or "").strip()
-        if name in ("url", "sitemap"):  # images and videos in it have addresses of their own
+        if name in ("url", "sitemap"):  # its images and videos have a `loc` too
             addresses += [
                 (child.text or "").strip()
                 for child in element

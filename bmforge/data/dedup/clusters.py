@@ -35,7 +35,10 @@ class Clusters:
         return first_root != other
 
     def members(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return all numbers that are not roots, in ascending order, and their roots: (M,) each."""
+        """Return all numbers that are not roots, in ascending order, and their roots.
+
+        Shape: both (M,)
+        """
         numbers = np.flatnonzero(self._parent != np.arange(len(self._parent)))
         roots = np.fromiter((self.find(int(n)) for n in numbers), np.int64, len(numbers))
         return numbers, roots
@@ -44,7 +47,7 @@ class Clusters:
 def place_source(source: str, preferred: Sequence[str]) -> int:
     """Return the priority of a source: the index of the first preferred prefix that matches it.
 
-    A source without a matching prefix gets the number of prefixes, the lowest priority.
+    A source without a matching prefix gets ``len(preferred)``, the lowest priority.
     """
     places = (index for index, name in enumerate(preferred) if source.startswith(name))
     return next(places, len(preferred))
@@ -56,15 +59,15 @@ def rank_documents(
     texts: NDArray[np.uint64],
     ids: NDArray[np.uint64],
 ) -> NDArray[np.int64]:
-    """Rank documents for deduplication; of each cluster, the lowest rank is kept.
+    """Return the rank of each document; of each cluster, the lowest-ranked document is kept.
 
     Args:
-        sources: priorities from `place_source`; the lowest number is kept.
-        sizes: lengths; among equal sources the longest text is kept.
+        sources: priorities from `place_source`; lower numbers rank first.
+        sizes: lengths; among equal sources, longer texts rank first.
         texts: hashes of the texts, a tie-breaker that does not depend on positions.
         ids: hashes of the ids, a tie-breaker between exact copies.
 
-    Shape: each (N,), ids (N, 2); returned (N,), a permutation.
+    Shape: each (N,), ids (N, 2); returned (N,), a permutation of 0 to N - 1.
     """
     order = np.lexsort((ids[:, 1], ids[:, 0], texts, -sizes, sources))
     ranks = np.empty_like(order)
@@ -75,14 +78,15 @@ def rank_documents(
 def equal_groups(
     keys: Hashes, numbers: NDArray[np.int64], least: int = 0
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Group entries by equal keys; return the members of all groups of at least two entries.
+    """Group documents by equal keys; return the members of all groups of at least two documents.
 
     Args:
-        keys, numbers: key and number of each entry.
-        least: smallest relevant entry number; groups with smaller numbers only are omitted.
+        keys: key of each document.
+        numbers: number of each document.
+        least: groups in which all numbers are smaller are omitted.
 
-    Shape: keys, numbers (N,); returned the members (M,), sorted in each group, and the group sizes
-        (G,).
+    Shape: keys, numbers (N,); returned: the numbers of all members (M,), sorted within each group,
+        and the sizes of the groups (G,).
     """
     if not len(keys):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)

@@ -18,7 +18,7 @@ _BREAK = re.compile("(\n{2,})")
 
 
 def find_copies(documents: Iterable[Document], config: DedupConfig | None = None) -> dict[str, str]:
-    """Map the id of each document that is an exact copy to the id of the document to keep.
+    """Return a dict from the id of each exact copy to the id of the document to keep.
 
     Memory: about 250 bytes per document.
     """
@@ -45,14 +45,14 @@ def find_repeated_paragraphs(
     min_characters: int = 50,
     config: DedupConfig | None = None,
 ) -> dict[str, list[int]]:
-    """Find repeated paragraphs; return a dict from document id to paragraph numbers.
+    """Find repeated paragraphs; return a dict from document id to the indices of its paragraphs.
 
     One occurrence is kept: the first one in the document with the highest priority by
     `DedupConfig.source_order`, then length, then hashes of text and id. Paragraphs are separated by
     blank lines; short ones are ignored, as they repeat by chance.
 
     Args:
-        documents: function called for each of two passes over the documents.
+        documents: function that returns an iterable of the documents; called twice.
         min_characters: length of the shortest paragraph to compare, in characters.
         config: settings; only `source_order` is used.
     """
@@ -89,7 +89,7 @@ def find_repeated_paragraphs(
 
 
 def locate_paragraphs(text: str, numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the start and end offsets of paragraphs numbered by `find_repeated_paragraphs`."""
+    """Return the offsets of paragraphs, given their indices from `find_repeated_paragraphs`."""
     places, at = [], 0
     for part in _BREAK.split(text):
         places.append((at, at + len(part)))
@@ -98,7 +98,7 @@ def locate_paragraphs(text: str, numbers: Iterable[int]) -> list[tuple[int, int]
 
 
 def cut_paragraphs(text: str, numbers: Iterable[int]) -> str:
-    """Return a text without the paragraphs numbered by `find_repeated_paragraphs`."""
+    """Return a text without some paragraphs, given indices from `find_repeated_paragraphs`."""
     parts = _BREAK.split(text)
     gone = set(numbers)
     remaining = [part for number, part in enumerate(parts[::2]) if number not in gone]

@@ -83,7 +83,7 @@ class SketchIndex:
             size = (folder / "shingles.bin").stat().st_size
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{str(folder)!r} does not contain a complete index ({error})."
+                f"{str(folder)!r} does not contain a complete index ({error}). Build it again."
             ) from error
         needed = {"format": _FORMAT, **_settings_of(hasher.config)}
         if settings != needed:

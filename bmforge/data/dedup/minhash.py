@@ -78,13 +78,13 @@ def choose_bands(threshold: float, hashes: int) -> tuple[int, int]:
 def hash_shingles(text: str, ngram: int) -> Hashes:
     """Return the sorted distinct hashes of a text's n-grams.
 
-    A text with fewer than `ngram` words gives one shorter n-gram; a text without words gives none.
+    A text with fewer than `ngram` words has a single, shorter n-gram; one without words has none.
     """
     return np.unique(_hash_ngrams(text, ngram))
 
 
 def _hash_ngrams(text: str, ngram: int) -> Hashes:
-    """Return the hashes of a text's n-grams, in their order and with repeated ones."""
+    """Return the hashes of a text's n-grams, in text order, including repeated ones."""
     tokens = hash_tokens(split_tokens(text))
     return hash_runs(tokens, min(ngram, len(tokens)) or 1)
 

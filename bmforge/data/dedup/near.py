@@ -80,8 +80,10 @@ class NearDuplicates:
 class NearPlaces(NamedTuple):
     """Positions in the corpus of the near duplicates to drop.
 
-    Shape: all arrays (D,), sorted by position. The similarity is NaN if nothing was compared.
-    `survivors` are cluster numbers: equal within a cluster and different between clusters.
+    `similarity` is NaN if the texts were not compared. `survivors` are cluster ids: equal within a
+    cluster, and different between clusters.
+
+    Shape: all arrays (D,), sorted by position.
     """
 
     places: NDArray[np.int64]
@@ -145,8 +147,8 @@ def find_near_duplicates(
     """Find near-duplicate documents; one document of each cluster is kept.
 
     Args:
-        documents: function called for each of two passes; both passes must yield the same documents
-            in the same order.
+        documents: function that returns an iterable of the documents; called twice, and must
+            return the same documents in the same order.
         config: settings (default: `DedupConfig()`).
         options: options of `find_near_places` except `names`.
     """
@@ -180,20 +182,19 @@ def find_near_places(
     """Find near duplicates in bounded memory; return their positions instead of their ids.
 
     Args:
-        documents: function called for each of two passes; both passes must yield the same documents
-            in the same order.
+        documents: function that returns an iterable of the documents; called twice, and must
+            return the same documents in the same order.
         config: settings (default: `DedupConfig()`).
         index_folders: folders of `write_index`; documents that repeat one of these corpora are
             dropped.
         sketches: function that returns the precomputed sketches of the shards in order; called once
             per band.
         shingle: function that returns sorted distinct n-gram hashes (default: `hash_shingles`).
-        work_dir: folder of temporary files: a band's keys, and the candidates' n-grams.
+        work_dir: folder of temporary files with the keys of a band and the candidates' n-grams.
         bound_bytes: largest size of a band's keys in memory, at 32 bytes per document; larger ones
             are sorted in files.
-        names: dict to which the ids of all candidate documents are added. The keys of a candidate
-            are ``~number``, the complement of its candidate number, and its position if it belongs
-            to this corpus.
+        names: dict to which the ids of all candidate documents are added, under ``~number`` (the
+            complement of the candidate number), and under the position if this corpus contains it.
     """
     config = config or DedupConfig()
     hasher = MinHasher(config, shingle)
@@ -235,12 +236,13 @@ def _equal_groups(
 
 @dataclass
 class _Candidates:
-    """Documents that share a band key with another one, numbered in the order of `rank_documents`.
+    """Documents that share a band key with another one, and their candidate numbers.
 
-    Documents of earlier corpora come first, then those of this corpus in the order of their rank.
+    Documents of earlier corpora are numbered first, then those of this corpus, by rank
+    (`rank_documents`).
 
     Attributes:
-        places: sorted positions of all candidates; this corpus's follow the earlier corpora's.
+        places: sorted positions of all candidates, those in earlier corpora first.
         numbers: candidate number of each position.
         order: positions sorted by candidate number.
         old: number of documents in earlier corpora.
@@ -267,7 +269,7 @@ class _Candidates:
         return cls(places, numbers, order, old, num_earlier)
 
     def number(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the candidate numbers of some positions, sorted."""
+        """Return the sorted candidate numbers of the documents at some positions."""
         return np.sort(self.numbers[np.searchsorted(self.places, places)])
 
 

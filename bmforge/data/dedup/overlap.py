@@ -47,7 +47,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class OverlapLengths:
-    """Minimum length of a match, and of a shorter example that must match as a whole."""
+    """Minimum length of a match, and minimum length of examples that must match as a whole."""
 
     words: int = 13
     characters: int = 30
@@ -59,7 +59,7 @@ class OverlapIndex:
     """Index of the token sequences of test examples.
 
     Args:
-        examples: pairs of name and text.
+        examples: (name, text) of each example.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class OverlapIndex:
         return state.hexdigest()
 
     def find(self, tokens: Hashes) -> Iterator[tuple[int, int, int]]:
-        """Yield each match: example number, first token, and length in tokens."""
+        """Yield (example index, index of the first token, length in tokens) of each match."""
         for length, (hashes, owners) in self._runs.items():
             runs = hash_runs(tokens, length)
             at = np.minimum(np.searchsorted(hashes, runs), len(hashes) - 1)
@@ -106,7 +106,7 @@ class OverlapIndex:
 
 
 def _sort_runs(hashed: list[tuple[Hashes, int]]) -> tuple[Hashes, NDArray[np.int64]]:
-    """Return the distinct hashes, sorted, and the first example that contains each."""
+    """Return the distinct hashes, sorted, and the index of the first example with each hash."""
     hashes = np.concatenate([part for part, _ in hashed])
     owners = np.concatenate([np.full(len(part), owner) for part, owner in hashed])
     hashes, first = np.unique(hashes, return_index=True)

@@ -36,8 +36,8 @@ class SortedRows:
     """Collects rows in any order, and yields them sorted by key, then position.
 
     Args:
-        folder: folder of temporary files, created and removed here; None if the size is not
-            bounded.
+        folder: folder of temporary files, created and removed here; None to keep all rows in
+            memory.
         bound_bytes: largest size of rows in memory, in bytes. Larger data is written to 256 files
             by the first byte of the keys, and one file is sorted at a time.
 

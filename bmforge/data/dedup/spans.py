@@ -37,13 +37,13 @@ def find_repeated_spans(
     min_tokens: int = 50,
     work_dir: str | os.PathLike[str] | None = None,
 ) -> dict[str, Spans]:
-    """Find repeated spans; return a dict from document id to their start and end offsets.
+    """Find repeated spans; return a dict from document id to (start, end) offsets of its spans.
 
     The first occurrence, in the order of reading, is kept.
 
     Args:
-        documents: function called for each of two passes; both passes must yield the same documents
-            in the same order.
+        documents: function that returns an iterable of the documents; called twice, and must
+            return the same documents in the same order.
         min_tokens: length of the shortest span, in words or Chinese characters.
         work_dir: folder of temporary files, 16 bytes per token.
 
@@ -111,7 +111,7 @@ def cover_runs(
 
     Args:
         spots: start and end offsets of each token.
-        starts: first tokens of the sequences, sorted.
+        starts: sorted indices of the first tokens of the sequences.
         length: number of tokens per sequence.
     """
     covered: list[list[int]] = []  # spans as token offsets

@@ -1,7 +1,7 @@
 """Tokens that deduplication and decontamination compare, and hashes of token n-grams.
 
 A token is a word by Unicode's text segmentation (UAX 29), combining marks included. Scripts
-without spaces between words (Han, kana, Thai, Lao, Burmese, Khmer) give one token per grapheme
+without spaces between words (Han, kana, Thai, Lao, Burmese, Khmer) have one token per grapheme
 cluster. Case, width, punctuation and invisible format characters are ignored. Hashes depend only on
 the text, not on the process.
 """
@@ -69,7 +69,7 @@ _TOKENS_OF_RUN = StringCache(_tokens_of_run)
 def locate_tokens(text: str) -> tuple[list[str], list[tuple[int, int]]]:
     """Return the tokens of a text, and the start and end offset of each in the original text.
 
-    Each token is normalized by itself, so that the offsets refer to `text`.
+    Each token is normalized separately, so that the offsets refer to `text`.
     """
     if text.isascii():
         matches = list(_TOKEN.finditer(text))

@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 __all__ = ["Example", "fingerprint_of"]
 
-# Maps the name of a model argument to its token ids or numbers.
+# Dict from the name of a model argument to its token ids or numbers.
 Example = Mapping[str, Sequence[int]]
 
 

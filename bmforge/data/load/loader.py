@@ -1,6 +1,6 @@
-"""Loads micro-batches of token rows in an order given by (seed, epoch, sample number).
+"""Loads micro-batches of token rows in an order given by (seed, epoch, sample index).
 
-Optimizer step s trains on the global sample numbers s G .. s G + G - 1, where G is the global batch
+Optimizer step s trains on the global sample indices s G to s G + G - 1, where G is the global batch
 size. They are assigned to slots [micro-batch][rank][row]; slots beyond G hold padding rows whose
 labels are all -100. So all ranks have batches of the same shape, and the rows of a step do not
 depend on the number of ranks.
@@ -39,7 +39,7 @@ _EARLIER = (
 
 
 class DataLoader:
-    """Yields this rank's micro-batches of one optimizer step after another, endlessly.
+    """Endless iterator over optimizer steps; yields this rank's micro-batches of each step.
 
     An item is a list of ceil(G / (micro_batch_size * world)) batches, each a dict of int64 tensors
     of shape (B, T). ``labels`` equal ``input_ids`` (the model shifts them), except for -100 in
@@ -51,14 +51,14 @@ class DataLoader:
 
     Args:
         dataset: a `PackedDataset` or a `Mixture`.
-        global_batch_size: rows per optimizer step over all ranks.
+        global_batch_size: rows per optimizer step over all ranks, G.
         micro_batch_size: rows per forward pass on one rank.
         rank: data-parallel rank of this process.
         world: number of data-parallel ranks.
         seed: random seed of the sample order.
         reset_at_documents: True to add position and document ids per document; the dataset needs
             its eos_id.
-        prefetch_steps: number of steps prepared ahead in a thread; 0 prepares in the caller.
+        prefetch_steps: number of steps that a thread prepares in advance; 0 for no thread.
 
     Raises:
         ConfigError: a number is out of range, or the dataset lacks an eos_id that is needed.
@@ -124,7 +124,7 @@ class DataLoader:
             raise
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position after the last returned batch, not counting prefetched batches."""
+        """Return the state to resume from: the position after the last step that was returned."""
         return {
             "step": self._step,
             "samples": self._samples,
@@ -139,7 +139,7 @@ class DataLoader:
 
         Raises:
             ConfigError: the state has another seed or corpus, so the order would differ, or it
-                lacks an entry other than `content`, which states of earlier versions do not have.
+                lacks an entry (except `content`, which earlier versions did not save).
         """
         self.check_state(state)
         self.close()
@@ -185,7 +185,7 @@ class DataLoader:
 
 @dataclass(frozen=True)
 class _StepMaker:
-    """Builds the micro-batches of a step; separate from the loader, so a thread can run it."""
+    """Builds the micro-batches of a step; a separate class, so that a thread can run it."""
 
     dataset: Dataset
     global_batch_size: int
@@ -232,10 +232,10 @@ def iter_once(
     *,
     reset_at_documents: bool = False,
 ) -> Iterator[Batch]:
-    """Yield this rank's batches of one pass in stream order; every token is predicted once.
+    """Yield this rank's batches of one epoch in stream order; every token is predicted once.
 
     All ranks get equally many batches of equal shape, filled up with padding whose labels are -100.
-    Only the very first token of a stream, which has no context, is not predicted.
+    Only the first token of a corpus, which has no context, is not predicted.
 
     Args:
         dataset: a `PackedDataset` or a `Mixture`.
@@ -243,7 +243,7 @@ def iter_once(
         rank: data-parallel rank of this process.
         world: number of data-parallel ranks.
         max_batches: largest number of batches over all ranks, so that the rows do not depend on the
-            world size; None reads the whole corpus.
+            world size (default: the whole corpus).
         reset_at_documents: True to add position and document ids per document; the dataset needs
             its eos_id.
 
@@ -279,7 +279,7 @@ def _held_out_batches(
 
 
 def _batch(rows: NDArray[np.int64], lengths: NDArray[np.int64], eos_id: int | None) -> Batch:
-    """Convert rows to a batch of tensors; with an `eos_id`, documents are separated."""
+    """Convert rows to a batch of tensors; with an `eos_id`, add position and document ids."""
     import torch  # imported here because preparing a corpus needs no tensors
 
     labels = rows.copy()

@@ -1,8 +1,9 @@
 """Mixes weighted corpora so that every range of samples contains each corpus in proportion.
 
-The corpus of global sample number n is read from a periodic table, made once by Tijdeman's rule:
-among the corpora that are not ahead of their share, take the one with the earliest deadline. After
-every n samples, the number of samples from a corpus differs from share * n by less than one.
+The corpus of global sample n is read from a periodic table, which is computed once by Tijdeman's
+rule: among the corpora that are not ahead of their proportion, take the one with the earliest
+deadline. After any n samples, the number of samples from a corpus differs from its proportion of n
+by less than one.
 Source: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980).
 """
 
@@ -32,7 +33,7 @@ class Mixture:
             seq_len and eos_id.
 
     Attributes:
-        shares: samples of each corpus per period, integers; the exact long-run proportions.
+        shares: dict from name to the number of samples per period, the exact proportions.
 
     Raises:
         ConfigError: there is no dataset, a weight is not above 0, or the datasets' settings differ.
@@ -62,7 +63,7 @@ class Mixture:
             self._ranks[self._sources == i] = np.arange(count)
 
     def source_of(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Map global sample numbers to (corpus index, sample number in that corpus)."""
+        """Return the corpus index, and the sample index in that corpus, of each global sample."""
         periods, at = np.divmod(numbers, len(self._sources))
         sources = self._sources[at]
         return sources, periods * self._counts[sources] + self._ranks[at]
@@ -73,7 +74,10 @@ class Mixture:
             dataset.check_trainable()
 
     def training_rows(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the token rows of global sample numbers; shapes (B,) and (B, T)."""
+        """Return the token rows of the samples with global indices `numbers`.
+
+        Shape: numbers (B,), result (B, T)
+        """
         rows = np.empty((len(numbers), self.seq_len), dtype=np.int64)
         sources, own = self.source_of(numbers)
         for i in np.unique(sources).tolist():
@@ -82,15 +86,15 @@ class Mixture:
         return rows
 
     def num_held_out_rows(self) -> int:
-        """Return the number of rows in one pass through every corpus; weights do not matter."""
+        """Return the number of rows in one epoch of every corpus; weights do not matter."""
         return sum(dataset.num_held_out_rows() for dataset in self._datasets)
 
     def held_out_rows(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows of the held-out pass and their lengths, shapes (B, T) and (B,).
+        """Return validation rows and their lengths; the corpora follow one another, by name.
 
-        The corpora follow one another, ordered by name.
+        Shape: numbers (B,), rows (B, T), lengths (B,)
         """
         rows = np.zeros((len(numbers), self.seq_len), dtype=np.int64)
         lengths = np.zeros(len(numbers), dtype=np.int64)
@@ -105,7 +109,7 @@ class Mixture:
         return rows, lengths
 
     def fingerprint(self) -> int:
-        """Return a 63-bit hash of the corpora and shares, which determine the order."""
+        """Return a 63-bit hash of the corpora and proportions, which determine the order."""
         return _hash(([d.fingerprint() for d in self._datasets], self.shares))
 
     def content(self) -> int:
@@ -147,15 +151,15 @@ def integer_shares(weights: Mapping[str, float]) -> list[int]:
 
 
 def assign_sources(counts: Sequence[int]) -> NDArray[np.int64]:
-    """Return one period of source indexes, in which source i appears counts[i] times.
+    """Return one period of corpus indices, in which corpus i appears ``counts[i]`` times.
 
-    In each prefix of the period, the count of a source differs from its share by at most 1.
+    In each prefix of the period, the count of a corpus differs from its proportion by at most 1.
     """
     period, kinds = sum(counts), len(counts)
     chosen = np.zeros(period, dtype=np.int64)
     if kinds == 1:
         return chosen
-    # Tijdeman's slack is 1 / (2k - 2); everything times (2k - 2) * period stays a whole number.
+    # Tijdeman's slack is 1 / (2k - 2), so all values times (2k - 2) * period are integers.
     scale = 2 * kinds - 2
     had = [0] * kinds
     for n in range(1, period + 1):

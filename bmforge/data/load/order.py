@@ -3,7 +3,7 @@
 Source: the generalized Feistel network with cycle walking of Black and Rogaway, "Ciphers with
 arbitrary finite domains" (2002). A number below n is written as (left, right) with left < a and
 right < b, a and b near sqrt(n); each round adds a function of one half to the other, which is a
-permutation for any function (Luby and Rackoff, 1988). A result of n or more is permuted again until
+permutation for any function (Luby and Rackoff, 1988). A result >= n is permuted again until
 it is below n; this is rare, as a b - n < a. The round function is the finalizer of splitmix64
 (Steele, Lea and Flood, 2014). The permutation is for shuffling, not for secrecy.
 """
@@ -58,7 +58,7 @@ def permute(indices: NDArray[np.int64], n: int, key: bytes) -> NDArray[np.int64]
 def _feistel(
     values: NDArray[np.uint64], a: int, b: int, keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    """Permute numbers in [0, a b) by one pass through the Feistel network."""
+    """Permute numbers in [0, a b) by applying the Feistel network once."""
     size_left, size_right = np.uint64(a), np.uint64(b)
     left, right = np.divmod(values, size_right)
     for key_left, key_right in keys.reshape(-1, 2):

@@ -1,7 +1,7 @@
-"""Packs a token store into rows of `seq_len` tokens, and finds document boundaries in a row.
+"""Packs a token store into rows of `seq_len` tokens, and finds document boundaries in rows.
 
 All documents are concatenated in the store; a row is a window on that stream and may span
-documents. Adjacent windows share one token, so every token is predicted: a row of T tokens makes
+documents. Adjacent windows share one token, so every token is predicted: a row of T tokens has
 T - 1 predictions, as the model shifts the labels itself (Hugging Face's convention).
 """
 
@@ -21,7 +21,7 @@ __all__ = ["Dataset", "PackedDataset", "document_starts", "reset_positions"]
 
 
 class Dataset(Protocol):
-    """Interface of a corpus for `DataLoader`: shuffled training rows, and rows for validation."""
+    """Interface that `DataLoader` needs from a corpus: shuffled training and validation rows."""
 
     seq_len: int
     eos_id: int | None
@@ -30,15 +30,15 @@ class Dataset(Protocol):
         """Raise DataError if the corpus is shorter than one row."""
 
     def training_rows(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the token rows of global sample numbers, shape (len(numbers), seq_len)."""
+        """Return the rows of the samples with global indices `numbers`: (B, seq_len)."""
 
     def num_held_out_rows(self) -> int:
-        """Return the number of rows in one pass in stream order; the last row may be shorter."""
+        """Return the number of validation rows in one epoch; the last row may be shorter."""
 
     def held_out_rows(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows of the held-out pass in stream order, and the non-padding tokens per row."""
+        """Return validation rows, in stream order, and the number of real tokens in each."""
 
     def fingerprint(self) -> int:
         """Return a 63-bit hash that changes whenever the order of samples would change."""
@@ -51,9 +51,9 @@ class PackedDataset:
     """Fixed-length token rows of one token store.
 
     Training reads the stream as a ring that is cut at a new offset in every epoch. Epoch e starts
-    at a random offset o(seed, e), its windows begin at (o + i (T - 1)) mod num_tokens for i in [0,
-    samples_per_epoch), in an order that is a keyed permutation of i. No index is stored, however
-    large the corpus is.
+    at a random offset o(seed, e); its windows begin at (o + i (T - 1)) mod num_tokens for i in [0,
+    samples_per_epoch), in the order of a keyed permutation of i. No index is stored, however large
+    the corpus is.
 
     Args:
         store: token store whose documents end with the end-of-document token.
@@ -81,7 +81,7 @@ class PackedDataset:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Number of training rows in one pass, 0 if the corpus is shorter than one row."""
+        """Number of training rows in one epoch; 0 if the corpus is shorter than one row."""
         tokens = self.store.num_tokens
         return tokens // (self.seq_len - 1) if tokens >= self.seq_len else 0
 
@@ -96,7 +96,7 @@ class PackedDataset:
             )
 
     def training_rows(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the token rows of global sample numbers.
+        """Return the token rows of the samples with global indices `numbers`.
 
         Shape: numbers (B,), result (B, T) int64.
         """
@@ -106,7 +106,10 @@ class PackedDataset:
         return rows
 
     def training_starts(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the token offset at which each sample begins; shapes (B,) and (B,)."""
+        """Return the token offset at which each sample begins.
+
+        Shape: numbers (B,), result (B,)
+        """
         per_epoch, stride = self.samples_per_epoch, self.seq_len - 1
         epochs, indices = np.divmod(numbers, per_epoch)
         starts = np.empty(len(numbers), dtype=np.int64)
@@ -124,15 +127,17 @@ class PackedDataset:
         row[len(head) :] = self._tokens[: len(row) - len(head)]
 
     def num_held_out_rows(self) -> int:
-        """Return the number of rows in one pass in stream order; the last row may be shorter."""
+        """Return the number of validation rows in one epoch; the last row may be shorter."""
         return -(-max(self.store.num_tokens - 1, 0) // (self.seq_len - 1))
 
     def held_out_rows(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows in stream order, zero-padded after the end of the stream, and their lengths.
+        """Return validation rows in stream order, and the number of real tokens in each.
 
-        Shape: numbers (B,), rows (B, T), non-padding tokens per row (B,).
+        The last row is padded with zeros.
+
+        Shape: numbers (B,), rows (B, T), lengths (B,)
         """
         rows = np.zeros((len(numbers), self.seq_len), dtype=np.int64)
         lengths = np.empty(len(numbers), dtype=np.int64)
@@ -172,7 +177,7 @@ def document_starts(
 def reset_positions(
     starts: NDArray[np.bool_],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return position ids, which restart at each document, and document numbers as ids.
+    """Return position ids, which restart at each document, and document ids, 0, 1, ... per row.
 
     Shape: starts (B, T), both results (B, T) int64.
     """

@@ -18,8 +18,8 @@ class Prefetcher(Generic[T]):
     """Computes ``make(first)``, ``make(first + 1)``, ... in a thread, ahead of `take`.
 
     Args:
-        make: pure function of the item number; it runs in the thread.
-        first: first item number.
+        make: pure function of the item's index; runs in the thread.
+        first: index of the first item.
         depth: largest number of finished items in the queue, at least 1.
     """
 

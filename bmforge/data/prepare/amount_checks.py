@@ -1,4 +1,4 @@
-"""Checks that a preparation read most of its input and kept at least one document."""
+"""Checks that `prepare` has read most of its input and kept at least one document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates the disk space that a preparation needs, before it begins."""
+"""Estimates the disk space that data preparation will need, before it starts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from bmforge.errors import ConfigError
 __all__ = ["check_room"]
 
 _PACKED_RATIO = 4  # typical compression ratio of text
-# Disk bytes per byte of text: clean documents, and half a byte of tokens twice (shards, joined).
+# Disk bytes per byte of text: clean documents, and half a byte of tokens, stored twice (per shard
+# and joined).
 _NEED_RATIO = 1.5
 
 
 def check_room(files: Sequence[Path] | None, out: Path, work: Path) -> None:
     """Raise `ConfigError` if the disk has too little free space to prepare `files`.
 
-    The files of an interrupted preparation in `work` count as free space.
+    The files of an interrupted run in `work` count as free space.
     """
     sizes = {path: path.stat().st_size for path in files or ()}
     text_bytes = sum(

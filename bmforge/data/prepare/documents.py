@@ -1,4 +1,4 @@
-"""First stage of a preparation: applies all single-document steps to one shard of the input."""
+"""First stage of `prepare`: applies all single-document steps to one shard of the input."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class DocumentStage:
         name: name in the report and the journal.
         run: module-level function (so that it can be pickled) that returns the document, changed or
             not, or a `Drop`.
-        version: string that changes with the behavior of the function, settings included.
-        hides: True for a step that masks private text; it also masks the samples of documents
-            that other steps drop.
+        version: string that changes whenever the function or its settings change.
+        hides: True for a step that masks private text; it is also applied to the samples of
+            documents that other steps drop.
     """
 
     name: str
@@ -201,7 +201,7 @@ def _changed(step: DocumentStage, text: str) -> str:
 def _entries(
     part: StagePart, blamed: dict[int, Blame], beat: Beat
 ) -> Iterator[tuple[int, str, Record]]:
-    """Yield the number, file and record of all entries; a failed read gives an error record."""
+    """Yield (index in the shard, file, record) of each entry; a failed read is an error record."""
     task: DocumentsTask = part.task
     entry = 0
     for piece in task.shard.pieces:

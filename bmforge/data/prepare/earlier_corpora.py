@@ -105,14 +105,14 @@ def write_earlier(
     near: DedupConfig | None,
     bound_bytes: int,
 ) -> None:
-    """Write the index of the documents that are kept, for use by later preparations.
+    """Write the index of the kept documents, for later runs of `prepare`.
 
     Args:
         finished: temporary folder in which the corpus is assembled.
         documents: folder of the first stage.
         counts: documents per shard.
         mask_path: path of the mask of kept documents.
-        near: settings of near-duplicate detection; None writes no sketches.
+        near: settings of near-duplicate detection; None to write no sketches.
         bound_bytes: largest size of the digests in memory, in bytes.
     """
     mask, folder = open_mask(mask_path), finished / INDEX

@@ -35,11 +35,15 @@ SIDES = ("train", "validation")
 
 @dataclass(frozen=True)
 class Chosen:
-    """Documents of the first stage, with the masks of kept and held-out documents.
+    """Documents of the first stage, and which of them are kept, held out or shortened.
 
     Attributes:
-        near: near duplicates among the dropped documents; the other dropped ones are exact copies.
-        repeats: repeated spans that are cut from the documents.
+        documents: folder of the first stage.
+        counts: documents per shard.
+        kept, held_out: paths of the masks of kept and held-out documents.
+        cut, cut_bytes: see `Split`.
+        near: list of the near duplicates that were dropped.
+        repeats: repeated spans to cut from the documents.
     """
 
     documents: Path
@@ -52,9 +56,9 @@ class Chosen:
     repeats: Repeats | None = None
 
     def read(self, number: int) -> Iterator[tuple[Document, tuple[str, str] | None]]:
-        """Yield a shard's documents, each with its training text and its validation text.
+        """Yield each document of a shard with a pair of its training and validation texts.
 
-        Both texts are None for a dropped document; one of the two may be empty.
+        One of the two texts may be empty. The pair is None for a dropped document.
         """
         mask = open_mask(self.kept)
         split = Split(open_mask(self.held_out), self.cut, self.cut_bytes)
@@ -144,10 +148,10 @@ def _sum_up(task: EncodeTask, prefixes: Sequence[Path | None]) -> tuple[Dropped,
     """Summarize the shard's documents, and write their metadata next to the stores.
 
     Args:
-        prefixes: prefixes of the stores; None for a store without documents.
+        prefixes: prefixes of the training and validation store; None for an empty store.
 
     Returns:
-        the documents dropped in this stage, and the summary.
+        samples of the documents that deduplication dropped, and the summary.
     """
     dropped, near, summary = Dropped(task.keep_dropped), task.chosen.near, Summary()
     first, count = sum(task.chosen.counts[: task.number]), task.chosen.counts[task.number]

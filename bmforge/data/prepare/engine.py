@@ -1,10 +1,10 @@
 """Runs the parts of a stage in this process, or in workers that a bad document may crash.
 
 A stage consists of parts, usually one per shard. Only the parent process writes the journal; a
-worker only writes files. Each worker publishes the entry that it processes in shared memory. The
-parent kills a worker that exceeds the time limit of one entry or the memory limit, and runs the
-part again without that entry. If a worker dies by itself, its part is tried once more, since the
-entry may not be the cause; if it dies again at the same entry, the entry is skipped.
+worker only writes files. Each worker writes the index of its current entry to shared memory. The
+parent kills a worker that exceeds the memory limit or the time limit per entry, and runs the part
+again without that entry. If a worker crashes, its part is run once more, since the entry may not be
+the cause; if a worker crashes on the same entry again, the entry is skipped.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ class Blame(NamedTuple):
     """An input entry that is skipped because it exceeded a limit or crashed a worker.
 
     Attributes:
-        entry: number of the entry in the part.
+        entry: index of the entry in the part.
         in_reading: True if reading the entry from the source failed.
         rule: ``time``, ``memory`` or ``crash``.
-        value, bound: measured cost, and its limit.
+        value: seconds, resident bytes, or exit code.
+        bound: limit that was exceeded; None for a crash.
         name: source file and location of the entry, if known.
     """
 
@@ -62,7 +63,7 @@ class Blame(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePart:
-    """One part of a stage (usually a shard): its number, its task, and the entries to skip."""
+    """One part of a stage (usually a shard): its index, its task, and the entries to skip."""
 
     number: int
     task: Any
@@ -79,12 +80,12 @@ def run_parts(
     limits: Limits,
     on_blame: Callable[[int, Blame], None],
 ) -> Iterator[tuple[int, Any]]:
-    """Run the parts of a stage in any order; yield the number and the result of each.
+    """Run the parts of a stage in any order; yield (index, result) of each.
 
     Args:
-        work: module-level function of a part and a `Beat` callback; it calls the `Beat` with each
-            entry's number, whether the entry is still being read, and its name.
-        workers: number of processes; 0 runs in this process, without limits.
+        work: module-level function of a part and a `Beat` callback; it calls the callback with each
+            entry's index, whether the entry is still being read, and its name.
+        workers: number of processes; 0 to run in this process, without limits.
         limits: limits of one entry.
         on_blame: callback for each skipped entry, called before the part runs again.
 
@@ -126,12 +127,12 @@ class _Worker:
         self.pipe.send(part)
 
     def blame(self, rule: str, value: float, bound: float | None) -> Blame:
-        """Return a `Blame` for the entry that the worker is processing."""
+        """Return the worker's current entry as a `Blame`, with the limit that it exceeded."""
         name = self._name.value.decode("utf-8", "replace")
         return Blame(int(self._at[0]), bool(self._at[1]), rule, value, bound, name)
 
     def exceeded(self, limits: Limits) -> Blame | None:
-        """Return a `Blame` if the current entry exceeded a limit, else None."""
+        """Return the current entry as a `Blame` if it exceeds a limit, else None."""
         now, at = time.monotonic(), (int(self._at[0]), int(self._at[1]))
         if at != self._seen:
             self._seen, self._since = at, now
@@ -182,21 +183,21 @@ class _Pool:
                 break
             connection.wait([worker.pipe for worker in busy], timeout=_LOOK_EVERY_S)
             for worker in busy:
-                yield from self._look_at(worker, on_blame)
+                yield from self._check_on(worker, on_blame)
         if self._failed:
             raise self._failed[min(self._failed)]
 
-    def _look_at(
+    def _check_on(
         self, worker: _Worker, on_blame: Callable[[int, Blame], None]
     ) -> Iterator[tuple[int, Any]]:
-        """Receive a result from a worker, or replace the worker if it has died."""
+        """Yield a worker's result if it is ready; replace a worker that crashed or hit a limit."""
         part = worker.part
         assert part is not None
         if worker.pipe.poll():
             try:
                 result, error = worker.pipe.recv()
             except (EOFError, OSError):
-                self._replace(worker, self._judge_death(worker), on_blame)
+                self._replace(worker, self._blame_for_crash(worker), on_blame)
                 return
             worker.part = None
             if error is None:
@@ -207,8 +208,8 @@ class _Pool:
         elif blame := worker.exceeded(self._limits):
             self._replace(worker, blame, on_blame)
 
-    def _judge_death(self, worker: _Worker) -> Blame | None:
-        """Return a `Blame` if a worker died at the same entry for the second time, else None."""
+    def _blame_for_crash(self, worker: _Worker) -> Blame | None:
+        """Return the entry to skip if a worker crashed on it for the second time, else None."""
         assert worker.part is not None
         worker.process.join()
         code = worker.process.exitcode

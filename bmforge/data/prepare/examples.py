@@ -65,7 +65,7 @@ class DropExamples:
     Attributes:
         sets: test sets in the form that `read_examples` accepts.
         cut: True to cut the examples out instead of dropping the document.
-        digest: hash of the examples when the preparation started.
+        digest: hash of the examples when the `prepare` run started.
     """
 
     sets: tuple[str, ...]
@@ -73,7 +73,7 @@ class DropExamples:
     digest: str = ""
 
     def opened(self) -> DropExamples:
-        """Return a copy of the step that records the digest of the current test sets.
+        """Return a copy of the step with the digest of the current test sets.
 
         Raises:
             ConfigError: no example is long enough to be matched.

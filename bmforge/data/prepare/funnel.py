@@ -65,7 +65,7 @@ class Funnel:
             self.change(step, documents, characters)
 
     def missing(self) -> Amount:
-        """Return the amount of documents neither kept nor dropped; zero if the counts agree."""
+        """Return the documents and bytes that were neither kept nor dropped; 0 if counts agree."""
         gone = [self.kept, *self.dropped.values()]
         return Amount(
             self.read.documents - sum(amount.documents for amount in gone),
@@ -116,7 +116,7 @@ class Dropped:
         self._put(drop.rule, document.id, json.dumps(entry, ensure_ascii=False))
 
     def add_lines(self, lines: str) -> None:
-        """Add the samples that `lines` returned for another part of the corpus."""
+        """Add the samples of another part of the corpus, as returned by its `lines`."""
         for line in lines.split("\n")[:-1]:
             entry = json.loads(line)
             self._put(entry["rule"], entry["id"], line)

@@ -20,7 +20,7 @@ from bmforge.data.store.writer import merge_stores
 
 __all__ = ["STORE_NAME", "join_stores"]
 
-STORE_NAME = "tokens"  # the store of a shard has the shard number appended
+STORE_NAME = "tokens"  # file name of the store; the shard index is appended to a shard's name
 Cuts = dict[str, list[tuple[int, int, str]]]
 
 
@@ -34,11 +34,11 @@ def join_stores(
         results: results of encoding each shard.
         encoded: folder of the shards' stores.
         finished: temporary folder in which the corpus is assembled.
-        into_one: True to copy the stores into one; False keeps them separate, with a list.
+        into_one: True to copy the stores into one; False to keep them as a sharded store.
 
     Returns:
-        the counts of the training and the validation store, and the end offset of each shard in
-        the files.
+        the counts per split, and a dict from the path of each .bin file to its parts: (shard index,
+        end offset in bytes, names of the inputs).
     """
     counts: dict[str, EncodeCount] = {}
     cuts: Cuts = {}

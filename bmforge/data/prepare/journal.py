@@ -1,4 +1,4 @@
-"""Journal of a preparation: records the finished parts of each stage with their results.
+"""Journal of a `prepare` run: records the finished parts of each stage with their results.
 
 A part's files are written to temporary names, synced and renamed; then one line with their hashes
 is appended and synced. So after a kill at any instant, every recorded part is complete, and all
@@ -54,7 +54,7 @@ class HashedFile:
         return self._file.write(data)
 
     def flush(self) -> None:
-        """Do nothing: compressors call this, but the file is synced once, at its end."""
+        """Do nothing: compressors call this, but the file is synced once, when it is complete."""
 
     def hexdigest(self) -> str:
         """Return the hash of all bytes written."""
@@ -65,7 +65,7 @@ class HashedFile:
 def write_hashed(path: Path, files: dict[str, str]) -> Iterator[HashedFile]:
     """Open a file for writing; on success sync and rename it, and record its hash in `files`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A worker of a killed preparation may still be writing, so the name has this process's id.
+    # A worker of a killed run may still be writing, so the name contains this process's id.
     beside = path.with_name(f"{path.name}.{os.getpid()}{_PARTIAL}")
     with replacing(path, beside) as file:
         hashed = HashedFile(file)
@@ -79,7 +79,7 @@ class Journal:
     Args:
         work: work directory.
         for_reading: True to open read-only, without the lock.
-        trusting: True to skip the check of existing files' hashes, as the caller has compared them.
+        trusting: True to check only that recorded files exist, not their hashes.
 
     Raises:
         ConfigError: another process works in the directory.

@@ -1,4 +1,4 @@
-"""Memory-mapped masks with one byte per document: which documents a stage keeps or holds out."""
+"""Memory-mapped masks with one byte per document, for example of the kept documents."""
 
 from __future__ import annotations
 

@@ -58,13 +58,13 @@ def dedup_config(config: DuplicatesConfig) -> DedupConfig | None:
 
 @dataclass(frozen=True)
 class NearDrops:
-    """List of the near duplicates to drop, written by `choose_survivors`, with the threshold."""
+    """File with the near duplicates to drop, from `choose_survivors`, and the threshold."""
 
     path: Path
     threshold: float
 
     def read(self, first: int, count: int) -> dict[int, float]:
-        """Map the positions of the near duplicates in a range of documents to their similarities.
+        """Return a dict from position to similarity, for the near duplicates in a range.
 
         Args:
             first: first position of the range.
@@ -216,11 +216,11 @@ def choose_survivors(
 def _locate(
     near: NearPlaces, compared: NDArray[np.bool_], counts: Sequence[int]
 ) -> NDArray[np.void]:
-    """Return the corpus position and similarity of each dropped document, sorted by position.
+    """Return rows of corpus position and similarity of the dropped documents, by position.
 
     Args:
-        near: dropped documents, numbered among the compared ones.
-        compared: mask of the compared documents among all documents.
+        near: dropped documents; their positions count only the compared documents.
+        compared: mask of the documents that were compared.
         counts: documents per shard.
     """
     drops = np.empty(len(near.places), _ROW)

@@ -1,4 +1,4 @@
-"""Digests of a prepared corpus's files; token files have one per shard to locate damage."""
+"""Digests of a prepared corpus's files; a token file has one per shard, to locate damage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class OutputPart:
-    """Part of an output file that one shard wrote: end offset in bytes, digest, and inputs."""
+    """Part of an output file that one shard wrote: end offset in bytes, digest, input files."""
 
     shard: int
     end: int
@@ -68,8 +68,8 @@ def read_outputs(
     """Return size and digests of all files below `folder`, sorted by path.
 
     Args:
-        cuts: dict from the path of a merged file to its parts: (shard number, end in bytes,
-            inputs).
+        cuts: dict from the path of a merged file to its parts: (shard index, end offset in bytes,
+            names of the shard's inputs).
     """
     files = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):

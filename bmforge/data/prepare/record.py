@@ -1,4 +1,4 @@
-"""Record of a finished preparation, ``prepared.toml``: settings, inputs and counts."""
+"""Record of a prepared corpus, ``prepared.toml``: settings, inputs and counts."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _NORMALISE_ONLY = ["normalise 1"]
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """Report of a finished preparation.
+    """Report of a prepared corpus.
 
     Attributes:
         documents: number of kept documents; a document cut by the split is in both splits.
-        duplicates, empty: numbers of documents dropped as exact copies, or without text.
+        duplicates, empty: number of documents dropped as exact copies, and as empty.
         skipped: number of bad lines and files that were skipped (`skip_bad`).
         vocab_size: vocabulary size of the trained tokenizer.
         eos_id: id of the token after each document: ``<|endoftext|>``, or else the tokenizer's EOS.
@@ -73,7 +73,7 @@ class PrepareReport:
 
     @property
     def held_out_ratio(self) -> float:
-        """Share of the text, in bytes, that is held out for validation."""
+        """Fraction of the text, in bytes, that is held out for validation."""
         return self.validation.text_bytes / (self.train.text_bytes + self.validation.text_bytes)
 
     @property
@@ -125,7 +125,7 @@ def _printable(value: Any) -> Any:
 
 
 def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
-    """Read the record of a finished preparation.
+    """Read the record of a prepared corpus.
 
     Raises:
         DataError: the record does not parse, or lacks an entry.
@@ -150,7 +150,7 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
         return report, [InputFile(**entry) for entry in record["inputs"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{str(path)!r} cannot be read as the record of a preparation ({error}). Prepare again "
+            f"{str(path)!r} is not a valid record of a prepared corpus ({error}). Prepare again "
             "with overwrite=True (--overwrite), or into another directory."
         ) from error
 

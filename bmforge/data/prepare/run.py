@@ -55,7 +55,7 @@ _FINISHED = "finished"  # subfolder of the work directory until the corpus is mo
 _DROPPED = "dropped.jsonl"
 _OLD_REPORT = "report.html"  # report of an earlier corpus
 _LEAST_MEMORY_BYTES = 1 << 29
-_TOKENIZER = "tokenizer"  # folder whose files depend on the tokenizer
+_TOKENIZER = "tokenizer"  # folder of the stores, which depend on the tokenizer
 _STORES = tuple(f"{side}/{STORE_NAME}.*" for side in SIDES)
 _PATTERNS = (f"{_TOKENIZER}/*", f"{INDEX}/*.*", f"{INDEX}/*/*", *_STORES)
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -72,18 +72,18 @@ def prepare(
     """Prepare a corpus in `out_dir`; if it already contains this corpus, return the report.
 
     Writes ``tokenizer/``, ``train/tokens.*``, ``validation/tokens.*``, ``prepared.toml``, and
-    ``dropped.jsonl`` with samples of dropped documents. An interrupted preparation is resumed.
+    ``dropped.jsonl`` with samples of dropped documents. An interrupted run is resumed.
 
     Args:
-        inputs: files or directories (`read_documents`), or ``-`` for standard input; None uses
-            Python's own help topics.
+        inputs: files or directories (`read_documents`), or ``-`` for standard input; if None,
+            Python's own help topics are used.
         out_dir: output directory.
         config: settings (default: `PrepareConfig()`).
-        overwrite: True to replace the output of an earlier preparation.
+        overwrite: True to replace the output of an earlier run.
         steps: additional steps, run after those of `config`.
 
     Raises:
-        ConfigError: `out_dir` holds a corpus of other settings or inputs, or other files.
+        ConfigError: `out_dir` contains a corpus from other settings or inputs, or other files.
         DataError: an input is damaged, most input bytes are not read, or no text is left.
     """
     config = config or PrepareConfig()
@@ -163,7 +163,7 @@ def show_preparation(
 
 
 def work_dir(out_dir: str | os.PathLike[str]) -> Path:
-    """Return the work directory of a preparation, which is removed when it is finished."""
+    """Return the work directory of a `prepare` run, which is removed when the run is finished."""
     return Path(out_dir) / _WORK_NAME
 
 
@@ -173,7 +173,7 @@ def plan_work(
     config: PrepareConfig,
     steps: Sequence[DocumentStage] = (),
 ) -> tuple[ShardPlan, tuple[DocumentStage, ...], Tokenizer | None]:
-    """Plan a preparation; return the plan, all steps, and the tokenizer of the settings.
+    """Plan a `prepare` run; return the shard plan, all steps, and the configured tokenizer.
 
     The plan is also saved in the work directory.
 
@@ -223,7 +223,7 @@ def _list_inputs(inputs: Paths | None, config: PrepareConfig) -> list[Path] | No
 
 
 def _open_tokenizer(config: PrepareConfig) -> Tokenizer | None:
-    """Open the tokenizer of the settings, so that an unsuitable one fails before work begins."""
+    """Load the configured tokenizer, so that an unsuitable one fails before work begins."""
     if not config.tokenizer:
         return None
     tokenizer = load_tokenizer(config.tokenizer)
@@ -270,11 +270,11 @@ def _check_same(
 
 
 def _check_free(out: Path) -> None:
-    """Raise `ConfigError` if the output directory has files not from an interrupted preparation."""
+    """Raise `ConfigError` if the directory has files other than those of an interrupted run."""
     names = sorted(path.name for path in out.iterdir()) if out.exists() else []
     own_names = {_WORK_NAME, _TOKENIZER, _DROPPED, INDEX, *SIDES}
     if _WORK_NAME in names and own_names.issuperset(names):
-        return  # an interrupted preparation
+        return  # an interrupted run
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ConfigError(

@@ -37,7 +37,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class FileRange:
-    """Range of a file in bytes or rows, `begin` to `end` (-1: end of file), from line `line` on."""
+    """Range of a file in bytes or rows, `begin` to `end` (-1: end of file); starts at `line`."""
 
     path: str
     begin: int = 0
@@ -57,7 +57,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Input files of a preparation, and the shards into which they are divided."""
+    """Input files of a `prepare` run, and the shards into which they are divided."""
 
     inputs: list[InputFile]
     shards: list[Shard]
@@ -65,7 +65,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class _Cut:
-    """An input file, and the offsets at which it can be split (from `Parts`)."""
+    """An input file, and the offsets at which it can be split (see `Parts`)."""
 
     file: InputFile
     at: tuple[tuple[int, int], ...] = ()
@@ -80,16 +80,16 @@ def plan_shards(
     *,
     recorded: Sequence[InputFile] = (),
 ) -> ShardPlan:
-    """Divide the input files into shards; None means Python's help topics.
+    """Divide the input files into shards.
 
     A large file of lines, compressed or not, is split at line ends, Parquet between row groups,
     archives between members; small files are grouped. A file whose size and modification time match
     an earlier plan in `work` is not read again.
 
     Args:
-        files: input files.
+        files: input files; None for Python's help topics.
         shard_bytes: approximate input bytes per shard.
-        work: folder where the plan is saved; None saves none.
+        work: folder in which the plan is saved; None to not save it.
         recorded: inputs with known digests, which are not read again.
 
     Raises:

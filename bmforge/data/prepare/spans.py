@@ -29,7 +29,7 @@ _ROW = np.dtype([("position", "<i8"), ("start", "<i8"), ("end", "<i8")])
 
 
 class LeastRepeats(NamedTuple):
-    """Minimum lengths of repeats: spans in tokens, paragraphs in characters; None skips them."""
+    """Minimum lengths of repeats: spans in tokens, paragraphs in characters; None to skip them."""
 
     tokens: int | None
     characters: int | None
@@ -50,13 +50,13 @@ def check_spans(config: DuplicatesConfig) -> None:
 
 @dataclass(frozen=True)
 class Repeats:
-    """List of the repeated spans to cut, written by `choose_spans`, with their minimum lengths."""
+    """File with the repeated spans to cut, from `choose_spans`, and their minimum lengths."""
 
     path: Path
     least: LeastRepeats
 
     def read(self, first: int, count: int) -> dict[int, Spans]:
-        """Map the positions of documents in a range to the spans to cut from them.
+        """Return a dict from position to the spans to cut, for the documents in a range.
 
         Args:
             first: first position of the range.
@@ -83,7 +83,9 @@ def without(document: Document, spans: Spans) -> Document:
 def choose_spans(
     documents: Path, counts: Sequence[int], before: Path, folder: Path, least: LeastRepeats
 ) -> dict[str, Any]:
-    """Find repeats; write the list ``spans``, and the mask ``kept`` without emptied documents.
+    """Find repeats; write their list, ``spans``, and the mask ``kept``.
+
+    Documents that consist only of repeats are dropped in the mask.
 
     Args:
         documents: folder of the first stage.

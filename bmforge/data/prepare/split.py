@@ -22,8 +22,8 @@ __all__ = [
     "split_keys",
 ]
 
-_NEAR_ENOUGH = 0.999  # share of the requested bytes at which the search for documents ends
-_TOO_FEW = 0.9  # share of the requested bytes below which one document is cut in two
+_NEAR_ENOUGH = 0.999  # fraction of the requested bytes at which the search for documents ends
+_TOO_FEW = 0.9  # fraction of the requested bytes below which one document is cut in two
 _WALK_ROWS = 1 << 12
 _BREAKS = (b"\n\n", b"\n", "\u3002".encode(), b". ", b" ")
 
@@ -62,7 +62,7 @@ def split_documents(
     Args:
         digests: one `text_digest` per document, all different.
         sizes_bytes: UTF-8 bytes per document.
-        fraction: share of all bytes to hold out, 0 <= fraction < 1; 0 holds out nothing.
+        fraction: fraction of all bytes to hold out, 0 <= fraction < 1; 0 to hold out nothing.
         seed: random seed of the order.
 
     Raises:
@@ -97,7 +97,7 @@ def choose_held_out(
     Args:
         ordered: rows (`sort.ROW`) in the order of `split_keys`; read once or twice.
         total_bytes: UTF-8 bytes of all documents.
-        fraction: share of all bytes to hold out.
+        fraction: fraction of all bytes to hold out.
         held_out: mask, False everywhere; in memory or on disk.
     """
     target = fraction * total_bytes
@@ -111,7 +111,7 @@ def choose_held_out(
     missing = int(target - taken)
     if missing < 1 or taken >= _TOO_FEW * target:
         return None, 0
-    # None of the remaining documents fitted, so each is longer than the missing bytes.
+    # No remaining document fits, so each of them is longer than the missing bytes.
     first = None
     for position, size in _walk(ordered):
         if held_out[position] or size <= missing:
@@ -138,7 +138,7 @@ def cut_end(text: str, size_bytes: int) -> tuple[str, str]:
             half.
 
     Returns:
-        the beginning and the end of the text; neither is empty.
+        the two parts of the text; neither is empty.
     """
     data = text.encode()
     near = len(data) - size_bytes

@@ -1,4 +1,4 @@
-"""Runs the stages of a preparation in order, and takes finished parts from the journal.
+"""Runs the stages of `prepare` in order, and skips parts that the journal lists as finished.
 
 The stages are documents (per shard) -> duplicates -> split -> tokenizer -> encode (per shard).
 Optional stages before the split are sketches (per shard) -> near_duplicates, which drop near
@@ -66,14 +66,14 @@ STAGES = (
     "tokenizer",
     "encode",
 )
-_VERSION = 3  # version of the stages' rules; a new one invalidates all results
+_VERSION = 3  # version of the stages' code; a new version invalidates all results
 _ENCODE_VERSION = 2
-_SAMPLE_BYTES = 1 << 28  # bytes of text to train a tokenizer on, the step with the most memory
+_SAMPLE_BYTES = 1 << 28  # bytes of text for tokenizer training, the step with the highest memory
 
 
 @dataclass(frozen=True)
 class StageKeys:
-    """Journal keys of each stage: one per shard, or one for the corpus; empty if disabled."""
+    """Journal keys of each stage: one per shard, or a single one; empty for a disabled stage."""
 
     documents: list[str]
     duplicates: str
@@ -120,7 +120,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class StageState:
-    """Progress of a stage: the number of finished parts and of all parts."""
+    """Progress of a stage: number of finished parts, and total number of parts."""
 
     stage: str
     done: int
@@ -193,10 +193,10 @@ def run_stages(
     """Run the unfinished parts of all stages; return the results of every part by stage.
 
     Args:
-        plan: inputs and shards of the preparation.
-        config: settings of the preparation.
-        steps: steps that are applied to each document by itself.
-        tokenizer: existing tokenizer; None trains one.
+        plan: inputs and shards.
+        config: settings of the run.
+        steps: steps that process one document at a time.
+        tokenizer: existing tokenizer; if None, one is trained.
         journal: open journal of the work directory.
         runner: function that runs the parts of a per-shard stage, in any order.
     """
@@ -322,7 +322,7 @@ def _drop_near(
 
 def _read_documents(plan: ShardPlan, steps: Sequence[DocumentStage], work: _Work) -> list[Any]:
     journal, config, read = work.journal, work.config, work.config.read
-    # Two paths may name one file: the plan has its latest state.
+    # Two paths may refer to the same file; the plan has its latest state.
     named = {Path(file.path): (file.size_bytes, file.modified_ns) for file in plan.inputs}
     tasks = []
     for shard in plan.shards:

@@ -54,10 +54,10 @@ class Summary:
     Attributes:
         sources: number of documents and their raw bytes, for each source group and outcome (name of
             the rule that dropped the documents, or ``kept``).
-        languages, scripts, licenses, terms, years: number, bytes of text, and tokens of the kept
-            documents with each value of the metadata.
+        languages, scripts, licenses, terms, years: dict from a metadata value to the number, bytes
+            of text, and tokens of the kept documents with this value.
         origins: number and bytes of the kept documents from each host (or file) under each license.
-        lengths: number, bytes and tokens of the kept documents of each length; the key k stands for
+        lengths: number, bytes and tokens of the kept documents by length; key k counts documents of
             2^(k-1) to 2^k - 1 tokens.
         clusters: number of near-duplicate clusters per size.
     """
@@ -113,7 +113,7 @@ class Summary:
         return record
 
     def shortened(self) -> Summary:
-        """Return a copy of the summary in which rare values are merged into ``others``."""
+        """Return a copy of the summary in which rare metadata values are merged into ``others``."""
         short = Summary.from_record(self.to_record())
         for name in _SHORTENED:
             _shorten_(getattr(short, name))
@@ -141,7 +141,7 @@ def _cut(value: str) -> str:
 
 
 def origin_of(document: Document) -> str:
-    """Return the origin of a document for attribution: the host of its URL, else its file name."""
+    """Return a document's origin, for attribution: the host of its URL, or else its file name."""
     try:
         host = urlsplit(document.url).hostname
     except ValueError:

@@ -55,8 +55,8 @@ def train_bpe(
 ) -> FastTokenizer:
     """Train a byte-level BPE tokenizer, which can encode any text without unknown tokens.
 
-    ``<|endoftext|>`` gets id 0, other special tokens follow. A small corpus may give fewer than
-    `vocab_size` tokens.
+    ``<|endoftext|>`` gets id 0, other special tokens follow. With a small corpus, the vocabulary
+    may have fewer than `vocab_size` tokens.
 
     Args:
         texts: training texts.

@@ -23,7 +23,7 @@ _DROPPED = "dropped.jsonl"
 
 
 def verify_store(out_dir: str | os.PathLike[str]) -> list[str]:
-    """Check a prepared corpus; return one sentence for each fault.
+    """Check a prepared corpus; return a list with one sentence per fault.
 
     Every file is read and compared with its digest in ``prepared.toml``; for a token file, the
     shards with changed bytes are named. For corpora without digests the counts are compared.
@@ -38,7 +38,7 @@ def verify_store(out_dir: str | os.PathLike[str]) -> list[str]:
         )
     report, _ = read_record(out)
     faults = [fault for output in report.outputs for fault in _check_file(out, output)]
-    if not faults:  # counts of damaged files would only repeat the fault
+    if not faults:  # a damaged file has wrong counts too, which need no second message
         faults += _check_stores(report)
         faults += _check_sums(report)
     return faults

@@ -36,7 +36,7 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
     """Write ``report.html`` into a prepared corpus directory; return its path.
 
     Raises:
-        DataError: the directory has no record, or one of an older format, without a funnel.
+        DataError: the directory has no record, or its record has an older format without a funnel.
     """
     out = Path(out_dir)
     check_place(out / _NAME, "report", is_file=True)
@@ -72,7 +72,7 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
 
 
 def funnel_stages(funnel: Funnel) -> list[tuple[str, int, int]]:
-    """Return name, remaining and dropped documents of each stage; a rule set is one stage."""
+    """Return (name, remaining documents, dropped documents) per stage; a rule set is one stage."""
     gone: dict[str, int] = {}
     for rule, amount in funnel.dropped.items():
         name = rule.partition(".")[0]

@@ -29,7 +29,7 @@ def read_dropped(
     Args:
         out_dir: directory of a prepared corpus.
         rule: name of a rule or of a rule set (``gopher_quality``), or ``all``.
-        most: largest number of documents per rule; None returns all.
+        most: maximum number of documents per rule (default: all).
 
     Raises:
         ConfigError: no document was dropped by that rule.

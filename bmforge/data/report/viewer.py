@@ -1,7 +1,7 @@
 """HTML viewer of sample documents, kept and dropped, with a search field and a list of the rules.
 
-Every text comes from the corpus, so it is escaped here, and the page's script reads it as text
-only. Without scripts the page shows all samples.
+All texts come from the corpus, so they are escaped here, and the page's script inserts them only as
+text. Without scripts the page shows all samples.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ __all__ = ["UNREADABLE", "Member", "drop_member", "open_zip", "tar_members", "zi
 _MOST_MEMBERS = 1_000_000
 _HIGHEST_RATIO = 100  # maximum compression ratio of large members
 _LARGE_BYTES = 1 << 25
-# Exceptions of the standard library for archives or members that are damaged or another format.
+# Exceptions of the standard library for archives that are damaged or have another format.
 UNREADABLE = (
     zipfile.BadZipFile,
     tarfile.TarError,
@@ -49,7 +49,7 @@ def open_zip(stream: BinaryIO, where: Where) -> zipfile.ZipFile:
 
 
 def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Member]:
-    """Yield the name of each file in a zip archive, with its stream, or a failed record."""
+    """Yield the name of each file in a zip archive, with its stream or an error record."""
     archive = open_zip(stream, where)
     for count, member in enumerate(archive.infolist()):
         if 0 <= where.end <= count:  # end of the range
@@ -104,7 +104,7 @@ def _join(where: Where, name: str) -> str:
 
 
 def _open(opener: Callable[[], object], inside: Where) -> BinaryIO | Record:
-    """Read a member into memory; return a failed record if it is larger than its header states."""
+    """Read a member into memory; return an error record if it is larger than its header states."""
     try:
         with opener() as member:  # type: ignore[attr-defined]
             raw = member.read(inside.budget_bytes + 1)

@@ -1,4 +1,4 @@
-"""Converts records of conversation data sets, in all published formats, to messages.
+"""Converts records of conversation data sets to messages, from all published formats.
 
 Formats: OpenAI's `messages`; ShareGPT's `conversations` with `from` and `value`, function calls and
 observations included; TRL's `prompt` and `completion`; Alpaca's `instruction`, `input`, `output`
@@ -32,7 +32,7 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-# Maps the question field to the answer field and the optional field of a further input.
+# Question field -> (answer field, field of an additional input).
 _PAIRS = {
     "instruction": ("output", "input"),
     "prompt": ("completion",),
@@ -41,7 +41,7 @@ _PAIRS = {
 }
 _ALSO = {"output": "response", "completion": "response", "input": "context"}
 
-# Fields that every form reads.
+# Fields that are read in every format.
 _SHARED = frozenset({"tools", "functions", "system"})
 
 
@@ -75,7 +75,7 @@ def find_messages(record: Any, location: str) -> tuple[list[Message], frozenset[
 
 
 def _find_name(values: Mapping[str, Any], name: str) -> str:
-    """Return the record's name for a standard field, which may be an alias."""
+    """Return the name, or alias, under which a record contains a standard field."""
     return name if name in values else _ALSO.get(name, name)
 
 

@@ -31,7 +31,7 @@ class ChatExample:
 
     Args:
         place: file and line, entry or row, for error messages.
-        messages: messages in OpenAI's format, tool calls with parsed arguments.
+        messages: messages in OpenAI's format; the arguments of tool calls are parsed.
         tools: JSON schemas of the functions that the assistant may call; None without tools.
         fields: the record's other top-level fields, such as ``documents`` or ``id``.
     """
@@ -85,14 +85,16 @@ def find_conversation_files(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def _suffix_of(file: Path) -> str:
-    """Return a file's suffix, ignoring that of a compression format."""
+    """Return a file's suffix, after removing a compression suffix such as ``.gz``."""
     return (file.with_suffix("") if file.suffix in PACKED else file).suffix.lower()
 
 
 def _read_record(location: str, record: Any) -> ChatExample:
     messages, form_fields = find_messages(record, location)
     if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{location} has no assistant message to train on.")
+        raise DataError(
+            f"{location} has no assistant message to train on. Add one, or remove the entry."
+        )
     fields = {
         name: value
         for name, value in record.items()

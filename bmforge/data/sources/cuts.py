@@ -24,7 +24,7 @@ __all__ = ["LineCutter", "Parts", "find_parts", "how_to_cut", "read_part"]
 _HEAD_BYTES = 1024
 _CHUNK_BYTES = 1 << 20
 _LINES = ("jsonl", "json")
-_MOST_PARTS = 16  # each part decompresses all earlier ones
+_MOST_PARTS = 16  # each range decompresses all earlier ones
 Cuts = tuple[tuple[int, int], ...]
 
 
@@ -32,8 +32,8 @@ class Parts(NamedTuple):
     """Offsets at which a file can be split.
 
     Attributes:
-        at: pairs of the offset of a split (decompressed byte, row, or member position) and the
-            number of the line, row or member that begins there.
+        at: pairs (offset of a split, number of the line, row or member that begins there); the
+            offset is in decompressed bytes or rows, or a member's position.
         units: size of the whole file in decompressed bytes, rows, or members.
         size_bytes: decompressed size of the whole file.
     """
@@ -44,10 +44,10 @@ class Parts(NamedTuple):
 
 
 def how_to_cut(path: Path) -> str:
-    """Return the kind of position at which a file can be split.
+    """Return at which positions a file can be split, judged by its format.
 
     The result is ``"lines"``, ``"packed"`` (line ends of a compressed file), ``"rows"`` or
-    ``"members"``; "" means that the file cannot be split.
+    ``"members"``; "" if the file cannot be split.
     """
     with path.open("rb") as file:
         head = file.read(SAMPLE_BYTES)
@@ -153,7 +153,7 @@ def _cut_rows(path: Path, every_bytes: int) -> Parts:
 def read_part(
     stream: BinaryIO, path: Path, options: ReadOptions, begin: int, end: int, line: int
 ) -> Iterator[Record]:
-    """Yield the records in a range of a file; the range may start after the beginning of the file.
+    """Yield the records in a range of a file.
 
     Args:
         stream: stream of the whole file.

@@ -1,9 +1,9 @@
 """Decodes bytes to text by byte order mark, as UTF-8, by declared encoding, or by detection.
 
-Nearly all bytes can be decoded in some encoding, so detection compares the share of frequent
-characters. For Chinese these are the first levels of GB 2312 and Big5, which both standards order
-by frequency of use. Bytes with several valid multi-byte UTF-8 characters are UTF-8 whatever the
-label: in another encoding such a sequence is extremely unlikely.
+Most byte strings are valid in several encodings, so detection compares the share of frequent
+characters. For Chinese these are the first levels of GB 2312 and Big5, which contain the characters
+in common use. Bytes with several valid multi-byte UTF-8 characters are decoded as UTF-8 whatever
+encoding is declared: in other encodings such a sequence is extremely unlikely.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-# 7-bit encodings, which look like ASCII, by the escape sequence that leaves ASCII.
+# Escape sequence that leaves ASCII -> 7-bit encoding, whose bytes all look like ASCII.
 _ESCAPES = (
     (b"\x1b$)C", "iso2022_kr"),
     (b"\x1b$B", "iso2022_jp_2"),
@@ -93,14 +93,14 @@ def decode(
     expected: str = "",
     errors: str = "replace",
 ) -> Decoded:
-    """Decode bytes to text, without a byte order mark.
+    """Decode bytes to text; a byte order mark is removed.
 
     Args:
         raw: bytes to decode.
         location: name of the source for error messages.
         labels: encodings that a protocol or page declares.
         expected: encoding of the whole file that contains `raw`.
-        errors: "replace" puts U+FFFD for single damaged characters; "strict" refuses them.
+        errors: "replace" to decode single damaged characters as U+FFFD, "strict" to raise an error.
 
     Raises:
         DataError: the bytes are binary, damaged or in an unknown encoding.
@@ -144,7 +144,7 @@ def _explain(raw: bytes, location: str, damaged: Decoded | None) -> DataError:
 
 
 def _is_latin1(raw: bytes, damaged: Decoded) -> bool:
-    """Return True if no character beyond ASCII is valid UTF-8, and nearly all are accents."""
+    """Return True if no non-ASCII byte is valid UTF-8, and nearly all are accented letters."""
     if damaged.encoding != "utf-8" or not damaged.text.replace(_REPLACEMENT, "").isascii():
         return False
     accents = [char.isalpha() for char in raw.decode("latin-1") if not char.isascii()]
@@ -152,7 +152,7 @@ def _is_latin1(raw: bytes, damaged: Decoded) -> bool:
 
 
 def _decode_intact(raw: bytes, labels: Sequence[str], expected: str) -> Decoded | None:
-    """Decode bytes with the first candidate encoding in which they are valid; None if none is."""
+    """Decode bytes with the first candidate encoding in which they are valid, or return None."""
     for mark, name in _MARKS:
         if raw.startswith(mark) and (text := _try(raw, name)) is not None:
             return Decoded(text, name)
@@ -180,7 +180,7 @@ def _decode_intact(raw: bytes, labels: Sequence[str], expected: str) -> Decoded 
 
 
 def _known_labels(labels: Sequence[str]) -> list[str]:
-    """Return the supported encodings among labels; Latin-1, a server default, is last."""
+    """Return the supported encodings among the labels; Latin-1, a server's default, comes last."""
     names = [_WEB_LABELS.get(label.lower(), label.lower()) for label in labels]
     supported = [name for name in dict.fromkeys(names) if _LABEL.fullmatch(name) and _knows(name)]
     return sorted(supported, key=lambda name: name == "cp1252")
@@ -189,8 +189,8 @@ def _known_labels(labels: Sequence[str]) -> list[str]:
 def _is_surely_utf8(text: str, raw: bytes, names: Sequence[str]) -> bool:
     """Return True if the bytes are UTF-8, whatever encoding is declared.
 
-    ASCII bytes may be a 7-bit encoding if the label names one, and a few multi-byte characters may
-    be Chinese or Japanese by chance.
+    ASCII bytes may be text in a declared 7-bit encoding, and a few multi-byte sequences may be
+    valid UTF-8 by chance in Chinese or Japanese text.
     """
     if text.isascii():
         return not any(name == "hz" for name in names)
@@ -203,7 +203,7 @@ def _is_single_byte(name: str) -> bool:
 
 
 def _put_detected_first(raw: bytes, names: Sequence[str], detected: str) -> Sequence[str]:
-    """Return the declared encodings, after a confidently detected Chinese or Japanese one.
+    """Return the declared encodings, preceded by a surely detected Chinese or Japanese encoding.
 
     A declared single-byte encoding is valid for any bytes, and a server's default is no evidence.
     """
@@ -260,7 +260,7 @@ def detect_encoding(raw: bytes) -> str:
     if _is_japanese_euc(sample):
         return "euc_jp"
     scores = {name: _score(sample, name) for name in _WIDE}
-    best = max(scores, key=lambda name: scores[name])  # the first of equal ones
+    best = max(scores, key=lambda name: scores[name])  # of equal scores, the first
     if scores[best] >= _SURE:
         return best
     return _ask_library(sample)
@@ -301,7 +301,7 @@ def _is_damaged_utf8(sample: bytes) -> bool:
 
 
 def _detect_utf16(sample: bytes) -> str:
-    """Detect UTF-16 without a byte order mark by its frequent characters; "" if it is not."""
+    """Detect UTF-16 without a byte order mark by its frequent characters; "" if not detected."""
     scores = {}
     for name in ("utf-16-le", "utf-16-be"):
         text = _decode_beginning(sample, name) or ""
@@ -314,7 +314,7 @@ def _detect_utf16(sample: bytes) -> str:
 @cache
 def _common() -> frozenset[str]:
     """Return the set of frequent Chinese and Japanese characters, with their punctuation."""
-    # Rows and cells: GB 2312's level 1, Big5's, and the punctuation, kana and full width of both.
+    # Row and cell ranges: level 1 of GB 2312 and of Big5; punctuation, kana, full-width of both.
     characters = {
         _pair(row, cell, "gb2312") for row in range(0xB0, 0xD8) for cell in range(0xA1, 0xFF)
     }
@@ -331,7 +331,7 @@ def _pair(row: int, cell: int, name: str) -> str:
 
 
 def _score(sample: bytes, name: str) -> float:
-    """Return the share of frequent characters in the non-ASCII text; 0 if it is invalid."""
+    """Return the share of frequent characters in the non-ASCII text; 0 if it cannot be decoded."""
     text = codecs.getincrementaldecoder(name)("replace").decode(sample, final=False)
     bad = text.count(_REPLACEMENT)
     return 0.0 if bad > max(1, _MOST_BAD * len(text)) else _share_of_common(text)
@@ -353,9 +353,8 @@ def _is_japanese_euc(sample: bytes) -> bool:
 
 def _is_korean(sample: bytes) -> bool:
     """Detect Korean by its share of Hangul; as GB 2312 it would decode to frequent characters."""
-    text = _decode_beginning(
-        sample, "euc_kr"
-    )  # cp949's other syllables are rare, and Shift-JIS looks so
+    # Not cp949: its further syllables are rare in Korean, and Shift-JIS bytes decode to them.
+    text = _decode_beginning(sample, "euc_kr")
     wide = [c for c in text or "" if c > "\x7f"]
     hangul = sum("\uac00" <= c <= "\ud7a3" for c in wide)
     return len(wide) >= _FEWEST and hangul >= 0.9 * len(wide) and " " in (text or "")

@@ -70,7 +70,7 @@ def read_documents(
         paths: files and directories.
         skip_bad: True to skip damaged entries, count them, and report the count at the end.
         text_field: field of a .jsonl line that contains the text.
-        errors: "replace" puts U+FFFD for single undecodable bytes, "strict" refuses them.
+        errors: "replace" to decode single invalid bytes as U+FFFD, "strict" to raise an error.
         skipped: counter to update (default: a new one).
 
     Raises:
@@ -203,8 +203,8 @@ def read_records(
     Args:
         path: path of the file.
         options: reader options.
-        begin, end: range in decompressed bytes at line ends, or in rows (`cuts.Parts`); the end -1
-            is the end of the file.
+        begin, end: range in decompressed bytes at line ends, or in rows (`cuts.Parts`); -1 for the
+            end of the file.
         line: number of the line or row at `begin`.
 
     Raises:
@@ -240,5 +240,6 @@ def parse_record(record: Record) -> Document | Drop:
         raise
     except Exception as error:
         raise DataError(
-            f"the entry at {record.place} cannot be read ({type(error).__name__}: {error})."
+            f"the entry at {record.place} cannot be read ({type(error).__name__}: {error}). "
+            "Correct it, or leave such entries out with skip_bad=True (--skip-bad)."
         ) from error

@@ -53,8 +53,9 @@ class FormatReader:
 
     Attributes:
         suffixes: file name suffixes of the format.
-        magic: first bytes that identify the format whatever the name.
-        read: function that yields the records; None if `members` yields streams to read in turn.
+        magic: first bytes that identify the format, whatever the file's name.
+        read: function that yields the records; None for an archive.
+        members: function that yields the members of an archive, each of which is read in turn.
         in_memory: True if the reader needs random access, so that a compressed file is decompressed
             in memory.
         unpacks: compression suffix that the reader handles itself, record by record.

@@ -184,7 +184,7 @@ def _parse_line(raw: bytes, where: Where, number: int, options: ReadOptions) -> 
 def find_text(record: Any, field: str, location: str) -> str:
     """Return the text in a record's field; a name such as `a.b.0` addresses a nested value.
 
-    `a.b.0` is the first element of field b of field a.
+    For example, `a.b.0` is the first element of the list ``record["a"]["b"]``.
 
     Raises:
         DataError: the field is missing, not a string, or contains a lone surrogate.
@@ -234,5 +234,5 @@ def find_known(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_cut_by_bytes(head: bytes) -> bool:
-    """Return True if lines end with the single byte 0x0A, judging by the first bytes of a file."""
+    """Return True if a file with these first bytes can be split into lines at bytes 0x0A."""
     return b"\0" not in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))

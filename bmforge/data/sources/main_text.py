@@ -2,9 +2,9 @@
 
 An extractor (resiliparse or trafilatura) decides which blocks are main text. Both lose some main
 text, for example a list close to the body, or a page without an article element. So the lines of
-the visible text are compared with the extractor's. A lost sentence between two lines that the
-extractor kept is restored. If much text before or after these two lines is lost, the lines that the
-other extractor keeps are added.
+the visible text are compared with the extractor's. A lost sentence between the first and the last
+line that the extractor kept is restored. If much text before or after these two lines is lost, the
+lines that the other extractor keeps are added.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ Cuts = tuple[tuple[int, int], ...]
 
 
 def find_members(path: Path, kind: str, every_bytes: int) -> tuple[Cuts, int, int]:
-    """Return the cut offsets of an archive, its number of units, and its decompressed size.
+    """Return the split offsets of an archive, its number of units, and its decompressed size.
 
     The units are members for .zip, which has a directory, and bytes for other formats. A damaged
-    archive is not cut, so that its reader reports the error.
+    archive is not split, so that its reader reports the error.
     """
     try:
         with path.open("rb") as file:
@@ -41,7 +41,7 @@ def find_members(path: Path, kind: str, every_bytes: int) -> tuple[Cuts, int, in
 
 
 def _choose(places: Iterable[tuple[int, int]], every_bytes: int) -> Cuts:
-    """Choose member positions at which to cut; return them with member numbers, counted from 1.
+    """Choose where to split an archive; return (position, member number from 1) of each split.
 
     Args:
         places: position of each member (-1 if it cannot be cut there) and its size.
@@ -67,7 +67,7 @@ def _tar_places(file: BinaryIO) -> Iterator[tuple[int, int]]:
 def read_members(
     stream: BinaryIO, kind: str, where: Where, options: ReadOptions, begin: int
 ) -> Iterator[Record]:
-    """Yield the records in a range of an archive; the range may start after the first member.
+    """Yield the records in a range of an archive.
 
     Args:
         stream: stream of the archive.

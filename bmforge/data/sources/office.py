@@ -35,7 +35,7 @@ _MARKERS = {
 }
 _OPEN_DOCUMENT = "application/vnd.oasis.opendocument."
 _NUMBER = re.compile(r"\d+")
-# Paragraph settings (their tabs are tab stops), fallback copies for old programs, and non-text.
+# Paragraph settings (their tabs are tab stops), copies of text for old programs, and non-text.
 _WORD_HIDDEN = frozenset(("pPr", "Fallback", "instrText", "delText"))
 _WORD_SPACES = {"tab": "\t", "br": "\n", "cr": "\n"}
 _SLIDE = TextRules(frozenset(("t",)), before={"br": "\n"}, after={"p": "\n", "tc": "\t"})

@@ -21,7 +21,7 @@ _MAGIC = {
     ".zst": b"\x28\xb5\x2f\xfd",
 }
 _CHUNK_BYTES = 1 << 20
-_HIGHEST_RATIO = 100  # maximum compression ratio of large streams; that of text is far lower
+_HIGHEST_RATIO = 100  # maximum compression ratio of large streams; text compresses far less
 _LARGE_BYTES = 1 << 25
 
 

@@ -36,7 +36,7 @@ def read_pdf(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[R
 
 
 def parse_pdf(raw: bytes, where: Where) -> Document | Drop:
-    """Parse the text of a PDF; scans without text and encrypted files give a `Drop`.
+    """Parse the text of a PDF; return a `Drop` for scans without text and for encrypted files.
 
     Raises:
         DataError: the file is damaged.
@@ -85,7 +85,7 @@ def _read_page(page: Any) -> str:
 def _place(page: Any, begin: int, text: str) -> Iterator[PlacedLine]:
     """Yield a line with its bounding box; a line that spans two columns is split.
 
-    Positions are those of characters in the file, not of characters that pdfium generated.
+    Positions count the characters in the file, not those that pdfium generates.
     """
     words = list(_WORD.finditer(text))
     boxes = [
@@ -125,10 +125,10 @@ def join_pages(pages: list[str]) -> str:
 
 
 def _shapes(lines: list[str], at: int, page: int) -> set[tuple[bool, str]]:
-    """Return the forms in which a header or footer may recur on other pages; empty for other lines.
+    """Return strings that are equal for a running header or footer on different pages.
 
-    The forms are the line itself, and the line with one number replaced by its difference from the
-    page number.
+    They are the line itself, and the line with one number replaced by its difference from the page
+    number. Lines elsewhere on the page have none.
     """
     line, is_foot = lines[at].strip(), at >= len(lines) - _EDGE_LINES
     if not line or not _is_edge(lines, at):

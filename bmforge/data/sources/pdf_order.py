@@ -16,7 +16,7 @@ __all__ = ["PlacedLine", "order_lines"]
 
 _LOOK_BACK = 8  # previous lines searched for one in the same column
 _UPWARD = 0.1  # maximum share of lines above the previous line of their column
-_HEAD_GAP = 1.5  # in usual row gaps: a single line this far away is a header or footer
+_HEAD_GAP = 1.5  # times the usual gap; a single line this far away is a header or footer
 _GUTTER = 0.8  # in line heights: wider than gaps between words
 
 
@@ -118,7 +118,7 @@ def _is_gutter(block: list[PlacedLine], x: float) -> bool:
 
 
 def _find_gaps(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the width and the end of each gap between intervals; [(0, 0)] if there is none."""
+    """Return (width, end) of each gap between intervals; [(0, 0)] if there is no gap."""
     gaps, reached = [], None
     for begin, end in sorted(spans):
         if reached is not None and begin > reached:

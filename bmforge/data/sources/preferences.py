@@ -42,9 +42,9 @@ class PreferenceExample:
         location: file and line, entry or row, for error messages.
         prompt: text, or messages; None if `chosen` and `rejected` are whole texts that begin with
             the prompt.
-        chosen: preferred answer: text, or the messages after the prompt; None for an answer rated
-            bad.
-        rejected: the other answer; None for an answer rated good.
+        chosen: preferred answer: text, or the messages after the prompt; None if the only answer is
+            rated bad.
+        rejected: the other answer; None if the only answer is rated good.
         margin: difference of the answers' scores; None without scores.
         tools: JSON schemas of the functions that the assistant may call; None without tools.
         fields: the record's other top-level fields.
@@ -173,8 +173,8 @@ def _split_messages(
 ) -> tuple[list[Message], list[Message], list[Message]]:
     """Split two conversations into their common prompt and their different answers.
 
-    The prompt ends before an assistant message that both conversations have: the first one that
-    differs, or the last one if one conversation continues the other.
+    The prompt ends before the first assistant message that differs, or, if one conversation
+    continues the other, before the last assistant message that both have.
     """
     length = min(len(chosen), len(rejected)) - 1
     end = next((n for n in range(length) if chosen[n] != rejected[n]), length)
@@ -191,11 +191,13 @@ def _split_messages(
 
 def _check_answer(messages: Content, location: str) -> None:
     if isinstance(messages, list) and not any(m["role"] == "assistant" for m in messages):
-        raise DataError(f"{location}: an answer has no assistant message.")
+        raise DataError(
+            f"{location}: an answer has no assistant message. Add one, or remove the entry."
+        )
 
 
 def _read_margin(values: Mapping[str, Any], location: str) -> float | None:
-    """Return the preference margin: the field ``margin``, or the difference of the scores."""
+    """Return the preference margin: ``margin`` or the score difference; None if missing."""
     chosen, rejected = (
         next((values[name] for name in names if values.get(name) is not None), None)
         for names in (_CHOSEN_SCORES, _REJECTED_SCORES)

@@ -17,7 +17,7 @@ from bmforge.tokenizers.chat_messages import Message, normalize_message
 
 __all__ = ["PromptRecord", "read_prompts"]
 
-# Names that the arguments of reward functions already have.
+# Argument names that every reward function already has.
 _RESERVED = frozenset(
     ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 )
@@ -29,7 +29,7 @@ class PromptRecord:
 
     Args:
         source: file and line, entry or row, for error messages.
-        content: text, or messages of which the last is not the assistant's.
+        content: text, or messages; the last message is not the assistant's.
         tools: JSON schemas of the functions that the assistant may call; None without tools.
         variables: variables of the chat template.
         columns: the record's other fields.
@@ -64,7 +64,10 @@ def _read_prompt(record: Any, source: str) -> PromptRecord:
     if isinstance(content, list) and content:
         content = [_read_message(message, source) for message in content]
         if content[-1]["role"] == "assistant":
-            raise DataError(f"{source}: the prompt must not end with a message of the assistant.")
+            raise DataError(
+                f"{source}: the prompt must not end with a message of the assistant. Remove this "
+                "message."
+            )
     elif not isinstance(content, str) or not content:
         raise DataError(
             f"{source} needs 'prompt', a text or a list of messages with 'role' and 'content'."

@@ -20,7 +20,7 @@ class ReadOptions:
     Attributes:
         text_field: field of a table or of .jsonl that contains the text.
         html_reader: extractor of a page's main text, ``resiliparse`` or ``trafilatura``.
-        errors: "replace" puts U+FFFD for single undecodable bytes, "strict" refuses them.
+        errors: "replace" to decode single invalid bytes as U+FFFD, "strict" to raise an error.
     """
 
     text_field: str = "text"
@@ -35,7 +35,7 @@ class Where:
     Attributes:
         source: file on disk.
         inside: path of archive members inside the file; empty for the file itself.
-        end: one past the last byte to read, or the last row for Parquet; -1 reads all.
+        end: end of the range: one past the last byte, or for Parquet the last row; -1 for all.
         line: number of the first line or row.
         encoding: detected encoding of the whole file if it is not UTF-8; "" if unknown.
         budget_bytes: limit of the decompressed bytes in memory.
@@ -49,7 +49,7 @@ class Where:
     budget_bytes: int = 1 << 28
 
     def place(self, number: int | str) -> str:
-        """Return the location string of a numbered record, for `Document.place`."""
+        """Return the location string of record `number`, for `Document.place`."""
         return f"{self.inside}:{number}" if self.inside else str(number)
 
     def whole(self) -> str:

@@ -31,7 +31,7 @@ def keep_standard_input(
     """Replace ``-``, named pipes and ``<(...)`` with temporary copies in `folder`.
 
     If the first bytes do not identify a format, a stream is read as JSON lines if it begins with
-    ``{`` or is compressed, else as one text.
+    ``{`` or is compressed, and otherwise as one text.
 
     Raises:
         ConfigError: ``-`` is named twice, or standard input is a terminal.

@@ -50,7 +50,7 @@ def read_step_labels(path: str | os.PathLike[str]) -> list[StepExample]:
         path: a .jsonl, .json or .parquet file, or a folder of such files.
 
     Raises:
-        DataError: the path does not exist, or a record has no steps or not a label for each.
+        DataError: the path does not exist, or a record has no steps, or not one label per step.
         MissingDependencyError: a Parquet file is read, and pyarrow is not installed.
     """
     return [

@@ -60,7 +60,9 @@ def _parse_row(
 ) -> Document:
     location = f"{where}:{line}"
     if len(row) != len(names):
-        raise DataError(f"{location}: the row has {len(row)} columns, but the header {len(names)}.")
+        raise DataError(
+            f"{location}: the row has {len(row)} columns, but the header has {len(names)}."
+        )
     record = dict(zip(names, row, strict=True))
     text = record.get(options.text_field, "")
     replaced = len(_UNDECODED.findall(text))
@@ -87,7 +89,7 @@ def read_parquet(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterat
 
 
 def _groups_of(metadata: Any, where: Where) -> list[int]:
-    """Return the numbers of the row groups in the range of `where`."""
+    """Return the indices of the row groups in the range of `where`."""
     groups, row = [], 0
     for number in range(metadata.num_row_groups):
         if row >= where.line - 1 and (where.end < 0 or row < where.end):

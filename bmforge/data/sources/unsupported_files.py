@@ -59,7 +59,7 @@ def _describe(paths: Sequence[Path]) -> str:
 
 
 def _bytes_of(path: Path) -> int:
-    """Return the size of a file; of the link itself if it is broken."""
+    """Return the size of a file, or of the link itself if its target is missing."""
     return (path.stat() if path.exists() else path.lstat()).st_size
 
 

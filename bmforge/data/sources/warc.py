@@ -32,7 +32,7 @@ _BINARY_TYPES = ("image/", "video/", "audio/", "font/")
 
 
 def read_warc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one record per WARC response, resource or conversion; skip only damaged ones."""
+    """Yield a record for each WARC response, resource and conversion; damaged ones are skipped."""
     _import(where)
     for number, (at, raw, error) in enumerate(_parts(stream), where.line):
         if 0 <= where.end <= at:  # end of the range
@@ -61,7 +61,7 @@ def list_records(stream: BinaryIO) -> Iterator[tuple[int, int]]:
 
 
 def _parts(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
-    """Yield the position, bytes and error (if it is damaged) of each WARC record."""
+    """Yield (position, bytes, error or "") of each WARC record."""
     packed = stream.peek(3)[:3] == _MEMBER  # type: ignore[attr-defined]
     return _members(stream) if packed else _plain_records(stream)
 
@@ -80,7 +80,7 @@ def _import(where: Where) -> Any:
 
 
 def _header(lines: Iterable[bytes], header_name: bytes) -> str:
-    """Return the value of a WARC header in lower case; "" if it is missing."""
+    """Return the value of a WARC header, in lower case; "" if it is missing."""
     for line in lines:
         name, _, value = line.partition(b":")
         if name.strip().lower() == header_name:
@@ -122,7 +122,7 @@ class _MemberReader(io.RawIOBase):
         return 0
 
     def rest(self) -> bytes:
-        """Return the bytes already read from the stream that belong to the next member."""
+        """Return bytes that were already read from the stream but belong to the next member."""
         return self._unpacker.unused_data
 
 
@@ -149,7 +149,7 @@ def _members(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
 
 
 def _find_next(stream: BinaryIO, buffered: bytes) -> bytes:
-    """Skip damaged data: return the buffered bytes from the next start of a gzip member on."""
+    """Skip damaged data; return the buffered bytes from the start of the next gzip member on."""
     while (at := buffered.find(_MEMBER)) < 0:
         more = stream.read(_CHUNK_BYTES)
         if not more:

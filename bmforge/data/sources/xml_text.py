@@ -36,7 +36,8 @@ def walk_xml(
 
     def refuse(*_: object) -> None:
         raise DataError(
-            "it defines entities, which are not allowed because they may expand without limit."
+            "it declares entities (<!ENTITY ...>), which are not allowed because they may expand "
+            "without limit. Remove the declarations, or leave the file out."
         )
 
     def skip_entity(name: str, is_parameter: bool) -> None:
@@ -59,7 +60,7 @@ class TextRules:
     """Rules to extract the text of an XML format: elements with text, and separators.
 
     Args:
-        shown: elements whose text is included; None includes all text.
+        shown: elements whose text is included; None for all text.
         before, after: dict from element name to the string inserted before or after the element.
         hidden: elements whose content is excluded.
     """

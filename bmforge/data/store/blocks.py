@@ -3,7 +3,7 @@
 A dataset is a directory. ``meta.bin`` has a line with a JSON object for each data file: file_name,
 block_begin, block_end, nbytes, nlines, mask and sometimes block_size. A data file consists of
 blocks of equal size; a block consists of records, each 0x1F, its length (uint32, little-endian) and
-that many bytes of pickle, then 0x00 up to the end. BMTrain and ModelCenter use an older form:
+that many bytes of pickle, then 0x00 up to the end. BMTrain and ModelCenter use an older format:
 ``meta.bin`` is one pickle, and records have no lengths. All pickles are read by `safe_pickle`, so
 no code in them runs.
 
@@ -45,9 +45,9 @@ class BlockFile:
 
     Args:
         file_name: name of the data file, in the directory of ``meta.bin``.
-        block_begin: number of its first block in the dataset.
-        block_end: number of the block after its last.
-        nbytes: total bytes of its records including their lengths.
+        block_begin: index of its first block in the dataset.
+        block_end: index of its last block, plus one.
+        nbytes: total bytes of its records, including their length prefixes.
         nlines: number of its records.
         mask: True to skip this file.
         block_size: size of a block in bytes.
@@ -118,7 +118,7 @@ class BlockDataset:
         """Yield every record of every file that is not masked.
 
         Raises:
-            DataError: a record is damaged or would run code; the message has the file, block and
+            DataError: a record is damaged or would run code; the message names file, block and
                 record.
         """
         for file in self.files:
@@ -163,7 +163,7 @@ class BlockDataset:
                 raise DataError(f"{_place(path, block, number)}: {error}") from error
 
     def _split_old(self, content: bytes, path: Path, block: int) -> Iterator[tuple[int, Any]]:
-        """Split a block of the older form, which has no record lengths."""
+        """Split a block of the older format, which has no record lengths."""
         stream = io.BytesIO(content)
         for number in itertools.count():
             mark = stream.read(1)
@@ -327,5 +327,5 @@ def _records(content: bytes, path: Path, block: int) -> Iterator[tuple[int, int]
 
 
 def _place(path: Path, block: int, number: int) -> str:
-    """Describe the location of a record for messages; all numbers count from 0."""
+    """Describe the location of a record for messages, with indices from 0."""
     return f"{str(path)!r}, block {block}, record {number}"

@@ -1,8 +1,8 @@
 """Document metadata of a token store: source, language, license, date, and quality.
 
-Sources, languages and licenses are stored as numbers. ``PREFIX.doc`` has one line of JSON with the
-names that these numbers stand for, then a binary row per document, in order. The file is optional;
-without it documents cannot be selected.
+Sources, languages and licenses are stored as indices. ``PREFIX.doc`` has one line of JSON with the
+names at these indices, then a binary row per document, in order. The file is optional; without it
+documents cannot be selected by metadata.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
     "read_columns",
 ]
 
-NAMED = ("source", "language", "license")  # columns whose numbers stand for names
+NAMED = ("source", "language", "license")  # columns that contain indices of names
 _ROW = np.dtype(
     [
         ("source", "<u4"),
@@ -61,7 +61,7 @@ class Columns:
     """Metadata of a store's documents, in order; 0 and NaN mean unknown.
 
     Attributes:
-        names: name of each number, per column; number 0 is "" (unknown).
+        names: dict from column to the list of names; index 0 is "" (unknown).
         rows: one row per document, in the layout of the file; the date is year x 10000 + month
             x 100 + day, with 0 for unknown parts.
     """
@@ -102,7 +102,7 @@ class ColumnsBuilder:
 
 
 def _number(table: dict[str, int], name: str, most: int) -> int:
-    """Return the number that represents a name; 0 (unknown) if all numbers are used."""
+    """Return the index of a name, added if it is new; 0 (unknown) if the table is full."""
     if name not in table and len(table) > most:
         return 0
     return table.setdefault(name, len(table))

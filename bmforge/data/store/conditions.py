@@ -39,8 +39,8 @@ class Condition:
     Attributes:
         column: source, language, license, date or quality.
         sign: ``=``, ``!=``; for dates and qualities also ``<``, ``<=``, ``>``, ``>=``.
-        value: name, with ``*`` and ``?`` as wildcards, or several names separated by commas; a full
-            or partial date; a number.
+        value: one or more names, separated by commas, with the wildcards ``*`` and ``?``; a full or
+            partial date; or a number.
     """
 
     column: str

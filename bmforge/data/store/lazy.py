@@ -17,7 +17,7 @@ __all__ = ["JoinedArray", "LazyArray", "PickedArray"]
 
 
 class LazyArray(ABC):
-    """Base class of lazy one-dimensional arrays, which consist of pieces.
+    """Base class of lazy one-dimensional arrays, which concatenate several pieces.
 
     Attributes:
         dtype: dtype of the results.
@@ -40,11 +40,11 @@ class LazyArray(ABC):
 
     @abstractmethod
     def _read(self, number: int, start: int, end: int) -> NDArray[Any]:
-        """Read the elements `start` to `end` of piece `number`."""
+        """Read the elements `start` to `end` of the piece with index `number`."""
 
     @abstractmethod
     def _take(self, number: int, places: NDArray[np.int64]) -> NDArray[Any]:
-        """Read the elements at the positions `places` of piece `number`."""
+        """Read the elements at the positions `places` of the piece with index `number`."""
 
     def __getitem__(self, key: Any) -> Any:
         """Return an element, a slice with step 1, or the elements at an array of positions."""
@@ -65,7 +65,8 @@ class LazyArray(ABC):
         places = places.astype(np.int64)
         places = np.where(places < 0, places + len(self), places)
         if len(places) and not (places.min() >= 0 and places.max() < len(self)):
-            raise IndexError(f"an index is out of range (there are {len(self)} numbers)")
+            wrong = places[(places < 0) | (places >= len(self))][0]
+            raise IndexError(f"index {wrong} is out of range for an array of {len(self)} elements.")
         return places
 
     def _slice(self, start: int, stop: int) -> NDArray[Any]:
@@ -101,7 +102,7 @@ class JoinedArray(LazyArray):
     Args:
         parts: one-dimensional arrays, memory-mapped or not.
         dtype: dtype of the results.
-        offsets: value added to the elements of each array; empty adds nothing.
+        offsets: value added to the elements of each array (default: nothing is added).
     """
 
     def __init__(

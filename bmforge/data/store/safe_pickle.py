@@ -1,7 +1,7 @@
 """Safe reader of pickles that contain plain records: no code in a pickle runs.
 
-A pickle may name any function and have it called. Here all names are refused except those with
-which numpy serializes arrays of plain numbers, and even these functions are not called: stand-in
+A pickle may reference any function and have it called. Here all references are refused, except to
+the functions with which numpy serializes numeric arrays; and even these are not called: stand-in
 objects validate their arguments and build the array.
 """
 
@@ -41,7 +41,7 @@ def load_plain(content: bytes) -> Any:
     Numpy arrays and scalars of plain numbers are also supported.
 
     Raises:
-        DataError: the pickle names anything else, or is damaged.
+        DataError: the pickle references other classes or functions, or is damaged.
 
     Memory: a small multiple of the size of `content`.
     """
@@ -228,7 +228,7 @@ _NAMES: dict[tuple[str, str], _Name] = {
 
 
 class _Reader(pickle.Unpickler):
-    """Unpickler that resolves names only to the stand-ins."""
+    """Unpickler that resolves global names only to the stand-ins."""
 
     used_names = False
 
@@ -236,9 +236,9 @@ class _Reader(pickle.Unpickler):
         self.used_names = True
         if (module, name) not in _NAMES:
             raise DataError(
-                f"a pickle that names {module}.{name}"[:200]
-                + ": it could run anything, so it is refused. Only plain values and "
-                "arrays of numbers are read"
+                f"the pickle references {module}.{name}"[:200]
+                + ", which could run arbitrary code, so it is refused. Only plain values and "
+                "numeric arrays are read. Save the data again as these."
             )
         return _NAMES[module, name]
 
@@ -250,7 +250,9 @@ class _FileRow(_Name):
 
     def __call__(self, version: Any, row: Any) -> tuple[Any, ...]:
         if version != 1 or type(row) is not tuple:
-            raise DataError("the description of a data file has an unknown format.")
+            raise DataError(
+                "the pickle describes a data file in an unknown format. Download the file again."
+            )
         return row
 
 
@@ -281,23 +283,29 @@ class _FileReader(pickle.Unpickler):
             return _GetRow()
         if name == "FileInfo" and module.endswith("distributed_dataset"):
             return _FileInfo()
-        raise DataError(f"a pickle that names {module}.{name}"[:200] + ": refused")
+        raise DataError(
+            f"the pickle references {module}.{name}"[:200]
+            + ", which is refused, because a list of data files does not need it. Download the "
+            "file again."
+        )
 
 
 def load_block_files(content: bytes) -> list[tuple[Any, ...]]:
     """Return the rows in the pickled file list of a BMTrain or ModelCenter dataset.
 
     Raises:
-        DataError: the pickle contains or names anything else, or is damaged.
+        DataError: the pickle has other content, references other functions, or is damaged.
     """
     try:
         rows = _FileReader(io.BytesIO(content)).load()
     except DataError:
         raise
     except _UNREADABLE as error:
-        raise DataError(f"the pickle is damaged ({type(error).__name__}: {error}).") from error
+        raise DataError(
+            f"the pickle is damaged ({type(error).__name__}: {error}). Download the file again."
+        ) from error
     if type(rows) is not list or not all(type(row) is tuple and len(row) == 6 for row in rows):
-        raise DataError("the pickle is not a list of data files.")
+        raise DataError("the pickle is not a list of data files. Download the file again.")
     return rows
 
 

@@ -1,7 +1,7 @@
 """Reads many token stores as one; the file ``PREFIX.shards`` lists them.
 
 Each shard is a complete store that Megatron-LM can read. Nothing is copied: a corpus written in
-parts by a cluster is opened in place.
+parts by a cluster is read where it was written.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def write_shard_list(
                 "Move it there."
             ) from error
     if not names or len(set(names)) != len(names):
-        raise ConfigError(f"shards={names} must have at least one shard, and none twice.")
+        raise ConfigError(f"shards={names} must contain at least one shard, and each shard once.")
     entries = [
         {"name": name, "tokens": store.num_tokens, "sequences": len(store)}
         for name, store in zip(names, map(TokenStore, shards), strict=True)
@@ -89,7 +89,7 @@ class ShardedStore(TokenStore):
         shards: the stores, in order.
 
     Raises:
-        DataError: the list or a store is missing or damaged, or differs from the listed one.
+        DataError: the list or a store is missing or damaged, or they do not match.
 
     Memory: a few kB per shard.
     """

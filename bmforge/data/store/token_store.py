@@ -128,7 +128,7 @@ class TokenStore:
         return max(marks - 1, 0) + (last < len(self))
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[np.integer]:
-        """Return `length` mapped tokens of sequence `i`, from `offset` on (default: to its end).
+        """Return `length` mapped tokens of sequence `i`, from `offset` on (default: the rest).
 
         Raises:
             IndexError: there is no sequence `i`, or the range exceeds it.
@@ -157,9 +157,8 @@ class TokenStore:
     def digest(self) -> int:
         """Return a 63-bit hash of the store's content, independent of its location.
 
-        The hash covers the numbers of tokens and sequences, and 64 evenly spaced samples each of
-        512 tokens and of 512 sizes. The hash distinguishes corpora, but a single changed token may
-        be missed.
+        The hash covers the numbers of tokens and sequences, 64 evenly spaced samples of 512 tokens,
+        and 64 of 512 sizes. It distinguishes corpora, but may miss a single changed token.
         """
         digest = blake2b(digest_size=8)
         for values in (self.map_for_random_access(), self.sizes):
@@ -222,7 +221,7 @@ def _read_header(path: Path) -> tuple[np.dtype[np.integer], int, int]:
 
 
 def _map(path: Path, dtype: np.dtype[np.integer], offset: int, count: int) -> NDArray[np.integer]:
-    """Memory-map `count` numbers at byte `offset` of a file; `count` may be 0."""
+    """Memory-map `count` values of type `dtype` at byte `offset` of a file; `count` may be 0."""
     if count == 0:
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)

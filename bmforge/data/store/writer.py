@@ -31,7 +31,7 @@ def best_dtype(vocab_size: int | None) -> np.dtype[np.integer]:
 
 
 class TokenStoreWriter:
-    """Writes a token store item by item; a context manager, which finalizes on a clean exit.
+    """Writes a token store sequence by sequence; a context manager, finalized on a clean exit.
 
     Args:
         prefix: path of the store without ``.bin`` or ``.idx``; folders are created.
@@ -86,7 +86,7 @@ class TokenStoreWriter:
         self._sizes.append(len(tokens))
 
     def end_document(self) -> None:
-        """End a document, which consists of the items added since the last call."""
+        """End a document; it consists of the sequences added since the previous call."""
         self._doc_idx.append(len(self._sizes))
 
     def add_store(self, store: TokenStore) -> None:
@@ -164,7 +164,7 @@ def merge_stores(
 ) -> None:
     """Merge the sequences and documents of several stores, in order, into one store.
 
-    The dtype is the narrowest one that holds the tokens of all stores.
+    The dtype is the narrowest that can represent the tokens of all stores.
 
     Raises:
         ConfigError: `prefixes` is empty, or the output is one of the inputs or exists already.

@@ -25,7 +25,7 @@ _FILES = {
     "train_few_all": ("train_few_all.json",),
     "dev_few_all": ("dev_few_all.json",),
 }
-# Maps the codes of tnews to class names; 105 and 111 are unused.
+# Dict from a class code of tnews to the class name; 105 and 111 are unused.
 _NEWS = {
     **{"100": "story", "101": "culture", "102": "entertainment", "103": "sports"},
     **{"104": "finance", "106": "house", "107": "car", "108": "edu", "109": "tech"},
@@ -46,7 +46,7 @@ def _classes(
         name: name of the task.
         fields: names of the text fields.
         label_names: names of the labels.
-        words: dict from a label's string in the files to its index; None if the files contain label
+        words: dict from the labels in the files to their indices; None if the files contain label
             names.
     """
     numbers = words or {word: n for n, word in enumerate(label_names)}
@@ -101,7 +101,7 @@ CLUE = (
     _classes(
         "tnews", ("sentence",), tuple(_NEWS.values()), {code: n for n, code in enumerate(_NEWS)}
     ),
-    # Its 119 classes are numbers in the files; their names are in its labels.json.
+    # The files contain its 119 classes as numbers; the names are in its labels.json.
     _classes("iflytek", ("sentence",), tuple(str(n) for n in range(119))),
     _classes("csldcp", ("content",), tuple(_DISCIPLINES.split())),
     BenchmarkTask("cluewsc2020", ("false", "true"), _FILES, _read_wsc),

@@ -39,7 +39,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def accuracy(predicted: Sequence[Any], labels: Sequence[Any]) -> float:
-    """Return the share of correct predictions."""
+    """Return the fraction of correct predictions."""
     _check_pairs(predicted, labels)
     return sum(p == w for p, w in zip(predicted, labels, strict=True)) / len(labels)
 
@@ -75,7 +75,7 @@ def multirc_scores(
         questions: question id of each answer.
 
     Returns:
-        `f1a`, F1 over all answers; `em`, the share of questions with every answer judged right.
+        `f1a`, F1 over all answers; `em`, the fraction of questions with every answer judged right.
     """
     _check_pairs(predicted, labels)
     _check_pairs(questions, labels)
@@ -99,7 +99,7 @@ def token_f1(predicted: str, answer: str) -> float:
 
 
 def answer_scores(predicted: Sequence[str], answers: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return the F1 and exact match (`em`) of text answers, each the best over accepted answers.
+    """Return the F1 and exact match (`em`) of text answers, each with the best accepted answer.
 
     Raises:
         ShapeError: the lengths differ, or a question has no accepted answer.
@@ -124,7 +124,7 @@ def relation_scores(
     Args:
         predicted: predicted class of each example.
         labels: true class of each example.
-        none: number of the class that means no relation.
+        none: index of the class that means no relation.
     """
     _check_pairs(predicted, labels)
     right = sum(p == w != none for p, w in zip(predicted, labels, strict=True))
@@ -214,7 +214,7 @@ def score_task(
 
     Args:
         name: name of the task, as in `TASKS`.
-        predicted: label number, or text, for each example.
+        predicted: predicted label index, or text, of each example.
         examples: examples with labels.
 
     Raises:

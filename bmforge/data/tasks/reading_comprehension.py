@@ -33,8 +33,8 @@ def _read_squad(path: Path) -> Iterator[TaskExample]:
 def _read_chid(path: Path) -> Iterator[TaskExample]:
     """Yield one example per blank, from files of FewCLUE or CLUE.
 
-    FewCLUE's lines have one blank and its answer; CLUE's have a list of texts, and the answers in a
-    separate file in the same folder, `dev_answer.json` for `dev.json`.
+    A line of FewCLUE has one blank and its answer. A line of CLUE has a list of texts; the answers
+    are in a separate file in the same folder, `dev_answer.json` for `dev.json`.
     """
     beside = path.with_name(f"{path.stem}_answer.json")
     answers: dict[str, Any] = read_json(beside) if beside.is_file() else {}
@@ -64,7 +64,7 @@ def _blanks(
 
 
 def _read_c3(path: Path) -> Iterator[TaskExample]:
-    """Yield one example per question; a file entry has texts, questions with choices, a name."""
+    """Yield one example per question; an entry is [texts, questions with choices, name]."""
     for number, entry in enumerate(read_json(path)):
         location = f"{str(path)!r}, entry {number}"
         if not isinstance(entry, list) or len(entry) != 3:

@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 
 def right_options(example: TaskExample, options: Sequence[str]) -> list[int]:
-    """Return the indexes of the correct options; several may be correct.
+    """Return the indices of the correct options; several may be correct.
 
     Raises:
         DataError: no option is correct, or the example has no label.
@@ -52,9 +52,9 @@ class ClassRows:
     """Token rows with a class label, for `ExampleLoader`; an `ExampleSource`.
 
     Args:
-        rows: texts of each row, and its class (-100 for an unlabelled row).
+        rows: the texts of each row, and its class index (-100 for an unlabelled row).
         tokenizer: tokenizer of a BERT-like model.
-        config: data settings, which determine the width and padding of rows.
+        config: recipe config, which determines the sequence length and padding.
         marks_between: number of [SEP] tokens between two texts; see `encode_segments`.
 
     Raises:
@@ -98,8 +98,8 @@ def continue_prompt(
 ) -> list[Pair]:
     """Encode a decoder's prompt with each possible answer, separated by a space.
 
-    The prompt is truncated at its start. An answer ends with the EOS token if the tokenizer has
-    one.
+    The prompt is truncated at its start to fit `longest` tokens. Each answer ends with the EOS
+    token if the tokenizer has one.
     """
     begin = tokenizer.bos_id
     head = [] if begin is None or begin == tokenizer.eos_id else [begin]
@@ -115,7 +115,7 @@ def continue_prompt(
         if room < 1 or not (head or prompt_ids):
             raise DataError(
                 f"the answer {option[:40]!r} of {len(answer)} tokens and its prompt of "
-                f"{len(prompt_ids)} do not fit into data.seq_len={longest}. Raise it."
+                f"{len(prompt_ids)} do not fit into data.seq_len={longest}. Increase data.seq_len."
             )
         pairs.append(Pair([*head, *prompt_ids[-room:]], answer))
     return pairs
@@ -126,9 +126,9 @@ class AnswerRows:
 
     Args:
         pairs: prompts and answers.
-        config: data settings, which determine the width and padding of rows.
-        reads_apart: True for an encoder-decoder (prompt and answer are separate); False puts both
-            in one row.
+        config: recipe config, which determines the sequence length and padding.
+        reads_apart: True for an encoder-decoder, which reads prompt and answer separately; False to
+            concatenate them.
     """
 
     def __init__(self, pairs: Sequence[Pair], config: Any, reads_apart: bool) -> None:

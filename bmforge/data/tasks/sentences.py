@@ -52,13 +52,15 @@ def _csv_task(name: str, labels: tuple[str, ...], fields: tuple[str, ...]) -> Be
 
 
 def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> BenchmarkTask:
-    """Return a task with tab-separated files, whose header names `label` and `text`."""
+    """Return a task whose files are tab-separated, with the columns ``label`` and `text`."""
 
     def read(path: Path) -> Iterator[TaskExample]:
         lines = iter(read_lines(path))
         head = next(lines, "").rstrip("\r\n").split("\t")
         if text not in head:
-            raise DataError(f"{str(path)!r}, line 1: {head!r:.80} has no column {text!r}.")
+            raise DataError(
+                f"{str(path)!r}, line 1: the header {head!r:.80} has no column {text!r}."
+            )
         for number, line in enumerate(lines, 2):
             cells = line.rstrip("\r\n").split("\t")
             if cells == [""]:
@@ -66,12 +68,15 @@ def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> BenchmarkTask:
             if len(cells) != len(head):
                 raise DataError(
                     f"{str(path)!r}, line {number}: the line has {len(cells)} cells, but the "
-                    f"header {len(head)}."
+                    f"header has {len(head)}."
                 )
             row = dict(zip(head, cells, strict=True))
             label = row.get("label")
             if label is not None and label not in map(str, range(len(labels))):
-                raise DataError(f"{str(path)!r}, line {number}: label={label!r} is not a class.")
+                raise DataError(
+                    f"{str(path)!r}, line {number}: label={label!r} must be an integer from 0 to "
+                    f"{len(labels) - 1}."
+                )
             yield TaskExample({text: row[text]}, None if label is None else int(label), number)
 
     return BenchmarkTask(name, labels, {s: (f"{s}.tsv",) for s in ("train", "dev", "test")}, read)
@@ -180,7 +185,7 @@ _RELATIONS = (
     "per:stateorprovinces_of_residence",
     "per:title",
 )
-# Re-TACRED's classes: other names for some of TACRED's, and two fewer.
+# Re-TACRED's classes: some of TACRED's have other names, and two are missing.
 _RENAMED = {
     **{f"org:{level}_of_headquarters": f"org:{level}_of_branch"
        for level in ("city", "country", "stateorprovince")},

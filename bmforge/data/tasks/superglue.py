@@ -77,7 +77,7 @@ def _record(row: TaskRecord) -> list[TaskExample]:
         start, end = entity.number("start"), entity.number("end") + 1
         if not 0 <= start < end <= len(text):
             raise DataError(
-                f"{entity.place}: positions {start} to {end} are not part of the passage."
+                f"{entity.place}: the span from {start} to {end} is outside of the passage."
             )
         names[text[start:end]] = None
     for query in row.parts("qas"):

@@ -24,7 +24,8 @@ class TaskExample:
         fields: dict from field name to text.
         label: index into the task's `label_names`, or into `choices` if the example has its own;
             the first of `answers` for a text answer; None if the label is not published.
-        idx: index in the task's files. Answers to one question share all but the last number.
+        idx: index in the task's files, or a tuple; answers to a question differ only in its last
+            number.
         choices: answer options of this example.
         answers: accepted texts, for tasks with text answers.
     """
@@ -119,7 +120,7 @@ class TaskRecord:
         return tuple(values)
 
     def label(self, names: Mapping[str, int], name: str = "label") -> int | None:
-        """Return the number of the label in a field; None if the field is absent or empty."""
+        """Return the index of the label in a field; None if the field is absent or empty."""
         value = self.values.get(name)
         if value is None or value == "":
             return None

@@ -21,8 +21,8 @@ def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = (
     Args:
         labels: names of the labels.
         path: path of a file with one object per line: {"text": "...", "label": "..."}.
-        fields: names of the text fields, in order; empty uses the fields of the file's first line
-            except "label".
+        fields: names of the text fields, in order (default: the fields of the file's first line
+            except "label").
 
     Raises:
         ConfigError: there are fewer than two labels, a label occurs twice, or a field name is not

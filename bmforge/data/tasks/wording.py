@@ -25,10 +25,9 @@ class Wording:
         segments: one or two templates of an encoder's input; for a task with choices, one input per
             choice.
         prompt: template of a language model's prompt.
-        words: answer text of each label; empty if the answers are the choices or texts of an
-            example.
-        renames: dict from a field to the texts that replace its values in the templates, such as
-            "because" for "cause".
+        words: answer text of each label; empty if an example's choices or texts are the answers.
+        renames: dict from a field to a dict from its values to the words that replace them in the
+            templates, such as "because" for "cause".
     """
 
     segments: tuple[str, ...]
@@ -90,10 +89,10 @@ _WORDINGS = {
 
 
 def word_task(task: BenchmarkTask, example: TaskExample) -> Wording:
-    """Return the prompt templates of a task.
+    """Return the prompt templates for a task.
 
     Args:
-        task: any task; a task without templates of its own gets generic ones.
+        task: any task; generic templates are built for a task that has none.
         example: an example of the task, whose fields a generic template lists.
     """
     if task.name in _WORDINGS:

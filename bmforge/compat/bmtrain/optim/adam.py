@@ -27,7 +27,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         lr: learning rate.
         betas, eps: as torch.optim.AdamW.
         weight_decay: decoupled weight decay, for every dtype.
-        hold_steps: number of initial steps that update only the averages, not the parameters.
+        hold_steps: number of initial steps that update only the moments, not the parameters.
         scale: loss scale of the older training loop (`loss_scale`, `optim_step`).
     """
 
@@ -69,8 +69,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Update all parameters that have a gradient.
 
         Args:
-            closure: function that computes the loss again.
-            scale: factor to divide gradients by (default: that of `loss_scale`, if it was called).
+            closure: function that computes the loss and gradients again, as in torch.
+            scale: loss scale to divide gradients by (default: that of `loss_scale`, if called).
         """
         loss = None
         if closure is not None:
@@ -126,7 +126,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
-            # The fused kernel is the fastest on a CPU; None lets torch decide.
+            # The fused kernel is the fastest on a CPU; with None, torch decides.
             fused=is_host(masters[0].device) or None,
         )
 
@@ -153,7 +153,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Restore the optimizer from a state.
 
         Raises:
-            CheckpointError: the parameters differ, or a sharded state was saved by another number
+            CheckpointError: the parameters differ, or a sharded state was saved with another number
                 of processes.
         """
         unpacked = unpack_state(self, state_dict)
@@ -180,7 +180,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     Args:
         params, lr, betas, eps, weight_decay, hold_steps, scale: see `AdamOptimizer`.
-        record_delta: True to record mean and variance of the last update.
+        record_delta: True to record the mean and variance of the last update.
     """
 
     state_device = torch.device("cpu")

@@ -30,11 +30,11 @@ class OptimManager:
     """Steps optimizers and their schedules together, with one dynamic loss scale.
 
     Args:
-        loss_scale: first scale; None disables scaling.
+        loss_scale: initial loss scale; None for no scaling.
         loss_scale_factor: factor by which the scale grows and shrinks.
         loss_scale_steps: number of steps without overflow after which the scale grows.
         min_loss_scale, max_loss_scale: bounds of the scale.
-        grad_scale: divisor of the loss that makes the gradient sum over processes a mean (default:
+        grad_scale: divisor of the loss, so that gradients summed over processes are means (default:
             the number of processes). For a loss that tensor-parallel processes compute together
             (FusedCrossEntropy with parallel=True), pass bmt.config["tp_zero_size"].
     """
@@ -106,17 +106,17 @@ class OptimManager:
 
         Args:
             param_groups, max_norm, norm_type, eps: see the function `clip_grad_norm`.
-            scale: accepted and ignored; programs for older versions pass the optimizer's scale, but
-                gradients have the manager's loss scale.
+            scale: accepted and ignored; programs for older versions pass the optimizer's scale,
+                but the manager's loss scale is used.
 
-        Comm: one all-reduce of a number.
+        Comm: one all-reduce of a scalar.
         """
         return clip_grad_norm(param_groups, max_norm, self.loss_scale, norm_type, eps)
 
     def step(self) -> None:
         """Step optimizers and schedules; skip the step if a gradient is not finite.
 
-        Comm: one all-reduce of a number.
+        Comm: one all-reduce of a scalar.
         """
         if not _is_finite(group for own in self.optimizers for group in own.param_groups):
             before = self.loss_scale
@@ -166,7 +166,8 @@ class OptimManager:
         states = state_dict["optimizers"]
         if len(states) != len(self.optimizers):
             raise CheckpointError(
-                f"the state has {len(states)} optimizers, but {len(self.optimizers)} were added."
+                f"the state has {len(states)} optimizers, but {len(self.optimizers)} were added. "
+                "Add the same optimizers as when it was saved."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             if isinstance(optimizer, AdamOptimizer):
@@ -181,7 +182,10 @@ class OptimManager:
 
 
 def _grads(groups: Groups) -> list[tuple[Tensor, Tensor]]:
-    """Return parameters that have a gradient, with local (or nonzero sparse) gradient values."""
+    """Return (parameter, gradient) pairs of all parameters with a gradient.
+
+    The gradient is the local shard; of a sparse gradient, its values.
+    """
     grads = []
     for param in (param for group in groups for param in group["params"]):
         if param.grad is not None and param.grad.is_sparse:
@@ -194,7 +198,7 @@ def _grads(groups: Groups) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def _is_finite(groups: Groups) -> bool:
-    """Return True if the gradients of all processes are finite; equal on every process."""
+    """Return True on every process if the gradients of all processes are finite."""
     bad = torch.zeros((), dtype=torch.float32, device=config.device)
     for _, grad in _grads(groups):
         if grad.numel():
@@ -209,7 +213,7 @@ def check_overflow(param_groups: Groups) -> None:
     Raises:
         OverflowError: a gradient is not finite.
 
-    Comm: one all-reduce of a number.
+    Comm: one all-reduce of a scalar.
     """
     if not _is_finite(param_groups):
         raise OverflowError("Gradient overflow")
@@ -235,12 +239,12 @@ def clip_grad_norm(
 
     Args:
         param_groups: parameter groups of an optimizer.
-        max_norm: largest norm of the gradients divided by `scale`.
+        max_norm: maximum norm of the unscaled gradients (divided by `scale`).
         scale: loss scale of the gradients.
         norm_type: p of the norm; infinity or "inf" is the largest absolute value.
         eps: number added to the norm before dividing.
 
-    Comm: one all-reduce of a number.
+    Comm: one all-reduce of a scalar.
     """
     power = float(norm_type)
     if not power > 0.0:
@@ -266,7 +270,7 @@ def _wide(grad: Tensor) -> torch.dtype:
 
 
 def _counts_here(param: Tensor) -> bool:
-    """Return True if this process counts its local gradient; replicated ones count only once."""
+    """Return True if the norm includes this process's gradient; replicas are counted once."""
     origin = origin_of(param)
     if origin is None:
         return bool(config["rank"] == 0)
@@ -278,9 +282,10 @@ def _counts_here(param: Tensor) -> bool:
 
 
 def optim_step(optim: torch.optim.Optimizer, lr_scheduler: WarmupLRScheduler | None = None) -> None:
-    """Step like BMTrain's older loop: on a non-finite gradient, skip and halve `optim.scale`.
+    """Step as BMTrain's older loop does; skip the step if a gradient is not finite.
 
-    The factor and the number of steps after which the scale grows are those of `init_distributed`.
+    A skipped step divides `optim.scale` by the factor given to `init_distributed`; after a number
+    of steps without overflow, also given there, the scale is multiplied by that factor.
     """
     config.need("optim_step")
     check_optimizer(optim)

@@ -24,7 +24,7 @@ State = dict[str, Any]
 
 
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return an optimizer's parameters in the order of their numbers in its state."""
+    """Return an optimizer's parameters in the order of their indices in its state."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -71,7 +71,8 @@ def unpack_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
     saved = sum(len(group["params"]) for group in state["param_groups"])
     if saved != len(params):
         raise CheckpointError(
-            f"the state has {saved} parameters, but the optimizer has {len(params)}."
+            f"the state has {saved} parameters, but the optimizer has {len(params)}. Build it with "
+            "the same parameters as when the state was saved."
         )
     if keeps_whole(optimizer):
         return {"state": dict(state["state"]), "param_groups": state["param_groups"]}

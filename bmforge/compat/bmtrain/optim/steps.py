@@ -43,21 +43,21 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def keeps_whole(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer's states are unsharded on every process."""
+    """Return True if every process keeps the optimizer's full, unsharded states."""
     return isinstance(optimizer, Adafactor) and bool(config["world_size"] > 1)
 
 
 def step_shares(optimizer: Optimizer) -> None:
     """Step an optimizer on sharded parameters.
 
-    Memory, Comm: Adafactor gathers one full parameter and its gradient at a time.
+    Memory and Comm: Adafactor gathers one full parameter and its gradient at a time.
     """
     if config["world_size"] == 1 or not isinstance(optimizer, Adafactor | Rprop):
         optimizer.step()
         return
     groups = [list(group["params"]) for group in optimizer.param_groups]
     if isinstance(optimizer, Rprop):
-        with _in_place_of(optimizer, [[(p, _here(p)) for p in params] for params in groups]):
+        with _in_place_of(optimizer, [[(p, _local_shard(p)) for p in params] for params in groups]):
             optimizer.step()
         return
     for index, params in enumerate(groups):
@@ -71,7 +71,7 @@ def step_shares(optimizer: Optimizer) -> None:
             set_values_(param, stand_in)
 
 
-def _here(param: Tensor) -> Tensor:
+def _local_shard(param: Tensor) -> Tensor:
     """Return the local shard of a parameter, with the local shard of its gradient."""
     stand_in = local_tensor(param.detach())
     stand_in.grad = None if param.grad is None else local_tensor(param.grad)

@@ -26,7 +26,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
     Raises:
         ShapeError: the two shapes do not match.
 
-    Comm: two all-reduces of a number per token, one of them differentiable.
+    Comm: two all-reduces: one scalar per token (maximum), and two (exponential sum, target logit).
     """
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise ShapeError(

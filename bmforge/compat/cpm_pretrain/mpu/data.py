@@ -33,7 +33,7 @@ def broadcast_data(
     Raises:
         DataError: a tensor is missing or has another dtype; raised on all processes.
 
-    Comm: within the group, a broadcast of the shapes and one of all values.
+    Comm: two broadcasts within the group, of the shapes and of all values.
     """
     group, source = get_model_parallel_group(), get_model_parallel_src_rank()
     is_first = get_model_parallel_rank() == 0

@@ -28,7 +28,7 @@ def clip_grad_norm(
         max_norm: largest norm.
         norm_type: p of the norm; infinity is the largest absolute value.
 
-    Comm: one all-reduce of a number within the tensor-parallel group.
+    Comm: one all-reduce of a scalar within the tensor-parallel group.
     """
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [(p.grad, getattr(p, "model_parallel", False)) for p in tensors if p.grad is not None]

@@ -1,4 +1,4 @@
-"""Process groups along the axes of a layout's mesh, under the names of mpu.
+"""Process groups along the axes of a layout's mesh, under mpu's names.
 
 Tensor-parallel ranks vary fastest, then replicas, then pipeline stages, as in the engine's meshes.
 `groups` is the only state.
@@ -49,7 +49,7 @@ class Groups:
         topology: topology that was passed.
         io: group of the processes with tensor-parallel rank 0 in the first and last stage; None on
             other processes.
-        rank, size: values that a program set to override the group's; None overrides nothing.
+        rank, size: values that a program set instead of the group's; None for the group's own.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Groups:
         return self.mesh is not None and joined
 
     def take(self, mesh: DeviceMesh, device: torch.device, topology: Any) -> None:
-        """Adopt the groups of a mesh."""
+        """Store a mesh, whose process groups are used from now on."""
         self.mesh, self.device, self.topology = mesh, device, topology
         self._world = dist.group.WORLD
         self.io = _io_group(mesh)
@@ -104,7 +104,7 @@ def _io_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def join_layout(layout: Layout, topology: Any = None) -> DeviceMesh:
-    """Initialize the process group and adopt the groups of a layout's mesh; return the mesh."""
+    """Initialize torch's process group, and use the groups of a layout's mesh; return the mesh."""
     world = init_distributed()
     mesh = build_mesh(layout, world.device)
     groups.take(mesh, world.device, topology)
@@ -124,8 +124,7 @@ def initialize_model_parallel(model_parallel_size_: int, topology: Any = None) -
     """
     if groups.is_ready:
         raise DistributedError(
-            "the groups of mpu are already initialized. Call "
-            "mpu.destroy_model_parallel() before making others."
+            "the groups of mpu are already initialized. Call mpu.destroy_model_parallel() first."
         )
     world = init_distributed()
     stages = topology.get_dim("pipe") if topology is not None else 1
@@ -177,19 +176,19 @@ def get_io_parallel_group() -> dist.ProcessGroup:
     if groups.io is None:
         groups.of("tp")
         raise DistributedError(
-            "this process has no io group: only the first processes of the first and the last "
-            "stage have one. Call it where mpu.get_model_parallel_rank() is 0, on these stages."
+            "this process has no io group: only tensor-parallel rank 0 of the first and of the "
+            "last pipeline stage has one. Call get_io_parallel_group() only on these processes."
         )
     return groups.io
 
 
 def set_model_parallel_world_size(world_size: int | None) -> None:
-    """Override the tensor-parallel size; None restores that of the group."""
+    """Override the tensor-parallel size; None to restore the group's own."""
     groups.size = world_size
 
 
 def set_model_parallel_rank(rank: int | None) -> None:
-    """Override the tensor-parallel rank; None restores that of the group."""
+    """Override the tensor-parallel rank; None to restore the group's own."""
     groups.rank = rank
 
 

@@ -45,7 +45,7 @@ class PartParameter(nn.Parameter):
         data: this process's part.
         requires_grad: see torch.nn.Parameter.
         dim: sharded dim.
-        stride: number of matrices stacked in the full one; the process has a part of each.
+        stride: number of matrices stacked in the full tensor; the process has a part of each.
     """
 
     def __new__(
@@ -82,8 +82,8 @@ def _draw_part(
     Args:
         rows, columns: full size.
         dim: sharded dim.
-        init_method: in-place initialization.
-        stride: number of matrices stacked in the full one; the process has a part of each.
+        init_method: function that initializes a tensor in place.
+        stride: number of matrices stacked in the full tensor; the process has a part of each.
     """
     full = torch.empty(rows, columns, device=groups.device)
     init_method(full)
@@ -120,7 +120,7 @@ class ColumnParallelLinear(_PartLinear):
         input_size, output_size: sizes of the full layer.
         bias: True to add a bias, which begins at 0.
         gather_output: True to return all outputs instead of this process's.
-        init_method: in-place initialization of the full weight.
+        init_method: function that initializes the full weight in place.
         stride: number of matrices stacked in the weight (3 for queries, keys and values).
         keep_master_weight_for_test: True to keep the full weight as `master_weight`.
         skip_bias_add: True to return the bias instead of adding it.
@@ -161,7 +161,7 @@ class RowParallelLinear(_PartLinear):
         input_size, output_size: sizes of the full layer.
         bias: True to add a bias, which begins at 0 and is replicated.
         input_is_parallel: True if the input has only this process's columns.
-        init_method: in-place initialization of the full weight.
+        init_method: function that initializes the full weight in place.
         stride: number of matrices stacked in the weight.
         keep_master_weight_for_test: True to keep the full weight as `master_weight`.
         skip_bias_add: True to return the bias instead of adding it.
@@ -200,7 +200,7 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         num_embeddings: size of the full vocabulary.
         embedding_dim: embedding size.
-        init_method: in-place initialization of the full table.
+        init_method: function that initializes the full table in place.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Collectives at the borders of tensor-parallel regions, under the names of mpu."""
+"""Collectives at the boundaries of tensor-parallel regions, under mpu's names."""
 
 from __future__ import annotations
 

@@ -2,6 +2,6 @@
 
 Start at `rows.py` (the base class and prompts of the task datasets), then `bertdataset`,
 `gpt2dataset`, `llamadataset`, `t5dataset`, `cpm1dataset` and `cpm2dataset`, each with its
-`DATASET`. `loader.py` makes batches, `indexed.py` opens corpora, `distributed_dataset.py` block
-datasets; `cpm1.py` and `cpm2.py` have the pretraining samples.
+`DATASET`. `loader.py` is the data loader; `indexed.py` reads token corpora,
+`distributed_dataset.py` block datasets, `cpm1.py` and `cpm2.py` pretraining samples.
 """

@@ -18,12 +18,12 @@ class BertRows(TaskRows):
     """One split of a task, encoded for an encoder.
 
     A sample has `input_ids`, `attention_mask`, `labels`, and `token_type_ids` if the tokenizer
-    returns them; in tasks with choices, the first three have a row per choice. In a pair that is
-    too long the first text is cut, so that the second, the question, is always complete.
+    returns them; in tasks with choices, the first three have a row per choice. If a pair is too
+    long, its first text is truncated, so that the second text, the question, stays complete.
 
     Attributes:
         fields: names of the one or two texts; with "{...}" they are templates.
-        balances: True if training repeats rare classes.
+        balances: True to oversample rare classes in training.
     """
 
     length_names = ("max_encoder_length",)
@@ -31,7 +31,10 @@ class BertRows(TaskRows):
     balances: ClassVar[bool] = False
 
     def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
-        """Repeat the examples of rare classes, by the rounded-down ratio to the largest class."""
+        """Oversample rare classes in training, if `balances` is set.
+
+        Each example is repeated (size of the largest class) // (size of its class) times.
+        """
         if not self.balances or self.split != "train":
             return examples
         counts = Counter(example.label for example in examples)

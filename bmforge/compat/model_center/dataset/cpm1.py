@@ -19,12 +19,12 @@ _SEPARATOR = 4  # id of <sep>; a piece that ends with <sep> is predicted up to i
 class CPM1_Dataset(Dataset[Any]):  # noqa: N801
     """Text pieces and their targets, padded to one length.
 
-    An index returns `ctx` (max_length,), `tgt` padded with -100, and `len_ctx`; a slice returns
-    them stacked for all its pieces.
+    Indexing returns a dict with `ctx` (max_length,), `tgt` padded with -100, and `len_ctx`; all are
+    None for a longer piece. A slice returns the stacked values of its pieces.
 
     Args:
         ctx: pieces of token ids.
-        tgt: targets of each piece, of the piece's length.
+        tgt: targets of each piece, as many as the piece has tokens.
         max_length: padded length; slices skip longer pieces.
     """
 
@@ -55,13 +55,12 @@ class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
     """Text pieces whose middle is predicted; all tokens attend to the remaining text.
 
     Python's `random` selects the middle: it begins in the second eighth and ends in the last
-    quarter, or at the end of a piece that ends with `<sep>`. An index returns the piece, the target
-    of each position (-100: none), its length, and the context mask; for a skipped piece all four
-    values are None.
+    quarter, or at the end of a piece that ends with `<sep>`. Indexing returns the piece, the target
+    at each position (-100 if not predicted), the length, and the context mask.
 
     Args:
         ctx: pieces of token ids.
-        max_length: maximum length of a piece; for a longer piece the values are None.
+        max_length: maximum length of a piece; for a longer piece, all four values are None.
     """
 
     def __init__(self, ctx: Any, max_length: int = 1024) -> None:

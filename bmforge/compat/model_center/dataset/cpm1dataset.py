@@ -28,7 +28,7 @@ class CPM1Rows(TaskRows):
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Any) -> list[int]:
-        """Return the first token of the answer word for each label."""
+        """Return the first token id of each label's answer word."""
         return first_tokens(cls.task, tokenizer)
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ class CPM1Rows(TaskRows):
 
 
 def first_tokens(task: str, tokenizer: Any) -> list[int]:
-    """Return the first token of the answer word for each label.
+    """Return the first token id of each label's answer word.
 
     Raises:
         DataError: the words of two labels begin with the same token.
@@ -72,10 +72,10 @@ def first_tokens(task: str, tokenizer: Any) -> list[int]:
 
 
 def fitting(ids: list[int], width: int, example: TaskExample, name: str) -> list[int]:
-    """Return the ids, after checking that they fit the width.
+    """Return the token ids, after checking that there are at most `width` of them.
 
     Raises:
-        DataError: the example has more ids than the width.
+        DataError: the example has more token ids.
     """
     if len(ids) > width:
         raise DataError(

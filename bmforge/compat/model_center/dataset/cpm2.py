@@ -13,20 +13,20 @@ from bmforge.compat.model_center.dataset.cpm1 import stack_rows
 
 __all__ = ["CPM2_Dataset"]
 
-# Corpus ids of blanks begin after the vocabulary; the model's are among its last ids.
+# In the corpus, ids of blanks follow the vocabulary; in the model, they are among its last ids.
 _VOCABULARY, _BLANKS = 26240, 190
 
 
 class CPM2_Dataset(Dataset[Any]):  # noqa: N801
     """Pairs of sources and targets, padded to their maximum lengths.
 
-    An index returns `ctx`, `tgt` padded with -100, `len_ctx` and `len_tgt`, or None for a skipped
-    pair; a slice returns these values stacked.
+    Indexing returns a dict with `ctx`, `tgt` padded with -100, `len_ctx` and `len_tgt`, or None for
+    a skipped pair. A slice returns the stacked values of its pairs.
 
     Args:
         ctx: sources.
-        tgt: targets; a target that is one token too long is cut, a longer one is skipped with its
-            source.
+        tgt: targets; a target that is one token too long is truncated; a pair with a longer target
+            is skipped.
         max_source_length: padded length of sources; pairs with a longer source are skipped.
         max_target_length: padded length of targets, which have one more position.
     """

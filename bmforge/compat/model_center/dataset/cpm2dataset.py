@@ -16,13 +16,13 @@ __all__ = ["CPM2_Dataset", "DATASET", "CPM2Rows"]
 
 
 class CPM2Rows(TaskRows):
-    """One split of a task, encoded for CPM-2; as in `t5dataset`, with CPM-2's sentinel token."""
+    """One split of a task, encoded for CPM-2: as `T5Rows`, but with CPM-2's sentinel token."""
 
     length_names = ("max_encoder_length", "max_decoder_length")
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Any) -> list[int]:
-        """Return the first token of the answer word for each label."""
+        """Return the first token id of each label's answer word."""
         return first_tokens(cls.task, tokenizer)
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:

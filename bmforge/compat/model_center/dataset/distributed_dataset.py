@@ -1,7 +1,7 @@
 """ModelCenter's block datasets, which are written in blocks and read by several processes.
 
-The module reads ModelCenter's and CPM-Live's files and writes CPM-Live's form. Records are plain
-values and arrays of numbers; nothing in a file is executed.
+The module reads ModelCenter's and CPM-Live's files, and writes CPM-Live's format. Records are plain
+values and numeric arrays; nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bmforge.files import partial_name
 __all__ = ["DatasetBuilder", "DatasetWriter", "DistributedDataset", "SimpleDataset"]
 __all__ += ["build_dataset", "mask_dataset"]
 
-_NEVER = 0x7FFFFFFF  # read count of blocks that this process does not read
+_NEVER = 0x7FFFFFFF  # read count that marks the blocks of other processes
 
 
 class DistributedDataset:
@@ -62,7 +62,10 @@ class DistributedDataset:
         self._seen_at = changed_at
         count = self._data.files[-1].block_end if self._data.files else 0
         if count < len(self._times):
-            raise DataError(f"{str(meta)!r} has fewer blocks than when it was last read.")
+            raise DataError(
+                f"{str(meta)!r} has fewer blocks than when it was last read. Only add files to a "
+                "dataset while it is read."
+            )
         fresh = torch.zeros(count - len(self._times), dtype=torch.int)
         self._times = torch.cat((self._times, fresh))
 
@@ -83,7 +86,7 @@ class DistributedDataset:
         return int(times.argmin())
 
     def _open_block(self, block: int, offset: int) -> None:
-        """Continue reading in a block at an offset; block -1 means none."""
+        """Continue reading at an offset of a block; -1 to read no block."""
         self._block, self._offset = block, offset
         self._left: Iterator[tuple[int, Any]] = iter(())
         if block >= 0:
@@ -102,7 +105,10 @@ class DistributedDataset:
             block = self._next_block()
             self._times[block] += 1
             self._open_block(block, 0)
-        raise DataError(f"{str(self._path)!r} has no records for process {self._rank}.")
+        raise DataError(
+            f"{str(self._path)!r} has no records for process {self._rank}. Start fewer processes, "
+            "or add records."
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the positions of all processes; every process must call this."""
@@ -120,25 +126,25 @@ class DistributedDataset:
 
         Args:
             state: result of `state_dict` on any process.
-            strict: True to raise an error if the number of processes has changed; False starts
-                partly read blocks again.
+            strict: True to raise an error if the number of processes has changed; if False, partly
+                read blocks are then read from their start.
 
         Raises:
-            ConfigError: the number of processes has changed (with `strict`), or the state is that
-                of another dataset.
+            ConfigError: the number of processes has changed (with `strict`), or the state belongs
+                to another dataset.
         """
         block = state["block"]
         if strict and len(block) != self._world_size:
             raise ConfigError(
                 f"the state has {len(block)} processes, but this run has "
-                f"{self._world_size}. Start as many, or pass strict=False."
+                f"{self._world_size}. Start {len(block)} processes, or pass strict=False."
             )
         self._update()
         count = len(self._times)
         if len(state["states"]) > count or int(block[:, 0].max()) >= count:
             raise ConfigError(
                 f"the state has {len(state['states'])} blocks, but {str(self._path)!r} has "
-                f"{count}: it belongs to another dataset."
+                f"{count}: it belongs to another dataset. Pass the state of this dataset."
             )
         self._times.zero_()
         self._times[: len(state["states"])] = state["states"]
@@ -152,7 +158,7 @@ class DistributedDataset:
 
 
 class SimpleDataset(DistributedDataset):
-    """Reads a dataset once, in one process."""
+    """Reader that returns each record of a dataset once, in a single process."""
 
     def __init__(self, path: str, block_size: int = BLOCK_BYTES) -> None:
         super().__init__(path, 0, 1, block_size)

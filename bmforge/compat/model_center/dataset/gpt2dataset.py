@@ -18,28 +18,28 @@ class GPT2Rows(TaskRows):
     """One split of a task, encoded for a decoder.
 
     A sample has `input_ids`, their number `input_length`, `targets` (the next tokens, then the
-    answer), `index` (1 where the answer is predicted) and `labels`. A text that is too long loses
-    its beginning.
+    answer), `index` (1 where the answer is predicted) and `labels`. Texts that are too long are
+    truncated at the beginning.
 
     Attributes:
         adds_answer: True if the answer's token is a target.
-        place: position of a word's first token in the tokenizer's encoding.
+        token_index: index of a word's first token in the tokenizer's output.
         space: text inserted before a word.
     """
 
     length_names = ("max_decoder_length",)
     adds_answer = True
-    place = 0
+    token_index = 0
     space = " "
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Any) -> list[int]:
-        """Return the first token of the answer word for each label."""
+        """Return the first token id of each label's answer word."""
         words = PROMPTS[cls.task].words
-        return [tokenizer.encode(cls.space + word)[cls.place] for word in words]
+        return [tokenizer.encode(cls.space + word)[cls.token_index] for word in words]
 
     def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
-        """Convert samples with choices to separate samples; see `unroll`."""
+        """Convert examples with choices; see `unroll`."""
         return unroll(self.task, examples, self.split == "train")
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:

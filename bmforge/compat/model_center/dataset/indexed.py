@@ -27,7 +27,7 @@ class MMapIndexedDataset(TokenStore):
 
 
 class DistributedMMapIndexedDataset:
-    """One process's part of a corpus that consists of several files `NAME_0`, `NAME_1`, ...
+    """This process's part of a corpus of several files, `NAME_0`, `NAME_1`, ...
 
     Each process has a contiguous part of every file.
 
@@ -74,7 +74,7 @@ class DistributedMMapIndexedDataset:
             return [self[n] for n in range(start, stop)]
         if not -len(self) <= index < len(self):
             raise IndexError(
-                f"sequence {index} is out of range: this share has {len(self)} sequences"
+                f"sequence {index} is out of range: this process has {len(self)} sequences"
             )
         index %= len(self)
         file = bisect_right(self.ends, index) - 1

@@ -15,7 +15,7 @@ class LlamaRows(GPT2Rows):
     """
 
     adds_answer = False
-    place = 1
+    token_index = 1
     space = ""
 
 

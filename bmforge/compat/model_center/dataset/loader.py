@@ -1,4 +1,4 @@
-"""A distributed data loader: equal shares in training, every sample once in evaluation."""
+"""Distributed data loader: equally many samples per process, or every sample exactly once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["DistributedDataLoader", "share_batches"]
 
 
 class DistributedDataLoader:
-    """Batches of a process's part of a dataset; all processes have the same number of batches.
+    """Batches of this process's part of a dataset, equally many on every process.
 
-    With `shuffle` each epoch has another order, and processes have the same number of samples, for
-    which a few are repeated. Without `shuffle`, as in evaluation, every sample occurs exactly once,
-    and the last batches may differ in size.
+    With `shuffle`, for training, each epoch has another order, and a few samples are repeated so
+    that every process has the same number. Without it, for evaluation, every sample occurs exactly
+    once, and the last batches may differ in size.
 
     Args:
-        dataset: dataset with a length and samples of tensors.
+        dataset: dataset of tensors with a length.
         shuffle: True to use another order in every epoch.
         seed: random seed of the order.
         options: arguments of torch's DataLoader (`batch_size`, `num_workers`, `collate_fn`, ...).
@@ -50,7 +50,7 @@ class DistributedDataLoader:
             raise ConfigError(f"batch_size={size!r} must be at least 1.")
         count = len(dataset)  # type: ignore[arg-type]
         batches = share_batches(count, size, rank(), world_size(), drops)
-        # If a process has no samples left, its batch is a sample's batch with zero rows.
+        # A process without samples left loads one sample, and returns its batch with zero rows.
         self.loader = DataLoader(dataset, batch_sampler=_Batches(batches), **options)
 
     def __iter__(self) -> Iterator[Any]:

@@ -36,7 +36,7 @@ class TaskRows(Dataset[dict[str, Tensor]]):
     Attributes:
         task: name of the task.
         examples: the samples that were read.
-        qids: question id per sample, for tasks that score whole questions.
+        qids: question id per sample, for tasks that are scored per question.
     """
 
     task: ClassVar[str] = ""
@@ -81,7 +81,7 @@ class TaskRows(Dataset[dict[str, Tensor]]):
 
 
 def _read_labelled(task: str, path: str, split: str) -> list[TaskExample]:
-    """Read a split; only the labeled samples of a test split are used, possibly none."""
+    """Read a split; of a test split, only the labeled samples, of which there may be none."""
     if split != "test":
         return read_task(task, path, split)
     if "test" not in TASKS[task].files:
@@ -101,7 +101,7 @@ class Prompt:
 
     Args:
         text: template with the sample's fields in braces.
-        words: word of each label, whose first token is used.
+        words: answer word of each label; only its first token is used.
     """
 
     text: str
@@ -115,11 +115,11 @@ PROMPTS: Mapping[str, Prompt] = {
 
 
 def unroll(task: str, examples: list[TaskExample], is_training: bool) -> list[TaskExample]:
-    """Convert the examples of tasks with choices (COPA, ReCoRD) to separate examples.
+    """Convert examples with choices (COPA, ReCoRD) to examples without.
 
-    COPA keeps one example, with both choices as fields; in training, a copy with swapped choices is
-    added. ReCoRD gets one example per entity; all but the last number of `idx` identify the
-    question. Examples of other tasks are unchanged.
+    A COPA example gets both choices as fields; in training, a copy with swapped choices is added. A
+    ReCoRD example becomes one example per entity; all but the last number of their `idx` identify
+    the question. Examples of other tasks are unchanged.
     """
     out = []
     for example in examples:

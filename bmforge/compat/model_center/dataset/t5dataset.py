@@ -27,19 +27,19 @@ class T5Rows(TaskRows):
     """One split of a task, encoded for T5.
 
     A sample has `enc_input` with `enc_length`, `dec_input` (start and sentinel tokens) with
-    `dec_length`, `index` (1 where the answer is predicted) and the label `targets`. A text that is
-    too long loses its beginning.
+    `dec_length`, `index` (1 where the answer is predicted) and the label `targets`. Texts that are
+    too long are truncated at the beginning.
     """
 
     length_names = ("max_encoder_length", "max_decoder_length")
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Any) -> list[int]:
-        """Return the first token of the answer word for each label."""
+        """Return the first token id of each label's answer word."""
         return [tokenizer.encode(word)[0] for word in PROMPTS[cls.task].words]
 
     def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
-        """Convert samples with choices to separate samples; see `unroll`."""
+        """Convert examples with choices; see `unroll`."""
         return unroll(self.task, examples, self.split == "train")
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
@@ -76,8 +76,8 @@ class SQuAD_Dataset(Dataset[dict[str, Any]]):  # noqa: N801
         path: folder with `train-v1.1.json` and `dev-v1.1.json`.
         split: "train" or "dev"; "test" is empty.
         tokenizer: tokenizer of the model.
-        max_encoder_length: longest question and text in tokens.
-        max_decoder_length: longest answer in tokens.
+        max_encoder_length: maximum length of question and text in tokens.
+        max_decoder_length: maximum length of an answer in tokens.
     """
 
     def __init__(

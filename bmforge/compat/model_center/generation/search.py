@@ -66,14 +66,14 @@ class Generation:
         return str(self.tokenizer.decode(answer))
 
     def end_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that end generation."""
+        """Return the ids of the tokens that end generation."""
         return (self.tokenizer.eos_token_id,)
 
     def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
         """Encode texts as ids and attention mask, padded on the left.
 
         Shape:
-            returns two (B, T)
+            token ids and attention mask: (B, T)
         """
         rows = [self.tokenize(text) for text in texts]
         width = max(map(len, rows))
@@ -87,7 +87,7 @@ class Generation:
         return list(self.tokenizer.encode(text))
 
     def begin(self, start: Tensor) -> Tensor:
-        """Return the tokens with which the decoder begins."""
+        """Return the ids that the decoder starts from."""
         return start
 
 

@@ -11,7 +11,7 @@ __all__ = ["T5BeamSearch", "T5RandomSampling"]
 
 
 class _T5(Generation):
-    """Fills in the first sentinel token, which is appended to a text that has none."""
+    """Generates the text of the first sentinel token, which is appended if it is missing."""
 
     def end_tokens(self) -> tuple[int, ...]:
         """Return the next sentinel token and the EOS token."""

@@ -87,7 +87,11 @@ class Attention(DistributedModule):
         use_cache: bool = False,
         past_key_value: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
-        """Compute attention; with `use_cache` also return keys and values, (B, K, S, H) each."""
+        """Compute attention; with `use_cache`, also return the keys and values.
+
+        Shape:
+            keys and values: (B, num_heads_kv, S, dim_head)
+        """
         q, k, v = (
             x.unflatten(-1, (-1, self.dim_head)).transpose(1, 2)
             for x in (self.project_q(query), self.project_k(key_value), self.project_v(key_value))
@@ -128,8 +132,8 @@ class SparseSelfAttention(Attention):
         super().__init__(**options)
         if attention_window % 2 or self.pos_bias_type != "none":
             raise ConfigError(
-                f"attention_window={attention_window} must be even, with "
-                f"pos_bias_type={self.pos_bias_type!r} set to 'none'."
+                f"attention_window={attention_window} must be even, and "
+                f"pos_bias_type={self.pos_bias_type!r} must be 'none'."
             )
         self.attention_window = attention_window
         width = self.num_heads * self.dim_head
@@ -162,7 +166,8 @@ class SparseSelfAttention(Attention):
         """Compute attention; a position bias and a cache are not supported."""
         if position_bias is not None or use_cache or past_key_value is not None:
             raise ConfigError(
-                "position_bias and cached keys and values are not supported with attention_window."
+                "position_bias, use_cache and past_key_value are not supported with "
+                "attention_window. Leave them out."
             )
         shape = (hidden_states.shape[0], hidden_states.shape[1])
         real = None if attention_mask is None else (attention_mask >= 0).long()
@@ -209,7 +214,7 @@ class DenseACT(DistributedModule):
         self.act = _activation(activate_fn)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer and the activation."""
+        """Apply the linear layer, then the activation."""
         out: Tensor = self.act(self.w(x))
         return out
 

@@ -146,7 +146,7 @@ class LayerNorm(DistributedModule):
     Args:
         dim_norm: number of features.
         dtype: parameter dtype (default: torch's).
-        bias: layer norm with a bias instead of RMS norm.
+        bias: True for layer norm with a bias, False for RMS norm.
         eps: epsilon added to the variance.
         init_var: initial value of the weight.
 

@@ -239,7 +239,7 @@ class TransformerBlock(DistributedModule):
         self.self_att = None if o.mask_att else SelfAttentionBlock(dim_model, *heads, **settings)
         self.cross_att = None
         if is_decoder and not o.mask_cross:
-            # The position bias is for the decoder's self-attention, so cross-attention gets none.
+            # The position bias belongs to the decoder's self-attention; cross-attention has none.
             self.cross_att = CrossAttentionBlock(dim_model, *heads, **settings)
         self.ffn = None if o.mask_ffn else FFNBlock(dim_model, dim_ff, **settings)
 

@@ -71,7 +71,7 @@ class RelativePositionEmbedding(DistributedModule):
 
 
 class SegmentPositionEmbedding(DistributedModule):
-    """CPM-3's position bias: distance buckets within a segment, one row per pair of segments.
+    """CPM-3's position bias: by distance within a segment, by segment types across segments.
 
     Args:
         num_heads: number of heads N.
@@ -80,7 +80,7 @@ class SegmentPositionEmbedding(DistributedModule):
         max_distance: distance from which all distances share the last bucket.
         bidirectional: use separate buckets for later keys.
         dtype: parameter dtype (default: torch's).
-        absolute_inner_segment: use distance buckets within a segment instead of the segment pair.
+        absolute_inner_segment: within a segment, use the distance instead of the segment types.
         init_mean: mean of the initialization.
         init_std: standard deviation of the initialization.
     """
@@ -116,7 +116,8 @@ class SegmentPositionEmbedding(DistributedModule):
         """Return the position bias of attention scores.
 
         Args:
-            key_pos, query_pos: positions, or their number (default: that of the segments).
+            key_pos, query_pos: positions, or the number of positions (default: the length of
+                `key_segment`, `query_segment`).
             key_segment, query_segment: segment types (default: 0).
 
         Shape:
@@ -138,7 +139,11 @@ class SegmentPositionEmbedding(DistributedModule):
     def _side(
         self, name: str, position: Tensor | int | None, segment: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the positions and segment types of the queries or keys, (1 or B, length) each."""
+        """Return the positions and the segment types of the queries or keys.
+
+        Shape:
+            both: (1 or B, length)
+        """
         if position is None and segment is None:
             raise ShapeError(f"{name}_pos and {name}_segment are both None. Give one of them.")
         if position is None:
@@ -162,7 +167,7 @@ class _Rotary(nn.Module):
         """Rotate queries and keys by their positions.
 
         Shape:
-            h_q: (B, N, T, H); h_k: (B, K, S, H); returns the same
+            h_q: (B, heads, T, H); h_k: (B, KV heads, S, H); returns tensors of these shapes
         """
         count, pairs = h_k.shape[-2], self.spec.interleaved
         position = torch.arange(count, device=h_k.device)[None] * self.distance_scale
@@ -189,7 +194,7 @@ class RotaryEmbeddingESM(_Rotary):
     Args:
         dim: head size.
         base: rotary base.
-        distance_scale: factor of the positions.
+        distance_scale: factor that positions are multiplied by.
         dtype: accepted and ignored; angles are fp32.
     """
 

@@ -36,7 +36,8 @@ class _Stack(nn.Module):
         masks = mask_modules or [(0,) * len(self.masked)] * num_layers
         if len(masks) != num_layers or any(len(mask) != len(self.masked) for mask in masks):
             raise ConfigError(
-                f"mask_modules={masks} must have {num_layers} entries ({', '.join(self.masked)})."
+                f"mask_modules={masks} must have {num_layers} entries, one "
+                f"({', '.join(self.masked)}) per layer."
             )
 
         def make(mask: tuple[int, ...]) -> nn.Module:
@@ -94,7 +95,7 @@ class Encoder(_Stack):
         dim_ff: intermediate size of the MLPs.
         num_heads: number of heads N.
         dim_head: head size.
-        mask_modules: pairs (attention, MLP) per layer, true for a sublayer to skip.
+        mask_modules: a pair (attention, MLP) per layer; true means that the sublayer is skipped.
         options: fields of `BlockOptions`.
     """
 
@@ -123,7 +124,7 @@ class Encoder(_Stack):
 class Decoder(_Stack):
     """Decoder: layers with self- and cross-attention, and a final norm; arguments as `Encoder`.
 
-    `mask_modules` are triples (self-attention, cross-attention, MLP) per layer.
+    `mask_modules` has a triple (self-attention, cross-attention, MLP) per layer.
     """
 
     is_decoder = True

@@ -49,7 +49,7 @@ __all__ = [
 
 # Names of the head modules in bmforge's models.
 _HEADS = ("lm_head", "mlm_head")
-# File of a checkpoint in ModelCenter's form; first parts of the parameter names of these classes.
+# File name of the weights in a ModelCenter checkpoint, and prefixes of these classes' parameters.
 _WEIGHTS = "pytorch_model.pt"
 _OWN_PARTS = ("model.", "head.", "cls_projection.")
 
@@ -59,9 +59,9 @@ class TextInputs(NamedTuple):
 
     Attributes:
         ids, embeds: token ids or embeddings; one of them is None.
-        given: the argument that is not None.
-        width: number of tokens, cached ones included.
-        cache: KV cache to extend; None keeps none.
+        given: `ids` or `embeds`, whichever is not None.
+        width: sequence length, including cached tokens.
+        cache: KV cache to extend; if None, keys and values are not cached.
     """
 
     ids: Tensor | None
@@ -80,7 +80,7 @@ class BaseModel(nn.Module):
     """Base class of ModelCenter's models.
 
     Args:
-        config: config of the model; random initialization follows torch's seed.
+        config: config of the model; random initialization uses torch's seed.
 
     Attributes:
         model: bmforge model that ends in hidden states.
@@ -140,7 +140,7 @@ class BaseModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, config: Config | None = None, **fields: Any) -> Self:
-        """Load a checkpoint in Hugging Face's or ModelCenter's form, or a file of `bmt.save`.
+        """Load a checkpoint in Hugging Face's or ModelCenter's format, or a file of `bmt.save`.
 
         Args:
             name: directory, or id in the Hugging Face cache or on the hub.
@@ -177,7 +177,7 @@ class BaseModel(nn.Module):
 
     @classmethod
     def _open_old(cls, family: type[Model], directory: Path, config: Config) -> Model:
-        """Load a checkpoint in ModelCenter's form."""
+        """Load a checkpoint in ModelCenter's format."""
         return load_model_center(directory, family=family.__name__, dtype=config.dtype)
 
     @classmethod
@@ -199,7 +199,8 @@ class BaseModel(nn.Module):
         Args:
             hidden: last hidden states.
             make_output: function that builds the output from logits, a `Later`, or None.
-            output_logits: True computes logits now, False never, None when they are read.
+            output_logits: True to compute logits now, False to omit them, None to compute them
+                when they are read.
             return_logits, return_dict: options of the call.
         """
         if return_logits:
@@ -248,15 +249,15 @@ class BaseModel(nn.Module):
         self.to_zoo(head).save_pretrained(directory, overwrite=overwrite)
 
     def published_modules(self) -> dict[str, list[str]]:
-        """Map ModelCenter's module names to those in this model, for adapter targets."""
+        """Return a dict from ModelCenter's module names to this model's, for adapter targets."""
         return module_names(self.model, self.config.family, "model.")
 
     def _has_old_names(self) -> bool:
-        """Return True if ModelCenter has checkpoints of this family."""
+        """Return True if ModelCenter has published checkpoints of this family."""
         return self.config.family in OLD_FAMILIES
 
     def published_parameters(self) -> dict[str, str]:
-        """Return ModelCenter's parameter names by the names in this model."""
+        """Return a dict from this model's parameter names to ModelCenter's."""
         return parameter_names(self) if self._has_old_names() else {}
 
     def to_zoo(self, head: str | None = None) -> Model:
@@ -264,7 +265,7 @@ class BaseModel(nn.Module):
 
         Args:
             head: head name of the family (default: the language-model head if there is one).
-                With "none" an encoder keeps its pooler instead.
+                With "none", an encoder keeps its pooler.
         """
         config = self.model.config
         first = next(iter(config.heads)) if self.head is not None else "none"
@@ -289,7 +290,7 @@ class BaseModel(nn.Module):
         """Return the text inputs of a call; embeddings have precedence over ids.
 
         Raises:
-            ShapeError: neither is given.
+            ShapeError: neither ids nor embeddings are given.
         """
         ids, embeds = one_of(ids, embeds)
         inputs = given_inputs(ids, embeds)
@@ -333,7 +334,7 @@ def lengths_to_mask(length: Tensor, width: int) -> Tensor:
 
 
 def spread_mask(attention_mask: Tensor, length: int) -> Tensor:
-    """Convert a pairwise mask to bmforge's form; fully masked queries attend to all keys.
+    """Convert a pairwise mask to bmforge's format; fully masked queries attend to all keys.
 
     Shape:
         attention_mask: (B, T or past + T, past + T); returns (B, 1, T, past + T)

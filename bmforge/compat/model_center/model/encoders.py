@@ -98,7 +98,7 @@ class EncoderModel(BaseModel):
         past_key_values: KVCache | None = None,
         **others: Any,
     ) -> Any:
-        """Run the model on a text, or on further tokens to which cached tokens do not attend.
+        """Run the model on a text, or on its next tokens; cached tokens do not attend to them.
 
         Args:
             input_ids: token ids.
@@ -150,7 +150,7 @@ class EncoderModel(BaseModel):
 
 
 def _pair_mask(attention_mask: Tensor | None, text: TextInputs) -> Tensor | None:
-    """Return the attention mask in bmforge's form; with a cache it is a pairwise one."""
+    """Return the attention mask in bmforge's format; with a cache, a pairwise mask."""
     mask, inputs = attention_mask, text.given
     if text.cache is not None:
         if mask is None:
@@ -161,7 +161,7 @@ def _pair_mask(attention_mask: Tensor | None, text: TextInputs) -> Tensor | None
 
 
 def _add_head(bare: Model, words: Any) -> Model:
-    """Move the masked-LM head from one model to another, and tie it to the new embedding."""
+    """Move the masked-LM head of `words` to `bare`, and tie it to the embedding if it was tied."""
     head = words.mlm_head
     if words.config.tie_word_embeddings:
         head.decoder.weight = bare.embed.weight
@@ -200,7 +200,8 @@ class Longformer(EncoderModel):
         """Run the model; `global_attention_mask` (B, T) is 1 for global tokens."""
         if options.get("use_cache") or options.get("past_key_values") is not None:
             raise ConfigError(
-                "use_cache is not supported by a Longformer, which reads whole texts. Leave it out."
+                "use_cache is not supported by a Longformer, which encodes a whole text at once. "
+                "Leave it out."
             )
         if global_attention_mask is not None:
             options["global_attention_mask"] = global_attention_mask

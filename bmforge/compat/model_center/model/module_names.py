@@ -22,7 +22,7 @@ __all__ = [
     "rename_saved_",
 ]
 
-# Matches a projection inside an attention or MLP; group 1 is the block with its norm.
+# Matches the name of a projection in attention or MLP; group 1 is the block with the norm.
 _INSIDE = re.compile(r"(.*\.(?:self_att|cross_att|ffn))\.(self_attention|ffn)\..*")
 # Modules that contain an adapter -> ModelCenter's names; further names in its ViT.
 _SIDES = ((r"\.attn\.", ".self_att."), (r"\.cross_attn\.", ".cross_att."), (r"\.mlp\.", ".ffn."))
@@ -54,7 +54,7 @@ def module_names(model: Model, family: str, before: str = "") -> dict[str, list[
 
 
 def parameter_names(base: Any) -> dict[str, str]:
-    """Return ModelCenter's parameter names by the names in a `BaseModel`."""
+    """Return a dict from the parameter names of a `BaseModel` to ModelCenter's."""
     model, family = base.model, base.config.family
     head = "mlm_head" if hasattr(base.head, "decoder") else "lm_head"
     names = {}
@@ -72,7 +72,7 @@ def parameter_names(base: Any) -> dict[str, str]:
 def rename_loaded_(base: Any, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
     """Hook of `load_state_dict` that accepts ModelCenter's parameter names.
 
-    A tensor of a tied parameter is replaced by the embedding, because ModelCenter ignores it.
+    The stored tensor of a tied parameter is replaced by the embedding, as ModelCenter ignores it.
     """
     names = base.published_parameters()
     stored_names = {
@@ -99,8 +99,8 @@ def rename_loaded_(base: Any, state_dict: dict[str, Tensor], prefix: str, *argum
 def rename_saved_(base: Any, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
     """State-dict hook that writes ModelCenter's parameter names.
 
-    ModelCenter has no `output_projection` if the head is tied. A T5 keeps bmforge's names, because
-    ModelCenter's files of it are scaled down for fp16.
+    ModelCenter has no `output_projection` if the head is tied. T5 keeps bmforge's names, because
+    ModelCenter's T5 files contain weights that are scaled down for fp16.
     """
     if base.config.family == "T5":
         return

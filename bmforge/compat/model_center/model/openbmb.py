@@ -60,8 +60,8 @@ class GLM(DecoderModel):
             sep: length of each sequence's prefix (part A), to which all tokens attend.
             length: number of tokens per sequence, before padding.
             attention_mask: 1 for tokens, 0 for padding; or a length like `sep`.
-            options: options of `DecoderModel`; with an option that selects outputs, the result is
-                an output with names.
+            options: options of `DecoderModel`; if one of them selects outputs, a named output is
+                returned instead of the logits.
 
         Shape:
             input_ids, position_ids, block_position_ids: (B, T); sep, length: (B,)
@@ -103,7 +103,7 @@ class GLM(DecoderModel):
     def _show_part_a(
         self, input_ids: Tensor | None, sep: Tensor, attention_mask: Tensor | None
     ) -> Tensor:
-        """Return the bidirectional prefix lengths; with padding, a pairwise attention mask."""
+        """Return `sep`, the prefix lengths, or with an attention mask the pairwise mask."""
         if attention_mask is None or input_ids is None:
             return sep
         shape = (input_ids.shape[0], input_ids.shape[1])
@@ -223,7 +223,7 @@ class CPM1(_OldCall):
         )
 
     def _check_context(self, context: Tensor | None) -> Tensor | None:
-        """Return the context mask; None for the published model, which supports none."""
+        """Return the context mask; None for the published model, which does not support it."""
         if isinstance(self.model, RelativeCPM1):
             return context
         if context is not None and bool(context.any()):
@@ -289,7 +289,7 @@ class CPM3(_OldCall):
             others: arguments that ModelCenter accepted without using them.
 
         Shape:
-            input: (B, T); all others (B, past + T), but length (B,)
+            input: (B, T); length: (B,); all others: (B, past + T)
         """
         refuse_unused(others)
         is_old = input is not None

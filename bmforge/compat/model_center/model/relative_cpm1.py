@@ -27,12 +27,12 @@ __all__ = ["RelativeCPM1", "RelativeCPM1Config"]
 
 @dataclass(kw_only=True)
 class RelativeCPM1Config(ModelConfig):
-    """Config of ModelCenter's CPM-1 variant; other fields are those of `ModelConfig`.
+    """Config of ModelCenter's CPM-1 variant; see `ModelConfig` for the other fields.
 
     Args:
         num_buckets: number of distance buckets.
         max_distance: distance from which all distances in one direction share the last bucket.
-        dropout: dropout probability everywhere.
+        dropout: dropout probability of every dropout layer.
     """
 
     family: ClassVar[str] = "model_center_cpm1"

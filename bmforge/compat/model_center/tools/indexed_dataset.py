@@ -1,6 +1,6 @@
 """Megatron's functions to write and open token stores (`.bin` and `.idx`).
 
-All implementations write and open the same memory-mapped form. An existing store is never replaced.
+Every `impl` writes and opens the same memory-mapped format. An existing store is never replaced.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def dataset_exists(path: str, impl: str = "mmap") -> bool:
 
 
 def infer_dataset_impl(path: str) -> str | None:
-    """Return "mmap" for a store, "cached" for one of the older layout, None for neither."""
+    """Return "mmap" for a token store, "cached" for a store in the older format, else None."""
     if not MMapIndexedDataset.exists(path):
         return None
     with open(index_file_path(path), "rb") as file:
@@ -74,11 +74,11 @@ def make_dataset(path: str, impl: str = "infer", skip_warmup: bool = False) -> M
 
     Args:
         path: path without `.bin` or `.idx`.
-        impl: "infer", or a value of `get_available_dataset_impl()`; all open the same.
+        impl: "infer", or a value of `get_available_dataset_impl()`; all open the same format.
         skip_warmup: accepted and ignored; pages are read on demand.
 
     Raises:
-        DataError: the store is missing, or has the older layout (its index begins with TNTIDX).
+        DataError: the store is missing, or has the older format (its index begins with TNTIDX).
     """
     if impl != "infer":
         _check(impl)
@@ -138,7 +138,7 @@ class MMapIndexedDatasetBuilder:
 def make_builder(
     out_file: str | os.PathLike[str], impl: str = "mmap", dtype: Any = np.int32
 ) -> MMapIndexedDatasetBuilder:
-    """Return a store writer; every `impl` writes the same form."""
+    """Return a store writer; every `impl` writes the same format."""
     _check(impl)
     return MMapIndexedDatasetBuilder(out_file, dtype)
 

@@ -28,11 +28,11 @@ from bmforge.tokenizers import CPM1Tokenizer
 __all__ = ["cut_document", "get_args", "main"]
 
 _START, _PIECE, _SHORTEST, _LONGEST_LINE = 1, 512, 32, 5_000_000
-_tokenizers: dict[str, Any] = {}  # by directory; each worker process opens its own tokenizer once
+_tokenizers: dict[str, Any] = {}  # directory -> tokenizer, loaded once per worker process
 
 
 def get_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed arguments; None reads the process's command line."""
+    """Parse the arguments; if None, those of the process's command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--input", required=True, help="path of the text without uid and .txt")
     parser.add_argument("--tokenizer_path", required=True, help="directory of CPM-1's tokenizer")
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     """Write the store and return its path without `.bin`.
 
     Raises:
-        DataError: there is no such text.
+        DataError: the text file does not exist.
         ConfigError: the store exists already.
     """
     args = get_args(arguments)

@@ -36,8 +36,8 @@ def load_dataset(config: Any, return_class: bool = True, test: bool = False) -> 
         test: read the test split only.
 
     Returns:
-        Examples for training, validation and test, None for a split without a file, and the
-        processor with `return_class`.
+        a tuple of the training, validation and test examples, each None if the split has no file;
+        with `return_class`, also the processor.
 
     Raises:
         DataError: the dataset is unknown, or no split has a file.

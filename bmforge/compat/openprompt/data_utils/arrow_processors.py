@@ -37,14 +37,20 @@ def _read_rows(folder: Path) -> Iterator[Row]:
             try:
                 table = pa.ipc.open_stream(source).read_all()
             except pa.ArrowInvalid as error:
-                raise DataError(f"{str(file)!r} is not an Arrow stream ({error}).") from error
+                raise DataError(
+                    f"{str(file)!r} is not an Arrow stream ({error}). Save the split again with "
+                    "save_to_disk()."
+                ) from error
             yield from table.to_pylist()
 
 
 def _fields(
     labels: Sequence[str], text_a: str, text_b: str = "", meta: Sequence[str] = ()
 ) -> Reader:
-    """Return a reader for rows with two texts, further fields and a class index (-1: unknown)."""
+    """Return a reader for rows with one or two text fields and a class index (-1 if unlabeled).
+
+    The fields in `meta` are copied to `InputExample.meta`.
+    """
 
     def read(path: Path, split: str) -> Iterator[Row]:
         for row in _read_rows(path):

@@ -11,13 +11,13 @@ from bmforge.errors import DataError
 
 __all__ = ["DataProcessor", "FileProcessor", "Reader", "define_processor"]
 
-# Yields the keyword arguments of an `InputExample` for each example of a file. A label that is a
-# key of the processor's labels is replaced by its index.
+# Function that yields, for each example in a file, the keyword arguments of its `InputExample`. A
+# label that is one of the processor's labels is replaced by its index.
 Reader = Callable[[Path, str], Iterator[dict[str, Any]]]
 
 
 class DataProcessor:
-    """Reads a dataset's splits into examples and numbers its labels.
+    """Reads the examples of a dataset's splits, and maps its labels to indices.
 
     Args:
         labels: labels of the dataset, in the order of their indices.

@@ -1,4 +1,4 @@
-"""OpenPrompt's few-shot sampler, which uses `draw_few`: a seed selects the same examples."""
+"""OpenPrompt's few-shot sampler; a seed selects the same examples as `draw_few`."""
 
 from __future__ import annotations
 

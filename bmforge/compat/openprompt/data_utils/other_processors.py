@@ -18,11 +18,11 @@ _VOCABULARY_FILES = {"share": "29k-vocab.json", "lama": "34k-vocab.json"}
 
 
 class LAMAProcessor(DataProcessor):
-    """Reads one relation's facts, limited to objects that are a single token of the model.
+    """Reads the facts of one relation whose object is a single token of the model.
 
     Args:
         base_path: folder with `single_relations` and the files of allowed objects.
-        model_name: name of the model; its kind selects the list of allowed objects.
+        model_name: kind of model, such as "bert"; selects the list of allowed objects.
         tokenizer: tokenizer of the model.
         vocab_strategy: "original" (all tokens), "share" or "lama" (the lists of LAMA's authors).
         relation_id: relation, such as "P1001".
@@ -71,7 +71,7 @@ class LAMAProcessor(DataProcessor):
         return self.manual_template
 
     def get_examples(self, data_dir: str | Path, split: str) -> list[InputExample]:
-        """Return the relation's facts, limited to those with a single allowed token as object."""
+        """Return the relation's facts whose object is a single, allowed token."""
         folder = Path(data_dir) / "fact-retrieval" / "original" / self.relation_id
         allowed, examples = set(self.allowed_vocab_ids), []
         for number, row in enumerate(read_records(folder / f"{split}.jsonl")):
@@ -98,7 +98,8 @@ class UltraChatProcessor(DataProcessor):
             turns = row.texts("data")
             if len(turns) % 2:
                 raise DataError(
-                    f"{row.place} has {len(turns)} turns, so the last one has no answer."
+                    f"{row.place} has {len(turns)} turns (needed: an even number, since every "
+                    "question needs an answer)."
                 )
             named = [f"{('User', 'Assistant')[n % 2]}: {turn}" for n, turn in enumerate(turns)]
             for n in range(1, len(turns), 2):

@@ -2,8 +2,8 @@
 
 The files are those that OpenPrompt's download scripts fetch (LOTClass, FewGLUE, TACRED, ...), which
 differ from the published ones that `bmforge.data.tasks` reads. Three faults of the original are
-not repeated: mirrored COPA examples have the mirrored label, WSC's training split keeps its
-true examples instead of none, and ReCoRD is read instead of ending in a NameError.
+not repeated: COPA examples with swapped choices get the swapped label, WSC's training split keeps
+its true examples (the original kept none), and reading ReCoRD raises no NameError.
 """
 
 from __future__ import annotations
@@ -65,18 +65,21 @@ def _csv_rows(labels: Sequence[str], fields: int) -> Reader:
 
 
 def _labeled_lines(labels: Sequence[str], titled: bool = False) -> Reader:
-    """Return a reader for one text per line, with the classes in `SPLIT_labels.txt` (from 0).
+    """Return a reader for files with a text per line; class indices are in `SPLIT_labels.txt`.
 
     Args:
         labels: label of each class.
-        titled: True if the first sentence of a line is the title, `text_a`.
+        titled: True if a line's first sentence is a title; it becomes `text_a`, the rest `text_b`.
     """
 
     def read(path: Path, split: str) -> Iterator[Values]:
         classes = read_lines(path.with_name(f"{path.stem}_labels.txt"))
         lines = read_lines(path)
         if len(classes) != len(lines):
-            raise DataError(f"{str(path)!r} has {len(lines)} lines, but {len(classes)} labels.")
+            raise DataError(
+                f"{str(path)!r} has {len(lines)} lines, but {len(classes)} labels (needed: one "
+                "label per line)."
+            )
         for line, number in zip(lines, classes, strict=True):
             title, _, text = line.strip().partition(". ")
             texts = {"text_a": f"{title}.", "text_b": text} if titled else {"text_a": line.strip()}
@@ -86,7 +89,12 @@ def _labeled_lines(labels: Sequence[str], titled: bool = False) -> Reader:
 
 
 def _tsv_columns(label: int, *texts: int) -> Reader:
-    """Return a reader for tab-separated columns, selected by number, below a header line."""
+    """Return a reader for tab-separated files with a header line.
+
+    Args:
+        label: index of the label's column.
+        texts: indices of the columns of `text_a` and `text_b`.
+    """
 
     def read(path: Path, split: str) -> Iterator[Values]:
         for number, line in enumerate(read_lines(path)[1:]):
@@ -117,7 +125,7 @@ def _json_lines(
 
 
 def _read_copa(path: Path, split: str) -> Iterator[Values]:
-    """Yield COPA's examples; for training also with swapped choices."""
+    """Yield COPA's examples; for training, each also with swapped choices."""
     rows = list(_json_lines("premise", meta=("choice1", "choice2", "question"))(path, split))
     yield from rows
     if split in ("train", "unlabeled"):
@@ -144,9 +152,10 @@ def _read_wsc(path: Path, split: str) -> Iterator[Values]:
 
 
 def _find_span(words: list[str], text: str, index: int) -> int:
-    """Return the word index of a text, at or next to `index`; a suffix is split off in place.
+    """Return the index in `words` at which `text` begins: `index`, or the one before or after.
 
-    A text that does not occur there keeps its index, with a warning, as in the original.
+    If the word at `index` only begins with `text`, it is split in `words`. A text that does not
+    occur there keeps its index, with a warning, as in the original.
     """
     span_words = text.lower().split()
     for shift in (0, -1, 1):
@@ -176,7 +185,7 @@ def _read_multirc(path: Path, split: str) -> Iterator[Values]:
 
 
 def _read_record(path: Path, split: str) -> Iterator[Values]:
-    """Yield ReCoRD's questions; one per answer for training, with at most nine other entities."""
+    """Yield ReCoRD's questions; for training, one per answer, with up to nine wrong entities."""
     for row in read_records(path):
         passage, p = row.part("passage"), row.values["idx"]
         text = passage.text("text")
@@ -230,7 +239,7 @@ def _read_few_nerd(path: Path, split: str) -> Iterator[Values]:
 
 
 def _read_webnlg(path: Path, split: str) -> Iterator[Values]:
-    """Yield WebNLG's triples; for training with one reference text each, else with all."""
+    """Yield WebNLG's triples with all reference texts; for training, an example per reference."""
     for number, entry in enumerate(TaskRecord(repr(str(path)), read_json(path)).parts("entries")):
         triple_set = entry.part(str(number + 1))
         triples = [

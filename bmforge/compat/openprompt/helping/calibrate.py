@@ -15,7 +15,7 @@ __all__ = ["calibrate"]
 
 @torch.no_grad()
 def calibrate(prompt_model: Any, dataloader: Any) -> Tensor:
-    """Return the mean logits at the masks of a loader's examples.
+    """Return the mean logits at the masks over a loader's examples.
 
     Args:
         prompt_model: a `PromptForClassification`.
@@ -28,5 +28,7 @@ def calibrate(prompt_model: Any, dataloader: Any) -> Tensor:
     with evaluating(prompt_model):
         logits = [prompt_model.forward_without_verbalize(b.to(device)) for b in dataloader]
     if not logits:
-        raise ConfigError("calibration needs at least one text; the support set is empty.")
+        raise ConfigError(
+            "calibration needs at least one text, but the support set is empty. Add examples."
+        )
     return torch.cat(logits).mean(0)

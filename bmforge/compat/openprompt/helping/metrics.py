@@ -104,7 +104,7 @@ def _sentence_bleu(words: list[str], references: list[list[str]]) -> float:
             return 0.0
         precision = hits / count
         if not hits:
-            # The k-th missing size counts as 1 / (2^k * 5 / ln(length)) matches.
+            # The k-th n-gram size without a match counts as ln(length) / (2^k * 5) matches.
             misses += 1
             if len(words) == 1:
                 return 0.0
@@ -121,7 +121,7 @@ def evaluate(predictions: Sequence[str], data: Sequence[Any], metric: str, **kwa
         predictions: generated text of each example.
         data: accepted answer, or list of accepted answers, of each example.
         metric: "EM", "ACC", "QA-F1" or "Classification-F1".
-        kwargs: `only_compare_prefix=True` cuts a text to the answer's length, for ACC.
+        kwargs: `only_compare_prefix=True` truncates each text to the answer's length, for ACC.
 
     Raises:
         ConfigError: the metric or an argument is unknown.

@@ -11,7 +11,7 @@ __all__ = ["set_seed"]
 
 
 def set_seed(seed: int | None) -> None:
-    """Seed the generators of Python, NumPy and torch; None leaves them unchanged."""
+    """Seed the generators of Python, NumPy and torch; if None, do nothing."""
     if seed is None:
         return
     random.seed(seed)

@@ -33,11 +33,11 @@ _LABEL_WORD = re.compile(r'\{\s*"meta"\s*:\s*"labelword"\s*\}')
 
 
 class LMBFFTemplateGenerationTemplate(ManualTemplate):
-    """Template whose masks are generated around the label word, `{"meta":"labelword"}`.
+    """Template with a label word, `{"meta":"labelword"}`, and masks for the texts to generate.
 
     Args:
         tokenizer: tokenizer of the model that generates.
-        verbalizer: verbalizer whose first word of an example's class is the label word.
+        verbalizer: verbalizer; the first word of an example's class is its label word.
         text: template text with two masks.
         options: further arguments of OpenPrompt's class; accepted and ignored.
     """
@@ -63,7 +63,7 @@ class TemplateGenerator:
         tokenizer: the model's tokenizer.
         tokenizer_wrapper: accepted and ignored, because the template determines the prompt format.
         verbalizer: verbalizer with the label words.
-        max_length: longest template in tokens.
+        max_length: maximum length of a template in tokens.
         target_number: number of generated parts; must be 2.
         beam_width: beam width, and the number of templates returned.
 
@@ -92,7 +92,7 @@ class TemplateGenerator:
         self._examples += batch["examples"]
 
     def _get_templates(self) -> list[tuple[str, str]]:
-        """Return the generated texts of the first and the second mask, the most probable first."""
+        """Return pairs of texts for the first and the second mask, the most probable pair first."""
         words = [
             self.verbalizer.label_words[example.label][0].removeprefix("<!>").strip()
             for example in self._examples
@@ -108,7 +108,7 @@ class TemplateGenerator:
         return [(part[0].strip(), part[-1].strip()) for part in parts]
 
     def convert_template(self, generated: tuple[str, str], original: str) -> str:
-        """Insert generated texts at the masks of a template, and a mask at the label word."""
+        """Return a template in which texts replace the masks, and a mask the label word."""
         texts = iter(generated)
         filled = _MASK.sub(lambda _: next(texts), original, count=2)
         return _LABEL_WORD.sub('{"mask"}', filled)

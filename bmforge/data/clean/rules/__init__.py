@@ -1,7 +1,7 @@
 """Published filter rules with their bounds and sources, one family per file.
 
-Start reading at `gopher.py`; `chinese.py` shows a rule set whose bounds depend on the form of the
-text.
+Start reading at `gopher.py`; in `chinese.py`, bounds depend on the form of the text (prose, verse
+or list).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RULE_SETS: Mapping[str, RuleSet] = {
     for rules in (GOPHER_REPETITION, GOPHER_QUALITY, C4, C4_ANY_END, FINEWEB, CHINESE)
 }
 _ENGLISH = ("gopher_repetition", "gopher_quality", "c4_any_end", "fineweb")
-# Values of `rules`: per language the rule sets in order; "*" is any other language.
+# Value of the setting `rules` -> language -> rule sets, in order; "*" is any other language.
 RULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "none": {},
     "english": {"*": _ENGLISH},

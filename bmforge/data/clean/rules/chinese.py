@@ -44,9 +44,9 @@ _LIST_ITEM = re.compile(
 def tell_form(text: TextStatistics) -> str:
     """Classify a text as ``"poem"``, ``"list"`` or ``"prose"``.
 
-    A poem has at least four clauses, and four fifths of them have one of at most two lengths (3 to
-    7 characters), regardless of line breaks. A list has at least three items, which are most of its
-    lines.
+    A poem has at least four clauses; at least four fifths of them have 3 to 7 characters, in at
+    most two different lengths, regardless of line breaks. A list has at least three items, which
+    are most of its lines.
     """
     runs = [len(run) for run in HAN_RUN.findall(text.text)]
     if len(runs) >= 4:

@@ -37,7 +37,7 @@ def line_rules(
 
     Args:
         ends: smallest share of lines that end with a sentence end.
-        short: largest share of short lines; None omits the rule.
+        short: largest share of short lines; None to omit the rule.
         repeated: largest share of characters in repeated lines.
         newlines: largest number of newlines per word.
         source: publication from which the bounds are taken.

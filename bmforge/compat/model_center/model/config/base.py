@@ -84,7 +84,7 @@ class Config:
         """Read the config of a directory, a cached model, or one on the hub.
 
         Args:
-            name: directory or id; config.json has Hugging Face's form or ModelCenter's.
+            name: directory or id, whose config.json has Hugging Face's or ModelCenter's format.
             fields: fields to replace.
         """
         family = FAMILIES[cls.family].config_class
@@ -246,5 +246,5 @@ class Config:
 
 
 def _count_rest(native: ModelConfig) -> int:
-    """Return the number of extra rows in the position table, which are not positions."""
+    """Return the number of rows of the position table that do not encode a position."""
     return 1 if native.family == "glm" else int(getattr(native, "position_offset", 0))
