@@ -24,7 +24,7 @@ class GPTJConfig(ModelConfig):
     """Config of GPT-J; other fields are those of `ModelConfig`.
 
     Args:
-        rotary_dim: number of rotated head dims (even).
+        rotary_dim: number of head dims that are rotated (even).
         activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
         embed_dropout: dropout probability of the embedding.
         dropout: dropout probability of the outputs of attention and MLP.
@@ -53,7 +53,7 @@ class GPTJConfig(ModelConfig):
         "init_std": "initializer_range",
         "tie_word_embeddings": "tie_word_embeddings",
     }
-    # n_ctx repeats n_positions; the summary_ fields are those of a multiple-choice head.
+    # n_ctx repeats n_positions; the summary_ fields belong to a multiple-choice head.
     hf_ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "n_ctx",

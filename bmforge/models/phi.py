@@ -67,7 +67,7 @@ class PhiConfig(PartialRotaryConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Return True for a supported config.json; models with q and k norms use transformers."""
+        """Return True for a config.json of this family without q and k norms (unsupported)."""
         return super().opens(raw) and not raw.get("qk_layernorm")
 
 
@@ -78,7 +78,7 @@ class Phi(LlamaLike):
 
     @classmethod
     def make_block(cls, config: PhiConfig) -> BlockSpec:
-        """Return the spec of a parallel block with one layer norm and biases everywhere."""
+        """Return the spec of a parallel block with one layer norm, and biases in all projections."""
         block = super().make_block(config)
         assert block.attn is not None
         assert block.mlp is not None

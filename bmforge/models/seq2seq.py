@@ -109,7 +109,7 @@ class Seq2Seq(Model):
                 instead of logits. For a classifier, see `classification_loss`.
             encoder_outputs: result of `encode` for the source.
             cache: KV cache of the target's earlier tokens and of the source.
-            num_items_in_batch: divisor of the summed loss; None takes the mean.
+            num_items_in_batch: divisor of the summed loss; if None, the loss is the mean.
             output_hidden_states: return the outputs of the embedding and of every layer.
             logits_to_keep: number of last positions whose logits are returned; None for all.
             start_positions: first token of the answers (question answering).

@@ -257,7 +257,7 @@ class ViT(Model):
         Args:
             pixel_values: images from the model's image processor.
             labels: labels as in `classification_loss`; the loss is then returned as well.
-            num_items_in_batch: divisor of the summed loss; None takes the mean.
+            num_items_in_batch: divisor of the summed loss; if None, the loss is the mean.
             interpolate_pos_encoding: accept images of another size by interpolating the positions.
             output_hidden_states: return the outputs of embedding and layers, before `norm`.
             attention_mask: 1 for tokens that may be attended to; the class token, then the patches.

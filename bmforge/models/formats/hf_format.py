@@ -50,7 +50,7 @@ _SINGLE = "model.safetensors"
 _BROKEN = (RuntimeError, EOFError, ValueError, AttributeError)
 _PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 _MODEL_CENTER = "pytorch_model.pt"  # with other tensor names; see `model_center.py`
-# File classes whose integers can be stored without dequantizing them.
+# File classes whose integers can be loaded without dequantizing them.
 _HOLDS_INTEGERS = (GgufFile, PackedLinears, CompressedLinears)
 
 
@@ -60,7 +60,7 @@ def has_weights(directory: Path) -> bool:
 
 
 def has_all_weights(directory: Path) -> bool:
-    """Return True if a directory contains weights, including all files of the index."""
+    """Return True if a directory contains weights, including all files listed in the index."""
     try:
         return bool(_find_files(directory))
     except CheckpointError:
@@ -68,7 +68,7 @@ def has_all_weights(directory: Path) -> bool:
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a flat pickle; zip archives are memory-mapped.
+    """Return the tensors in a pickled dict; zip archives are memory-mapped.
 
     Raises:
         CheckpointError: the file is damaged, or is not a dictionary of tensors.
@@ -141,13 +141,13 @@ def _find_files(directory: Path) -> list[Path]:
 
 
 class WeightFiles:
-    """Tensors of a checkpoint, which are looked up by name and read lazily.
+    """Tensors of a checkpoint, looked up by name and read lazily.
 
     Args:
         directory: GGUF file, or a directory with `model.safetensors` (or several files and an
             index), `pytorch_model.bin`, a single `.pt` file of any name (CPM-Live), or Megatron
             shards.
-        reads: reader of safetensors files; None uses the default reader.
+        reads: reader of safetensors files; if None, the default reader.
 
     Raises:
         CheckpointError: there are no weights, a file of the index is missing, or a file is damaged.
@@ -187,7 +187,7 @@ class WeightFiles:
         return None if how is None else CompressedLinears(files, how)
 
     def rules_for(self, model: Any, names: Collection[str]) -> list[WeightRule]:
-        """Return the `WeightRule`s for a checkpoint that has these tensor names."""
+        """Return the `WeightRule`s of `model` for a checkpoint with these tensor names."""
         return self._gguf.rules_for(model) if self._gguf else model.rules_for(names)
 
     def head_names(self, model: Any) -> set[str]:
@@ -203,7 +203,7 @@ class WeightFiles:
         return self._files[name].dtype(name)
 
     def stored_spec(self, name: str) -> QuantSpec | None:
-        """Return the quantization scheme of a tensor stored as integers; None for other tensors."""
+        """Return the QuantSpec of a tensor stored as integers; None for other tensors."""
         file = self._files[name]
         return file.stored_spec(name) if isinstance(file, _HOLDS_INTEGERS) else None
 
@@ -234,10 +234,10 @@ def plan_files(
     Args:
         sizes: mapping from tensor name to size in bytes, in the order of writing.
         max_file_bytes: maximum size of a file, except for a single larger tensor.
-        homes: mapping from tensor name to pipeline stage; a file has tensors of one stage only.
+        homes: mapping from tensor name to pipeline stage; a file contains tensors of one stage.
 
     Returns:
-        mapping from file name, as transformers names it, to tensor names
+        mapping from file name (transformers' naming) to tensor names
     """
     homes = homes or {}
     groups: list[list[str]] = [[]]
@@ -257,9 +257,9 @@ def plan_files(
 
 
 def write_index(directory: Path, files: dict[str, list[str]], total_bytes: int) -> None:
-    """Write the index file if there are several weight files.
+    """Write the index if there are several weight files, and remove stale weight files.
 
-    Files of an earlier save are removed, since readers might use them.
+    Weight files of an earlier save are removed, because readers might use them.
     """
     for stale in set(directory.glob("model*.safetensors")) - {directory / name for name in files}:
         stale.unlink()

@@ -169,7 +169,7 @@ def head_loss(
         arguments: arguments of the call, without labels.
         labels: labels in transformers' format; those of image-text models are shifted by this
             function.
-        num_items: divisor of the summed loss; None takes the mean.
+        num_items: divisor of the summed loss; if None, the loss is the mean.
 
     Raises:
         ConfigError: the loss of the head is not known.

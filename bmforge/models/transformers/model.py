@@ -285,7 +285,7 @@ class TransformersModel(Model):
             document_ids: document of each token in packed sequences.
             labels: for a language model, target ids, which the model shifts; otherwise as in
                 transformers.
-            num_items_in_batch: divisor of the summed loss; None takes the mean.
+            num_items_in_batch: divisor of the summed loss; if None, the loss is the mean.
             cache: KV cache of earlier tokens.
             output_hidden_states: also return the hidden states of every layer.
             logits_to_keep: number of trailing positions whose logits are returned; None for all.
