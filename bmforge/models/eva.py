@@ -136,7 +136,7 @@ class EVA(Seq2Seq):
         return config.replace(activation="gelu_new")
 
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
-        """Map parameter names to those of the published class or, if `names` are Megatron's, to them."""
+        """Map parameter names to those of Megatron shards or, otherwise, of the published class."""
         if _MEGATRON not in names:
             return super().rules_for(names)
         return self.expand(self.megatron_rules())
@@ -148,7 +148,7 @@ class EVA(Seq2Seq):
         return [*megatron_rules(self.config), roles, head]
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to those of the published class, which numbers sublayers."""
+        """Map parameter names to those of the published class, which number the sublayers."""
         rules = [
             WeightRule("embed.weight", "shared.weight"),
             WeightRule("embed_segments.weight", "role_embeds.weight"),

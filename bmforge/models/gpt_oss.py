@@ -117,7 +117,7 @@ class GptOssConfig(LayerTypesConfig, MixtralConfig):
         return out if self.rope_scaling else {**out, "rope_scaling": {"rope_type": "default"}}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the contents of config.json with head_dim, whose default in transformers is fixed."""
+        """Return the contents of config.json with head_dim, which transformers does not derive."""
         return {**super().to_hf(), "head_dim": self.head_dim}
 
 

@@ -96,7 +96,7 @@ class GPTJConfig(ModelConfig):
         ) or self.num_kv_heads != self.num_heads:
             problems.append(
                 f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
-                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} the same"
+                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} must be num_heads"
             )
         if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             problems.append(

@@ -64,7 +64,7 @@ def renamed(**names: str) -> dict[str, str]:
 def llama_heads(
     stem: str, sequence: str = "score", question_prefix: str | None = None
 ) -> dict[str, Head]:
-    """Return a dict from head name to head for Llama and families that transformers derives from it.
+    """Return a dict from head name to head for Llama and families that are derived from it.
 
     Args:
         stem: prefix of transformers' class names.
@@ -156,7 +156,7 @@ class LlamaLikeConfig(RotaryConfig):
     Args:
         activation: activation of the MLP.
         attn_dropout: dropout probability of attention weights.
-        pad_token_id: id of the padding token, whose embedding gets no gradient; None for no padding.
+        pad_token_id: id of padding tokens, whose embedding gets no gradient; None for no padding.
     """
 
     hf_names: ClassVar[dict[str, str]] = LLAMA_NAMES

@@ -22,7 +22,7 @@ _KINDS = ("weight", "bias")
 
 
 def _modernbert_heads() -> dict[str, Head]:
-    """Return a dict from head name to head; before each is a linear layer, activation and norm."""
+    """Return a dict from head name to head; heads start with a linear layer and a norm."""
     masked = {"mlm_head.dense": "head.dense", "mlm_head.norm": "head.norm"}
     classes = {"classifier.dense": "head.dense", "classifier.norm": "head.norm"}
 
@@ -214,7 +214,7 @@ class ModernBert(EncoderModel):
         norm = NormSpec("layer", config.norm_eps, bias=config.norm_bias)
         block = BlockSpec(config.hidden_size, attn, mlp, norm=norm)
         specs = [replace(block, attn=near if kind == _LOCAL else attn) for kind in config.kinds]
-        specs[0] = replace(specs[0], norms_attn=False)  # the embedding's norm already normalizes its input
+        specs[0] = replace(specs[0], norms_attn=False)  # the embedding has a norm
         ropes = [
             RopeSpec(config.head_dim, theta, max_seq_len=config.max_seq_len)
             for theta in (config.rope_theta, config.local_rope_theta)

@@ -38,7 +38,7 @@ class OPTConfig(ModelConfig):
         activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
         bias: use biases in all projections of the blocks.
         norm_affine: use weights and biases in the norms.
-        pad_token_id: id of the padding token, whose embedding gets no gradient; None for no padding.
+        pad_token_id: id of padding tokens, whose embedding gets no gradient; None for no padding.
         dropout: dropout probability of the outputs of attention and MLP.
         attn_dropout: dropout probability of attention weights.
         layer_drop: probability of skipping a block in training.
@@ -113,7 +113,7 @@ class OPTConfig(ModelConfig):
         ) or self.num_kv_heads != self.num_heads:
             problems.append(
                 f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
-                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} the same"
+                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} must be num_heads"
             )
         if self.norm_eps != _NORM_EPS:
             problems.append(f"norm_eps={self.norm_eps} must be {_NORM_EPS}, as in all OPT models")

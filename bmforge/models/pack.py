@@ -190,7 +190,7 @@ class PackedReader:
         self.model = (
             keep_(plain, self._read) if self._keeps else quantize_(plain, scheme, where=where)
         )
-        self._last: tuple[str, dict[str, Tensor]] | None = None  # name and tensors of the last quantized weight
+        self._last: tuple[str, dict[str, Tensor]] | None = None  # last weight: name, tensors
 
     def __call__(self, name: str) -> Tensor:
         """Return the named tensor of the quantized model."""

@@ -78,7 +78,7 @@ class Phi(LlamaLike):
 
     @classmethod
     def make_block(cls, config: PhiConfig) -> BlockSpec:
-        """Return the spec of a parallel block with one layer norm, and biases in all projections."""
+        """Return the spec of a parallel block with one layer norm and biases everywhere."""
         block = super().make_block(config)
         assert block.attn is not None
         assert block.mlp is not None

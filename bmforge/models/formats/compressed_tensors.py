@@ -230,7 +230,7 @@ class CompressedLinears:
         return torch.float32
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Dequantize a slice into `target`, a contiguous fp32 tensor of the same shape on the CPU."""
+        """Dequantize a slice into `target`, a contiguous fp32 CPU tensor of the same shape."""
         rows, columns = slices
         all_columns = slice(0, self.shapes[name][1])
         integers, scales = self._read_integers(name, (rows, all_columns))

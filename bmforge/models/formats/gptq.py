@@ -229,7 +229,7 @@ class PackedLinears:
         return torch.float32
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Dequantize a slice into `target`, a contiguous fp32 tensor of the same shape on the CPU."""
+        """Dequantize a slice into `target`, a contiguous fp32 CPU tensor of the same shape."""
         inputs, group = slices[1], self._group(self.shapes[name][1])
         values, zeros, scales = self._read_parts(name, slices)
         order = self._orders.get(name.removesuffix(".weight"))

@@ -81,7 +81,7 @@ class Mxfp4Stacks:
         return torch.bfloat16
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Dequantize a slice into `target`, a contiguous bf16 tensor of the same shape on the CPU."""
+        """Dequantize a slice into `target`, a contiguous bf16 CPU tensor of the same shape."""
         experts, columns, rows = slices
         first, last = columns.start // _BLOCK_SIZE, -(-columns.stop // _BLOCK_SIZE)
         box = experts, rows, slice(first, last)

@@ -157,7 +157,7 @@ class SafeFile(CheckedFile):
         return _DTYPES[kind]
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Read a slice into `target` (same shape and dtype, plain, on the CPU, contiguous)."""
+        """Read a slice into `target`, a contiguous CPU tensor of the same shape and dtype."""
         entry, size = self._entries[name], self.dtype(name).itemsize
         runs = [(entry.start + n * size, m * size) for n, m in _runs(entry.shape, slices)]
         try:
@@ -209,7 +209,7 @@ class TensorFile(Protocol):
         """Return the dtype of a stored tensor."""
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Read a slice into `target` (same shape and dtype, plain, on the CPU, contiguous)."""
+        """Read a slice into `target`, a contiguous CPU tensor of the same shape and dtype."""
 
 
 @dataclass(frozen=True)
