@@ -14,7 +14,7 @@ __all__ = ["ModelHooks"]
 
 
 class ModelHooks:
-    """Default hooks of bmforge's families; models of other libraries override them.
+    """Hooks with the defaults of bmforge's families; other libraries' models override them.
 
     Attributes:
         hf_unused: name globs of published weights that no head of bmforge uses, such as a

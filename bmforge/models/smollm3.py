@@ -25,7 +25,7 @@ class SmolLM3Config(LlamaLikeConfig):
         attn_bias: biases on q, k, v and o.
         mlp_bias: biases in the MLP.
         unrotated_every: every `unrotated_every`-th layer has no rotary positions (NoPE).
-        rotated_layers: for every layer 1 (with rotary positions) or 0 (without); derived from
+        rotated_layers: one number per layer, 1 for rotary positions or 0 for none; derived from
             `unrotated_every` if empty.
     """
 

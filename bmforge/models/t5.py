@@ -318,7 +318,7 @@ class T5(Seq2Seq):
 
     @property
     def hf_unused(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Name globs of unused weights: a bias of T5 1.0, and the decoder if only the encoder runs."""
+        """Name globs of unused weights: a bias of T5 1.0, and the decoder if there is none."""
         dead = "**decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
         return (dead, "**decoder.**") if self.decoder is None else (dead,)
 

@@ -178,7 +178,7 @@ class TransformersConfig(ModelConfig):
             out["id2label"] = {str(i): f"LABEL_{i}" for i in range(self.num_labels)}
             out["label2id"] = {f"LABEL_{i}": i for i in range(self.num_labels)}
         if self.changes:
-            # Changed modules have transformers' names, so a native family cannot load the checkpoint.
+            # A native family cannot load this, because changed modules have transformers' names.
             out[CHANGES_KEY] = {**changes_to_json(self.changes), "backend": "transformers"}
         packed = quantization_to_json(self.changes)
         return out if packed is None else {**out, QUANTIZATION_KEY: packed}
@@ -229,7 +229,7 @@ def _read_tie(raw: dict[str, Any]) -> bool:
 
 
 def _pick(hf: Any, names: tuple[str, ...]) -> int:
-    """Return the value of the first field that is an integer, or a list's maximum; 0 if none is."""
+    """Return the first integer field (of a list, the maximum); 0 if there is none."""
     for name in names:
         try:
             value = getattr(hf, name, None)

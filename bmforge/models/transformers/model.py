@@ -251,15 +251,15 @@ class TransformersModel(Model):
         return [name for name in self._linear if name not in uncalled]
 
     def read_outside(self, names: Collection[str]) -> list[str]:
-        """Return those of `names` whose weight other modules read without calling the layer."""
+        """Return the layers in `names` whose weight other modules read without calling them."""
         return [name for name in names if self._general.get(name, "") in self.behavior.read]
 
     def untrained(self, names: Collection[str]) -> list[str]:
-        """Return those of `names` that get no gradient from the loss."""
+        """Return the layers in `names` that get no gradient from the loss."""
         return [name for name in names if self._general.get(name, "") in self.behavior.untrained]
 
     def uncalled(self, names: Collection[str]) -> list[str]:
-        """Return those of `names` whose forward is never called."""
+        """Return the modules in `names` whose forward is never called."""
         idle = self.behavior.idle
         return [name for name in names if self._general.get(name, "") in idle]
 
@@ -353,7 +353,7 @@ class TransformersModel(Model):
     def _separate(
         self, documents: Tensor | None, positions: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return (positions, mask) with which documents of a packed row do not attend to each other."""
+        """Return the positions and the mask that separate the documents of packed rows."""
         if documents is None or bool((documents == documents[:, :1]).all()):
             return positions, mask
         kind = self.behavior.packing

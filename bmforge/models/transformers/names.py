@@ -32,9 +32,9 @@ class BoxRule(WeightRule):
     """Rule for a stored tensor, or part of one, that is a region (box) of a permuted parameter.
 
     Args:
-        box: for every dim of the parameter (start, stop, step, True if the stored tensor has this
-            dim).
-        order: for each stored dim, the index of the parameter's dim among those that are stored.
+        box: one tuple (start, stop, step, True if the stored tensor has this dim) per dim of the
+            parameter.
+        order: one index per stored dim: that of the parameter's dim among the stored ones.
         part: (offset of the region in the stored tensor, size of the stored tensor) along the
             stored dim `part_dim`; None if the region is the whole stored tensor.
     """
@@ -54,7 +54,7 @@ class BoxRule(WeightRule):
         return tuple(full_shape)
 
     def source_slices(self, box: Box) -> tuple[slice, ...] | None:
-        """Return the slices of the stored tensor for a region of the parameter; None if disjoint."""
+        """Return the stored tensor's slices for a region of the parameter; None if disjoint."""
         spans = []
         for dim in range(len(self.box)):
             first, last = self._overlap(dim, box)
@@ -219,7 +219,7 @@ def _owners(
 def _rules_of(
     published: str, tensor: Tensor, owners: Mapping[int, tuple[str, Tensor]], tracking: _Tracking
 ) -> list[WeightRule] | None:
-    """Return the `WeightRule`s of a stored tensor; None if it is not made of parameter slices."""
+    """Return the `WeightRule`s of a stored tensor; None if it has other values than parameters."""
     if id(tensor) in tracking.joined:
         _, members, dim = tracking.joined[id(tensor)]
         return _rules_of_parts(published, members, dim % tensor.dim(), owners, tracking)

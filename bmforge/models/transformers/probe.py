@@ -198,7 +198,7 @@ def _find_head(twin: Any, structure: Structure, ids: Tensor, logits: Tensor) -> 
     if isinstance(layer, nn.Linear) and layer.in_features == hidden.shape[-1]:
         plain = layer(hidden)
         if plain.shape == logits.shape:
-            # Least squares, because some ratios are undefined: a zero row for padding has logits of 0.
+            # Least squares: a padding token's row of zeros has logits of 0, without a ratio.
             factor = float((logits * plain).sum() / (plain * plain).sum())
             if torch.allclose(logits, plain * factor, atol=1e-6):
                 return "linear", 1.0 if abs(factor - 1) < 1e-5 else factor

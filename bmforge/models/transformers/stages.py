@@ -27,7 +27,7 @@ T = TypeVar("T")
 _ATOL = 1e-5
 
 
-class StageEnd(Exception):  # noqa: N818 - it ends a forward that succeeded
+class StageEnd(Exception):  # noqa: N818 - not an error: it ends a forward
     """Exception that ends the forward of a stage; `carry` is the input of the next stage."""
 
     def __init__(self, carry: Tensor) -> None:

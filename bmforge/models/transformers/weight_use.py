@@ -37,7 +37,7 @@ def noting_reads(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _watched_class(name: str, read: set[str]) -> type[nn.Linear]:
-    """Return a subclass of `nn.Linear` that adds `name` to `read` if other code reads its weight."""
+    """Return a linear layer class that adds `name` to `read` if other code reads its weight."""
 
     def note_read(layer: Any) -> Tensor:
         read.add(name)
