@@ -73,8 +73,8 @@ def find_base(adapter: Path, find_model: Callable[[str], Path]) -> Path:
         return find_model(base)
     except ConfigError as error:
         raise ConfigError(
-            f"the base model {base!r} of the adapter in {str(adapter)!r} was not found "
-            f"({error}) Pass the base model and --adapter {adapter}."
+            f"the base model {base!r} of the adapter in {str(adapter)!r} was not found: "
+            f"{error} Pass the base model and --adapter {adapter}."
         ) from error
 
 

@@ -64,7 +64,7 @@ class CohereConfig(LlamaLikeConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Return True for a config.json of this family without q and k norms (unsupported)."""
+        """Return True for this family's config.json, unless it has (unsupported) q and k norms."""
         return super().opens(raw) and not raw.get("use_qk_norm")
 
 

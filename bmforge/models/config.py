@@ -243,7 +243,10 @@ class ModelConfig:
         return values
 
     def _give_head(self) -> dict[str, Any]:
-        """Return the config.json fields of head and labels; label names are kept if they fit."""
+        """Return the config.json fields of head and labels.
+
+        The names of labels are kept if the number of labels is unchanged.
+        """
         head = self.heads[self.head]
         architectures = self.raw.get("architectures") or []
         same = bool(set(architectures) & {head.architecture, *head.aliases})

@@ -124,7 +124,7 @@ class FalconConfig(LlamaLikeConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Return True for a config.json of this family without ALiBi (unsupported)."""
+        """Return True for a config.json of this family, unless it has ALiBi (unsupported)."""
         return super().opens(raw) and not raw.get("alibi")
 
     @classmethod

@@ -1,8 +1,8 @@
 """GLM, which fills blanks: a bidirectional text (part A), and its blanks' contents (part B).
 
-Each token of part B has the position of the blank that it fills, and a
-second position within the blank. The original caches hidden states (`mems`); this implementation
-uses a KV cache with the same results.
+Each token of part B has the position of the blank that it fills, and a second position within the
+blank. The original caches hidden states (`mems`); this implementation uses a KV cache with the
+same results.
 
 Source: Du et al., "GLM: General language model pretraining with autoregressive blank infilling"
 (ACL 2022); names and fields are those of the published remote code, `modeling_glm.py`. GLM-4 has

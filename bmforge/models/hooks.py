@@ -14,13 +14,13 @@ __all__ = ["ModelHooks"]
 
 
 class ModelHooks:
-    """Hooks with the defaults of bmforge's families; other libraries' models override them.
+    """Default hooks for bmforge's families, some of which `TransformersModel` overrides.
 
     Attributes:
         hf_unused: name globs of published weights that no head of bmforge uses, such as a
             next-sentence head.
         traces_memory: True if the model can run on the meta device, to measure its memory use.
-        keeps_foreign_cache: True if the model uses the KV cache of its own library; see
+        keeps_foreign_cache: True if the model uses the KV cache of another library; see
             `transformers.ForeignCache`.
     """
 

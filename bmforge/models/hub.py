@@ -199,7 +199,7 @@ class AutoModel:
 
         Args:
             name: directory, hub id or short name. For a run directory, its export is loaded. For
-                an adapter directory, its base model is loaded, and the adapter attached, frozen.
+                an adapter directory, its base model is loaded, and the frozen adapter is attached.
             backend: see `family_of`.
             allow_other_base: accept an adapter whose base model has changed since its training.
             options: options of `Model.from_pretrained`.

@@ -161,7 +161,7 @@ class ModernBertConfig(EncoderConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Return True for a config.json of this family without RoPE scaling (unsupported)."""
+        """Return True for a config.json of this family, unless it scales RoPE (unsupported)."""
         if not super().opens(raw) or raw.get("rope_scaling"):
             return False
         tables = (raw.get("rope_parameters") or {}).values()

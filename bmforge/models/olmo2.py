@@ -131,7 +131,7 @@ class OLMo2(LlamaLike):
         return _block(super().make_block(config), config)
 
     def tensor_cuts(self) -> tuple[TensorCut, ...]:
-        """Return the tensor parallel plan: MLP, embedding and head; attention is replicated."""
+        """Return the tensor-parallel plan: MLP, embedding and head; attention is replicated."""
         return whole_attention(super().tensor_cuts())
 
     def weight_rules(self) -> list[WeightRule]:
@@ -150,7 +150,7 @@ class OLMo3(LayerTypes):
         return _block(super().make_block(config), config)
 
     def tensor_cuts(self) -> tuple[TensorCut, ...]:
-        """Return the tensor parallel plan: MLP, embedding and head; attention is replicated."""
+        """Return the tensor-parallel plan: MLP, embedding and head; attention is replicated."""
         return whole_attention(super().tensor_cuts())
 
     def weight_rules(self) -> list[WeightRule]:

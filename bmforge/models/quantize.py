@@ -87,7 +87,7 @@ def quantize_directory(
 def write_packed(
     model: Any, read: Callable[[str], Tensor], out: Path, max_file_bytes: int = 4 << 30
 ) -> int:
-    """Write a quantized model's config and weights, one by one; return the weights' bytes.
+    """Write a quantized model's config and, one by one, its weights; return their size in bytes.
 
     Args:
         model: quantized model on the meta device.

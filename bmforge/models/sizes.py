@@ -184,8 +184,7 @@ class LayerSizes:
         """Return the sizes after resizing.
 
         Raises:
-            ConfigError: the layer lacks a sublayer to resize, or the numbers of heads do
-                not fit.
+            ConfigError: the layer lacks a sublayer to resize, or the sizes are inconsistent.
         """
         problems = []
         heads = sizes.num_heads or sizes.num_kv_heads or sizes.head_dim

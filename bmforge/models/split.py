@@ -99,7 +99,7 @@ def split_rules(model: nn.Module, rules: Sequence[WeightRule]) -> list[WeightRul
 
 
 def _rule_of(rules: Sequence[WeightRule], name: str) -> WeightRule | None:
-    """Return the `WeightRule` for a parameter, with its layer index inserted; None if none fits."""
+    """Return the `WeightRule` for a parameter, with its layer index inserted, or None."""
     for rule in rules:
         match = re.fullmatch(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)"), name)
         if match:

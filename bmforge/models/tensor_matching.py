@@ -98,7 +98,7 @@ def settle_tie(model: Any, files: WeightFiles, value: bool | None = None) -> Mod
 
     Old configs lack the field or contain a wrong value. If a stored head differs from the
     embedding, the weights are not tied; if no head is stored, they are, unless the config
-    contradicts.
+    says otherwise.
 
     Args:
         model: model of the config, on the meta device.
@@ -174,7 +174,7 @@ def _is_dead(name: str) -> bool:
 
 
 def _find_name(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Return the stored name for a `WeightRule`, with any known prefix or suffix; None if none."""
+    """Return the stored name for a `WeightRule`, with any known prefix or suffix, or None."""
     bare = rule.theirs.removeprefix(model.hf_prefix)
     head_prefix = model.config.heads[model.config.head].prefix or ""
     bare = bare.removeprefix(head_prefix)

@@ -258,7 +258,7 @@ class ViT(Model):
             pixel_values: images from the model's image processor.
             labels: labels as in `classification_loss`; if passed, the loss is also returned.
             num_items_in_batch: divisor of the summed loss; if None, the loss is the mean.
-            interpolate_pos_encoding: accept images of another size by interpolating the positions.
+            interpolate_pos_encoding: interpolate position embeddings for images of another size.
             output_hidden_states: return the outputs of embedding and layers, before `norm`.
             attention_mask: 1 for tokens (class token, then patches) that may be attended to.
 

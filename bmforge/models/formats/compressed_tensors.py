@@ -239,7 +239,7 @@ class CompressedLinears:
         target.copy_((integers * scales[..., None]).flatten(1)[:, columns])
 
     def stored_spec(self, name: str) -> QuantSpec | None:
-        """Return the QuantSpec equivalent to a layer's quantization; None if no QuantSpec is."""
+        """Return the QuantSpec equivalent to a layer's quantization, or None if there is none."""
         stem, columns = name.removesuffix(".weight"), self.shapes[name][1]
         groups = self._shape(stem, "scale")[1]
         group, bits = columns // groups, self._kinds[name].bits

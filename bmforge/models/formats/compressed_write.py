@@ -188,7 +188,7 @@ def _storage_problems(store: QuantizedLinear) -> list[str]:
 
 
 def find_zero_points(store: MatrixStore) -> Tensor | None:
-    """Return the integer zero points of an asymmetric layer; None if its minima are not integers.
+    """Return the integer zero points of an asymmetric layer, or None if some are not integers.
 
     Shape:
         returns (rows, groups), in the range of the stored integers

@@ -1,6 +1,6 @@
 """Converts checkpoints to Hugging Face's format: safetensors and config.json.
 
-Models that were published as Megatron shards can also be converted to that format.
+Models that were published as Megatron shards can also be written as such shards.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def convert_checkpoint(
 def write_directory(
     source: str | Path, target: str | Path, write: Callable[[Path, Path], str]
 ) -> Path:
-    """Create a model directory from another; it gets the name `target` only when complete.
+    """Create a model directory from another one; it is renamed to `target` when complete.
 
     Other files of the model, such as tokenizer and provenance, are copied.
 

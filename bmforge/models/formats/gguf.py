@@ -111,7 +111,7 @@ class GgufFile(CheckedFile):
             flat -= self.architecture.norm_offset
 
     def stored_spec(self, name: str) -> QuantSpec | None:
-        """Return the QuantSpec equivalent to a tensor's GGUF type; None if no QuantSpec is."""
+        """Return the QuantSpec equivalent to a tensor's GGUF type, or None if there is none."""
         spec = SPECS.get(self.kind(name))
         return spec if spec is not None and spec.fits(self._shape(name)[-1]) else None
 
@@ -209,7 +209,7 @@ class GgufFile(CheckedFile):
 
 
 def _identify(path: Path) -> tuple[int, int, int]:
-    """Return the identity of an open file (see `safe_file.identify`).
+    """Open a file and return its identity (see `safe_file.identify`).
 
     Raises:
         CheckpointError: the file cannot be read.

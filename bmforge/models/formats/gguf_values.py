@@ -82,7 +82,7 @@ def _are_blocks(store: PackedStore) -> bool:
 
 
 def write_integers(values: Tensor, scales: Tensor) -> np.ndarray | None:
-    """Return the bytes of Q8_0 blocks with the integers ``values / scales``, which is exact.
+    """Return Q8_0 blocks as bytes, with the integers ``values / scales`` unchanged.
 
     Returns None if scales differ within a block or exceed the range of fp16.
 

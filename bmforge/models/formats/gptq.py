@@ -238,7 +238,7 @@ class PackedLinears:
         target.copy_(((values - zeros[of]).float() * scales[of]).t())
 
     def stored_spec(self, name: str) -> QuantSpec | None:
-        """Return the QuantSpec equivalent to a layer's quantization; None if no QuantSpec is.
+        """Return the QuantSpec equivalent to a layer's quantization, or None if there is none.
 
         The spec is symmetric if every zero point is the middle of the integer range.
         """

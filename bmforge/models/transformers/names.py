@@ -34,7 +34,7 @@ class BoxRule(WeightRule):
     Args:
         box: one tuple (start, stop, step, True if the stored tensor has this dim) per dim of the
             parameter.
-        order: one index per stored dim: that of the parameter's dim among the stored ones.
+        order: index of each dim of the stored tensor among the parameter's stored dims.
         part: (offset of the region in the stored tensor, size of the stored tensor) along the
             stored dim `part_dim`; None if the region is the whole stored tensor.
     """
@@ -281,7 +281,7 @@ def _find_box(
 
 
 def _dim_of(size: int, stride: int, owner: Tensor, sizes: Sequence[tuple[Any, ...]]) -> int | None:
-    """Return the dim of the parameter that corresponds to a dim of a view; None if none does."""
+    """Return the dim of the parameter that corresponds to a dim of a view, or None."""
     free = [dim for dim in range(owner.dim()) if not sizes[dim][3]]
     for dim in free:
         own = owner.stride(dim)

@@ -217,7 +217,7 @@ def find_joints(twin: Any, structure: Structure, run: Callable[[], Tensor]) -> J
 def stage_ends(
     structure: Structure, after: Collection[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the child names of modules that only the first stage needs, and only the last.
+    """Return the child names of modules that only the first or only the last stage needs.
 
     For the first stage, this is only the token embedding: later stages may need other modules.
     """
