@@ -113,7 +113,10 @@ def _render_answer(
 def _render_history(
     template: ChatTemplate, before: Sequence[Message], tools: Tools | None, variables: Any
 ) -> str:
-    """Render the messages before an answer; return "" if there are none, which may be invalid."""
+    """Render the messages before an answer; return "" if there are none.
+
+    A template may refuse to render an empty conversation.
+    """
     if not before:
         return ""
     return template.render(before, tools=tools, **variables)

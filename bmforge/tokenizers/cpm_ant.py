@@ -93,7 +93,7 @@ class CPMAntTokenizer(Tokenizer):
         return dict(self._vocabulary)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
+        """Return the token ids of a text, without adding special tokens."""
         pieces = self._pieces
         ids: list[int] = []
         for word in self._cutter.cut(text):
@@ -128,5 +128,5 @@ class CPMAntPlusTokenizer(CPMAntTokenizer):
         self._matcher = LongestMatcher(plain)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
+        """Return the token ids of a text, without adding special tokens."""
         return [match.id for match in self._matcher.match(text) if match.id is not None]

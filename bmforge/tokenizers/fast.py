@@ -30,8 +30,8 @@ from bmforge.tokenizers.tokenizer_json import (
 
 __all__ = ["FastTokenizer"]
 
-# Unicode noncharacters, which do not occur in texts: prefix of the aliases of special tokens, prefix
-# of pieces that no text may match, and character that is inserted into escaped names.
+# Unicode noncharacters, which do not occur in texts: prefix of aliases of special tokens, prefix of
+# pieces that no text may match, and character that is inserted into escaped names.
 _UNSEEN, _HIDDEN, _ESCAPE = "\U0010ffff", "\U0010fffe", "\U000ffffe"
 
 
@@ -201,7 +201,7 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def _special_names(self) -> re.Pattern[str] | None:
-        """Regular expression that matches names of special tokens, longest first; None without."""
+        """Regular expression for names of special tokens, longest first; None if there are none."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names))) if names else None

@@ -103,7 +103,7 @@ def find_tokenizer_json(folder: Path) -> bytes | None:
 
 
 def has_tokenizer_json(folder: Path) -> bool:
-    """Return True if `find_tokenizer_json` would not return None."""
+    """Return True if a directory has a tokenizer.json, or older files from which one is built."""
     return (folder / TOKENIZER_FILE).is_file() or _older_kind(folder) is not None
 
 
@@ -155,7 +155,7 @@ def _role_entries(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _named_kind(folder: Path) -> str | None:
-    """Return the tokenizer or model name in the config files, such as "gpt2"; None without."""
+    """Return the tokenizer or model name in the config files, such as "gpt2", or None."""
     for name, key in ((CONFIG_FILE, "tokenizer_class"), ("config.json", "model_type")):
         if (folder / name).is_file() and (value := read_json(folder / name).get(key)):
             short = str(value).lower().replace("-", "").replace("_", "")

@@ -257,8 +257,8 @@ def encode_text(
     for id in ids:
         if id in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id):
             raise DataError(
-                f"the token {tokenizer.decode([id])} marks the begin or end of a text, so it "
-                "must not occur in a text. Write << for the character <."
+                f"the token {tokenizer.decode([id])} marks the beginning or end of a text, so "
+                "it must not occur in a text. Write << for the character <."
             )
         if id >= len(tokenizer) and id not in tokens:
             base = _base_id(texts[id], tokenizer)

@@ -227,7 +227,7 @@ class TaskMixture:
         return None
 
     def survey(self, count: int = 500) -> dict[int, str]:
-        """Check the first `count` samples; return a dict from invalid sample's index to reason."""
+        """Check the first `count` samples; return a dict from index to reason for invalid ones."""
         skipped = {}
         for number in range(min(count, self.samples_per_epoch)):
             try:
