@@ -19,7 +19,7 @@ __all__ = ["ADAPTER_CONFIG", "find_base", "find_export", "head_of_adapter", "is_
 
 ADAPTER_CONFIG = "adapter_config.json"
 _RUN_FILE = "run.toml"
-# PEFT's task types of classifiers, whose heads are saved with the adapter.
+# PEFT task type -> name of the head, which is saved with the adapter.
 _HEADS = {
     "SEQ_CLS": "sequence_classification",
     "TOKEN_CLS": "token_classification",
@@ -73,19 +73,19 @@ def find_base(adapter: Path, find_model: Callable[[str], Path]) -> Path:
         return find_model(base)
     except ConfigError as error:
         raise ConfigError(
-            f"the base model {base!r} of the adapter in {str(adapter)!r} was not found "
-            f"({error}) Pass the base model and --adapter {adapter}."
+            f"the base model {base!r} of the adapter in {str(adapter)!r} was not found: "
+            f"{error} Pass the base model and --adapter {adapter}."
         ) from error
 
 
 def head_of_adapter(adapter: Path) -> tuple[str, int | None] | None:
-    """Return the classification head stored in an adapter directory, and its number of classes.
+    """Return the name of the head stored in an adapter directory, and its number of classes.
 
     Args:
         adapter: adapter directory.
 
     Returns:
-        None for an adapter without a head; the number of classes is None if no file contains it
+        None for an adapter without a head; the number of classes is None if it is not known.
 
     Raises:
         CheckpointError: the config is damaged.

@@ -136,15 +136,15 @@ class Model(WeightNames, ModelHooks, nn.Module):
             name: directory, hub id, or a short name in the config's `hub_ids`.
             dtype: dtype of the parameters, independent of the dtype in the file.
             device: device of the model.
-            head: name in the config's `heads`; None uses the head of config.json.
+            head: name in the config's `heads` (default: the head in config.json).
             new_head: initialize the head's weights if the checkpoint has none.
             num_labels: number of classes of a new classifier.
             allow_unknown: names of unknown config fields to ignore.
             quantize: quantization scheme (`nn.packing.PRESETS`); weights are quantized while
-                loading, so that the plain model is never in memory. "keep" loads the integers of a
-                GGUF file, GPTQ or AWQ unchanged.
-            tie_word_embeddings: False loads a tied model with a separate head, which starts as a
-                copy of the embedding; None follows the checkpoint.
+                loading, so that the full-precision model is never in memory. "keep" loads the
+                integer weights of a GGUF, GPTQ or AWQ checkpoint unchanged.
+            tie_word_embeddings: False to load a tied model with a separate head, which starts as a
+                copy of the embedding; None to tie or not as the checkpoint does.
 
         Raises:
             ConfigError: the model is unknown, or its config or the quantization is not supported.
@@ -186,7 +186,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         Args:
             name, dtype, head, num_labels, allow_unknown, tie_word_embeddings: see
                 `from_pretrained`.
-            reads: reader of the files; None uses the default reader.
+            reads: reader of the files, or None for the default reader.
         """
         directory = resolve_model(name, cls.config_class.hub_ids)
         config = cls.config_class.from_pretrained(directory, allow_unknown)
@@ -245,7 +245,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         exist in both sizes keep their values, and tied weights stay tied.
 
         Args:
-            new_num_tokens: number of tokens; None keeps the current number.
+            new_num_tokens: number of tokens (default: the current number).
             pad_to_multiple_of: round the number up to a multiple of this.
             mean_resizing: initialize new rows to the mean of the old ones; False initializes
                 them at random, with seed 0.
@@ -268,7 +268,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         name: str,
         weight: float = 1.0,
     ) -> None:
-        """Record adapters that were added to the model in its config, as `change_` does.
+        """Record in the model's config that adapters were added, as `change_` does.
 
         Args:
             kind, where, options, name, weight: fields of the `Change`.
@@ -291,16 +291,16 @@ class Model(WeightNames, ModelHooks, nn.Module):
         return None if record is None else record.pipeline
 
     def whole(self) -> Model:
-        """Return the whole model; for a pipeline stage, this is a copy on the meta device."""
+        """Return the full model: a copy on the meta device for a pipeline stage, else `self`."""
         record = laid_out(self)
         return self if record is None or record.whole is None else record.whole
 
     def _stage_rank(self, name: str) -> int:
-        """Return the pipeline stage that has a parameter; 0 without a pipeline."""
+        """Return the index of the pipeline stage with a parameter; 0 without a pipeline."""
         return 0 if self._pipeline is None else self._pipeline.rank_of(name)
 
     def _stage_and_members(self, rank: int, world: int) -> tuple[int, int]:
-        """Return this rank's pipeline stage and the stage's number of ranks."""
+        """Return the index of this rank's pipeline stage, and the number of ranks in a stage."""
         if self._pipeline is None:
             return 0, world
         return self._pipeline.rank, world // self._pipeline.size
@@ -358,7 +358,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         """Count the predictions of a batch that contribute to its summed loss.
 
         Shape:
-            batch: `labels` (B, T), (B,) or, for multi-label classes, (B, L); or
+            batch: `labels` (B, T), (B,) or, for multi-label classification, (B, L); or
                 `start_positions` (B,)
         """
         labels = batch.get("labels")

@@ -39,7 +39,7 @@ class BertConfig(EncoderConfig):
         "bert-base-chinese": {**encoder_size(), "vocab_size": 21128},
         "bert-base-multilingual-cased": {**encoder_size(), "vocab_size": 119547},
         # Zeng et al., "A deep-learning system bridging molecule structure and biomedical text with
-        # comprehension comparable to human professionals" (2022): a bert-base-uncased.
+        # comprehension comparable to human professionals" (2022): sizes of bert-base-uncased.
         "kv-plm": encoder_size(),
         # Cui et al., "Pre-Training with Whole Word Masking for Chinese BERT" (2019).
         "chinese-roberta-wwm": {**encoder_size(), "vocab_size": 21128},
@@ -61,15 +61,15 @@ class Bert(EncoderModel):
     config_class = BertConfig
     family_traits = Traits("both", "masked tokens", "learned")
     hf_prefix = "bert."
-    # The next-sentence head; poolers that no head here reads; the bias that transformers ignores
-    # when the decoder is not tied.
+    # The next-sentence head, poolers that no head uses, and the bias that transformers ignores if
+    # the decoder is not tied.
     hf_unused = (
         "cls.seq_relationship.*",
         "bert.pooler.dense.*",
         "pooler.dense.*",
         "cls.predictions.bias",
     )
-    # Names of TensorFlow checkpoints, and of those that store the bias under one of its names only.
+    # Names in TensorFlow checkpoints, and in checkpoints that store the bias under one name only.
     hf_old_names = (
         ("LayerNorm.weight", "LayerNorm.gamma"),
         ("LayerNorm.bias", "LayerNorm.beta"),
@@ -88,5 +88,5 @@ class Bert(EncoderModel):
         super().__init__(config, spec)
 
     def tied_copies(self) -> dict[str, str]:
-        """Map the decoder's bias, which checkpoints store twice, to its original name."""
+        """Return a dict from the name of the decoder bias's copy in checkpoints to its own name."""
         return {"cls.predictions.decoder.bias": "cls.predictions.bias"}

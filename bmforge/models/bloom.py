@@ -57,7 +57,7 @@ class BloomConfig(ModelConfig):
         "init_std": "initializer_range",
         "tie_word_embeddings": "tie_word_embeddings",
     }
-    # Options of Megatron's kernels, and the length of training, which transformers does not read.
+    # Options of Megatron's kernels, and fields that transformers does not read for BLOOM.
     hf_ignored: ClassVar[frozenset[str]] = frozenset(
         {
             *("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion"),
@@ -118,12 +118,12 @@ class BloomConfig(ModelConfig):
         return {"seq_length": self.max_seq_len} if is_stated else {}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' present names, without those of old versions."""
+        """Return the config with transformers' current field names, without the former ones."""
         return {name: value for name, value in super().to_hf().items() if name not in _FORMER}
 
 
 class Bloom(CausalLM):
-    """BLOOM: ALiBi instead of positions, and a norm after the embedding."""
+    """BLOOM: ALiBi instead of position embeddings, and a norm after the token embedding."""
 
     config_class = BloomConfig
     family_traits = Traits("left", "next token", "alibi")
@@ -147,7 +147,7 @@ class Bloom(CausalLM):
         super().__init__(config, DecoderSpec(block, learned_positions=False, embed_norm=True))
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to transformers' names; a head's q, k, v are consecutive rows."""
+        """Map parameter names to transformers' names; the fused qkv rows are grouped by head."""
         config, block, published = self.config, "layers.{i}.", "transformer.h.{i}."
         modules = {
             "embed_norm": "transformer.word_embeddings_layernorm",

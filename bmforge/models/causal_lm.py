@@ -54,10 +54,10 @@ class DecoderSpec(StackSpec):
     Args:
         rope: rotary positions; None for learned absolute positions (`embed_positions`).
         local_rope: rotary positions of the layers with `AttentionSpec.rotary` "local".
-        learned_positions: if `rope` is None, use `embed_positions`; False for a score bias (ALiBi).
-        num_positions: number of rows of `embed_positions`; 0 means max_seq_len.
-        position_offset: row of `embed_positions` for the first position.
-        positions_from_mask: count only the tokens of `attention_mask`; padding has position -1.
+        learned_positions: use `embed_positions` if `rope` is None; False for score biases (ALiBi).
+        num_positions: number of positions in `embed_positions`; 0 means max_seq_len.
+        position_offset: index of the row of `embed_positions` for the first position.
+        positions_from_mask: count only unmasked tokens for positions; padding has position -1.
         extra_tokens: number of rows of embedding and head beyond vocab_size.
         embed_size: width of the embedding, which is projected to D and back; 0 means D.
         padding_id: token whose embedding gets no gradient.
@@ -68,7 +68,7 @@ class DecoderSpec(StackSpec):
         final_norm: norm after the last block.
         head_bias: bias of the language-model head.
         head_scale: factor on the input of the language-model head.
-        head_softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None is no cap.
+        head_softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None for no cap.
         balance_weight: weight of the experts' load-balancing loss; None disables it.
     """
 
@@ -100,8 +100,8 @@ class CausalLM(Model):
         spec: hyperparameters derived from the config.
 
     Attributes:
-        sum_statistics: function that sums the experts' loads over the ranks of a step; replaced
-            by layouts. None excludes the load-balancing loss.
+        sum_statistics: function that sums the experts' loads over the ranks of a step; parallel
+            layouts replace it. None excludes the load-balancing loss.
     """
 
     family_traits = Traits("left", "next token", "rotary")
@@ -171,10 +171,10 @@ class CausalLM(Model):
             attention_mask: 1 for tokens, 0 for padding, including cached tokens; or a 4-D mask
                 over pairs of tokens, which replaces causal attention.
             position_ids: positions; by default counted from the cache's length.
-            document_ids: document of each token in packed rows; tokens attend within a document.
+            document_ids: index of each token's document in packed rows; tokens attend within it.
             labels: for a language model, target ids (shifted by the model; -100 is ignored);
                 returns the loss instead of logits. For a classifier, see `classification_loss`.
-            num_items_in_batch: divisor of the summed loss; None takes the mean.
+            num_items_in_batch: divisor of the summed loss; if None, the loss is the mean.
             cache: KV cache of earlier tokens.
             output_hidden_states: return the outputs of the embedding and of every layer.
             logits_to_keep: number of last positions whose logits are returned; None for all.
@@ -237,7 +237,7 @@ class CausalLM(Model):
         document_ids: Tensor | None,
         past: int,
     ) -> dict[int | None, Tensor | None]:
-        """Build the attention mask for every window size; `inputs` are ids or embeddings."""
+        """Return a dict from window size to attention mask; `inputs` are ids or embeddings."""
         if attention_mask is not None and attention_mask.dim() == 4:
             return dict.fromkeys(self._windows(), attention_mask.bool())
         return {
@@ -253,7 +253,7 @@ class CausalLM(Model):
         }
 
     def _pick_tokens(self, inputs: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return the index of the token on which each sequence is classified, (B,)."""
+        """Return (B,): for each sequence, the index of the token whose logits classify it."""
         padding = getattr(self.config, "pad_token_id", self.config.raw.get("pad_token_id"))
         return find_last_token(inputs, attention_mask, padding)
 
@@ -305,7 +305,7 @@ class CausalLM(Model):
     def _find_balance(
         self, routed: list[Tensor], counted: Tensor | None, labels: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute the load-balancing loss over all layers (the mean over groups of equal layers).
+        """Compute the load-balancing loss: the mean over layers, grouped by their expert counts.
 
         Returns:
             this rank's share of the loss, the total loss, the number of labels, and the number of
@@ -351,7 +351,7 @@ class CausalLM(Model):
         return F.dropout(x, dropout, self.training) if dropout else x
 
     def enter(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Compute the first block's input, (B, T, D), from token ids and positions, (B, T)."""
+        """Compute the first block's input (B, T, D) from token ids (B, T) and positions (B, T)."""
         return self._begin(self.embed_inputs(input_ids, None), position_ids)
 
     def leave(self, x: Tensor) -> Tensor:

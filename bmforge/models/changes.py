@@ -49,8 +49,8 @@ class Change:
         kind: name in `kinds.KINDS`.
         where: name globs (see `surgery`) of the modules to change.
         options: options of the kind.
-        name: name of the added adapters, so that a module can have several; "" is the default
-            of the kind.
+        name: name of the added adapters, so that a module can have several; "" uses the default
+            name of the kind.
         weight: factor on the output of the added adapters; 0 disables them.
     """
 
@@ -72,7 +72,7 @@ class Change:
         object.__setattr__(self, "options", dict(self.options))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the change as JSON values."""
+        """Return the change as a dict that JSON can encode."""
         named: dict[str, Any] = {"name": self.name} if self.name else {}
         named |= {"weight": self.weight} if self.weight != 1 else {}
         return {"kind": self.kind, "where": list(self.where), "options": self.options, **named}
@@ -102,7 +102,7 @@ def _listed(where: Any) -> Any:
 
 
 def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
-    """Apply a `Change` in place to a model, possibly on meta, before it is parallelized.
+    """Apply a `Change` in place to a model that is not parallelized; it may be on meta.
 
     This works on any module; only `Model.change_` also records the change.
 
@@ -149,7 +149,7 @@ def changed_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def freeze_base_(model: nn.Module, but: Collection[str] = ()) -> nn.Module:
-    """Freeze all parameters but those of adapters and the names in `but`; return the model.
+    """Freeze all parameters except those of adapters and those named in `but`; return the model.
 
     Args:
         model: model to freeze.

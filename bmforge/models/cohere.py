@@ -64,7 +64,7 @@ class CohereConfig(LlamaLikeConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Return True for a supported config.json; models with q and k norms use transformers."""
+        """Return True for this family's config.json, unless it has (unsupported) q and k norms."""
         return super().opens(raw) and not raw.get("use_qk_norm")
 
 

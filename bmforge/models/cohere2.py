@@ -1,7 +1,7 @@
 """Command R7B and Command A (Cohere, "Command A", arXiv 2504.00698).
 
 Blocks are Cohere's parallel blocks. Three of four layers have a sliding window and rotary
-positions; the others attend to all tokens, without positions.
+positions; the others have full attention without position encoding.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Cohere2Config(LayerTypesConfig):
     hf_names: ClassVar[dict[str, str]] = renamed(
         norm_eps="layer_norm_eps", attn_bias="attention_bias", logit_scale="logit_scale"
     )
-    # transformers' default, which no published checkpoint has.
+    # transformers' default, which no published checkpoint uses.
     hf_defaults: ClassVar[dict[str, Any]] = {"logit_scale": 0.0625}
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {
         "use_qk_norm": (False, None),

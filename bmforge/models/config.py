@@ -57,8 +57,8 @@ _POSITIVE_FIELDS = """
 _POSITIVE = frozenset(_POSITIVE_FIELDS.split())
 # Key that earlier versions wrote, so that transformers refused layers of different sizes.
 _PER_LAYER = "per_layer_config"
-# Sizes that config.json states, with this library's names, only for a pruned model whose family
-# derives them from other fields.
+# Sizes that their family derives from other fields; config.json contains them, with bmforge's
+# names, only for pruned models.
 _OWN_SIZES = frozenset({"head_dim", "intermediate_size"})
 
 
@@ -91,7 +91,7 @@ class ModelConfig:
     """
 
     family: ClassVar[str] = ""
-    # Values of model_type in config.json; empty is `family`.
+    # Values of model_type in config.json; if empty, only `family`.
     model_types: ClassVar[tuple[str, ...]] = ()
     # Preset or former short name -> hub id.
     hub_ids: ClassVar[dict[str, str]] = {}
@@ -235,7 +235,7 @@ class ModelConfig:
 
     @classmethod
     def _take_head(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the head and the labels in a config.json; the first head if it is unknown."""
+        """Return `head` (absent if unknown), `num_labels` and `problem_type` from a config.json."""
         values: dict[str, Any] = {"problem_type": raw.get("problem_type") or ""}
         for name, head in cls.heads.items():
             if set(raw.get("architectures") or ()) & {head.architecture, *head.aliases}:
@@ -246,7 +246,10 @@ class ModelConfig:
         return values
 
     def _give_head(self) -> dict[str, Any]:
-        """Return the fields that `_take_head` reads; keeps label names if their number fits."""
+        """Return the config.json fields of head and labels.
+
+        The names of labels are kept if the number of labels is unchanged.
+        """
         head = self.heads[self.head]
         architectures = self.raw.get("architectures") or []
         same = bool(set(architectures) & {head.architecture, *head.aliases})
@@ -260,15 +263,15 @@ class ModelConfig:
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Separate the fields that need more than renaming; families override this."""
+        """Convert fields that need more than renaming; return their values and the other fields."""
         return {}, raw
 
     def _give_special(self) -> dict[str, Any]:
-        """Return the fields that `_take_special` separates, with transformers' names."""
+        """Return the fields that `_take_special` converts, with transformers' names and values."""
         return {}
 
     def to_hf(self) -> dict[str, Any]:
-        """Convert the config to transformers' names; the original file's other fields are added."""
+        """Return the contents of config.json, including other fields of the original file."""
         named = {published: getattr(self, own) for own, published in self.hf_names.items()}
         fixed = {"model_type": self.family, "initializer_range": self.init_std}
         raw = without_changes(self.raw)

@@ -113,7 +113,7 @@ class CPM1(CausalLM):
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def megatron_rules(self) -> list[WeightRule]:
-        """Map parameter names to those of Megatron shards."""
+        """Map parameter names to the names in Megatron shards."""
         return self.all_rules()
 
     def weight_rules(self) -> list[WeightRule]:

@@ -2,13 +2,13 @@
 
 An encoder-decoder like T5 1.1 with an untied head and unscaled attention scores. Its weight names
 are those of the published Megatron shards (`src/mpu/transformer_enc_dec.py` of CPM-2-Pretrain),
-which EVA shares. The third published model has a BASE layer of experts in every block.
+which EVA shares. The third published model has experts (a BASE layer) in every block.
 
 Not verified: the checkpoint of the third model, with one file per expert and rank, is not public.
 In the original each expert has its own norm, which also normalizes the router's input. This
-implementation has one norm per layer (the original's norms are initialized as copies), and numbers
-the experts in their names. The original applies dropout to the output of attention twice; this
-implementation applies it once.
+implementation has one norm per layer (the original's norms are initialized as copies), and weight
+names contain the expert's index. The original applies dropout to the output of attention twice;
+this implementation applies it once.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class CPM2Config(Seq2SeqConfig):
             raise ConfigError(f"CPM2Config: num_experts={self.num_experts} must not be negative.")
 
     def layer_sizes(self) -> LayerSizes:
-        """Return the base class's sizes; with experts, each token uses one."""
+        """Return the base class's sizes and the number of experts; a token is routed to one."""
         count = self.num_experts
         return replace(super().layer_sizes(), num_experts=count, experts_per_token=min(count, 1))
 
@@ -101,8 +101,8 @@ class CPM2(Seq2Seq):
     def init_std(self, name: str) -> float:
         """Return the standard deviation; residual projections are scaled by 1/sqrt(2 L).
 
-        The original's expert centroids are orthogonal with length 0.1; random ones are nearly
-        orthogonal.
+        The original's expert centroids are orthogonal vectors of norm 0.1; random vectors are
+        nearly orthogonal.
         """
         config = self.config
         if name.endswith("rel_bias.weight"):
@@ -113,7 +113,7 @@ class CPM2(Seq2Seq):
         return config.init_std / (math.sqrt(2 * config.num_layers) if scaled else 1.0)
 
     def tied_copies(self) -> dict[str, str]:
-        """Map the name of each stack's copy of the embedding to the original name."""
+        """Return a dict from the name of each stack's embedding copy to the original name."""
         return {f"{s}.word_embeds.weight": "word_embeds.weight" for s in ("encoder", "decoder")}
 
     def weight_rules(self) -> list[WeightRule]:
@@ -121,7 +121,7 @@ class CPM2(Seq2Seq):
         return megatron_rules(self.config)
 
     def megatron_rules(self) -> list[WeightRule]:
-        """Map parameter names, including the head's, to those of Megatron shards."""
+        """Map parameter names, including the head's, to the names in Megatron shards."""
         return self.all_rules()
 
 

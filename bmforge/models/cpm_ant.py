@@ -49,7 +49,7 @@ class CPMAnt(CPMLive):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **options: Any) -> Self:
-        """Load like `Model.from_pretrained`; a head that transformers tied becomes a copy."""
+        """Load like `Model.from_pretrained`; a head tied by transformers becomes a copy."""
         model = super().from_pretrained(name, **options)
         if model.config.folded and model.config.tie_word_embeddings:
             if model.config.head == "language_model":
@@ -113,7 +113,7 @@ class CPMAnt(CPMLive):
             position: ignored, like `position_ids`.
             labels: target ids (not shifted by the model; -100 is ignored); returns the loss
                 instead of logits.
-            num_items_in_batch: divisor of the summed loss; None takes the mean.
+            num_items_in_batch: divisor of the summed loss; if None, the loss is the mean.
             cache: KV cache of earlier tokens.
             output_hidden_states: return the outputs of the embedding and of every layer.
             logits_to_keep: number of last positions whose logits are returned; None for all.

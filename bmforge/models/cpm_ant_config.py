@@ -1,8 +1,8 @@
 """Config of CPM-Ant: CPM-Live's names, transformers' names, and the published sizes.
 
 Source: the config files of OpenBMB/CPM-Live and openbmb/cpm-ant-10b; for the compressed models, the
-README of CPM-Live's branch cpm-ant and BMCook's ``cpm_live_example``, which lacks the 7B model; it
-is assumed to have the layers of the 3B model, which was compressed from it.
+README of CPM-Live's branch cpm-ant and BMCook's ``cpm_live_example``. The example lacks the 7B
+model, which is assumed to have the layers of the 3B model that was compressed from it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class CPMAntConfig(CPMLiveConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Recognize CPM-Live's config files, which have no model_type, by their prompt fields."""
+        """Return True for CPM-Ant; files without model_type are recognized by prompt fields."""
         live = "model_type" not in raw and {"prompt_types", "dim_model"} <= set(raw)
         return live or raw.get("model_type") in cls.model_types
 
@@ -88,7 +88,7 @@ class CPMAntConfig(CPMLiveConfig):
         return not self.folded
 
     def problems(self) -> list[str]:
-        """Return the inconsistencies among the fields."""
+        """Return an error text for each inconsistency among the fields."""
         problems = super().problems()
         if not 0 <= self.task_id < self.prompt_types:
             problems.append(

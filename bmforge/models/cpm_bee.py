@@ -1,8 +1,8 @@
 """CPM-Bee: the model generates the answers in nested documents.
 
 Every key and text of a document is a segment; the relation of two segments in the tree selects
-their attention bias. Tokens that occur in one document only are encoded as a base id rotated by a
-sub id (`nn.segment.turn_by_sub`), in the input and as rows of the head.
+their attention bias. A token that exists only in one document has a base id and a sub id: the base
+id's embedding is rotated by the sub id (`nn.segment.turn_by_sub`), in the input and in the head.
 
 Source: OpenBMB/CPM-Bee; the sizes are those of its checkpoints' config.json.
 """
@@ -86,12 +86,12 @@ class CPMBeeConfig(CPMLiveConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Recognize CPM-Live's config files, which have no model_type, by the relation buckets."""
+        """Return True for CPM-Bee; files without model_type are recognized by relation buckets."""
         live = "model_type" not in raw and "position_bias_num_segment_buckets" in raw
         return live or raw.get("model_type") in cls.model_types
 
     def problems(self) -> list[str]:
-        """Return the inconsistencies among the fields."""
+        """Return an error text for each inconsistency among the fields."""
         problems = super().problems()
         if self.hidden_size % 2:
             problems.append(
@@ -154,13 +154,14 @@ class CPMBee(CPMLive):
             position_ids: ignored; distances are computed from `position`.
             document_ids: document of each token in packed sequences; plain text only.
             labels: target ids (not shifted by the model; -100 is ignored); ids from the
-                vocabulary size on are rows of the extension. Returns the loss instead of logits.
-            num_items_in_batch: divisor of the summed loss; None takes the mean.
+                vocabulary size on select rows of `ext_table_ids`. Returns the loss instead of
+                logits.
+            num_items_in_batch: divisor of the summed loss; if None, the loss is the mean.
             cache: KV cache of earlier tokens.
             output_hidden_states: return the outputs of the embedding and of every layer.
             logits_to_keep: number of last positions whose logits are returned; None for all.
             input_sub: sub ids of `input_ids`.
-            length: number of tokens of each sequence; None treats tokens with num_segments 0 as
+            length: number of tokens of each sequence; if None, tokens with num_segments 0 are
                 padding.
             context: True for context tokens; the others are generated one by one.
             sample_ids: 0 for the document, which attends to all samples; 1, 2, ... for examples.
@@ -277,12 +278,12 @@ class CPMBee(CPMLive):
         )
 
     def tied_copies(self) -> dict[str, str]:
-        """Map the head, which some checkpoints store in addition, to the embedding."""
+        """Return a dict from the head's name, as in some checkpoints, to the embedding's name."""
         return {"lm_head.weight": "cpmbee.input_embedding.weight"}
 
 
 class _Tokens(NamedTuple):
-    """Per-token inputs, (B, S) each."""
+    """Inputs with one value per cached or new token, each (B, past + T)."""
 
     segment: Tensor
     context: Tensor

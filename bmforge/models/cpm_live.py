@@ -44,7 +44,7 @@ def read_masks(text: str) -> tuple[tuple[bool, bool], ...]:
 
     Args:
         text: per layer "." for both sublayers, "a" without attention, "f" without MLP, "x"
-            without both.
+            with neither.
     """
     return tuple((letter in "ax", letter in "fx") for letter in "".join(text.split()))
 
@@ -60,7 +60,7 @@ class CPMLiveConfig(ModelConfig):
         dropout: dropout probability of attention weights, in the MLP, and of each sublayer's
             output.
         sum_scale: factor on the residual stream after each sublayer.
-        mask_modules: per layer a pair (lacks attention, lacks MLP); empty if no layer lacks any.
+        mask_modules: per layer a pair (lacks attention, lacks MLP); empty if all are complete.
         init_std: standard deviation of the initialization of linear weights and position biases.
         pad_token_id: id of padding tokens, used if there is no mask.
     """
@@ -123,7 +123,7 @@ class CPMLiveConfig(ModelConfig):
             raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
 
     def problems(self) -> list[str]:
-        """Return the inconsistencies among the fields."""
+        """Return an error text for each inconsistency among the fields."""
         problems = []
         if len(self.mask_modules) not in (0, self.num_layers):
             problems.append(
@@ -140,7 +140,7 @@ class CPMLiveConfig(ModelConfig):
 
     @property
     def is_gated(self) -> bool:
-        """True: the MLP has a gate."""
+        """Always True: the MLP has a gate."""
         return True
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
@@ -165,7 +165,7 @@ class CPMLiveConfig(ModelConfig):
 
 
 class CPMLive(CausalLM):
-    """Decoder with blocks that may lack a sublayer; the embedding serves as head.
+    """Decoder with blocks that may lack a sublayer, and a head tied to the embedding.
 
     Args:
         config: config of the family.

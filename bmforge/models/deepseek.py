@@ -23,7 +23,7 @@ _REQUIRED = SharedExpertsConfig.hf_required
 
 
 def _heads(stem: str, *names: str) -> dict[str, Head]:
-    """Return the family's heads: language model, none, and those of `names`."""
+    """Return a dict from head name to head: "language_model", "none", and those in `names`."""
     names = ("language_model", "none", *names)
     return {name: head for name, head in llama_heads(stem).items() if name in names}
 
@@ -62,7 +62,7 @@ class DeepSeekV3Config(LatentConfig, SharedExpertsConfig):
 
     Args:
         model_type: "deepseek_v3", or "kimi_k2" for Kimi K2, which has the same architecture.
-        rope_interleaved: adjacent dims are rotated as pairs.
+        rope_interleaved: rotate adjacent dims as pairs.
     """
 
     family: ClassVar[str] = "deepseek_v3"
@@ -81,7 +81,7 @@ class DeepSeekV3Config(LatentConfig, SharedExpertsConfig):
         "scoring_func": ("sigmoid", None),
         "topk_method": ("noaux_tc", None),
     }
-    # transformers' defaults, which the published checkpoints do not have.
+    # transformers' default, which differs from the published checkpoints.
     hf_defaults: ClassVar[dict[str, Any]] = {"max_seq_len": 4096}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "deepseek-v3": {"rope_scaling": _yarn(40.0)},
@@ -132,7 +132,7 @@ class DeepSeekV3Config(LatentConfig, SharedExpertsConfig):
 
     @property
     def interleaves(self) -> bool:
-        """Whether adjacent dims are rotated as pairs."""
+        """True if adjacent dims are rotated as pairs."""
         return self.rope_interleaved
 
 
@@ -153,7 +153,7 @@ class DeepSeekV2Config(LatentConfig, SharedExpertsConfig):
         "norm_topk_prob": (False, None),
         "scoring_func": ("softmax", None),
     }
-    # transformers' defaults, which the published checkpoints do not have.
+    # transformers' defaults, which differ from the published checkpoints.
     hf_defaults: ClassVar[dict[str, Any]] = {"num_dense": 0, "max_seq_len": 2048}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "deepseek-v2": {"rope_scaling": _yarn(40.0)},

@@ -1,6 +1,6 @@
 """Text encoder, the base class of Bert, Roberta, Longformer and ModernBert.
 
-A family's file has its config, a map of weight names and an `EncoderSpec`; see `bert.py`.
+A family's file contains its config, a map of weight names and an `EncoderSpec`; see `bert.py`.
 """
 
 from __future__ import annotations
@@ -56,15 +56,16 @@ class EncoderSpec(StackSpec):
     """Hyperparameters of an encoder: its blocks, embedding and head.
 
     Args:
-        position_offset: row of the first position. If above 0, positions count only tokens, not
-            padding, and padding has the row before the first position.
+        position_offset: index of the first position's row in the position table. If above 0,
+            positions count only tokens, not padding, and padding uses the row before the first.
         embed_dropout: dropout probability after the embedding.
         classifier_dropout: dropout probability before a classifier.
         head_activation: activation of the masked-LM head.
         head_bias: whether the first layer of the masked-LM head or of a prediction head has a bias.
-        deep_classifier: classify sequences by two layers instead of a pooler and one layer.
+        deep_classifier: classify sequences with two layers instead of a pooler and one layer.
         prediction_head: every classifier is a `PredictionClassifier`, without a pooler.
-        rope: rotary positions, without tables of positions and segments; None for the tables.
+        rope: rotary positions, used instead of position and segment embeddings; None to use the
+            embeddings.
         local_rope: rotary positions of the layers with `AttentionSpec.rotary` "local".
         final_norm: norm after the last block.
     """
@@ -185,12 +186,12 @@ class EncoderModel(Model):
             input_ids: token ids.
             attention_mask: 1 for tokens, 0 for padding; or a 4-D mask over pairs of tokens.
             token_type_ids: segment type of every token (default: 0).
-            position_ids: rows of the position table, or rotary positions (default: counted).
-            document_ids: document of each token in packed sequences; tokens attend within a
-                document.
+            position_ids: row indices of the position table, or rotary positions (default: counted).
+            document_ids: index of each token's document in packed rows; tokens attend within
+                their document.
             labels: for the masked-LM head, ids of the masked tokens (-100 is ignored); returns
                 the loss instead of logits. For a classifier, see `classification_loss`.
-            num_items_in_batch: divisor of the summed loss; None takes the mean.
+            num_items_in_batch: divisor of the summed loss; if None, the loss is the mean.
             output_hidden_states: return the outputs of the embedding and of every layer.
             start_positions: first token of the answers (question answering).
             end_positions: last token of the answers.
@@ -258,7 +259,7 @@ class EncoderModel(Model):
 
         Args:
             input_ids: token ids.
-            attention_mask: 1 for tokens, 0 for padding, which the mean excludes.
+            attention_mask: 1 for tokens, 0 for padding, which is excluded from the mean.
             pooling: "mean" of the tokens' states, or "cls" for the first token's state.
             normalize: scale embeddings to length 1.
             inputs: `token_type_ids`, `position_ids` and further arguments of `build_masks`.
@@ -292,7 +293,7 @@ class EncoderModel(Model):
     def build_masks(
         self, inputs: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None
     ) -> dict[int | None, Any]:
-        """Build the mask for each window size; `inputs` are ids or embeddings."""
+        """Return a dict from window size to attention mask; `inputs` are ids or embeddings."""
         attentions: Any = (layer.attn for layer in self.layers.values())
         windows = {None, *(attn.window for attn in attentions if attn is not None)}
         if attention_mask is not None and attention_mask.dim() == 4:
@@ -327,7 +328,7 @@ class EncoderModel(Model):
             x: token embeddings.
             inputs: token ids or embeddings passed by the caller.
             segments: segment type of every token.
-            positions: rows of the position table.
+            positions: row indices of the position table.
         """
         if self.embed_positions is not None and self.embed_segments is not None:
             self._check_length(x.shape[1])
@@ -341,7 +342,7 @@ class EncoderModel(Model):
         return F.dropout(x, dropout, self.training) if dropout else x
 
     def _count_positions(self, inputs: Tensor) -> Tensor:
-        """Return the default rows of the position table, (B or 1, T)."""
+        """Return the default row indices of the position table as a (B or 1, T) tensor."""
         offset = self.spec.position_offset
         if not offset or inputs.dim() == 3:
             return torch.arange(inputs.shape[1], device=inputs.device)[None] + offset
@@ -356,7 +357,7 @@ class EncoderModel(Model):
             )
 
     def _pool(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the first token's state, after the pooler if there is one, or the mean: (B, D)."""
+        """Return (B, D): the pooled state of the first token, or the mean state of all tokens."""
         if getattr(self.config, "classifier_pooling", "cls") == "mean":
             return mean_of_tokens(x, attention_mask)
         first = x[:, 0]
@@ -382,7 +383,7 @@ class EncoderModel(Model):
         return out._replace(loss=decoder(self.mlm_head(x), labels, num_items))
 
     def all_rules(self) -> list[WeightRule]:
-        """Map all parameter names to published ones; an untied decoder's bias has its own."""
+        """Map all parameter names to published ones; an untied decoder has another bias name."""
         rules = super().all_rules()
         if self.config.head != "masked_lm" or self.config.tie_word_embeddings:
             return rules

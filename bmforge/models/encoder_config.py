@@ -15,7 +15,7 @@ __all__ = ["EncoderConfig", "encoder_heads", "encoder_size"]
 def encoder_size(
     hidden_size: int = 768, num_layers: int = 12, num_heads: int = 12
 ) -> dict[str, Any]:
-    """Return the size fields of a preset; the MLP is four times as wide."""
+    """Return the size fields of a preset, with an MLP four times as wide as the hidden states."""
     return {
         "hidden_size": hidden_size,
         "intermediate_size": 4 * hidden_size,
@@ -25,7 +25,7 @@ def encoder_size(
 
 
 def encoder_heads(stem: str, head: dict[str, str], sequence: dict[str, str]) -> dict[str, Head]:
-    """Return an encoder's heads; the first is the masked-LM head.
+    """Return a dict from head name to an encoder's heads; the first is the masked-LM head.
 
     Args:
         stem: prefix of the class names, such as ``"Bert"``.
@@ -60,7 +60,7 @@ class EncoderConfig(ModelConfig):
         classifier_dropout: dropout probability before a classifier; None means `dropout`.
     """
 
-    # Positions count the tokens that are no padding, starting after the padding's row.
+    # True if positions count only tokens that are not padding, starting after the padding's row.
     positions_skip_padding: ClassVar[bool] = False
     hf_names: ClassVar[dict[str, str]] = {
         "vocab_size": "vocab_size",
@@ -78,7 +78,7 @@ class EncoderConfig(ModelConfig):
         "init_std": "initializer_range",
         "tie_word_embeddings": "tie_word_embeddings",
     }
-    # The pooler_ fields are those of Google's code; none of these affects a forward pass.
+    # The pooler_ fields are from Google's code; no field of this set affects a forward pass.
     hf_ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "directionality",
@@ -141,7 +141,7 @@ class EncoderConfig(ModelConfig):
 
     @property
     def position_offset(self) -> int:
-        """Row of the first position in the position table."""
+        """Index of the first position's row in the position table."""
         return (self.pad_token_id or 0) + 1 if self.positions_skip_padding else 0
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Heads of text encoders with more than one layer, and mean pooling."""
+"""Heads with several layers for text encoders, and mean pooling."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class DeepClassifier(nn.Module):
 
 
 class PredictionClassifier(nn.Module):
-    """Classifier after a linear layer, an activation and a norm (ModernBERT).
+    """Linear layer, activation, norm, and a linear classifier (ModernBERT).
 
     Args:
         hidden_size: width D of the input.
@@ -68,7 +68,7 @@ class PredictionClassifier(nn.Module):
         activation: name of the activation.
         norm: hyperparameters of the norm.
         bias: whether the first linear layer has a bias.
-        dropout: dropout probability before the classes.
+        dropout: dropout probability before the last linear layer.
 
     Shape:
         x: (..., D) -> (..., L)
@@ -96,7 +96,7 @@ class PredictionClassifier(nn.Module):
 
 
 def mean_of_tokens(x: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return the mean state of each sequence's tokens, without padding.
+    """Return the mean hidden state of each sequence, excluding padding.
 
     Shape:
         x: (B, T, D); attention_mask: (B, T); returns (B, D)

@@ -8,7 +8,7 @@ __all__ = ["encoder_rules"]
 
 
 def encoder_rules(prefix: str) -> list[WeightRule]:
-    """Map names of an encoder's body to transformers' names, for all BERT-like families."""
+    """Map parameter names of embeddings and blocks to those of BERT-like transformers models."""
     block, published = "layers.{i}.", f"{prefix}encoder.layer.{{i}}."
     embeddings = f"{prefix}embeddings."
     modules = {

@@ -2,8 +2,8 @@
 
 A CPM-2 with role embeddings and, from 2.0 on, scaled attention. Names and fields are those of the
 published class (branch huggingface of thu-coai/EVA); Megatron shards, which have CPM-2's names, can
-be opened too. The published class uses the exact GELU, but EVA was trained in Megatron with the
-tanh approximation of GELU, so a model opened from shards has `activation="gelu_new"`.
+be loaded too. The published class uses the exact GELU, but EVA was trained in Megatron with the
+tanh approximation of GELU, so a model loaded from shards has `activation="gelu_new"`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class EVA(Seq2Seq):
         super().__init__(config, replace(spec, num_roles=_NUM_ROLES))
 
     def init_std(self, name: str) -> float:
-        """Return the published class's standard deviation.
+        """Return the standard deviation that the published class uses for a parameter.
 
         It is 1 for embeddings and head; for other weights it depends on the input width.
         """
@@ -116,7 +116,7 @@ class EVA(Seq2Seq):
         return float(config.init_std * width**-0.5)
 
     def tied_copies(self) -> dict[str, str]:
-        """Map the names of each stack's copies of the embeddings to the original names."""
+        """Return a dict from the names of each stack's embedding copies to the original names."""
         copies = {
             "embed_tokens": "shared",
             "word_embeds": "word_embeds",
@@ -130,25 +130,25 @@ class EVA(Seq2Seq):
 
     @classmethod
     def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        """Set the activation used in training for Megatron shards, unless config.json names one."""
+        """Set the activation of training for Megatron shards, unless config.json names one."""
         if _MEGATRON not in shapes or cls.config_class.hf_names["activation"] in config.raw:
             return config
         return config.replace(activation="gelu_new")
 
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
-        """Map parameter names to those of the published class or of Megatron shards."""
+        """Map parameter names to those of Megatron shards or of the class, as `names` are."""
         if _MEGATRON not in names:
             return super().rules_for(names)
         return self.expand(self.megatron_rules())
 
     def megatron_rules(self) -> list[WeightRule]:
-        """Map parameter names, including the head's, to those of Megatron shards."""
+        """Map parameter names, including the head's, to the names in Megatron shards."""
         roles = WeightRule("embed_segments.weight", "role_embeds.weight")
         head = WeightRule("lm_head.weight", "lm_head.weight")
         return [*megatron_rules(self.config), roles, head]
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to those of the published class, which numbers sublayers."""
+        """Map parameter names to those of the published class, which number the sublayers."""
         rules = [
             WeightRule("embed.weight", "shared.weight"),
             WeightRule("embed_segments.weight", "role_embeds.weight"),

@@ -34,8 +34,8 @@ class FalconConfig(LlamaLikeConfig):
             those of its query heads (Falcon-40B, 180B and 11B); False for Falcon-7B, which has one
             key-value head, and for models with as many key-value heads as query heads.
         parallel_norms: attention and MLP have a norm each (Falcon-40B, 180B).
-        parallel_attn: attention and MLP both read the block's input.
-        bias: biases on all projections.
+        parallel_attn: attention and MLP both use the block's input.
+        bias: use biases in all projections.
         dropout: dropout probability of the outputs of attention and MLP.
     """
 
@@ -121,7 +121,7 @@ class FalconConfig(LlamaLikeConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Return True for a supported config.json; models with ALiBi use transformers."""
+        """Return True for a config.json of this family, unless it has ALiBi (unsupported)."""
         return super().opens(raw) and not raw.get("alibi")
 
     @classmethod
@@ -158,7 +158,7 @@ class Falcon(LlamaLike):
 
     @classmethod
     def make_block(cls, config: FalconConfig) -> BlockSpec:
-        """Return the spec of a block with layer norms, with attention and MLP parallel or not."""
+        """Return the spec of a block with layer norms and parallel or sequential sublayers."""
         block = super().make_block(config)
         assert block.attn is not None
         assert block.mlp is not None

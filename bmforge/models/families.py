@@ -1,8 +1,8 @@
 """Table of all model families, which are imported when they are first used.
 
-The exports of `bmforge.models`, the checkpoints that `AutoModel` opens, the presets, and the rows
-of docs/reference/capabilities.md and docs/reference/presets.md are derived from `MODULES`. A family
-is one row there and one import line in `bmforge.models`, which gives type checkers its class.
+The exports of `bmforge.models`, the checkpoints that `AutoModel` loads, the presets, and the rows
+of docs/reference/capabilities.md and docs/reference/presets.md are derived from `MODULES`. To add a
+family, add an entry there, and an import in `bmforge.models` for type checkers.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ MODULES: dict[str, tuple[str, ...]] = {
 
 
 class FamilyTable(Mapping[str, type[Model]]):
-    """Mapping from class name to model class, sorted; a class is imported at its first use.
+    """Mapping from class name to model class, sorted by name; classes are imported on first use.
 
-    Importing all of them takes about a tenth of the time that importing torch takes, and a command
+    Importing all of them takes about a tenth of the time that importing torch takes, but a command
     needs only one of them.
 
     Args:
@@ -83,15 +83,15 @@ class FamilyTable(Mapping[str, type[Model]]):
         return family
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names of the families."""
+        """Iterate over the class names."""
         return iter(self._modules)
 
     def __len__(self) -> int:
-        """Return the number of families."""
+        """Return the number of classes."""
         return len(self._modules)
 
     def by_similarity(self, model_type: str) -> Iterator[type[Model]]:
-        """Iterate over all model classes, those with a name like `model_type` first.
+        """Iterate over all model classes, starting with the names most similar to `model_type`.
 
         The order only saves imports: `ModelConfig.opens` decides which family reads a config.json.
         """

@@ -19,9 +19,9 @@ __all__ = ["fingerprint_of_files"]
 def fingerprint_of_files(
     model: Any, directory: str | Path, but: Collection[str] = ()
 ) -> str | None:
-    """Return the fingerprint that the model would have if it were loaded without quantization.
+    """Return the fingerprint that the model would have if loaded without quantization.
 
-    Only the sampled values are read. An adapter's file contains the fingerprint of its base model.
+    Only the sampled values are read. Adapter files contain the fingerprint of their base model.
 
     Args:
         model: model that was loaded from the directory, possibly quantized or streamed.
@@ -29,7 +29,7 @@ def fingerprint_of_files(
         but: names of parameters to exclude, because an adapter trains them in full.
 
     Returns:
-        16 hexadecimal digits; None if the files contain integers, or lack a parameter.
+        16 hexadecimal digits; None if the files contain integer weights, or lack a parameter.
     """
     head = getattr(model.config, "head", None)
     options = {} if head is None else {"head": head}

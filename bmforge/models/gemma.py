@@ -39,7 +39,7 @@ __all__ = [
 _REQUIRED: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False, None)}
 _NAMES = {"head_dim": "head_dim", "attn_bias": "attention_bias"}
 _NAMES2 = {**_NAMES, "activation": "hidden_activation", "query_size": "query_pre_attn_scalar"}
-# Old configs state the activation twice; transformers reads the other field.
+# Old configs contain the activation twice; transformers reads hidden_activation.
 _IGNORED2 = frozenset({"hidden_act", "cache_implementation"})
 
 
@@ -87,7 +87,7 @@ class GemmaConfig(LlamaLikeConfig):
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        # The first configs name the exact GELU, but the model was trained with the other form.
+        # The first configs name the exact GELU, but the model was trained with the tanh form.
         if raw.get("hidden_act") == "gelu":
             raw["hidden_act"] = "gelu_pytorch_tanh"
         return super()._take_special(raw)
@@ -106,8 +106,8 @@ class Gemma2Config(LayerTypesConfig):
     Args:
         attn_bias: biases on q, k, v and o.
         query_size: width whose inverse square root is the factor on the attention scores.
-        attn_softcap: cap of the attention scores; None is no cap.
-        logit_softcap: cap of the logits; None is no cap.
+        attn_softcap: cap of the attention scores; None for no cap.
+        logit_softcap: cap of the logits; None for no cap.
     """
 
     family: ClassVar[str] = "gemma2"
@@ -148,7 +148,7 @@ class Gemma2Config(LayerTypesConfig):
         return {**super()._give_special(), **caps}
 
 
-# Null is a value of these fields, which means no cap.
+# In these fields null is a valid value, which means no cap.
 _CAPS = {"attn_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
 
 
@@ -195,12 +195,12 @@ class Gemma3Config(LocalRotaryConfig):
 
 
 def _block(block: BlockSpec, config: Any) -> BlockSpec:
-    """Return Llama's block with Gemma's norms."""
+    """Return the block spec with Gemma's norms (offset 1)."""
     return replace(block, norm=NormSpec("rms", config.norm_eps, offset=1.0))
 
 
 def _scaled(spec: DecoderSpec, config: Any) -> DecoderSpec:
-    """Return hyperparameters with Gemma's factor on the embedding."""
+    """Return the hyperparameters with Gemma's factor on the embedding."""
     return replace(spec, embed_scale=math.sqrt(config.hidden_size), rounds_embed_scale=True)
 
 

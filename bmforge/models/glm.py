@@ -1,12 +1,12 @@
-"""GLM: blank infilling with a bidirectional text (part A) and the contents of its blanks.
+"""GLM, which fills blanks: a bidirectional text (part A), and its blanks' contents (part B).
 
-The contents are part B; each of its tokens has the position of the blank that it fills, and a
-second position within the blank. The original caches hidden states (`mems`); this implementation
-uses a KV cache with the same results.
+Each token of part B has the position of the blank that it fills, and a second position within the
+blank. The original caches hidden states (`mems`); this implementation uses a KV cache with the
+same results.
 
 Source: Du et al., "GLM: General language model pretraining with autoregressive blank infilling"
-(ACL 2022); names and fields are those of the published remote code, `modeling_glm.py`. GLM-4, which
-has the same model_type, is another family.
+(ACL 2022); names and fields are those of the published remote code, `modeling_glm.py`. GLM-4 has
+the same model_type, but is the family `GLM4`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["GLM", "GLMConfig", "is_glm10b"]
 # Fields that only one of the two models with model_type "glm" has.
 _OURS = {"num_layers", "max_sequence_length", "block_position_encoding"}
 _GLM4S = {"num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "partial_rotary_factor"}
-# attention_scale affects rounding only: scores are divided by it and multiplied again.
+# attention_scale only affects rounding: scores are divided by it, then multiplied by it.
 _IGNORED_FIELDS = """
     attention_scale checkpoint_activations checkpoint_num_layers parallel_output spell_func
     output_predict bad_words_id classifier_dropout use_scaled_init_for_output_weights eop_tok_id
@@ -149,7 +149,7 @@ class GLMConfig(ModelConfig):
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any], allow_unknown: tuple[str, ...] = ()) -> Self:
-        """Convert the published config; a GLM-4 config raises an error."""
+        """Convert the published config; raise `ConfigError` for a GLM-4 config."""
         if fields := sorted(_GLM4S & set(raw)):
             raise ConfigError(
                 f"config.json has {', '.join(fields)}, so the model is a GLM-4, which has the "
@@ -170,15 +170,15 @@ class GLMConfig(ModelConfig):
 class GLM(CausalLM):
     """GLM with a language-model head, tied to the embedding.
 
-    Its `forward` is that of `CausalLM`, but two arguments differ:
+    Its `forward` is that of `CausalLM`, except for two arguments:
 
     Args:
-        attention_mask: length of the bidirectional text (part A), as (B,) or one number; or a mask
-            over pairs of tokens, (B, 1, T, past + T); or 1 for tokens and 0 for padding, (B, past +
-            T). Without lengths, part A is derived from the ids if the config has `sop_token_id`;
-            otherwise it is empty.
-        position_ids: positions and positions within blanks, (B or 1, 2, T); or positions alone,
-            (B or 1, T). By default they are derived from the ids like part A, or counted.
+        attention_mask: (B,) or one number: length of the bidirectional text (part A); or
+            (B, 1, T, past + T): mask over pairs of tokens; or (B, past + T): 1 for tokens, 0 for
+            padding. Without lengths, part A is derived from the ids if the config has
+            `sop_token_id`; otherwise it is empty.
+        position_ids: (B or 1, 2, T): positions, and positions within blanks; or (B or 1, T):
+            positions only. By default they are derived from the ids like part A, or counted.
     """
 
     config_class = GLMConfig
@@ -204,7 +204,7 @@ class GLM(CausalLM):
     def derive_positions(
         self, input_ids: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Derive positions, (B, 2, T), and the bidirectional text's length, (B,), from token ids.
+        """Return the positions (B, 2, T) and the length of part A (B,), derived from token ids.
 
         See `nn.glm_positions`. The config must have `sop_token_id` and `mask_token_id`.
         """
@@ -218,7 +218,7 @@ class GLM(CausalLM):
         return blank_positions(input_ids, *ids, padding)
 
     def row_positions(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        """Return the positions of whole sequences; a token's position depends on its blank."""
+        """Return the positions of full sequences (B, 2, T); None without `sop_token_id`."""
         if self.config.sop_token_id is None:
             return None
         return self.derive_positions(input_ids, attention_mask)[0]

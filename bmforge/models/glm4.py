@@ -1,8 +1,8 @@
 """GLM-4 dense, 0414 and before (Team GLM, "ChatGLM", arXiv 2406.12793).
 
-Llama's block with interleaved rotary positions in half of each head, biases on q, k and v, and
-fused gate and up in checkpoints. The models of April 2025 also have norms after the sublayers.
-GLM-10B, of 2021, is the family `GLM`.
+The block is Llama's with interleaved rotary positions in half of each head's dims, and biases on q,
+k and v; checkpoints fuse gate and up. The models of April 2025 also have norms after the sublayers.
+GLM-10B (2021) is the family `GLM`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["GLM4", "GLM4Config"]
 
 
 def _heads() -> dict[str, Head]:
-    """Return the heads, each with its classes in transformers: Glm4For... and, older, GlmFor..."""
+    """Return a dict from head name to head, with transformers' classes Glm4For... and GlmFor..."""
     heads = llama_heads("Glm4")
     del heads["question_answering"]
     return {
@@ -53,7 +53,7 @@ class GLM4Config(PartialRotaryConfig):
     hf_names: ClassVar[dict[str, str]] = renamed(
         model_type="model_type", head_dim="head_dim", qkv_bias="attention_bias"
     )
-    # transformers' defaults, which the newer published checkpoints do not have.
+    # transformers' defaults, which differ from the newer published checkpoints.
     hf_defaults: ClassVar[dict[str, Any]] = {"norm_eps": 0.00000015625, "max_seq_len": 131072}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "glm-4-9b": {
@@ -91,7 +91,7 @@ class GLM4Config(PartialRotaryConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Return True for a GLM-4 config.json, but not for GLM-10B's with the same model_type."""
+        """Return True for a config.json of GLM-4; GLM-10B's has the same model_type."""
         return super().opens(raw) and not is_glm10b(raw)
 
     def _give_head(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class GLM4(LlamaLike):
         return replace(super().make_spec(config), rope=config.rope_spec(interleaved=True))
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to transformers' names; gate and up are one tensor."""
+        """Map parameter names to transformers' names; gate and up are fused."""
         norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
         if self.config.model_type == "glm4":
             norms |= {

@@ -1,6 +1,6 @@
 """GLM-4.5 and GLM-4.6 (Z.ai, "GLM-4.5", arXiv 2508.06471).
 
-Grouped-query attention with rotary positions in half of each head, and experts as in DeepSeek-V3.
+Grouped-query attention with rotary positions in half of each head's dims; DeepSeek-V3's experts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GLM4MoeConfig(SharedExpertsConfig, PartialRotaryConfig):
 
     Args:
         attn_bias: biases on q, k and v.
-        uses_qk_norm: norms of q and k, per head.
+        uses_qk_norm: normalize q and k per head.
     """
 
     family: ClassVar[str] = "glm4_moe"
@@ -48,7 +48,7 @@ class GLM4MoeConfig(SharedExpertsConfig, PartialRotaryConfig):
         "head_dim": "head_dim",
         "uses_qk_norm": "use_qk_norm",
     }
-    # transformers' defaults, which the published checkpoints do not have.
+    # transformers' defaults, which differ from the published checkpoints.
     hf_defaults: ClassVar[dict[str, Any]] = {"head_dim": 0, "attn_bias": False}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "glm-4.5-air": {},
@@ -76,7 +76,7 @@ class GLM4MoeConfig(SharedExpertsConfig, PartialRotaryConfig):
     uses_qk_norm: bool = False
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names, without head_dim if it is implied."""
+        """Return the contents of config.json, without head_dim if it is hidden_size / num_heads."""
         out = super().to_hf()
         implied = self.head_dim == self.hidden_size // self.num_heads
         if implied and self.raw.get("head_dim") is None:
@@ -91,7 +91,7 @@ class GLM4Moe(SharedExperts):
 
     @classmethod
     def make_block(cls, config: GLM4MoeConfig) -> BlockSpec:
-        """Return Llama's block without a bias on o, and with GLM-4.5's norms of q and k."""
+        """Return the block spec without a bias on o, optionally with norms on q and k."""
         block = super().make_block(config)
         assert block.attn is not None
         norm = NormSpec("rms", config.norm_eps) if config.uses_qk_norm else None

@@ -31,8 +31,8 @@ class GPT2Config(ModelConfig):
         attn_dropout: dropout probability of attention weights.
         bias: whether attention and MLP have biases, as in the published models.
 
-    CPM-Pretrain has models without biases and with another head width than hidden_size / num_heads;
-    these are saved with a field that transformers does not know.
+    CPM-Pretrain has models without biases and with a head_dim other than hidden_size / num_heads;
+    they are saved with fields that transformers does not know.
     """
 
     family: ClassVar[str] = "gpt2"
@@ -55,7 +55,7 @@ class GPT2Config(ModelConfig):
         "init_std": "initializer_range",
         "tie_word_embeddings": "tie_word_embeddings",
     }
-    # n_ctx repeats n_positions; the summary_ fields are those of a multiple-choice head.
+    # n_ctx repeats n_positions; the summary_ fields belong to a multiple-choice head.
     hf_ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "n_ctx",

@@ -22,7 +22,7 @@ __all__ = ["GPTNeoX", "GPTNeoXConfig"]
 def _size(
     hidden_size: int, num_layers: int, num_heads: int, vocab_size: int = 50304
 ) -> dict[str, int]:
-    """Return the size fields of a Pythia preset; the MLP is four times as wide."""
+    """Return the size fields of a Pythia preset, with an MLP four times as wide as hidden_size."""
     return {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -37,8 +37,8 @@ class GPTNeoXConfig(PartialRotaryConfig):
     """Config of GPT-NeoX; other fields are those of the base class.
 
     Args:
-        parallel_residual: attention and MLP both read the block's input; False runs the MLP after
-            attention.
+        parallel_residual: attention and MLP both use the block's input; if False, the MLP runs
+            after attention.
         attn_bias: biases on q, k, v and o.
         dropout: dropout probability of the embedding and of the outputs of attention and MLP.
     """
@@ -115,7 +115,7 @@ class GPTNeoX(LlamaLike):
 
     @classmethod
     def make_block(cls, config: GPTNeoXConfig) -> BlockSpec:
-        """Return the spec of a block with two layer norms, parallel or not."""
+        """Return the spec of a block with two layer norms and parallel or sequential sublayers."""
         block = super().make_block(config)
         assert block.mlp is not None
         return replace(
@@ -132,7 +132,7 @@ class GPTNeoX(LlamaLike):
         return replace(super().make_spec(config), embed_dropout=config.dropout, padding_id=None)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to transformers' names; a head's q, k, v are consecutive rows."""
+        """Map parameter names to transformers' names; the fused qkv rows are grouped by head."""
         config, block, published = self.config, "layers.{i}.", "gpt_neox.layers.{i}."
         modules = {
             "norm": "gpt_neox.final_layer_norm",

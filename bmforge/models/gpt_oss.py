@@ -1,7 +1,8 @@
 """gpt-oss (OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv 2508.10925).
 
-Llama's block with biases, a sliding window and attention sinks, and experts in every layer, whose
-router and projections have biases and whose gate is clamped. Experts in MXFP4 are read as floats.
+The block is Llama's with biases, a sliding window and attention sinks. Every layer has experts;
+their router and projections have biases, and their gate is clamped. MXFP4 experts are read as
+floats.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class GptOssConfig(LayerTypesConfig, MixtralConfig):
     swiglu_limit: float = 7.0
 
     def attn_spec(self) -> AttentionSpec:
-        """Return the attention spec of all layers, without the window."""
+        """Return the attention spec that all layers share, without the sliding window."""
         bias = self.attn_bias
         return replace(super().attn_spec(), qkv_bias=bias, out_bias=bias, sinks=True)
 
@@ -86,7 +87,7 @@ class GptOssConfig(LayerTypesConfig, MixtralConfig):
         return tuple(self.window if i in slides else None for i in range(self.num_layers))
 
     def layer_mlps(self) -> tuple[MLPSpec | MoESpec, ...]:
-        """Return the spec of every layer's experts."""
+        """Return the spec of the experts for each layer."""
         spec = MoESpec(
             self.num_experts,
             self.experts_per_token,
@@ -99,7 +100,7 @@ class GptOssConfig(LayerTypesConfig, MixtralConfig):
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        if "experts_per_token" in raw:  # a second name in published configs
+        if "experts_per_token" in raw:  # another name of num_experts_per_tok
             raw.setdefault("num_experts_per_tok", raw["experts_per_token"])
             del raw["experts_per_token"]
         is_scaled = raw.get("rope_parameters") or raw.get("rope_scaling")
@@ -108,15 +109,15 @@ class GptOssConfig(LayerTypesConfig, MixtralConfig):
 
     @classmethod
     def _take_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        return {}  # `LayerTypesConfig` takes them
+        return {}  # `LayerTypesConfig` reads the window fields
 
     def _give_special(self) -> dict[str, Any]:
         out = super()._give_special()
-        # Without the field, transformers scales the positions as in the published checkpoints.
+        # If the field is absent, transformers uses the YaRN scaling of the published checkpoints.
         return out if self.rope_scaling else {**out, "rope_scaling": {"rope_type": "default"}}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names; its default of head_dim is fixed."""
+        """Return the contents of config.json with head_dim, which transformers does not derive."""
         return {**super().to_hf(), "head_dim": self.head_dim}
 
 
@@ -126,7 +127,7 @@ class GptOss(Mixtral):
     config_class = GptOssConfig
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map to transformers' names, where rows of gate and up alternate."""
+        """Map parameter names to transformers' names; rows of gate and up alternate there."""
         own, published = "layers.{i}.", "model.layers.{i}."
         size, experts = self.config.intermediate_size, f"{published}mlp.experts."
         rules = [

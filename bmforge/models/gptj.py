@@ -24,7 +24,7 @@ class GPTJConfig(ModelConfig):
     """Config of GPT-J; other fields are those of `ModelConfig`.
 
     Args:
-        rotary_dim: number of rotated head dims (even).
+        rotary_dim: number of head dims that are rotated (even).
         activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
         embed_dropout: dropout probability of the embedding.
         dropout: dropout probability of the outputs of attention and MLP.
@@ -53,7 +53,7 @@ class GPTJConfig(ModelConfig):
         "init_std": "initializer_range",
         "tie_word_embeddings": "tie_word_embeddings",
     }
-    # n_ctx repeats n_positions; the summary_ fields are those of a multiple-choice head.
+    # n_ctx repeats n_positions; the summary_ fields belong to a multiple-choice head.
     hf_ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "n_ctx",
@@ -96,7 +96,7 @@ class GPTJConfig(ModelConfig):
         ) or self.num_kv_heads != self.num_heads:
             problems.append(
                 f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
-                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} the same"
+                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} must be num_heads"
             )
         if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             problems.append(

@@ -1,4 +1,4 @@
-"""Granite 3, dense (IBM, "Granite 3.0 Language Models", 2024): Llama's block with four factors."""
+"""Granite 3 dense (IBM, "Granite 3.0 Language Models", 2024): Llama with four scaling factors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GraniteConfig(LlamaLikeConfig):
         attn_bias: biases on q, k, v and o.
         mlp_bias: biases in the MLP.
         embed_scale: factor on the embedding.
-        residual_scale: factor on the output of attention and MLP.
+        residual_scale: factor on the outputs of attention and MLP.
         attn_scale: factor on the attention scores.
         logit_divisor: divisor of the logits.
     """
@@ -52,7 +52,7 @@ class GraniteConfig(LlamaLikeConfig):
         attn_scale="attention_multiplier",
         logit_divisor="logits_scaling",
     )
-    # transformers' defaults, which no published checkpoint has.
+    # transformers' defaults, which no published checkpoint uses.
     hf_defaults: ClassVar[dict[str, Any]] = {
         "norm_eps": 1e-6,
         "tie_word_embeddings": False,

@@ -1,6 +1,6 @@
-"""Heads of all families, which turn hidden states into predictions, and their losses.
+"""Task heads of all families: descriptions, losses, and selection of hidden states.
 
-A config names its head; the family's table gives the head's names in transformers.
+`ModelConfig.head` names the head; the family's table `heads` maps it to its names in transformers.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Head:
 
     Args:
         architecture: name of the transformers class, as in config.json.
-        names: published parameter name for each bmforge parameter name of the head.
-        prefix: prefix of the body's parameter names; None uses the family's default.
+        names: mapping from bmforge's name of each parameter of the head to the published name.
+        prefix: prefix of the body's parameter names; if None, the family's default.
         aliases: names of other classes whose checkpoints this head can load.
         optional: parameters that are initialized if a checkpoint lacks them.
     """
@@ -54,14 +54,14 @@ class Head:
 def classifier_heads(
     stem: str, sequence: str, token: str, question: str, *, sequence_bias: bool = True
 ) -> dict[str, Head]:
-    """Return the heads for sequence classification, token classification and question answering.
+    """Return a dict of heads for sequence and token classification, and question answering.
 
     Args:
         stem: prefix of the class names, such as ``"Llama"``.
-        sequence: published module of the sequence classifier ("" for none).
-        token: published module of the token classifier ("" for none).
-        question: published module of question answering ("" for none).
-        sequence_bias: whether the sequence classifier has a bias.
+        sequence: published module name of the sequence classifier; "" to omit this head.
+        token: published module name of the token classifier; "" to omit this head.
+        question: published module name of question answering; "" to omit this head.
+        sequence_bias: True if the sequence classifier has a bias.
     """
 
     def linear(module: str, bias: bool = True) -> dict[str, str]:
@@ -86,11 +86,11 @@ def classification_loss(
 
     Args:
         logits: logits of L classes.
-        labels: class indices for one class per sequence (-100 is ignored), floats for
-            multi-label; with L = 1, regression targets.
+        labels: class indices for single-label classification (-100 is ignored), 0 or 1 as
+            floats for multi-label classification; regression targets if L = 1.
         problem_type: "regression", "single_label_classification" or
             "multi_label_classification"; "" infers it from L and the labels' dtype.
-        num_items: divisor of the summed loss; None takes the mean.
+        num_items: divisor of the summed loss; if None, the loss is the mean.
 
     Shape:
         logits: (B, L) or (B, T, L); labels: (B,), (B, T) or (B, L)
@@ -114,7 +114,7 @@ def classification_loss(
 def span_loss(
     logits: Tensor, starts: Tensor, ends: Tensor, num_items: float | Tensor | None = None
 ) -> Tensor:
-    """Return the loss of question answering: the mean cross-entropy of start and end.
+    """Return the question-answering loss: the mean of the cross-entropies of start and end.
 
     Positions outside of the sequence are ignored, as in transformers.
 
@@ -160,10 +160,10 @@ def finish_spans(
 
 
 def find_last_token(inputs: Tensor, attention_mask: Tensor | None, padding: int | None) -> Tensor:
-    """Return the index of the last token of every sequence, (B,).
+    """Return (B,): the index of the last token of every sequence.
 
-    With `attention_mask` it is the last token of the mask; without a mask, the last token that is
-    not padding, if there is a padding token; otherwise, and for embeddings, the last position.
+    With `attention_mask`, this is the last unmasked token. Without a mask, it is the last token
+    other than `padding`; if `padding` is None or the inputs are embeddings, the last position.
 
     Shape:
         inputs: (B, T) ids or (B, T, D) embeddings
@@ -178,13 +178,13 @@ def find_last_token(inputs: Tensor, attention_mask: Tensor | None, padding: int 
 
 
 def check_head(family: str, head: str, heads: Mapping[str, Head]) -> None:
-    """Raise `ConfigError` if the family does not have the head."""
+    """Raise `ConfigError` if a family does not have a head named `head`."""
     if head not in heads:
         raise ConfigError(f"{family} has no head {head!r} (available: {', '.join(heads)}).")
 
 
 def check_labels(labels: Tensor, rows: int) -> None:
-    """Raise `ShapeError` unless there are labels for `rows` sequences."""
+    """Raise `ShapeError` unless the batch size of the labels is `rows`."""
     if labels.shape[0] != rows:
         raise ShapeError(f"labels have batch size {labels.shape[0]}, but the input has {rows}.")
 
@@ -201,10 +201,10 @@ def check_places(
     """Raise `ShapeError` if `logits_at` is used with labels or with a head without token logits.
 
     Args:
-        head: head of the model.
+        head: name of the model's head.
         labels: labels passed to the model, or None.
         logits_at: positions passed to the model, or None.
-        allowed: heads of the family that have logits at every token.
+        allowed: names of the heads that compute logits at every token.
     """
     if logits_at is None:
         return

@@ -1,4 +1,4 @@
-"""Hooks of a model for initialization, loading and planning, with the families' defaults."""
+"""Hooks with which a model customizes its initialization, loading and memory planning."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["ModelHooks"]
 
 
 class ModelHooks:
-    """Default hooks, which models of other libraries override.
+    """Default hooks for bmforge's families, some of which `TransformersModel` overrides.
 
     Attributes:
-        hf_unused: globs of published weights that no head of bmforge uses, such as a
+        hf_unused: name globs of published weights that no head of bmforge uses, such as a
             next-sentence head.
-        traces_memory: whether the model can run on the meta device, where its memory is measured.
-        keeps_foreign_cache: whether the model uses its own library's KV cache; see
+        traces_memory: True if the model can run on the meta device, to measure its memory use.
+        keeps_foreign_cache: True if the model uses the KV cache of another library; see
             `transformers.ForeignCache`.
     """
 
@@ -31,14 +31,14 @@ class ModelHooks:
 
     @classmethod
     def describe(cls, config: Any, dtype: torch.dtype) -> Self:
-        """Build the model of a config on the meta device, without adapters and other changes."""
+        """Build a config's model on the meta device, without adapters and other changes."""
         with torch.device("meta"), NoDrawing():
             model: Any = cls(config)  # type: ignore[call-arg]
         return model.to(dtype)
 
     @classmethod
     def separates_documents(cls, config: Any) -> bool:
-        """Return True if the texts of a packed row do not influence each other."""
+        """Return True if texts packed into one row do not influence each other."""
         return True
 
     def initial_value(self, name: str) -> Tensor | None:
@@ -46,7 +46,7 @@ class ModelHooks:
         return None
 
     def is_of_head(self, name: str) -> bool:
-        """Return True for a tensor of the head, including those that an adapter added to it."""
+        """Return True for a tensor of the head or of an adapter on the head."""
         names = self.config.heads[self.config.head].names
         owners = {own_name.rpartition(".")[0] for own_name in names}
         return name in names or any(name.startswith(f"{owner}.") for owner in owners if owner)

@@ -38,14 +38,14 @@ Backend = Literal["auto", "native", "transformers"]
 
 
 def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
-    """Return the family and config of a preset, found by its name or the name of its weights.
+    """Return the model class and config of a preset, given its name or a name of its weights.
 
     Raises:
-        ConfigError: the preset is unknown; the message suggests the nearest.
+        ConfigError: the preset is unknown; the message suggests the nearest name.
     """
     for family in FAMILIES.values():
         presets, ids = family.config_class.presets, family.config_class.hub_ids
-        # Weights have several names: short ones and their hub id.
+        # Weights have several names: their hub id and short names.
         hub_id = ids.get(name, name)
         same = (key for key in presets if ids.get(key) == hub_id)
         preset = name if name in presets else next(same, None)
@@ -64,7 +64,7 @@ def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
 
 
 def find_config(name: str, backend: Backend = "auto") -> tuple[type[Model], ModelConfig]:
-    """Return the family and config of a model directory, GGUF file or preset.
+    """Return the model class and config of a model directory, GGUF file or preset.
 
     Raises:
         ConfigError: the name is neither a preset nor a model.
@@ -77,13 +77,13 @@ def find_config(name: str, backend: Backend = "auto") -> tuple[type[Model], Mode
 
 
 def prefers_directory(name: str) -> bool:
-    """Return True if a name is a model directory, which takes precedence over a preset or family.
+    """Return True if a name is a model directory; directories have priority over presets.
 
     A log line reports a preset or family that has the same name.
     """
     if not (Path(name) / "config.json").is_file():
         return False
-    # The tables of names import every family, which a path does not need.
+    # Looking up names imports every family, which is not needed for a path.
     is_path = Path(name).name != name
     if not is_path and (name in _preset_names() or find_family(name) is not None):
         get_logger().info(
@@ -95,7 +95,7 @@ def prefers_directory(name: str) -> bool:
 
 
 def find_family(name: str) -> type[Model] | None:
-    """Return the family with this name, in any spelling (CPM-Bee, cpmbee); None for others."""
+    """Return the model class with this name in any spelling (CPM-Bee, cpmbee); None if unknown."""
     plain = _plain(name)
     for key, family in FAMILIES.items():
         if plain in (_plain(key), _plain(family.config_class.family)):
@@ -112,7 +112,7 @@ def _preset_names() -> list[str]:
 
 
 def family_of_config(config: ModelConfig) -> type[Model]:
-    """Return the class that builds models from a config."""
+    """Return the model class of a config."""
     name = type(config).__name__.removesuffix("Config")
     if name in FAMILIES and FAMILIES[name].config_class is type(config):
         return FAMILIES[name]
@@ -120,13 +120,13 @@ def family_of_config(config: ModelConfig) -> type[Model]:
 
 
 def find_model(name: str | Path) -> Path:
-    """Return the directory of a model: a directory, run directory, hub id or short name.
+    """Return the directory of a model, given a directory, run directory, hub id or short name.
 
     Raises:
         ConfigError: the model is neither a directory, nor in the cache, nor on the hub.
     """
     name = find_export(name)
-    # A path needs no table of hub ids, which would import every family.
+    # The table of hub ids imports every family, and is not needed for a path.
     return resolve_model(name, {} if Path(name).exists() else _hub_ids())
 
 
@@ -142,7 +142,7 @@ def _hub_ids() -> dict[str, str]:
 def head_options(
     adapter: str | Path, base: str | Path, backend: Backend = "auto"
 ) -> dict[str, Any]:
-    """Return the options with which the base model of an adapter is loaded.
+    """Return the options with which to load the base model of an adapter.
 
     A classifier's adapter contains the head, which the base model may lack.
 
@@ -170,7 +170,7 @@ class AutoModel:
                 library, "auto" for a native family if there is one.
 
         Raises:
-            ConfigError: neither backend has the model_type.
+            ConfigError: no backend supports the model_type.
             MissingDependencyError: the model needs transformers, which is not installed.
         """
         check_backend(backend)
@@ -198,8 +198,8 @@ class AutoModel:
         """Load a checkpoint, or a base model with an adapter.
 
         Args:
-            name: directory, hub id or short name. For a run directory its export is loaded; for
-                an adapter directory its base model, with the adapter attached and frozen.
+            name: directory, hub id or short name. For a run directory, its export is loaded. For
+                an adapter directory, its base model is loaded, and the frozen adapter is attached.
             backend: see `family_of`.
             allow_other_base: accept an adapter whose base model has changed since its training.
             options: options of `Model.from_pretrained`.
@@ -211,7 +211,7 @@ class AutoModel:
         base = find_base_model(name)
         options = {**head_options(name, base, backend), **options}
         model = cls.from_pretrained(base, backend=backend, **options)
-        # Adapters are built on models, so `models` must not import `tune` at import time.
+        # `tune` imports `models`, so `models` must not import `tune` at import time.
         tune: Any = importlib.import_module("bmforge.tune.delta")
         tune.load_delta(
             model,
@@ -226,7 +226,7 @@ class AutoModel:
     def describe_pretrained(
         cls, name: str | Path, *, backend: Backend = "auto", **options: Any
     ) -> tuple[Model, WeightFiles]:
-        """Build a checkpoint's model on the meta device, with its weight files.
+        """Build a checkpoint's model on the meta device; return the model and its weight files.
 
         Args:
             name: directory, hub id or short name.
@@ -258,7 +258,7 @@ class AutoModel:
 
 
 def _transformers_model() -> type[Model]:
-    """Import the backend for other architectures, which models of a native family do not need."""
+    """Import and return the model class of the transformers backend."""
     from bmforge.models.transformers import TransformersModel
 
     return TransformersModel
@@ -277,7 +277,7 @@ def check_backend(backend: str) -> None:
 
 
 def _describe_unknown(kind: str, raw: dict[str, Any], backend: str) -> str:
-    """Return the error message for an unsupported model_type, with a way to open it."""
+    """Return the error message for an unsupported model_type, with a hint how to load it."""
     configs = [family.config_class for family in FAMILIES.values()]
     native = sorted({t for c in configs for t in c.model_types or (c.family,)})
     if kind in native:

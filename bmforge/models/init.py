@@ -27,8 +27,8 @@ __all__ = [
 class NoDrawing(TorchFunctionMode):
     """Mode in which modules are built without initializing their weights.
 
-    On the meta device nothing would be initialized anyway, but torch would import its compiler,
-    which takes seconds.
+    On the meta device, initialization has no effect, but it makes torch import its compiler, which
+    takes seconds.
     """
 
     def __torch_function__(
@@ -45,14 +45,14 @@ def materialize_(
     device: torch.device | str | None = None,
     elsewhere: Mapping[str, torch.device] | None = None,
 ) -> None:
-    """Allocate the meta tensors of a model; ties, shards and real tensors are preserved.
+    """Allocate the meta tensors of a model; ties, sharding and other tensors are preserved.
 
     Args:
         model: model to allocate.
-        device: device of the tensors; None uses that of the layout, or else the CPU.
+        device: device of the tensors; None for the layout's device, or the CPU without a layout.
         elsewhere: mapping from the name of a module on another device to that device.
     """
-    # Buffers that no checkpoint has count too: adapters take their device from one of them.
+    # This includes buffers that no checkpoint contains: adapters infer their device from a buffer.
     tensors = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         sharded = next((p for p in tensors if is_distributed(p)), None)
@@ -87,12 +87,12 @@ def _tie_(model: nn.Module, first: str, others: list[str]) -> None:
 
 
 def init_weights_(model: Any, seed: int = 0, *, device: torch.device | str | None = None) -> Any:
-    """Initialize all weights of a model, with the same values on every layout; return the model.
+    """Initialize all weights of a model with the same values on every layout; return the model.
 
     Args:
-        model: `Model` that is plain, on meta, or parallelized.
+        model: `Model`, on a device, on meta, or parallelized.
         seed: random seed of the initialization.
-        device: device for a model on meta; None uses that of the layout, or else the CPU.
+        device: device for a model on meta; None for the layout's device, or the CPU without one.
     """
     materialize_(model, device)
     for name, tensor in persistent_tensors(model).items():
@@ -102,7 +102,7 @@ def init_weights_(model: Any, seed: int = 0, *, device: torch.device | str | Non
 
 
 def weight_drawer(model: Any, seed: int = 0) -> Callable[[str, Tensor], None]:
-    """Return a function that initializes one tensor of a model, as `init_weights_` does."""
+    """Return a function (name, target) that initializes a tensor as `init_weights_` does."""
     return lambda name, target: init_tensor_(model, target, name, seed)
 
 
@@ -114,7 +114,7 @@ def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
     Raises:
         TypeError: `tensor_notes` define no initial value of a buffer.
     """
-    initial_value = getattr(model, "initial_value", None)  # a model of the user's has none
+    initial_value = getattr(model, "initial_value", None)  # missing in a user's own model
     if initial_value is not None and (value := initial_value(name)) is not None:
         copy_part_(tensor, value)
         return

@@ -26,7 +26,7 @@ from bmforge.surgery import match_glob, persistent_tensors
 __all__ = ["KEEP", "fill_kept_", "keep_", "layers_with_integers"]
 
 KEEP = "keep"
-# Integers that are packed at a time: they stay in the cache from reading to packing.
+# Number of integers that are packed at a time, so that they stay in the CPU cache.
 _INTEGERS_AT_ONCE = 1 << 20
 
 
@@ -34,7 +34,7 @@ def keep_(plain: Any, read: WeightReader) -> Any:
     """Pack the layers whose stored integers can be loaded unchanged; return the model.
 
     Args:
-        plain: model on the meta device.
+        plain: unquantized model on the meta device.
         read: reader of the checkpoint.
 
     Raises:
@@ -53,10 +53,10 @@ def keep_(plain: Any, read: WeightReader) -> Any:
 
 
 def layers_with_integers(plain: Any, read: WeightReader) -> dict[QuantSpec, list[str]]:
-    """Return the layers whose stored integers can be loaded unchanged, grouped by scheme.
+    """Return a dict from scheme to the layers whose stored integers can be loaded unchanged.
 
     Args:
-        plain: model on the meta device.
+        plain: unquantized model on the meta device.
         read: reader of the checkpoint.
     """
     layers: dict[QuantSpec, list[str]] = {}
@@ -91,7 +91,7 @@ def fill_kept_(store: nn.Module, base: str, name: str, read: WeightReader) -> No
 
     Args:
         store: packed layer with allocated parameters.
-        base: name of the weight in the plain layer.
+        base: name of the weight in the unquantized layer.
         name: full name of the weight in the model.
         read: reader of the checkpoint.
     """

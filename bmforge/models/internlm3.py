@@ -1,4 +1,4 @@
-"""InternLM3 (Shanghai AI Laboratory, 2025): Llama's block with other names for bias fields."""
+"""InternLM3 (Shanghai AI Laboratory, 2025): Llama with other config fields for biases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["InternLM3", "InternLM3Config"]
 
 
 def _internlm3_heads() -> dict[str, Head]:
-    """Return the heads; in transformers this model uses Llama's classes."""
+    """Return a dict from head name to head; transformers loads this model with Llama's classes."""
     return {
         name: replace(head, aliases=(head.architecture.replace("Llama", "InternLM3"),))
         for name, head in llama_heads("Llama", question_prefix="transformer.").items()
@@ -57,7 +57,7 @@ class InternLM3Config(LlamaLikeConfig):
     def check(self) -> None:
         """Raise `ConfigError` for inconsistent fields."""
         super().check()
-        if self.attn_bias != self.mlp_bias:  # transformers' implementation has one for both
+        if self.attn_bias != self.mlp_bias:  # transformers' implementation has one field for both
             raise ConfigError(
                 f"InternLM3Config: attn_bias={self.attn_bias} and mlp_bias={self.mlp_bias} must be "
                 "equal."

@@ -1,7 +1,7 @@
-"""Kinds of changes to a model (adapters, quantization, resizing), and how each is applied.
+"""Kinds of changes to a model (adapters, quantization, resizing), and functions to apply them.
 
-A kind is an entry of `KINDS`: a dataclass of options and a function that changes modules. The added
-modules and the kinds of adapters are in `nn`.
+A kind is an entry of `KINDS`: a dataclass of options and a function that changes modules. The
+modules that are added, and the kinds of adapters, are defined in `nn`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def quantize_layers_(model: nn.Module, names: Sequence[str], spec: QuantSpec, na
 
 
 def _put_in_place_(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
-    """Replace modules by their quantized versions; adapters move to the replacements."""
+    """Replace modules with their quantized versions, to which their adapters are moved."""
     for n, module in new.items():
         if taken := [p for p, _ in beside_parts(model.get_submodule(n)) if hasattr(module, p)]:
             kind = type(module).__name__
@@ -86,7 +86,7 @@ def _put_in_place_(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
     for n, module in new.items():
         old = replace_module_(model, n, module)
         move_parts_(old, module)
-        for slot, part in old.named_children():  # a prompt behind a table
+        for slot, part in old.named_children():  # such as a soft prompt of an embedding
             setattr(module, slot, part)
 
 
@@ -103,7 +103,7 @@ def _check_ties(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def resize_blocks_(model: nn.Module, names: Sequence[str], sizes: Sizes, name: str) -> None:
-    """Resize layers; see `resize.resize_`."""
+    """Resize the layers of a model (see `resize.resize_`)."""
     refuse_name(name)
     if getattr(model, "spec", None) is None:
         raise ConfigError("this model cannot be resized (supported: model families of bmforge).")
@@ -122,7 +122,7 @@ def find_kind(name: str) -> Kind:
     """Return the kind of change with the given name.
 
     Raises:
-        ConfigError: this version does not have the kind.
+        ConfigError: this version does not support the kind.
     """
     if name not in KINDS:
         raise ConfigError(

@@ -41,9 +41,9 @@ class LatentConfig(LlamaLikeConfig):
     """Config of a decoder with latent attention; other fields are those of the base class.
 
     Args:
-        head_dim: width of a head's query and key; 0 means plain_dim + rope_dim, the only value.
+        head_dim: width of a head's query and key; must be 0 or plain_dim + rope_dim.
         kv_rank: width of the latent from which keys and values are projected.
-        q_rank: width of the latent from which queries are projected; 0 means no latent.
+        q_rank: width of the latent from which queries are projected; 0 for no such latent.
         plain_dim: number of dims of a query and key without rotary positions.
         rope_dim: number of dims of a query and key with rotary positions.
         value_dim: width of a head's values.
@@ -56,7 +56,7 @@ class LatentConfig(LlamaLikeConfig):
     value_dim: int = 128
 
     def __post_init__(self) -> None:
-        """Derive the width of a head, and check all fields."""
+        """Derive `head_dim`, and check all fields."""
         self.head_dim = self.head_dim or self.plain_dim + self.rope_dim
         super().__post_init__()
 
@@ -77,12 +77,12 @@ class LatentConfig(LlamaLikeConfig):
             raise ConfigError(f"{name}: {'; '.join(problems)}.")
 
     def _saves_head_dim(self) -> bool:
-        """Return True: the width of a head follows from the widths of its two parts."""
+        """Return True: head_dim is plain_dim + rope_dim, which are saved."""
         return True
 
     @property
     def interleaves(self) -> bool:
-        """Whether adjacent dims are rotated as pairs."""
+        """True if adjacent dims are rotated as pairs."""
         return True
 
     def rope_spec(self, rotary_dim: int = 0, interleaved: bool = False) -> RopeSpec:
@@ -90,11 +90,11 @@ class LatentConfig(LlamaLikeConfig):
         return super().rope_spec(rotary_dim or self.rope_dim, interleaved or self.interleaves)
 
     def latent_spec(self, bias: bool = False) -> LatentSpec:
-        """Return the sizes of the latents."""
+        """Return the sizes of latent attention."""
         return LatentSpec(self.kv_rank, self.q_rank, self.rope_dim, self.value_dim, bias)
 
     def score_scale(self) -> float:
-        """Return the factor on the scores, which YaRN increases (`mscale_all_dim`)."""
+        """Return the factor on the attention scores; YaRN increases it by `mscale_all_dim`."""
         factor, weight = (self.rope_scaling.get(n) for n in ("factor", "mscale_all_dim"))
         scale = self.head_dim**-0.5
         if not weight or not factor or factor <= 1:
@@ -107,7 +107,7 @@ class LatentConfig(LlamaLikeConfig):
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        # transformers states the rotated width, for its rotary tables, and the sum of both.
+        # transformers writes rope_dim as head_dim, and plain_dim + rope_dim as qk_head_dim.
         for name in ("head_dim", "qk_head_dim"):
             raw.pop(name, None)
         rank = {"q_rank": raw.pop("q_lora_rank") or 0} if "q_lora_rank" in raw else {}
@@ -118,7 +118,7 @@ class LatentConfig(LlamaLikeConfig):
         return {**super()._give_special(), "q_lora_rank": self.q_rank or None}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names, without the widths that it derives."""
+        """Return the contents of config.json, without the head dims that transformers derives."""
         out = super().to_hf()
         return {k: v for k, v in out.items() if k not in ("head_dim", "qk_head_dim")}
 
@@ -145,7 +145,7 @@ class Latent(LlamaLike):
         return replace(block, attn=attn)
 
     def tensor_cuts(self) -> tuple[TensorCut, ...]:
-        """Return the tensor parallel plan: MLP, embedding and head; attention is replicated."""
+        """Return the tensor-parallel plan: MLP, embedding and head; attention is replicated."""
         return whole_attention(super().tensor_cuts())
 
     def weight_rules(self) -> list[WeightRule]:

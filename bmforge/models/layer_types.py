@@ -1,4 +1,4 @@
-"""Base classes of decoders with a sliding window, or other rotary positions, in some layers."""
+"""Base classes of decoders in which some layers have a sliding window or other RoPE settings."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class LayerTypesConfig(LlamaLikeConfig):
     """Config of a family in which some layers have a sliding window.
 
     Args:
-        window: number of tokens that a token attends to in the layers with a window.
+        window: number of tokens to which a token attends in the layers with a sliding window.
         layer_types: "sliding_attention" or "full_attention" for every layer; empty if every
             `full_every`-th layer attends to all tokens and the others have the window.
     """
 
     full_every: ClassVar[int] = 2
-    # Whether layers without a window have rotary positions.
+    # True if layers without a window have rotary positions.
     rotates_full: ClassVar[bool] = True
     default_window: ClassVar[int] = 4096
 
@@ -74,7 +74,7 @@ class LayerTypesConfig(LlamaLikeConfig):
 
 @dataclass(kw_only=True)
 class LocalRotaryConfig(LayerTypesConfig):
-    """Config of a family in which layers with a sliding window have other rotary positions.
+    """Config of a family in which layers with a sliding window have another rotary base.
 
     `rope_theta` and `rope_scaling` apply to the layers that attend to all tokens.
 
@@ -107,7 +107,7 @@ class LocalRotaryConfig(LayerTypesConfig):
         return {**values, "local_rope_theta": float(theta)}, raw
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names, with rotary fields per kind of layer."""
+        """Return the contents of config.json, with rotary fields per layer type."""
         out = super().to_hf()
         out.pop("rope_local_base_freq", None)
         scaling = out.pop("rope_scaling") or {"rope_type": "default"}
@@ -124,7 +124,7 @@ class LayerTypes(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: Any) -> DecoderSpec:
-        """Return the hyperparameters of the model, with the windows of its layers."""
+        """Return the hyperparameters of the model, including the windows of its layers."""
         spec, local = super().make_spec(config), None
         attn = spec.block.attn
         assert attn is not None

@@ -1,4 +1,4 @@
-"""Base classes of Llama, and of decoders that differ in config fields, names and few options.
+"""Base classes of Llama, and of decoders that differ from it in config fields, names and options.
 
 Such a family overrides `make_block` (its block) and, if needed, `make_spec` (embedding, rotary
 positions and head) and `weight_rules`.
@@ -64,11 +64,11 @@ def renamed(**names: str) -> dict[str, str]:
 def llama_heads(
     stem: str, sequence: str = "score", question_prefix: str | None = None
 ) -> dict[str, Head]:
-    """Return the heads of Llama and of families that transformers derives from it.
+    """Return a dict from head name to head for Llama and families that are derived from it.
 
     Args:
         stem: prefix of transformers' class names.
-        sequence: published module of the sequence and token classifiers.
+        sequence: published module name of the sequence and token classifiers.
         question_prefix: prefix of the body's parameter names in question answering checkpoints.
     """
     heads = classifier_heads(stem, sequence, sequence, "qa_outputs", sequence_bias=False)
@@ -81,7 +81,7 @@ def llama_heads(
 
 
 def llama_rules() -> list[WeightRule]:
-    """Map the parameter names of the body to transformers' names."""
+    """Map the parameter names of embedding, blocks and norm to transformers' names."""
     block, published = "layers.{i}.", "model.layers.{i}."
     parts = {f"{block}attn.{p}": f"{published}self_attn.{p}" for p in _ATTENTION_PARTS}
     parts |= {
@@ -97,7 +97,7 @@ def llama_rules() -> list[WeightRule]:
 
 
 def gate_up_rules(width: int) -> list[WeightRule]:
-    """Map gate and up of an MLP to the rows of one fused published tensor.
+    """Map the gate and up projections of an MLP to the rows of one fused published tensor.
 
     Args:
         width: hidden width F of the MLP.
@@ -113,7 +113,7 @@ def gate_up_rules(width: int) -> list[WeightRule]:
 
 
 def rules_with_norms(names: dict[str, str]) -> list[WeightRule]:
-    """Map parameter names to Llama's, for a model whose blocks have other norms.
+    """Map parameter names to Llama's, except for the norms of a block.
 
     Args:
         names: mapping from bmforge's name of each norm of a block to transformers' name.
@@ -128,7 +128,7 @@ def fused_qkv_rules(published: str, config: Any, groups: int = 1) -> list[Weight
 
     Args:
         published: transformers' name of the layer.
-        config: config with the numbers of heads and their width.
+        config: config with `num_heads`, `num_kv_heads` and `head_dim`.
         groups: number of groups of heads. The rows are ordered by group, and within a group by
             q, k and v; 1 means all of q, then all of k, then all of v.
     """
@@ -156,11 +156,11 @@ class LlamaLikeConfig(RotaryConfig):
     Args:
         activation: activation of the MLP.
         attn_dropout: dropout probability of attention weights.
-        pad_token_id: token whose embedding gets no gradient; None if there is none.
+        pad_token_id: id of padding tokens, whose embedding gets no gradient; None for no padding.
     """
 
     hf_names: ClassVar[dict[str, str]] = LLAMA_NAMES
-    # Base of the rotary frequencies where config.json states none.
+    # Base of the rotary frequencies if config.json contains none.
     default_theta: ClassVar[float] = 10000.0
     has_gate: ClassVar[bool] = True
 
@@ -178,7 +178,7 @@ class LlamaLikeConfig(RotaryConfig):
         return self.has_gate
 
     def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields, or a head width that cannot be saved."""
+        """Raise `ConfigError` for inconsistent fields, or a head_dim that cannot be saved."""
         super().check()
         width = self.num_heads * self.head_dim
         if width != self.hidden_size and not self._saves_head_dim():
@@ -188,7 +188,7 @@ class LlamaLikeConfig(RotaryConfig):
             )
 
     def _saves_head_dim(self) -> bool:
-        """Return True if the saved config determines the width of a head."""
+        """Return True if the saved config determines `head_dim`."""
         return "head_dim" in self.hf_names or self.says("head_dim")
 
     @classmethod
@@ -204,10 +204,10 @@ class PartialRotaryConfig(LlamaLikeConfig):
     """Config of a family that rotates only the first dims of each head.
 
     Args:
-        rotary_part: fraction of a head's dims that are rotated (0 to 1).
+        rotary_part: fraction of a head's dims that are rotated, from 0 to 1.
     """
 
-    # Share where config.json states none.
+    # Fraction if config.json contains none.
     default_part: ClassVar[float] = 1.0
 
     rotary_part: float = 1.0
@@ -233,7 +233,7 @@ class PartialRotaryConfig(LlamaLikeConfig):
         out, part = super()._give_special(), {"partial_rotary_factor": self.rotary_part}
         if not self.raw.get("rope_parameters"):
             return {**out, **part}
-        # transformers 5 states it with the other rotary parameters.
+        # transformers 5 stores it with the other rotary parameters.
         scaling = out["rope_scaling"] or {"rope_type": "default"}
         return {**out, "rope_scaling": {**scaling, **part}}
 
@@ -250,7 +250,7 @@ class LlamaLike(CausalLM):
     def make_block(cls, config: Any) -> BlockSpec:
         """Return the spec of the family's block; the default is Llama's.
 
-        Its biases are those of the config's fields `attn_bias` and `mlp_bias`, if it has them.
+        The config's fields `attn_bias` and `mlp_bias`, if it has them, enable biases.
         """
         attn_bias = getattr(config, "attn_bias", False)
         attn = AttentionSpec(

@@ -39,11 +39,11 @@ def load_weights_(
     """Load a Hugging Face checkpoint into a model; each rank reads only its shards.
 
     Args:
-        model: `Model` that is plain, on meta, or parallelized.
-        source: directory of the weights, or the opened files.
-        device: device for a model on meta; None uses that of the layout, or else the CPU.
+        model: `Model`, on a device, on meta, or parallelized.
+        source: directory of the weights, or their `WeightFiles`.
+        device: device for a model on meta; None for the layout's device, or the CPU without one.
         new_head: initialize the head's weights (seed 0) if the checkpoint has none of this shape.
-        threads: number of reading threads; None uses torch's number of threads.
+        threads: number of reading threads (default: torch's number of threads, at most 8).
         elsewhere: mapping from the name of a module on another device to that device.
 
     Raises:
@@ -72,14 +72,14 @@ def load_weights_(
 
 
 class WeightReader:
-    """Reads whole tensors of a model from a checkpoint on demand.
+    """Reads single tensors of a model from a checkpoint on demand.
 
     Args:
         model: model with the tensors.
         files: weight files of the checkpoint.
-        pairs: `WeightRule` and stored name of each tensor.
+        pairs: pairs (`WeightRule`, stored name) of the tensors.
         fresh: names of tensors to initialize instead of reading.
-        threads: number of reading threads; None uses torch's number of threads.
+        threads: number of reading threads (default: torch's number of threads, at most 8).
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class WeightReader:
         self.read_all({tensor_name: target})
 
     def read_all(self, targets: Mapping[str, Tensor]) -> None:
-        """Read several tensors at once, which is faster than one after the other."""
+        """Read several tensors in parallel, each into its target."""
         for tensor_name in self._fresh & targets.keys():
             init_tensor_(self._model, targets[tensor_name], tensor_name, seed=0)
         reads = [
@@ -112,7 +112,7 @@ class WeightReader:
         run_reads(reads, threads=self._threads)
 
     def is_stored(self, tensor_name: str) -> bool:
-        """Return True if a tensor is read from floats in the files, and not initialized."""
+        """Return True if the files contain a tensor as floats, so that it is not initialized."""
         rules = self._rules.get(tensor_name, ())
         stored = [self._files.stored_spec(name) is None for _, name in rules]
         return tensor_name not in self._fresh and bool(stored) and all(stored)
@@ -122,7 +122,7 @@ class WeightReader:
 
         Args:
             tensor_name: name of the tensor.
-            rows: index of each element, one number per dim.
+            rows: index of each element, with one integer per dim.
             target: 1-D CPU tensor for the values.
         """
         reads = []
@@ -137,7 +137,7 @@ class WeightReader:
         run_reads(reads, threads=self._threads)
 
     def stored_spec(self, tensor_name: str) -> QuantSpec | None:
-        """Return the integer format of a stored tensor; None for floats or other formats."""
+        """Return the QuantSpec of a tensor stored as integers; None if stored in another way."""
         rules = self._rules.get(tensor_name, ())
         if any(rule.transpose or rule.rows is not None for rule, _ in rules):
             return None
@@ -149,7 +149,7 @@ class WeightReader:
 
         Args:
             tensor_name: name of the tensor.
-            box: region of the tensor, with whole rows; for a stacked tensor, rows of one entry.
+            box: region of the tensor, with whole rows; for a stack of experts, rows of one expert.
         """
         for rule, name in self._rules[tensor_name]:
             slices = rule.source_slices(box)
@@ -158,7 +158,7 @@ class WeightReader:
         raise AssertionError(f"no weight rule of {tensor_name} contains {box}")
 
     def read_expert(self, tensor_name: str, expert: int, target: Tensor) -> None:
-        """Read one entry (expert) of a stacked tensor into a contiguous CPU tensor.
+        """Read one expert of a stacked tensor into a contiguous CPU tensor.
 
         Shape:
             target: shape of the stacked tensor without its first dim
@@ -179,12 +179,12 @@ def weight_reader(
     threads: int | None = None,
     new_head: bool = False,
 ) -> WeightReader:
-    """Return a reader of a model's tensors from a checkpoint.
+    """Return a reader that reads a model's tensors from a checkpoint.
 
     Args:
-        model: model, plain or on meta; mismatches raise an error immediately.
-        source: directory of the weights, or the opened files.
-        threads: number of reading threads; None uses torch's number of threads.
+        model: model, possibly on meta; names and shapes are compared with the files immediately.
+        source: directory of the weights, or their `WeightFiles`.
+        threads: number of reading threads (default: torch's number of threads, at most 8).
         new_head: initialize the head's weights (seed 0) if the checkpoint has none of this shape.
 
     Raises:

@@ -28,8 +28,8 @@ class LongformerConfig(EncoderConfig):
     Args:
         windows: window size of every layer, half on each side; a single number applies to all
             layers.
-        sep_token_id: id of the token after a question; in question answering the question's
-            tokens are global.
+        sep_token_id: id of the separator after a question, whose tokens have global attention in
+            question answering.
     """
 
     family: ClassVar[str] = "longformer"
@@ -120,8 +120,7 @@ class Longformer(EncoderModel):
     config_class = LongformerConfig
     family_traits = Traits("both", "masked tokens", "learned", marks_between=2)
     hf_prefix = "longformer."
-    # Poolers that no head here reads; the bias that transformers ignores when the decoder is not
-    # tied.
+    # Poolers that no head uses, and the bias that transformers ignores if the decoder is not tied.
     hf_unused = ("longformer.pooler.dense.*", "pooler.dense.*", "lm_head.bias")
     hf_old_names = (
         ("lm_head.bias", "lm_head.decoder.bias"),
@@ -148,16 +147,16 @@ class Longformer(EncoderModel):
         global_attention_mask: Tensor | None = None,
         max_global_tokens: int | None = None,
     ) -> dict[int | None, Any]:
-        """Build the mask for each window size.
+        """Return a dict from window size to attention mask.
 
         Args:
             inputs: token ids or embeddings.
             attention_mask: 1 for tokens, 0 for padding.
-            document_ids: document of each token in packed sequences; tokens attend within a
-                document.
-            global_attention_mask: 1 for global tokens. None selects the first token for
-                sequence classification, the question (tokens before the first of three separators)
-                for question answering, and no token otherwise.
+            document_ids: index of each token's document in packed rows; tokens attend within
+                their document.
+            global_attention_mask: 1 for tokens with global attention. By default, these are the
+                first token for sequence classification, the question (tokens before the first of
+                three separators) for question answering, and otherwise none.
             max_global_tokens: maximum number of global tokens per sequence; a compiled model
                 needs it for linear cost.
 
@@ -182,7 +181,7 @@ class Longformer(EncoderModel):
         }
 
     def _default_globals(self, inputs: Tensor) -> Tensor | None:
-        """Return the mask of the default global tokens, as in transformers."""
+        """Return the default mask (B, T) of tokens with global attention, as in transformers."""
         position = torch.arange(inputs.shape[1], device=inputs.device).expand(inputs.shape[:2])
         if self.config.head == "sequence_classification":
             return position == 0
@@ -212,5 +211,5 @@ class Longformer(EncoderModel):
         )
 
     def tied_copies(self) -> dict[str, str]:
-        """Map the decoder's bias, which checkpoints store twice, to its original name."""
+        """Return a dict from the name of the decoder bias's copy in checkpoints to its own name."""
         return {"lm_head.decoder.bias": "lm_head.bias"}

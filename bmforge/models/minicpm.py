@@ -86,7 +86,7 @@ class MiniCPMConfig(LlamaLikeConfig):
         base_hidden_size="dim_model_base",
         attn_bias="attention_bias",
     )
-    # Read by the speculative decoding heads only, which are separate models.
+    # Used only by draft models for speculative decoding.
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"mup_denominator"})
     # Defaults of the published code.
     hf_defaults: ClassVar[dict[str, Any]] = {
@@ -166,7 +166,7 @@ class MiniCPMConfig(LlamaLikeConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Recognize the config; the first checkpoints have only a class name and no model_type."""
+        """Return True for MiniCPM; its first checkpoints have a class name but no model_type."""
         class_names = {n for head in cls.heads.values() for n in (head.architecture, *head.aliases)}
         has_class = bool(class_names & set(raw.get("architectures") or ()))
         return raw.get("model_type") == cls.family or ("model_type" not in raw and has_class)
@@ -186,7 +186,7 @@ class MiniCPM(LlamaLike):
 
     @classmethod
     def make_block(cls, config: MiniCPMConfig) -> BlockSpec:
-        """Return Llama's block with MiniCPM's factor on the sublayers' outputs."""
+        """Return the block spec with MiniCPM's factor on the sublayers' outputs."""
         scale = config.depth_scale / math.sqrt(config.num_layers)
         return replace(super().make_block(config), residual_scale=scale)
 

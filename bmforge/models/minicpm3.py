@@ -86,7 +86,7 @@ class MiniCPM3Config(LatentConfig):
 
     @property
     def interleaves(self) -> bool:
-        """False: the two halves of the rotated dims are rotated as pairs."""
+        """False: dim i is rotated with dim i + rope_dim / 2."""
         return False
 
     @classmethod
@@ -95,7 +95,7 @@ class MiniCPM3Config(LatentConfig):
         width, heads = (raw.get(name) or size for name, size in sizes.items())
         if raw.get("v_head_dim") is None:
             raw["v_head_dim"] = width // heads
-        # transformers reads a missing scale as "no scaling".
+        # transformers treats null as "no scaling".
         if "scale_depth" in raw and raw["scale_depth"] is None:
             raw["scale_depth"] = math.sqrt(raw.get("num_hidden_layers", cls.num_layers))
         if "dim_model_base" in raw and raw["dim_model_base"] is None:
@@ -110,7 +110,7 @@ class MiniCPM3(Latent):
 
     @classmethod
     def make_block(cls, config: MiniCPM3Config) -> BlockSpec:
-        """Return the spec of the block, with scaled residuals."""
+        """Return the block spec with a factor on the sublayers' outputs."""
         scale = config.depth_scale / math.sqrt(config.num_layers)
         return replace(super().make_block(config), residual_scale=scale)
 

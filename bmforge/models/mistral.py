@@ -1,7 +1,7 @@
 """Mistral and Ministral (Jiang et al., "Mistral 7B", arXiv 2310.06825).
 
-Llama's block with a sliding window: in all layers of Mistral, in the layers named by `layer_types`
-in Ministral.
+The block is Llama's with a sliding window: in all layers of Mistral, and in some layers of
+Ministral (`layer_types`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def _mistral_heads() -> dict[str, Head]:
-    """Return the heads, each with its class names for Mistral and Ministral in transformers."""
+    """Return a dict from head name to head, with transformers' Mistral and Ministral classes."""
     return {
         name: replace(head, aliases=(head.architecture.replace("Mistral", "Ministral"),))
         for name, head in llama_heads("Mistral").items()
@@ -38,7 +38,7 @@ class MistralConfig(LlamaLikeConfig):
 
     Args:
         model_type: "mistral", or "ministral" if layers differ.
-        window: sliding window in `window_layers`, in tokens; 0 means no limit.
+        window: size of the sliding window in `window_layers`, in tokens; 0 for no window.
         window_layers: indices of the layers with a window; empty means all layers.
     """
 
@@ -114,7 +114,7 @@ class MistralConfig(LlamaLikeConfig):
                 f"supported (allowed: {_SLIDING} and {_FULL}; a sliding layer needs "
                 "sliding_window)."
             )
-        values["model_type"] = "ministral"  # transformers reads a Mistral with layer_types so
+        values["model_type"] = "ministral"  # how transformers loads Mistral with layer_types
         raw["model_type"] = "ministral"
         is_mixed = 0 < len(slides) < len(kinds)
         values |= {"window": window if slides else 0, "window_layers": slides if is_mixed else []}

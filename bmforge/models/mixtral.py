@@ -1,6 +1,6 @@
 """Mixtral, a Llama with a mixture of experts (Jiang et al., "Mixtral of experts", 2024).
 
-The Qwen-MoE families (`qwen_moe.py`) derive from this class and have more config fields.
+The Qwen-MoE families (`qwen_moe.py`) derive from these classes and have more config fields.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def expert_rules(published: str, names: Mapping[str, str]) -> list[WeightRule]:
 
     Args:
         published: published name of a layer's module, with `{i}` for the layer index.
-        names: published name for each bmforge name of a projection.
+        names: mapping from bmforge's name of a projection to the published name.
     """
     block = "layers.{i}.mlp."
     experts = [
@@ -42,8 +42,8 @@ class MixtralConfig(LlamaLikeConfig):
     Args:
         num_experts: number E of experts in every layer.
         experts_per_token: number k of experts per token.
-        window: sliding window in tokens, including the token itself; 0 means no limit.
-        output_router_logits: whether the load-balancing loss is added to the loss.
+        window: size of the sliding window in tokens, including the token itself; 0 for no window.
+        output_router_logits: add the load-balancing loss to the loss.
         router_aux_loss_coef: weight of the load-balancing loss.
     """
 
@@ -89,7 +89,7 @@ class MixtralConfig(LlamaLikeConfig):
     router_aux_loss_coef: float = 0.001
 
     def attn_spec(self) -> AttentionSpec:
-        """Return the attention spec of all layers, without the window."""
+        """Return the attention spec that all layers share, without the sliding window."""
         return AttentionSpec(
             self.num_heads,
             self.num_kv_heads,
@@ -100,7 +100,7 @@ class MixtralConfig(LlamaLikeConfig):
         )
 
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return the window size of every layer."""
+        """Return the window size of every layer; None for no window."""
         return (self.window or None,) * self.num_layers
 
     def layer_mlps(self) -> tuple[MLPSpec | MoESpec, ...]:
@@ -111,7 +111,7 @@ class MixtralConfig(LlamaLikeConfig):
         return (spec,) * self.num_layers
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Return the layer sizes, with each layer's experts or MLP."""
+        """Return the layer sizes, including the sizes of each layer's experts or MLP."""
         full_sizes = self.layer_sizes()
         return {"layers": [replace(full_sizes, **feed_sizes(mlp)) for mlp in self.layer_mlps()]}
 
@@ -129,7 +129,7 @@ class MixtralConfig(LlamaLikeConfig):
         return {**super()._give_special(), "sliding_window": self.window or None}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names, without head_dim if it is implied."""
+        """Return the contents of config.json, without head_dim if it is hidden_size / num_heads."""
         out = super().to_hf()
         implied = self.head_dim == self.hidden_size // self.num_heads
         if implied and self.raw.get("head_dim") is None:

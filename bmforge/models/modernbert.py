@@ -22,7 +22,7 @@ _KINDS = ("weight", "bias")
 
 
 def _modernbert_heads() -> dict[str, Head]:
-    """Return the heads, all of which read the output of a layer with activation and norm."""
+    """Return a dict from head name to head; heads start with a linear layer and a norm."""
     masked = {"mlm_head.dense": "head.dense", "mlm_head.norm": "head.norm"}
     classes = {"classifier.dense": "head.dense", "classifier.norm": "head.norm"}
 
@@ -49,15 +49,15 @@ class ModernBertConfig(EncoderConfig):
     """Config of ModernBERT; other fields are those of `EncoderConfig`.
 
     Args:
-        local_attention: width of the window of local layers in tokens, half on each side.
+        local_attention: window size of local layers in tokens, half on each side.
         layer_types: "sliding_attention" (local) or "full_attention" for every layer; empty if
-            every third layer, from the first on, attends to all tokens.
+            layers 0, 3, 6, ... attend to all tokens and the others are local.
         rope_theta: base of the rotary frequencies of the layers that attend to all tokens.
         local_rope_theta: base of the rotary frequencies of the local layers.
         attn_bias: biases on q, k, v and o.
         mlp_bias: biases in the MLP.
-        norm_bias: biases of the norms.
-        head_bias: bias of the heads' first layer.
+        norm_bias: biases in the norms.
+        head_bias: bias in the first layer of the heads.
         head_activation: activation of the heads.
         classifier_pooling: "cls" to classify a sequence by its first token, or "mean".
     """
@@ -86,7 +86,7 @@ class ModernBertConfig(EncoderConfig):
         "init_std": "initializer_range",
         "tie_word_embeddings": "tie_word_embeddings",
     }
-    # Fields of the tokenizer, of initialization and of kernels; a copy of norm_eps.
+    # Fields of the tokenizer, initialization and kernels, and a copy of norm_eps.
     hf_ignored: ClassVar[frozenset[str]] = frozenset(
         {
             *("cls_token_id", "sep_token_id", "initializer_cutoff_factor", "layer_norm_eps"),
@@ -136,7 +136,7 @@ class ModernBertConfig(EncoderConfig):
 
     @property
     def is_gated(self) -> bool:
-        """True: the MLP has a gate."""
+        """Always True: the MLP has a gate."""
         return True
 
     @property
@@ -165,7 +165,7 @@ class ModernBertConfig(EncoderConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Return True for a supported config.json; scaled rotary tables are not supported."""
+        """Return True for a config.json of this family, unless it scales RoPE (unsupported)."""
         if not super().opens(raw) or raw.get("rope_scaling"):
             return False
         tables = (raw.get("rope_parameters") or {}).values()
@@ -218,7 +218,7 @@ class ModernBert(EncoderModel):
         norm = NormSpec("layer", config.norm_eps, bias=config.norm_bias)
         block = BlockSpec(config.hidden_size, attn, mlp, norm=norm)
         specs = [replace(block, attn=near if kind == _LOCAL else attn) for kind in config.kinds]
-        specs[0] = replace(specs[0], norms_attn=False)  # its input is normed by the embedding
+        specs[0] = replace(specs[0], norms_attn=False)  # the embedding has a norm
         ropes = [
             RopeSpec(config.head_dim, theta, max_seq_len=config.max_seq_len)
             for theta in (config.rope_theta, config.local_rope_theta)
@@ -238,7 +238,7 @@ class ModernBert(EncoderModel):
         super().__init__(config, spec)
 
     def init_std(self, name: str) -> float:
-        """Return the std, which is smaller for layers before a residual addition and for heads."""
+        """Return the std, which is smaller for residual projections and heads."""
         if name.startswith("classifier.out"):
             return float(self.config.hidden_size**-0.5)
         scaled = (
@@ -251,7 +251,7 @@ class ModernBert(EncoderModel):
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if is_scaled else 1.0)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to transformers' names; q, k, v are fused, as are gate and up."""
+        """Map parameter names to transformers' names; q, k, v and gate, up are fused."""
         config, block, published = self.config, "layers.{i}.", "model.layers.{i}."
         width, inner = config.num_heads * config.head_dim, config.intermediate_size
         modules = {

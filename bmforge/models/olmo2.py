@@ -1,7 +1,7 @@
 """OLMo 2 and 3 (OLMo Team, "2 OLMo 2 Furious", arXiv 2501.00656; "Olmo 3", 2025).
 
-Llama's block with the norms on the outputs of the sublayers, and a norm of q and k over all heads.
-OLMo 3 has windows in three of four layers.
+The block is Llama's with norms on the outputs of the sublayers, and norms of q and k over all
+heads. In OLMo 3, three of four layers have a sliding window.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class OLMo2Config(LlamaLikeConfig):
     family: ClassVar[str] = "olmo2"
     heads: ClassVar[dict[str, Head]] = _heads("Olmo2")
     hf_names: ClassVar[dict[str, str]] = renamed(attn_bias="attention_bias")
-    # transformers' defaults, which no published checkpoint has.
+    # transformers' default, which no published checkpoint uses.
     hf_defaults: ClassVar[dict[str, Any]] = {"norm_eps": 1e-5}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "olmo-2-1b": preset_size(2048, 8192, 16, 16, 16),
@@ -114,7 +114,7 @@ class OLMo3Config(LocalRotaryConfig):
 
 
 def _block(block: BlockSpec, config: Any) -> BlockSpec:
-    """Return Llama's block with the norms of OLMo 2."""
+    """Return the block spec with the norms of OLMo 2."""
     assert block.attn is not None
     attn = replace(block.attn, qk_norm=NormSpec("rms", config.norm_eps), qk_norm_whole=True)
     return replace(block, attn=attn, norm_place="output")
@@ -127,11 +127,11 @@ class OLMo2(LlamaLike):
 
     @classmethod
     def make_block(cls, config: OLMo2Config) -> BlockSpec:
-        """Return Llama's block with the norms of OLMo 2."""
+        """Return the spec of Llama's block with the norms of OLMo 2."""
         return _block(super().make_block(config), config)
 
     def tensor_cuts(self) -> tuple[TensorCut, ...]:
-        """Return the tensor parallel plan: MLP, embedding and head; attention is replicated."""
+        """Return the tensor-parallel plan: MLP, embedding and head; attention is replicated."""
         return whole_attention(super().tensor_cuts())
 
     def weight_rules(self) -> list[WeightRule]:
@@ -146,11 +146,11 @@ class OLMo3(LayerTypes):
 
     @classmethod
     def make_block(cls, config: OLMo3Config) -> BlockSpec:
-        """Return Llama's block with the norms of OLMo 2."""
+        """Return the spec of Llama's block with the norms of OLMo 2."""
         return _block(super().make_block(config), config)
 
     def tensor_cuts(self) -> tuple[TensorCut, ...]:
-        """Return the tensor parallel plan: MLP, embedding and head; attention is replicated."""
+        """Return the tensor-parallel plan: MLP, embedding and head; attention is replicated."""
         return whole_attention(super().tensor_cuts())
 
     def weight_rules(self) -> list[WeightRule]:

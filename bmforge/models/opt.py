@@ -15,9 +15,9 @@ from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
 __all__ = ["OPT", "OPTConfig"]
 
-# Fixed in the published code; config.json has no field for it.
+# Epsilon of the norms: fixed in the published code, without a field in config.json.
 _NORM_EPS = 1e-5
-# Row of the first position: the original code reserves the rows before it for padding.
+# Index of the first position's row: the original code reserves two rows for padding.
 _POSITION_OFFSET = 2
 
 
@@ -30,15 +30,15 @@ class OPTConfig(ModelConfig):
     """Config of OPT; other fields are those of `ModelConfig`.
 
     Args:
-        embed_size: width of the embedding, projected if it differs from hidden_size; 0 means
+        embed_size: width of the embedding, which is projected if it is not hidden_size; 0 means
             hidden_size.
-        norm_first: pre-norm blocks; False for post-norm blocks (350m).
-        remove_final_norm: no norm after the last block, as before transformers 4.20.1;
-            post-norm models have none anyway.
+        norm_first: True for pre-norm blocks; False for post-norm blocks (350m).
+        remove_final_norm: omit the norm after the last block, as before transformers 4.20.1;
+            post-norm models never have it.
         activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
-        bias: whether all projections of the blocks have biases.
-        norm_affine: whether the norms have weights and biases.
-        pad_token_id: token whose embedding gets no gradient; None if there is none.
+        bias: use biases in all projections of the blocks.
+        norm_affine: use weights and biases in the norms.
+        pad_token_id: id of padding tokens, whose embedding gets no gradient; None for no padding.
         dropout: dropout probability of the outputs of attention and MLP.
         attn_dropout: dropout probability of attention weights.
         layer_drop: probability of skipping a block in training.
@@ -69,7 +69,7 @@ class OPTConfig(ModelConfig):
         "init_std": "init_std",
         "tie_word_embeddings": "tie_word_embeddings",
     }
-    # Not used by the published code.
+    # The published code does not use this field.
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"activation_dropout"})
     hf_defaults: ClassVar[dict[str, Any]] = {"dropout": 0.1}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -134,12 +134,12 @@ class OPTConfig(ModelConfig):
         return {"word_embed_proj_dim": self.embed_size or self.hidden_size}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names, which for OPT include `init_std`."""
+        """Return the contents of config.json, with `init_std` instead of `initializer_range`."""
         return {n: v for n, v in super().to_hf().items() if n != "initializer_range"}
 
 
 class OPT(CausalLM):
-    """OPT: learned positions counted from the mask; the 350m model has post-norm blocks."""
+    """OPT: learned positions that skip padding; the 350m model has post-norm blocks."""
 
     config_class = OPTConfig
     family_traits = Traits("left", "next token", "learned")

@@ -1,4 +1,4 @@
-"""Output type of all models, in which fields that were not computed are None."""
+"""Output type of all models; fields that were not computed are None."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ModelOutput(NamedTuple):
     """Results of a forward pass.
 
     Shape:
-        loss: scalar, if labels are given
+        loss: scalar, if labels are passed
         logits: (B, T, V) for a language model without labels; (B, L) or (B, T, L) for a classifier
         last_hidden_state: (B, T, D), after the final norm
         hidden_states: num_layers + 1 tensors (B, T, D), if requested
@@ -22,7 +22,7 @@ class ModelOutput(NamedTuple):
         encoder_last_hidden_state: (B, S, D), for encoder-decoders
         encoder_hidden_states: hidden states of the encoder, if requested
         router_logits: one (B * T, E) tensor per layer with experts
-        aux_loss: scalar load-balancing loss, included in `loss` with its weight
+        aux_loss: scalar, the unweighted load-balancing loss; `loss` includes it with its weight
         carry: activations for the next pipeline stage; all other fields are then None
     """
 

@@ -1,7 +1,7 @@
 """Quantizes a model's weights, in memory or during loading.
 
 Linear layers, experts, the token embedding and the head are quantized; norms, biases, routers and
-position tables stay floats. The config of a quantized model records the quantization as a change.
+position tables remain floats. A quantized model's config records the quantization as a change.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from bmforge.surgery import find_repeated_blocks, match_glob, persistent_tensors
 __all__ = ["PackedReader", "find_targets", "load_quantized", "quantize_"]
 
 M = TypeVar("M", bound=nn.Module)
-# Share of the weights in blocks that may stay floats without a warning: routers and the like.
+# Fraction of the blocks' weights that may remain floats (such as routers) without a warning.
 _FEW_FLOATS = 0.05
 
 
@@ -46,8 +46,8 @@ def quantize_(model: M, scheme: str | QuantSpec, *, where: Sequence[str] | None 
         model: bmforge model, whose config records the change, or any model with torch's linear
             layers or transformers' Conv1D.
         scheme: a name in `nn.packing.PRESETS`, or a `QuantSpec`.
-        where: globs of the modules to quantize; None uses the model's `quantize_targets` or,
-            for other models, all linear layers in repeated blocks.
+        where: name globs of the modules to quantize; if None, the model's `quantize_targets` or,
+            for models of other libraries, all linear layers in repeated blocks.
 
     Raises:
         ConfigError: the scheme is unknown, does not support a layer's width (the message lists
@@ -65,7 +65,7 @@ def quantize_(model: M, scheme: str | QuantSpec, *, where: Sequence[str] | None 
 
 
 def find_targets(model: Any) -> list[str]:
-    """Return the globs of the modules that are quantized by default.
+    """Return name globs of the modules that are quantized by default.
 
     Raises:
         ConfigError: there are no such modules, or all are already quantized.
@@ -104,7 +104,7 @@ def _is_packable(module: nn.Module) -> bool:
 
 
 def _warn_of_floats(model: Any) -> None:
-    """Log which weights of the blocks remain floats, if they are more than 5 %."""
+    """Log a warning if more than 5 % of the blocks' weights remain floats."""
     blocks = tuple(f"{name}." for name in find_repeated_blocks(model))
     stores = {n for n, module in model.named_modules() if isinstance(module, PackedStore)}
     packed, floats = 0, Counter[str]()
@@ -133,13 +133,13 @@ def load_quantized(
     device: torch.device | str | None = None,
     new_head: bool = False,
 ) -> Any:
-    """Load weights and quantize them one by one, so that the plain model is never in memory.
+    """Load weights and quantize them one by one; the full-precision model is never in memory.
 
     Args:
-        plain: model on the meta device.
+        plain: unquantized model on the meta device.
         files: checkpoint of the model.
         scheme: quantization scheme as in `quantize_`; "keep" loads the checkpoint's integers.
-        device: device of the model; None means the CPU.
+        device: device of the model (default: the CPU).
         new_head: initialize the head's weights if the checkpoint has none of this shape.
 
     Returns:
@@ -149,7 +149,7 @@ def load_quantized(
         CheckpointError: weights are missing, unexpected or have the wrong shape.
         ConfigError: see `quantize_`.
 
-    Memory: the quantized model and one tensor of the plain model.
+    Peak memory: the quantized model and one unquantized tensor.
     """
     read = PackedReader(plain, files, scheme, new_head)
     model = read.model
@@ -158,15 +158,15 @@ def load_quantized(
         if isinstance(target, nn.Parameter):
             values = nn.Parameter(values, requires_grad=target.requires_grad)
         swap_(target, values)
-    materialize_(model, device)  # buffers that no checkpoint has
+    materialize_(model, device)  # buffers that no checkpoint contains
     return model
 
 
 class PackedReader:
-    """Computes a quantized model's tensors on demand from a plain checkpoint.
+    """Computes a quantized model's tensors on demand from an unquantized checkpoint.
 
     Args:
-        plain: model on the meta device; it is converted to the quantized model in place.
+        plain: unquantized model on the meta device, which is quantized in place.
         files: checkpoint of the model.
         scheme: quantization scheme as in `quantize_`; "keep" loads the checkpoint's integers.
         new_head: initialize the head's weights if the checkpoint has none of this shape.
@@ -190,7 +190,7 @@ class PackedReader:
         self.model = (
             keep_(plain, self._read) if self._keeps else quantize_(plain, scheme, where=where)
         )
-        self._last: tuple[str, dict[str, Tensor]] | None = None  # the last quantized weight
+        self._last: tuple[str, dict[str, Tensor]] | None = None  # last weight: name, tensors
 
     def __call__(self, name: str) -> Tensor:
         """Return the named tensor of the quantized model."""
@@ -215,7 +215,7 @@ class PackedReader:
         return values
 
     def _pack(self, described: nn.Module, owner: str, base: str) -> dict[str, Tensor]:
-        """Return the quantized tensors of one weight or of one stack of experts."""
+        """Return a dict from name to tensor for one quantized weight or stack of experts."""
         store: Any = copy.copy(described)
         store._parameters = dict(described._parameters)
         is_stack = isinstance(described, (QuantizedExperts, PackedForeignExperts))

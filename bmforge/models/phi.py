@@ -67,7 +67,7 @@ class PhiConfig(PartialRotaryConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Return True for a supported config.json; models with q and k norms use transformers."""
+        """Return True for this family's config.json, unless it has (unsupported) q and k norms."""
         return super().opens(raw) and not raw.get("qk_layernorm")
 
 

@@ -1,7 +1,7 @@
 """Phi-3 and Phi-4 (Abdin et al., "Phi-3 Technical Report", arXiv 2404.14219; "Phi-4", 2412.08905).
 
-Llama's block; published checkpoints fuse q, k, v and gate, up. Phi-4-mini rotates only some dims of
-each head, and the long-context models scale their positions by `longrope`.
+The block is Llama's; published checkpoints fuse q, k, v and gate, up. Phi-4-mini rotates only some
+dims of each head, and the long-context models use RoPE scaling (`longrope`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Phi3", "Phi3Config"]
 
 
 def _phi3_heads() -> dict[str, Head]:
-    """Return the heads that transformers has for Phi-3."""
+    """Return a dict from head name to head, for the heads that transformers has for Phi-3."""
     heads = llama_heads("Phi3")
     del heads["question_answering"]
     return heads
@@ -36,8 +36,8 @@ class Phi3Config(PartialRotaryConfig):
     """Config of Phi-3; other fields are those of the base class.
 
     Args:
-        window: sliding window in tokens; 0 means no limit.
-        original_seq_len: context length of the pretraining, for `longrope`.
+        window: size of the sliding window in tokens; 0 for no window.
+        original_seq_len: context length in pretraining, used by `longrope`.
         dropout: dropout probability of the outputs of attention and MLP.
     """
 
@@ -46,7 +46,7 @@ class Phi3Config(PartialRotaryConfig):
     hf_names: ClassVar[dict[str, str]] = renamed(
         dropout="resid_pdrop", original_seq_len="original_max_position_embeddings"
     )
-    # transformers' code reads neither: no layer applies a dropout to the embedding.
+    # transformers' code uses neither field.
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"embd_pdrop", "attention_bias"})
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "phi-3-mini-4k": {"window": 2047},
@@ -89,7 +89,7 @@ class Phi3Config(PartialRotaryConfig):
 
     @property
     def pretraining_length(self) -> int:
-        """Context length before `longrope` scaling; a config field outside of `rope_scaling`."""
+        """Context length before `longrope` scaling, from the field `original_seq_len`."""
         return self.original_seq_len
 
     @classmethod
@@ -123,7 +123,7 @@ class Phi3(LlamaLike):
         )
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to transformers' names; q, k, v are fused, as are gate and up."""
+        """Map parameter names to transformers' names; q, k, v and gate, up are fused."""
         config: Any = self.config
         head, sizes = config.head_dim, (config.num_heads, *[config.num_kv_heads] * 2)
         fused = "gate_proj", "up_proj", *(f"{part}_proj" for part in "qkv")

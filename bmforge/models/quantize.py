@@ -49,9 +49,9 @@ def quantize_directory(
     Args:
         source: directory or hub id of a Hugging Face model, or a GGUF file.
         target: directory to create.
-        scheme: a name in `nn.packing.PRESETS`, or a `QuantSpec`; "keep" loads the integers of a
-            GGUF file, GPTQ or AWQ unchanged.
-        dtype: dtype of the weights that remain floats; None uses that of the file.
+        scheme: a name in `nn.packing.PRESETS`, or a `QuantSpec`; "keep" loads the integer weights
+            of a GGUF, GPTQ or AWQ checkpoint unchanged.
+        dtype: dtype of the weights that remain floats (default: the file's).
         max_file_bytes: size above which the weights are split over several files.
         allow_unknown: names of unknown config fields to ignore.
 
@@ -60,7 +60,7 @@ def quantize_directory(
         ConfigError: the source or scheme is unknown, or the scheme does not support a layer's
             width.
 
-    Memory: one plain tensor and its quantized form, for any model size.
+    Peak memory: one unquantized tensor and its quantized form, for any model size.
     """
     spec = scheme if scheme == KEEP else find_preset(scheme)
 
@@ -87,7 +87,7 @@ def quantize_directory(
 def write_packed(
     model: Any, read: Callable[[str], Tensor], out: Path, max_file_bytes: int = 4 << 30
 ) -> int:
-    """Write a quantized model's weights, computed one by one, and config; return their size.
+    """Write a quantized model's config and, one by one, its weights; return their size in bytes.
 
     Args:
         model: quantized model on the meta device.

@@ -21,7 +21,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def _qwen_heads() -> dict[str, Head]:
-    """Return the heads, each with its class names for Qwen2 and Qwen3 in transformers."""
+    """Return a dict from head name to head, with transformers' Qwen2 and Qwen3 classes."""
     heads = llama_heads("Qwen2", question_prefix="transformer.")
     return {
         name: replace(head, aliases=(head.architecture.replace("Qwen2", "Qwen3"),))
@@ -56,7 +56,7 @@ class QwenConfig(LlamaLikeConfig):
     Args:
         model_type: "qwen2" (also Qwen2.5) has biases on q, k and v; "qwen3" normalizes q and k.
         attn_bias: biases on q, k, v and o (qwen3 only).
-        window: sliding window in `window_layers`, in tokens; 0 if there are no such layers.
+        window: size of the sliding window in `window_layers`, in tokens; 0 for no window.
         window_layers: indices of the layers with a window.
     """
 
@@ -158,7 +158,7 @@ class QwenConfig(LlamaLikeConfig):
         }
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names, without the fields that Qwen2 lacks."""
+        """Return the contents of config.json, without fields that transformers' Qwen2 lacks."""
         out = super().to_hf()
         if self.model_type == "qwen2":
             implied = self.head_dim == self.hidden_size // self.num_heads
@@ -175,7 +175,7 @@ class Qwen(LlamaLike):
 
     @classmethod
     def make_block(cls, config: QwenConfig) -> BlockSpec:
-        """Return Llama's block with biases on q, k and v, or with norms of q and k (Qwen3)."""
+        """Return the block spec: Llama's with biases on q, k and v, or norms of q and k (Qwen3)."""
         block = super().make_block(config)
         assert block.attn is not None
         if config.model_type == "qwen2":
@@ -184,7 +184,7 @@ class Qwen(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: QwenConfig) -> DecoderSpec:
-        """Return the hyperparameters of the model, with the window of some layers."""
+        """Return the hyperparameters of the model, including the windows of its layers."""
         spec = super().make_spec(config)
         assert spec.block.attn is not None
         slides = replace(spec.block, attn=replace(spec.block.attn, window=config.window))

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE, Qwen2-MoE and Qwen3-MoE: experts, dense layers and a shared expert.
+"""Qwen1.5-MoE, Qwen2-MoE and Qwen3-MoE: layers with experts, and optionally dense layers.
 
 Source: Qwen team, "Qwen1.5-MoE" (2024), "Qwen2 Technical Report" (arXiv 2407.10671), "Qwen3
 Technical Report" (arXiv 2505.09388).
@@ -49,7 +49,7 @@ class Qwen3MoeConfig(MixtralConfig):
     }
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {}
     default_theta: ClassVar[float] = 10000.0
-    # Affects configs with windows only, which have layer_types for that.
+    # transformers' Qwen3-MoE does not use this field.
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"max_window_layers"})
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "qwen3-30b-a3b": {**_QWEN3, "num_layers": 48},
@@ -95,7 +95,7 @@ class Qwen3MoeConfig(MixtralConfig):
         )
 
     def expert_spec(self) -> MoESpec:
-        """Return the spec of a layer's experts."""
+        """Return the spec of the experts in a layer."""
         return MoESpec(
             self.num_experts,
             self.experts_per_token,
@@ -114,7 +114,7 @@ class Qwen3MoeConfig(MixtralConfig):
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        # transformers 5 writes Mixtral's field name; published configs have the other.
+        # transformers 5 writes Mixtral's field name; published configs have num_experts.
         if "num_local_experts" in raw:
             raw.setdefault("num_experts", raw.pop("num_local_experts"))
         return super()._take_special(raw)
@@ -131,7 +131,7 @@ class Qwen3MoeConfig(MixtralConfig):
         return fields
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names, without Mixtral's `num_local_experts`."""
+        """Return the contents of config.json, without Mixtral's `num_local_experts`."""
         out = super().to_hf()
         out.pop("num_local_experts", None)
         return out
@@ -186,11 +186,11 @@ class Qwen2MoeConfig(Qwen3MoeConfig):
         return replace(super().attn_spec(), out_bias=False, qk_norm=None)
 
     def expert_spec(self) -> MoESpec:
-        """Return the spec of a layer's experts, including the shared expert."""
+        """Return the spec of the experts in a layer, including the shared expert."""
         return replace(super().expert_spec(), shared_size=self.shared_size)
 
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return the window size of every layer."""
+        """Return the window size of every layer; None for no window."""
         slides = set(self.window_layers)
         return tuple(self.window if i in slides else None for i in range(self.num_layers))
 

@@ -24,7 +24,7 @@ from bmforge.surgery import persistent_tensors
 
 __all__ = ["kept_dims", "resize_", "resize_block"]
 
-# Container of blocks -> field of the model's spec with the blocks that differ.
+# Container of blocks -> field of the model's spec that contains the specs of differing blocks.
 _FIELDS = {
     "layers": "blocks",
     "encoder.layers": "encoder_blocks",
@@ -35,15 +35,16 @@ _FIELDS = {
 def resize_(model: Any, names: Sequence[str], sizes: Sizes) -> None:
     """Resize layers of a model in place; the model may be on the meta device.
 
-    The first weights are kept: the first key-value heads and the first query heads of each, the
+    Leading weights are kept: the first key-value heads and the first query heads of each group, the
     first dims of a head (with rotary positions the first pairs), the first features of an MLP and
-    of every expert, the first experts. (Pruning reorders the weights first.) New weights, in wider
-    layers and in experts that replace an MLP, are initialized like `init_weights_` with seed 0.
+    of every expert, and the first experts. (Pruning reorders the weights before.) New weights, in
+    wider layers and in experts that replace an MLP, are initialized as by `init_weights_` with
+    seed 0.
 
     Both attentions of an encoder-decoder layer get the same heads; `attn=False` removes only
-    self-attention. A position bias that layers share (T5, CPM-Ant, CPM-Bee) keeps all its heads; a
-    narrowed layer uses the first ones. Scales that depend on a width (muP) are adjusted to the new
-    width. Experts have no biases, even if the MLP had.
+    self-attention. A position bias that layers share (T5, CPM-Ant, CPM-Bee) keeps all heads; a
+    layer with fewer heads uses the first ones. Scales that depend on a width (muP) are adjusted to
+    the new width. Experts that replace an MLP have no biases.
 
     Args:
         model: model of any family, not yet parallelized.
@@ -138,7 +139,7 @@ def _resize_feed(spec: MLPSpec | MoESpec | None, new: LayerSizes) -> MLPSpec | M
 
 
 def _split_feed(spec: Any, new: LayerSizes, sizes: Sizes) -> MoESpec:
-    """Return the spec of the experts into which an MLP is split; the width stays the same."""
+    """Return the spec of the experts into which an MLP is split; the total width is unchanged."""
     return MoESpec(
         new.num_experts,
         new.experts_per_token,
@@ -158,12 +159,12 @@ def _split_feed(spec: Any, new: LayerSizes, sizes: Sizes) -> MoESpec:
 
 
 def _rescale(scale: float, before: int, after: int) -> float:
-    """Return a scale of 1/sqrt(width), adjusted to another width; 1 is unchanged."""
+    """Return a scale proportional to 1/sqrt(width) for another width; a scale of 1 is kept."""
     return scale if scale == 1.0 else scale * math.sqrt(before / after)
 
 
 def _find(model: Any, name: str) -> Block:
-    """Return the named block, after checking that it can be resized."""
+    """Return the block with this name; raise `ConfigError` if it cannot be resized."""
     block_names = [n for n, m in model.named_modules() if isinstance(m, Block)]
     if name not in block_names:
         raise ConfigError(f"{name!r} is not a layer of this model.{suggest(name, block_names)}")
@@ -217,13 +218,13 @@ def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> No
 
 
 def _rotary_dim(model: Any) -> int:
-    """Return the number of rotated dims of the model's heads."""
+    """Return the number of head dims with rotary positions; 0 for none."""
     rope = getattr(model.spec, "rope", None)
     return 0 if rope is None else rope.rotary_dim
 
 
 def _take_after_(new: Block, old: Block) -> None:
-    """Copy the devices, dtypes and flags of the old block to a new block on the meta device."""
+    """Give a new block on the meta device the devices, dtypes and flags of the old block."""
     before = dict(old.named_parameters())
     usual = next(iter(before.values()), None)
     for name, parameter in list(new.named_parameters()):
@@ -247,7 +248,7 @@ def _take_after_(new: Block, old: Block) -> None:
 
 @torch.no_grad()
 def _fill_(model: Any, name: str, old: Block, rotary_dim: int) -> None:
-    """Copy the weights that a new block keeps, and initialize its other weights."""
+    """Copy the weights that a new block keeps from the old one, and initialize the others."""
     new: Block = model.get_submodule(name)
     before = dict(old.named_parameters())
     for key, parameter in new.named_parameters():
@@ -282,7 +283,7 @@ def _keep_heads_(
     specs: tuple[AttentionSpec, AttentionSpec],
     rotary_dim: int,
 ) -> None:
-    """Copy the heads of a parameter that the old and the new attention layer both have."""
+    """Copy the part of a parameter whose heads exist in the old and the new attention layer."""
     module, _, kind = leaf.partition(".")
     if module == "sinks":  # one per head
         groups = [(s.num_kv_heads, s.num_heads // s.num_kv_heads) for s in specs]
@@ -305,7 +306,7 @@ def _keep_heads_(
 
 
 def _dims(spec: AttentionSpec, module: str) -> tuple[int, ...]:
-    """Return the shape that a parameter's first dim is unflattened to; last is the head dim."""
+    """Return the shape to which a parameter's first dim is unflattened, ending in head_dim."""
     if module in ("q_norm", "k_norm") and not spec.qk_norm_whole:
         return (spec.head_dim,)
     if module in ("k_proj", "v_proj", "k_norm"):
@@ -316,7 +317,8 @@ def _dims(spec: AttentionSpec, module: str) -> tuple[int, ...]:
 def kept_dims(new: int, old: int, rotary_dim: int, interleaved: bool) -> list[tuple[int, int]]:
     """Return pairs (index in the new head, index in the old head) of the kept dims.
 
-    Rotary pairs in half layout remain pairs with the same frequency; see `nn.narrow_rope`.
+    Rotary pairs in half layout (dims i and i + H / 2) remain pairs with the same frequency; see
+    `nn.narrow_rope`.
     """
     rotated = [min(width, rotary_dim) // 2 for width in (new, old)]
     if interleaved or rotated[0] == rotated[1]:

@@ -14,7 +14,7 @@ from bmforge.models.formats.hf_format import has_all_weights
 __all__ = ["find_neighbors", "resolve_model"]
 
 _WANTED = ["*.json", "README.md", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*"]
-# Short names of ModelCenter whose weights were on its own server and never on the hub.
+# ModelCenter's short names whose weights were only on its own server, never on the hub.
 _SERVER = "ModelCenter provided it on its own server (openbmb.oss-cn-hongkong.aliyuncs.com)"
 _NOT_ON_HUB = {
     "kv-plm": "The same BERT was published with the paper, at github.com/thunlp/KV-PLM.",
@@ -24,7 +24,7 @@ _NOT_ON_HUB = {
 }
 _MODEL_FILES = ("config.json", "run.toml", "adapter_config.json")
 _TIMEOUT_S = 10.0
-# Repositories often have the same weights in several formats; the first available is downloaded.
+# Repositories often contain the weights in several formats; only the first match is downloaded.
 _WEIGHTS = ["model*.safetensors", "bmforge_model*.safetensors", "pytorch_model*.bin", "*.pt"]
 
 
@@ -83,7 +83,7 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
 
 
 def find_neighbors(path: Path) -> list[str]:
-    """Return the model, run and adapter directories and GGUF files in the directory of a path."""
+    """Return the model, run and adapter directories and GGUF files next to a path."""
     try:
         siblings = sorted(path.parent.iterdir())
         return [
@@ -97,7 +97,7 @@ def find_neighbors(path: Path) -> list[str]:
 
 def _find_cached(name: str, hint: str) -> Path | None:
     """Return the cached copy, which may be incomplete; None if there is none."""
-    from huggingface_hub import snapshot_download  # imports an HTTP client; few commands need it
+    from huggingface_hub import snapshot_download  # slow to import: loads an HTTP client
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:

@@ -14,7 +14,7 @@ __all__ = ["Roberta", "RobertaConfig", "roberta_heads"]
 
 
 def roberta_heads(stem: str) -> dict[str, Head]:
-    """Return the heads of RoBERTa and of families that transformers derives from it.
+    """Return a dict from head name to head for RoBERTa and families that are derived from it.
 
     Args:
         stem: prefix of transformers' class names.
@@ -64,8 +64,7 @@ class Roberta(EncoderModel):
     config_class = RobertaConfig
     family_traits = Traits("both", "masked tokens", "learned", marks_between=2)
     hf_prefix = "roberta."
-    # Poolers that no head here reads; the bias that transformers ignores when the decoder is not
-    # tied.
+    # Poolers that no head uses, and the bias that transformers ignores if the decoder is not tied.
     hf_unused = ("roberta.pooler.dense.*", "pooler.dense.*", "lm_head.bias")
     hf_old_names = (
         ("lm_head.bias", "lm_head.decoder.bias"),
@@ -84,5 +83,5 @@ class Roberta(EncoderModel):
         super().__init__(config, spec)
 
     def tied_copies(self) -> dict[str, str]:
-        """Map the decoder's bias, which checkpoints store twice, to its original name."""
+        """Return a dict from the name of the decoder bias's copy in checkpoints to its own name."""
         return {"lm_head.decoder.bias": "lm_head.bias"}

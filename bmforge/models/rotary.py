@@ -1,4 +1,4 @@
-"""Rotary positions in configs: transformers' two formats, and config classes with rotary fields."""
+"""RoPE fields in configs: conversion from and to transformers' formats, and a base class."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ROPE_NAMES = {
 
 
 def rope_from_hf(raw: dict[str, Any]) -> dict[str, Any]:
-    """Remove the rotary fields from a transformers config (old or new format) and return them.
+    """Convert the rotary fields of a transformers config (old or new format).
 
     Args:
         raw: contents of config.json; the rotary fields are removed.
@@ -47,7 +47,7 @@ def rope_from_hf(raw: dict[str, Any]) -> dict[str, Any]:
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
     for fields in (raw, parameters):
-        if fields.get("partial_rotary_factor") == 1.0:  # equivalent to no field
+        if fields.get("partial_rotary_factor") == 1.0:  # equivalent to an absent field
             del fields["partial_rotary_factor"]
     unknown = [name for name in parameters if name not in _ROPE_NAMES]
     if unknown:
@@ -88,7 +88,7 @@ class RotaryConfig(ModelConfig):
 
     @property
     def pretraining_length(self) -> int:
-        """Context length before position scaling, if `rope_scaling` does not give it."""
+        """Default of `original_seq_len`, the context length before RoPE scaling."""
         return self.max_seq_len
 
     def rope_spec(self, rotary_dim: int = 0, interleaved: bool = False) -> RopeSpec:
@@ -126,10 +126,10 @@ class RotaryConfig(ModelConfig):
         return {**rope_to_hf(self.rope_theta, self.rope_scaling), "rope_parameters": None}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names, without the newer field `rope_parameters`.
+        """Return the contents of config.json, without the newer field `rope_parameters`.
 
-        The rotary fields are `rope_theta` and `rope_scaling`, which all versions of transformers
-        read.
+        The rotary fields are written as `rope_theta` and `rope_scaling`, which all versions of
+        transformers read.
         """
         out = super().to_hf()
         return {name: value for name, value in out.items() if name != "rope_parameters"}

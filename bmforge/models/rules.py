@@ -1,4 +1,4 @@
-"""Default sharding rules for canonical module names; `parallel` applies them to any model."""
+"""Default sharding rules by module name, which `parallel` applies to any model."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ __all__ = ["LayoutRules", "TensorCut", "default_cuts", "whole_attention"]
 
 @dataclass(frozen=True)
 class TensorCut:
-    """Tensor-parallel style of the modules whose names match a glob.
+    """Tensor-parallel style of all modules whose names match a glob.
 
     Args:
         glob: module glob, see `surgery`.
         style: "part": sublayer with sharded children, whose input is replicated; "whole":
             sublayer that is replicated and needs all tokens; "column": linear layer sharded by
-            outputs; "row": by inputs; "key_value": by outputs, replicated if there are fewer heads
-            than ranks; "bias": table sharded by columns, one per head;
-            "head_norm" and "gate": replicated, each rank uses the entries of its heads; "embedding"
-            and "head": sharded by vocabulary; "experts": each expert sharded by width. For linear
-            layers of foreign modules: "own_column": as "column", but sums its own input gradient;
-            "gathered_column": as "own_column", with all outputs on every rank; "split_row": as
-            "row", with a replicated input; "shared_tail": replicated, with the gradient of the last
-            `units` outputs summed, which the heads of all ranks share.
-        units: number of indivisible units (heads); 0 means every row or column.
+            outputs; "row": linear layer sharded by inputs; "key_value": sharded by outputs, or
+            replicated if there are fewer heads than ranks; "bias": table sharded by columns, one
+            per head; "head_norm" and "gate": replicated, each rank uses the entries of its heads;
+            "embedding" and "head": sharded by vocabulary; "experts": each expert sharded by width.
+            For linear layers of other libraries' modules: "own_column": like "column", but sums its
+            own input gradient; "gathered_column": like "own_column", with all outputs on every
+            rank; "split_row": like "row", with a replicated input; "shared_tail": replicated;
+            gradients of the last `units` outputs, which the heads of all ranks share, are summed.
+        units: number of indivisible units (heads); 0 if every row or column is a unit.
     """
 
     glob: str
@@ -34,7 +34,7 @@ class TensorCut:
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """Sharding plan of a model: module globs (see `surgery`) for each purpose.
+    """Sharding plan of a model, as module globs (see `surgery`).
 
     Args:
         zero_units: modules whose parameters are all-gathered as one unit; all others belong to
@@ -42,13 +42,13 @@ class LayoutRules:
         recompute_units: modules whose activations can be recomputed in backward.
         tensor_parallel: tensor-parallel plan; empty if the family does not support it.
         stacks: containers of blocks, in execution order.
-        pipeline_first: modules that belong to the pipeline stage where the stack begins.
-        pipeline_last: modules that belong to the pipeline stage where the stack ends; all
-            others are on every stage of the stack.
+        pipeline_first: modules on the pipeline stage with the first block.
+        pipeline_last: modules on the pipeline stage with the last block; all other modules
+            outside of the blocks are on every stage.
         quantize_targets: modules to quantize by default; norms, biases, routers and position
             tables remain floats. Globs without a match are skipped.
         tensor_refusal: reason why there is no tensor-parallel plan; "" if there is one.
-        pipeline_refusal: reason why the blocks cannot be cut into stages; "" if they can.
+        pipeline_refusal: reason why the model cannot be split into pipeline stages; "" if it can.
     """
 
     zero_units: tuple[str, ...] = ("layers.*",)
@@ -77,7 +77,7 @@ class LayoutRules:
     pipeline_refusal: str = ""
 
 
-# Last part of a module's name -> style, and kind of its units.
+# Last component of a module's name -> style, and kind of its units.
 _STYLES = {
     "attn": ("part", ""),
     "cross_attn": ("part", ""),
@@ -116,15 +116,15 @@ def default_cuts(
 ) -> tuple[TensorCut, ...]:
     """Return the tensor-parallel plan for a model with canonical module names.
 
-    A position bias shared by layers with different numbers of heads is replicated: a rank needs
-    different columns of it in each layer.
+    A position bias that layers with different numbers of heads share is replicated, because a rank
+    needs other columns of it in each layer.
 
     Args:
         names: names of all modules.
         num_heads: number N of heads.
         num_kv_heads: number K of key-value heads.
         without: last name components of modules to replicate.
-        differing: mapping from the name of an attention module with other head counts to (N, K).
+        differing: mapping from the name of each attention module with other head counts to (N, K).
     """
     units = {"heads": num_heads, "kv_heads": num_kv_heads, "": 0}
     excluded, differing = set(without), differing or {}
@@ -134,7 +134,7 @@ def default_cuts(
         before, _, last = name.rpartition(".")
         if last not in _STYLES or last in excluded:
             continue
-        if last == "decoder" and before != "mlm_head":  # the stack of an encoder-decoder
+        if last == "decoder" and before != "mlm_head":  # the decoder stack of an encoder-decoder
             continue
         style, unit = _STYLES[last]
         style = "head_norm" if differing and style == "bias" else style
@@ -146,12 +146,12 @@ def default_cuts(
     return (*plan.values(), *single.values())
 
 
-# Parts of an attention layer with a sharding style.
+# Names of an attention layer's modules that have a sharding style.
 _ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "sinks", "prefix")
 
 
 def whole_attention(cuts: tuple[TensorCut, ...]) -> tuple[TensorCut, ...]:
-    """Return a tensor parallel plan that replicates attention."""
+    """Return a tensor-parallel plan in which attention is replicated."""
     last_names = [cut.glob.rpartition(".")[2] for cut in cuts]
     return tuple(
         TensorCut(cut.glob, "whole") if name == "attn" else cut

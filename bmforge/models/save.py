@@ -35,13 +35,13 @@ def write_model(
     """Write a model; see `Model.save_pretrained`.
 
     Args:
-        model: parallelized or plain model.
+        model: model, parallelized or not.
         out: directory to write.
         overwrite: replace existing weights.
         max_file_bytes: size above which the weights are split over several files.
-        alone: whether this rank has the whole model and writes it alone.
-        dtype: dtype of the written float tensors, or a function from published name to dtype;
-            None keeps the model's.
+        alone: True if this rank has the full model and writes it alone.
+        dtype: dtype of the written float tensors, or a function from published name to dtype
+            (default: the model's).
     """
     if has_weights(out) and not overwrite:
         raise CheckpointError(
@@ -101,7 +101,7 @@ def write_config(
         model: model to describe.
         out: directory of the export.
         tensors: mapping from name to tensor of the model.
-        dtype: dtype of the written float tensors; None uses that of the first one.
+        dtype: dtype of the written float tensors (default: the dtype of the first one).
     """
     dtypes = (tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     written = str(dtype or next(dtypes, torch.float32)).removeprefix("torch.")
@@ -166,7 +166,7 @@ def _dtype_of(
 
 
 class _Whole:
-    """All-gathers named parameters; caches the last one, which may be written in many slices."""
+    """All-gathers parameters by name; caches the last one, which may be written in slices."""
 
     def __init__(self, parameters: dict[str, Tensor]) -> None:
         self.parameters = parameters

@@ -18,7 +18,7 @@ class SeedOssConfig(LlamaLikeConfig):
 
     Args:
         attn_bias: biases on q, k and v.
-        out_bias: bias on o.
+        out_bias: bias on the output projection o.
         mlp_bias: biases in the MLP.
         dropout: dropout probability of the outputs of attention and MLP.
     """

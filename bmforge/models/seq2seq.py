@@ -24,7 +24,7 @@ from bmforge.nn import LMHead, build_mask
 from bmforge.nn.attention import KeyValueCache
 from bmforge.records import Span
 
-# Token ids of a text, or its embeddings; (None, None) without a text.
+# (token ids, embeddings) of a text, one of which is None; (None, None) without a text.
 Pair = tuple[Tensor | None, Tensor | None]
 
 __all__ = ["Seq2Seq", "shift_right"]
@@ -38,8 +38,8 @@ class Seq2Seq(Model):
         spec: hyperparameters derived from the config.
 
     Attributes:
-        encoder_heads: names of heads that need only the encoder; models with one have no decoder.
-        biases_prefix: whether prefix tokens have positions and thus relative position biases.
+        encoder_heads: names of heads that need only the encoder; with them, no decoder is built.
+        biases_prefix: True if prefix tokens have positions, and therefore relative position biases.
     """
 
     family_traits = Traits("apart", "spans", "relative")
@@ -101,21 +101,21 @@ class Seq2Seq(Model):
         Args:
             input_ids: token ids of the source; not needed with `encoder_outputs`.
             attention_mask: 1 for tokens of the source, 0 for padding.
-            decoder_input_ids: token ids of the target; by default the labels (for classification
-                and question answering: the source), shifted right after the start token.
+            decoder_input_ids: token ids of the target; by default the start token and the labels
+                (for classification and question answering: the source), without the last id.
             decoder_attention_mask: 1 for tokens of the target, 0 for padding, including cached
                 tokens.
             labels: for sequence-to-sequence, target ids (-100 is ignored); returns the loss
                 instead of logits. For a classifier, see `classification_loss`.
             encoder_outputs: result of `encode` for the source.
-            cache: KV cache of the target's earlier tokens and of the source.
-            num_items_in_batch: divisor of the summed loss; None takes the mean.
+            cache: KV cache of the source and of earlier target tokens.
+            num_items_in_batch: divisor of the summed loss; if None, the loss is the mean.
             output_hidden_states: return the outputs of the embedding and of every layer.
             logits_to_keep: number of last positions whose logits are returned; None for all.
             start_positions: first token of the answers (question answering).
             end_positions: last token of the answers.
-            role_ids: speaker of each source token, in models with roles.
-            decoder_role_ids: speaker of each target token.
+            role_ids: speaker index of each source token, for models with roles (EVA).
+            decoder_role_ids: speaker index of each target token.
             inputs_embeds: token embeddings in place of `input_ids`.
             decoder_inputs_embeds: token embeddings in place of `decoder_input_ids`.
             logits_at: positions, per target, whose logits are returned; None for all.
@@ -192,7 +192,7 @@ class Seq2Seq(Model):
         return Span(0, 0, 0) if self.decoder is None else span_of(self.decoder.layers)
 
     def _embed(self, source: Pair, target: Pair) -> tuple[Any, Any]:
-        """Embed source and target; ids use a single lookup, so that the table gets one gradient."""
+        """Embed source and target, in a single lookup if both are ids, for a single gradient."""
         names = ("inputs_embeds", "decoder_inputs_embeds")
         texts: list[Any] = [
             None if ids is None and embeds is None else given_inputs(ids, embeds, name)
@@ -243,7 +243,7 @@ class Seq2Seq(Model):
         )
 
     def _shift(self, input_ids: Tensor | None, labels: Tensor | None) -> Tensor:
-        """Return the default input of the decoder: the target shifted right."""
+        """Return the decoder's default input: labels or source, shifted right."""
         target = labels if self.config.head == "sequence_to_sequence" else input_ids
         if target is None:
             raise ShapeError(
@@ -277,7 +277,7 @@ class Seq2Seq(Model):
         num_items: float | Tensor | None,
         ends_of: Tensor | None = None,
     ) -> ModelOutput:
-        """Classify every token or, if `ends_of` is given, each sequence by its last end token."""
+        """Classify every token or, with ids `ends_of`, each sequence by its last end token."""
         x = out.last_hidden_state
         assert x is not None
         if self.config.head == "sequence_classification":
@@ -290,7 +290,7 @@ class Seq2Seq(Model):
         return finish_classes(out, logits, labels, self.config.problem_type, num_items)
 
     def layout_rules(self) -> LayoutRules:
-        """Return the sharding plan, whose units are the layers of both stacks."""
+        """Return the sharding plan; its units are the layers of both stacks."""
         parts = ("encoder",) if self.decoder is None else ("encoder", "decoder")
         stacks = tuple(f"{part}.layers" for part in parts)
         units = tuple(f"{stack}.*" for stack in stacks)
@@ -298,17 +298,17 @@ class Seq2Seq(Model):
 
 
 def shift_right(ids: Tensor, start: int, padding: int) -> Tensor:
-    """Shift ids to the right to make the decoder's input: start token first, last id dropped.
+    """Shift ids to the right to get the decoder's input: start token first, last id dropped.
 
     Shape:
-        ids: (B, T), with -100 replaced by `padding` -> (B, T)
+        ids: (B, T) -> (B, T), with -100 replaced by `padding`
     """
     moved = F.pad(ids[:, :-1], (1, 0), value=start)
     return moved.masked_fill(moved == IGNORE_INDEX, padding)
 
 
 def find_last_end(input_ids: Tensor, end: int) -> Tensor:
-    """Return the index of the last end token of every sequence, (B,).
+    """Return (B,): the index of the last end token of every sequence.
 
     Raises:
         ShapeError: a sequence has no end token.

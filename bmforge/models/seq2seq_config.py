@@ -33,7 +33,7 @@ class Seq2SeqConfig(ModelConfig):
             last bucket.
         dropout: dropout probability of all dropout layers.
         decoder_start_token_id: first token of every target.
-        pad_token_id: id of padding.
+        pad_token_id: id of padding tokens.
         eos_token_id: token that ends a target.
     """
 
@@ -55,7 +55,7 @@ class Seq2SeqConfig(ModelConfig):
         "do_dim_trick": (False,),
         "tie_word_embeddings": (False, None),
     }
-    # Default of EVA's classes for an absent field; the published files have 0.0.
+    # Default of EVA's classes for an absent field; the published configs contain 0.0.
     hf_defaults: ClassVar[dict[str, Any]] = {"dropout": 0.1}
 
     num_kv_heads: int = 0
@@ -75,7 +75,7 @@ class Seq2SeqConfig(ModelConfig):
 
     @property
     def is_gated(self) -> bool:
-        """True: the MLP has a gate."""
+        """Always True: the MLP has a gate."""
         return True
 
     def _give_special(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Seq2SeqConfig(ModelConfig):
         return {"max_seq_len": raw.get("max_position_embeddings") or 512}, raw
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with the original names."""
+        """Return the contents of config.json, with the original field names."""
         out = super().to_hf()
         if "initializer_range" not in self.raw:
             del out["initializer_range"]
@@ -118,8 +118,8 @@ class Seq2SeqConfig(ModelConfig):
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
         """Return the KV cache bytes per pair of a source and a target token.
 
-        The target token has keys and values in every layer, the source token those of
-        cross-attention.
+        The target token's keys and values are cached for self-attention in every decoder layer, the
+        source token's for cross-attention.
         """
         return super().kv_bytes_per_token(bytes_per_element)
 
@@ -127,13 +127,13 @@ class Seq2SeqConfig(ModelConfig):
 def make_spec(
     config: Any, activation: str, scale: float | None, moe: MoESpec | None = None
 ) -> Seq2SeqSpec:
-    """Return an encoder-decoder's hyperparameters: pre-norm RMS norms, gated MLPs, no biases.
+    """Return the hyperparameters of an encoder-decoder with pre-norm blocks and gated MLPs.
 
     Args:
         config: `Seq2SeqConfig` of the model.
         activation: activation of the MLP's gate.
-        scale: factor on attention scores; None means 1/sqrt(H).
-        moe: spec of experts that replace the MLP; None for an MLP.
+        scale: factor on attention scores; None for 1/sqrt(H).
+        moe: spec of the experts that replace the MLP; None for an MLP.
     """
     heads, dropout = config.num_heads, config.dropout
     block = BlockSpec(

@@ -1,4 +1,4 @@
-"""Hyperparameters of an encoder-decoder, and its stack of blocks."""
+"""Hyperparameters of an encoder-decoder, and the module of its encoder or decoder stack."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Seq2SeqSpec:
         block: common spec of all blocks; see `encoder_block` and `decoder_block`.
         num_encoder_layers: number of blocks of the encoder.
         num_decoder_layers: number of blocks of the decoder.
-        encoder_blocks: layer index -> spec, for blocks that differ from `encoder_block`.
-        decoder_blocks: layer index -> spec, for blocks that differ from `decoder_block`.
+        encoder_blocks: mapping from layer index to spec, for blocks unlike `encoder_block`.
+        decoder_blocks: mapping from layer index to spec, for blocks unlike `decoder_block`.
         num_buckets: number of relative position buckets, see `RelativeBias`.
         max_distance: largest bucketed distance, see `RelativeBias`.
         dropout: dropout probability after the embedding and after each stack's final norm.
         classifier_dropout: dropout probability before a classifier's layers.
         head_scale: factor on the input of the language-model head.
-        num_roles: number of speaker roles, the rows of `embed_segments`; 0 for none.
+        num_roles: number of speaker roles (rows of `embed_segments`); 0 for none.
     """
 
     block: BlockSpec
@@ -51,13 +51,13 @@ class Seq2SeqSpec:
 
     @property
     def encoder_block(self) -> BlockSpec:
-        """Spec of the encoder's blocks: bidirectional attention."""
+        """Spec of the encoder's blocks, with bidirectional attention."""
         assert self.block.attn is not None
         return replace(self.block, attn=replace(self.block.attn, causal=False))
 
     @property
     def decoder_block(self) -> BlockSpec:
-        """Spec of the decoder's blocks: causal self-attention and cross-attention."""
+        """Spec of the decoder's blocks, with causal self-attention and cross-attention."""
         block = self.encoder_block
         assert block.attn is not None
         return replace(block, attn=replace(block.attn, causal=True), cross_attn=block.attn)
@@ -100,17 +100,17 @@ class Seq2SeqStack(nn.Module):
 
         Args:
             x: token embeddings.
-            attention_mask: 1 for tokens, 0 for padding, (B, past + T).
+            attention_mask: (B, past + T), 1 for tokens, 0 for padding.
             cache: KV cache of earlier tokens.
-            memory: output of the encoder, (B, S, D).
-            memory_mask: True for tokens of `memory` that may be attended to, (B, 1, 1, S).
+            memory: (B, S, D), output of the encoder.
+            memory_mask: (B, 1, 1, S), True for tokens of `memory` that may be attended to.
             keep_states: return all hidden states.
         """
         span = span_of(self.layers)
         if self.widens_half and x.dtype == torch.float16:
             x = x.float()
         past, shape = 0 if cache is None else cache.length, (x.shape[0], x.shape[1])
-        # A prefix with positions adds columns in front; all other distances stay the same.
+        # A prefix with positions adds columns in front; other tokens keep their distances.
         front = self._prefix_length()
         bias = self.rel_bias(shape[1], front + past + shape[1], front + past)
         mask = None
@@ -119,7 +119,7 @@ class Seq2SeqStack(nn.Module):
                 shape, x.device, past=past, attention_mask=attention_mask, causal=self.causal
             )
         if mask is not None and not torch.is_grad_enabled():
-            # The fused kernel accepts a bias or a mask; they are merged here once for all layers.
+            # The fused kernel accepts a bias or a mask, so they are merged once for all layers.
             shown = F.pad(mask, (front, 0), value=True)
             bias, mask = bias.masked_fill(~shown, -torch.inf), None
         x, states = run_layers(
@@ -137,7 +137,7 @@ class Seq2SeqStack(nn.Module):
         return x, (*states[:-1], x) if keep_states else None
 
     def _prefix_length(self) -> int:
-        """Return the length of the layers' prefixes if they count as positions; else 0."""
+        """Return the length of the layers' prefixes if they have positions; otherwise 0."""
         attentions: Any = (layer.attn for layer in self.layers.values())
         prefixes: Any = (attn.prefix for attn in attentions if attn is not None)
         lengths = {

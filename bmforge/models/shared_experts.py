@@ -1,7 +1,7 @@
 """Base classes of decoders with routed and shared experts, as introduced by DeepSeek.
 
-The first layers have an MLP, the others have routed experts and one MLP for all tokens. Source:
-Dai et al., "DeepSeekMoE" (arXiv 2401.06066); DeepSeek-AI, "DeepSeek-V3" (arXiv 2412.19437).
+The first layers have an MLP; the others have routed experts and a shared MLP for all tokens.
+Source: Dai et al., "DeepSeekMoE" (arXiv 2401.06066); DeepSeek-AI, "DeepSeek-V3" (arXiv 2412.19437).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ SHARED_EXPERT_NAMES = renamed(
 
 @dataclass(kw_only=True)
 class SharedExpertsConfig(LlamaLikeConfig):
-    """Config of a decoder with routed and shared experts; other fields are the base class's.
+    """Config of a decoder with routed and shared experts; other fields are those of the base class.
 
     Args:
         intermediate_size: hidden width F of the MLP in layers without experts.
-        num_experts: number E of routed experts of a layer.
+        num_experts: number E of routed experts in a layer.
         experts_per_token: number k of routed experts per token.
         expert_size: hidden width F of one expert.
-        num_shared: number of shared experts; together they are one MLP.
-        num_dense: number of first layers without experts.
+        num_shared: number of shared experts, which form one MLP.
+        num_dense: number of leading layers without experts.
         expert_groups: number of groups of experts.
         top_groups: number of groups from which the experts of a token are chosen.
         normalize_weights: normalize the weights of a token's experts to sum to 1.
@@ -62,7 +62,7 @@ class SharedExpertsConfig(LlamaLikeConfig):
         "output_router_logits": (False, None),
         "moe_layer_freq": (1, None),
     }
-    # The loss of the pretraining, and modules that predict several tokens, which are not loaded.
+    # Fields of the pretraining loss, and of multi-token prediction modules, which are not loaded.
     hf_ignored: ClassVar[frozenset[str]] = frozenset(
         ["aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers"]
     )
@@ -90,7 +90,7 @@ class SharedExpertsConfig(LlamaLikeConfig):
         self.expert_spec()
 
     def expert_spec(self) -> MoESpec:
-        """Return the spec of the experts of a layer."""
+        """Return the spec of the experts in a layer."""
         return MoESpec(
             self.num_experts,
             self.experts_per_token,
@@ -116,7 +116,7 @@ class SharedExpertsConfig(LlamaLikeConfig):
         )
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Return the layer sizes, with each layer's experts or MLP."""
+        """Return the layer sizes, including the sizes of each layer's experts or MLP."""
         sizes = self.layer_sizes()
         return {"layers": [replace(sizes, **feed_sizes(mlp)) for mlp in self.layer_mlps()]}
 
@@ -126,16 +126,16 @@ class SharedExpertsConfig(LlamaLikeConfig):
         return super()._take_special(raw)
 
     def _give_special(self) -> dict[str, Any]:
-        # The modules that predict several tokens are neither loaded nor written.
+        # Multi-token prediction modules are neither loaded nor written.
         return {**super()._give_special(), "num_nextn_predict_layers": 0}
 
 
 class SharedExperts(LlamaLike):
-    """Decoder with routed and shared experts, in all layers after the first dense ones."""
+    """Decoder with routed and shared experts in all layers after the leading dense ones."""
 
     @classmethod
     def make_spec(cls, config: Any) -> DecoderSpec:
-        """Return the hyperparameters of the model, with the experts of its layers."""
+        """Return the hyperparameters of the model, including the experts of its layers."""
         spec = super().make_spec(config)
         blocks = [replace(spec.block, mlp=mlp) for mlp in config.layer_mlps()]
         others = {layer: block for layer, block in enumerate(blocks) if block != blocks[-1]}
@@ -153,7 +153,7 @@ class SharedExperts(LlamaLike):
         return [*super().weight_rules(), *experts, bias, *linear_rules(shared, ("weight",))]
 
     def is_unused(self, name: str) -> bool:
-        """Return True for tensors of the modules behind the last layer (multi-token prediction)."""
+        """Return True for tensors of multi-token prediction modules, after the last layer."""
         match = _LAYER.match(name)
         is_behind = match is not None and int(match[1]) >= self.config.num_layers
         return is_behind or super().is_unused(name)

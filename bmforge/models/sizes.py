@@ -1,7 +1,7 @@
-"""Sizes of a model's layers, and the result of resizing them.
+"""Sizes of a model's layers, and their sizes after resizing.
 
-`LayerSizes` is used to compute costs (FLOPs, caches); `Sizes` are the options of the change
-"resize". `resize.py` rebuilds the modules.
+`LayerSizes` is used to compute costs (FLOPs, KV cache size); `Sizes` contains the options of the
+change "resize". `resize.py` rebuilds the modules.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ __all__ = ["LayerSizes", "Sizes", "feed_sizes", "sizes_of"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """New sizes of layers; None keeps the present size.
+    """New sizes of layers; fields that are None do not change.
 
     Args:
         num_heads: number N of heads.
         num_kv_heads: number K of key-value heads; by default unchanged, or N if they were equal.
         head_dim: width H of a head.
         intermediate_size: hidden width F of the MLP or of every expert.
-        attn: False removes self-attention and its norm.
-        mlp: False removes the MLP or experts and their norm.
+        attn: False to remove self-attention and its norm.
+        mlp: False to remove the MLP or experts and their norm.
         num_experts: number E of experts; they replace the MLP if there is one.
         experts_per_token: number k of experts per token.
-        split: make each expert a slice of the MLP's hidden features, (F - shared_size) / E
-            wide; their outputs are summed.
+        split: split the MLP into experts: each gets (F - shared_size) / E of its hidden features,
+            and the outputs of the selected experts are summed.
         shared_size: number of leading MLP features that form the shared expert; needs `split`.
         router: kind of router, see `nn.MoESpec`; needs `split`.
         choice: selection of experts per token ("top_k") or per call ("per_call"); needs `split`.
@@ -98,15 +98,15 @@ class LayerSizes:
         num_kv_heads: number K of key-value heads.
         head_dim: width H of a head.
         intermediate_size: hidden width F of the MLP or of every expert; 0 without an MLP.
-        gated: whether the MLP has a gate.
-        attn: whether the layer has self-attention.
-        cross: whether the layer has cross-attention.
+        gated: True if the MLP has a gate.
+        attn: True if the layer has self-attention.
+        cross: True if the layer has cross-attention.
         num_experts: number E of experts; 0 for an MLP.
         experts_per_token: number k of experts per token.
         shared_size: hidden width F of the shared expert; 0 for none.
-        shared_gate: whether the shared expert has its own gate.
-        two_layers: whether the router has a second layer of size E x E.
-        latent: sizes of the latents of latent attention; None for other attention.
+        shared_gate: True if the shared expert has its own gate.
+        two_layers: True if the router has a second layer of size E x E.
+        latent: sizes of latent attention; None for other attention.
     """
 
     num_heads: int
@@ -124,7 +124,7 @@ class LayerSizes:
     latent: LatentSpec | None = None
 
     def __str__(self) -> str:
-        """Describe the layer in words, for messages."""
+        """Return a description of the layer for messages."""
         parts = []
         for exists, name in ((self.attn, "attention"), (self.cross, "attention to the source")):
             if exists:
@@ -154,7 +154,7 @@ class LayerSizes:
         return attention + feed + router
 
     def _count_latent(self, latent: LatentSpec, hidden_size: int) -> int:
-        """Return the number of weights of latent attention."""
+        """Return the number of linear weights in latent attention."""
         queries = self.num_heads * self.head_dim
         plain = self.head_dim - latent.rope_dim + latent.value_dim
         into = latent.kv_rank + latent.rope_dim + (latent.q_rank or queries)
@@ -172,7 +172,7 @@ class LayerSizes:
 
     @property
     def products(self) -> int:
-        """Multiplications per (query, key) pair in attention scores: N x H, over all attentions."""
+        """Multiplications per (query, key) pair in attention scores: N x H per attention."""
         return self.num_heads * self.head_dim * self.num_attentions
 
     @property
@@ -184,8 +184,7 @@ class LayerSizes:
         """Return the sizes after resizing.
 
         Raises:
-            ConfigError: the layer lacks a sublayer that is resized, or the numbers of heads do
-                not fit.
+            ConfigError: the layer lacks a sublayer to resize, or the sizes are inconsistent.
         """
         problems = []
         heads = sizes.num_heads or sizes.num_kv_heads or sizes.head_dim
@@ -240,7 +239,7 @@ class LayerSizes:
         return replace(self, **changes).without(sizes.attn is False, sizes.mlp is False)
 
     def without(self, attn: bool, mlp: bool) -> LayerSizes:
-        """Return the sizes without self-attention and/or without the MLP."""
+        """Return the sizes without self-attention (`attn`) and without the MLP (`mlp`)."""
         new = replace(self, attn=False, latent=None) if attn else self
         if mlp:
             new = replace(new, **feed_sizes(None))
@@ -248,7 +247,7 @@ class LayerSizes:
 
 
 def _nearest_experts(width: int, sizes: Sizes) -> str:
-    """Describe the nearest number of experts into which an MLP can be split evenly."""
+    """Return an error text with the nearest number of experts that divides the MLP evenly."""
     remaining, count = width - (sizes.shared_size or 0), sizes.num_experts or 1
     fits = sorted(
         (n for n in range(1, remaining + 1) if remaining % n == 0), key=lambda n: abs(n - count)

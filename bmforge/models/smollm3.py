@@ -1,7 +1,7 @@
 """SmolLM3 (Hugging Face, "SmolLM3: smol, multilingual, long-context reasoner", 2025).
 
-Llama's block without rotary positions in every fourth layer (Yang et al., "RoPE to NoPE and back
-again", arXiv 2501.18795).
+The block is Llama's, without rotary positions in every fourth layer (Yang et al., "RoPE to NoPE and
+back again", arXiv 2501.18795).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class SmolLM3Config(LlamaLikeConfig):
     Args:
         attn_bias: biases on q, k, v and o.
         mlp_bias: biases in the MLP.
-        unrotated_every: n; every n-th layer has no rotary position embedding (NoPE).
-        rotated_layers: 1 or 0 for every layer: with or without rotary positions; empty derives it
-            from `unrotated_every`.
+        unrotated_every: every `unrotated_every`-th layer has no rotary positions (NoPE).
+        rotated_layers: one number per layer, 1 for rotary positions or 0 for none; derived from
+            `unrotated_every` if empty.
     """
 
     family: ClassVar[str] = "smollm3"
@@ -99,7 +99,7 @@ class SmolLM3(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: SmolLM3Config) -> DecoderSpec:
-        """Return the hyperparameters of the model, with its layers without rotary positions."""
+        """Return the hyperparameters of the model, with layers without rotary positions."""
         spec = super().make_spec(config)
         assert spec.block.attn is not None
         plain = replace(spec.block, attn=replace(spec.block.attn, rotary="none"))

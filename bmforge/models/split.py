@@ -1,7 +1,7 @@
-"""MLPs split into experts: initialization from an MLP, and format in files.
+"""MLPs split into experts: initialization from an MLP, and file format.
 
 In memory a split MLP is a mixture of experts (`nn.MoE`) that sums the selected experts' outputs. In
-a file it is the original MLP plus the router, so that other programs can open the dense model.
+a file it is the original MLP and the router, so that other programs can load the dense model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def split_modules(model: nn.Module) -> Iterator[tuple[str, MoE]]:
 
 @torch.no_grad()
 def fill_split_(new: MoE, old: Any) -> None:
-    """Copy an MLP's features to the experts; the first features go to the shared expert."""
+    """Copy an MLP's weights to the experts; leading features go to the shared expert."""
     experts, shared = new.experts, new.shared_expert
     count, size, _ = experts.up_proj.shape
     first = 0 if shared is None else shared.up_proj.weight.shape[0]
@@ -58,7 +58,7 @@ def fill_split_(new: MoE, old: Any) -> None:
 def split_rules(model: nn.Module, rules: Sequence[WeightRule]) -> list[WeightRule]:
     """Return `WeightRule`s that map the experts of split MLPs to a dense MLP in the file.
 
-    Layers with quantized experts have none; their tensors are saved under bmforge's names.
+    There are no rules for quantized experts, which are saved under bmforge's names.
 
     Args:
         model: model with split MLPs.
@@ -99,7 +99,7 @@ def split_rules(model: nn.Module, rules: Sequence[WeightRule]) -> list[WeightRul
 
 
 def _rule_of(rules: Sequence[WeightRule], name: str) -> WeightRule | None:
-    """Return the family's `WeightRule` for a tensor, with the layer index inserted."""
+    """Return the `WeightRule` for a parameter, with its layer index inserted, or None."""
     for rule in rules:
         match = re.fullmatch(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)"), name)
         if match:

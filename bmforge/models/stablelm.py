@@ -24,7 +24,7 @@ __all__ = ["StableLM", "StableLMConfig"]
 
 
 def _stablelm_heads() -> dict[str, Head]:
-    """Return the heads that transformers has for StableLM."""
+    """Return a dict from head name to head, for the heads that transformers has for StableLM."""
     heads = llama_heads("StableLm")
     del heads["question_answering"]
     return heads
@@ -73,9 +73,9 @@ class StableLMConfig(PartialRotaryConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Return True for a supported config.json.
+        """Return True for a config.json of this family that is supported.
 
-        Models with parallel blocks or norms of q and k use transformers.
+        Parallel blocks and norms of q and k are not supported.
         """
         return super().opens(raw) and not any(raw.get(name) for name in cls.hf_required)
 
@@ -97,7 +97,7 @@ class StableLM(LlamaLike):
         )
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to transformers' names, which are Llama's and norm biases."""
+        """Map parameter names to transformers' names: Llama's, and biases of norms."""
         return layer_norm_rules()
 
 

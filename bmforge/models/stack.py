@@ -36,11 +36,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StackSpec:
-    """Specs of a stack's blocks, which are equal except for those in `blocks`.
+    """Specs of the blocks in a stack, which are equal except for those in `blocks`.
 
     Args:
-        block: spec of the blocks.
-        blocks: mapping from layer index to the spec, for blocks that differ from `block`.
+        block: spec of all blocks that are not in `blocks`.
+        blocks: mapping from layer index to spec, for blocks that differ from `block`.
     """
 
     block: BlockSpec
@@ -48,12 +48,12 @@ class StackSpec:
 
 
 def span_of(layers: Stack) -> Span:
-    """Return the range of blocks to run: those of the pipeline stage, or all."""
+    """Return the range of blocks to run: all, or those of this pipeline stage."""
     return layers.span or Span(0, len(layers), len(layers))
 
 
 def differing(block: BlockSpec, specs: Iterable[BlockSpec]) -> dict[int, BlockSpec]:
-    """Map the index of each layer whose spec differs from `block` to its spec."""
+    """Return a dict from layer index to spec, for the specs that differ from `block`."""
     return {layer: spec for layer, spec in enumerate(specs) if spec != block}
 
 
@@ -70,8 +70,8 @@ def build_layers(
 def number_places_(layers: nn.ModuleDict) -> None:
     """Assign KV cache indices to the layers that have self-attention.
 
-    The highest indices are used: writing to the last index of the cache advances the cache's
-    length, so the last of these layers must have it.
+    They get the highest indices: writing to the cache's last index advances its length, so the last
+    layer with self-attention must have that index.
     """
     storing = [layer.attn for layer in layers.values() if layer.attn is not None]
     for index, attn in enumerate(storing, len(layers) - len(storing)):
@@ -79,7 +79,7 @@ def number_places_(layers: nn.ModuleDict) -> None:
 
 
 def find_heads(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the name and number of heads (N, K) of every attention, independent of sharding."""
+    """Yield (name, (N, K)) with the unsharded head counts of every attention module."""
     for name, block in model.named_modules():
         if isinstance(block, Block):
             for part in ("attn", "cross_attn"):
@@ -89,7 +89,7 @@ def find_heads(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def width_into(model: nn.Module, name: str) -> int:
-    """Return the input width of the attention or MLP output projection with this weight."""
+    """Return the input width of the output projection of attention or MLP with this weight."""
     spec = find_block(model, name).spec
     if "o_proj" not in name:
         assert spec.mlp is not None
@@ -127,7 +127,7 @@ def run_layers(
     routed: list[Tensor] | None = None,
     **inputs: Any,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run blocks one after the other.
+    """Run the blocks; return the last output, and a list of all states (else only the last).
 
     Args:
         layers: stack of blocks.
@@ -137,8 +137,7 @@ def run_layers(
         routed: list to which the router logits of each layer with experts are appended.
         inputs: further arguments of `Block.forward`.
 
-    A layout that shards tokens sets `token_cut` on the stack. With a KV cache, all ranks have all
-    tokens.
+    A layout that shards tokens sets `token_cut` on the stack; it is not applied with a KV cache.
     """
     cut: TokenCut | None = layers.token_cut
     cache: KeyValueCache | None = inputs.get("cache")
@@ -175,7 +174,7 @@ def run_block(
     inputs: dict[str, Any],
     routed: list[Tensor],
 ) -> Tensor:
-    """Run one block with the mask of its window, its rotary table and the bias of its heads.
+    """Run one block with the mask for its window, its rotary table and the bias for its heads.
 
     Router logits are appended to `routed`.
     """
@@ -191,7 +190,7 @@ def run_block(
 
 
 def rope_tables(spec: Any, position_ids: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """Return cos and sin of a decoder's positions: "rope", and "local_rope" where it exists.
+    """Return a dict with the rotary tables: "rope", and "local_rope" if the model has one.
 
     Args:
         spec: `DecoderSpec` of the model.
@@ -207,7 +206,7 @@ def rope_tables(spec: Any, position_ids: Tensor, dtype: torch.dtype) -> dict[str
 
 
 def _pick_rope(inputs: dict[str, Any], rotary: str) -> dict[str, Any]:
-    """Return the inputs of a block with the rotary table of its layer (`AttentionSpec.rotary`)."""
+    """Return a block's inputs with the rotary table that its `AttentionSpec.rotary` selects."""
     if rotary == "model" and "local_rope" not in inputs:
         return inputs
     tables = {"model": inputs.get("rope"), "local": inputs.get("local_rope"), "none": None}
@@ -216,7 +215,7 @@ def _pick_rope(inputs: dict[str, Any], rotary: str) -> dict[str, Any]:
 
 
 def _find_biases(layers: nn.ModuleDict, bias: Tensor | None) -> dict[int, Tensor]:
-    """Return a dict from head count to shared bias, for each head count of the layers."""
+    """Return a dict from head count to position bias, for each head count in the layers."""
     if bias is None:
         return {}
     attentions = (layer.attn for layer in layers.values() if layer.attn is not None)
@@ -229,7 +228,7 @@ def _stores(layers: nn.ModuleDict) -> bool:
 
 
 def _gather_logits(share: TokenAssignment, logits: list[Tensor], rows: int) -> list[Tensor]:
-    """All-gather the router logits of all layers in one collective: (B * T, E) each."""
+    """All-gather the router logits of all layers in one collective; return (B * T, E) each."""
     if not logits:
         return []
     joined = share.gather(torch.cat(logits, -1).unflatten(0, (rows, -1))).flatten(0, 1)
@@ -258,7 +257,7 @@ def check_ids(
 ) -> None:
     """Raise `ShapeError` for ids outside the vocabulary, unless the check needs a device sync.
 
-    `name` and `limit` are the names of the ids and of the vocabulary size in the message.
+    `name` and `limit` are the names of the ids and of the vocabulary size in the error message.
     """
     if not input_ids.numel() or not reads_are_free(input_ids):
         return

@@ -15,7 +15,7 @@ __all__ = ["Starcoder2", "Starcoder2Config"]
 
 
 def _starcoder2_heads() -> dict[str, Head]:
-    """Return the heads that transformers has for StarCoder2."""
+    """Return a dict from head name to head, for the heads that transformers has for StarCoder2."""
     heads = llama_heads("Starcoder2")
     del heads["question_answering"]
     return heads
@@ -26,10 +26,10 @@ class Starcoder2Config(LlamaLikeConfig):
     """Config of StarCoder2; other fields are those of the base class.
 
     Args:
-        bias: whether all linear layers of the blocks have biases.
+        bias: use biases in all linear layers of the blocks.
         embed_dropout: dropout probability of the embedding.
         dropout: dropout probability of the outputs of attention and MLP.
-        window: sliding window in tokens; 0 means no limit.
+        window: size of the sliding window in tokens; 0 for no window.
     """
 
     family: ClassVar[str] = "starcoder2"

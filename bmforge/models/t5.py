@@ -21,8 +21,8 @@ from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
 __all__ = ["T5", "T5Config", "t5_heads"]
 
-# head -> (ending of its class name, its linear layers here -> published, prefix of the body's
-# names)
+# head -> (suffix of the class name, {bmforge's name of a linear layer: published name}, prefix of
+# the body's names)
 _HEADS: dict[str, tuple[str, dict[str, str], str]] = {
     "sequence_classification": (
         "ForSequenceClassification",
@@ -44,7 +44,7 @@ _HEADS: dict[str, tuple[str, dict[str, str], str]] = {
 
 
 def t5_heads(stem: str, *more: str, old: tuple[str, ...] = ()) -> dict[str, Head]:
-    """Return the heads of T5 and of families that transformers derives from it.
+    """Return a dict from head name to head for T5 and families that are derived from it.
 
     Args:
         stem: prefix of transformers' class names.
@@ -126,7 +126,7 @@ class T5Config(ModelConfig):
         dropout: dropout probability of all dropout layers.
         classifier_dropout: dropout probability before and after a classifier's first layer.
         decoder_start_token_id: first token of every target.
-        pad_token_id: id of padding.
+        pad_token_id: id of padding tokens.
         eos_token_id: token that ends a source and a target.
     """
 
@@ -247,7 +247,7 @@ class T5Config(ModelConfig):
         return out
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names."""
+        """Return the contents of config.json, with the published `model_type`."""
         out = {**super().to_hf(), "model_type": self.model_type}
         if "initializer_range" not in self.raw:
             del out["initializer_range"]
@@ -272,8 +272,8 @@ class T5Config(ModelConfig):
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
         """Return the KV cache bytes per pair of a source and a target token.
 
-        The target token has keys and values in every layer, the source token those of
-        cross-attention.
+        The target token's keys and values are cached for self-attention in every decoder layer, the
+        source token's for cross-attention.
         """
         return super().kv_bytes_per_token(bytes_per_element)
 
@@ -318,7 +318,7 @@ class T5(Seq2Seq):
 
     @property
     def hf_unused(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Globs of unused weights: a bias in T5 1.0, and the decoder of an encoder-only model."""
+        """Name globs of unused weights: a bias of T5 1.0, and the decoder if there is none."""
         dead = "**decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
         return (dead, "**decoder.**") if self.decoder is None else (dead,)
 
@@ -335,7 +335,7 @@ class T5(Seq2Seq):
         return float(config.init_std * width**-0.5)
 
     def tied_copies(self) -> dict[str, str]:
-        """Map the name of each stack's copy of the embedding to the original name."""
+        """Return a dict from the name of each stack's embedding copy to the original name."""
         return {
             f"{prefix}{stack}.embed_tokens.weight": f"{prefix}shared.weight"
             for prefix in ("", "transformer.")
@@ -343,7 +343,7 @@ class T5(Seq2Seq):
         }
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to transformers' names, in which sublayers are numbered."""
+        """Map parameter names to transformers' names, which number the sublayers."""
         rules = [WeightRule("embed.weight", "shared.weight")]
         for stack, parts in (
             ("encoder", ("attn", "mlp")),

@@ -1,4 +1,4 @@
-"""Matches a checkpoint's tensors with a model's, reporting all mismatches in one error."""
+"""Matches the tensors of a checkpoint and a model; one error reports all mismatches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bmforge.surgery import match_glob, persistent_tensors
 
 __all__ = ["find_missing_head", "match_sources", "settle_tie"]
 
-# Buffers in old checkpoints that are not used.
+# Unused buffers in old checkpoints.
 _DEAD = (
     "**.attn.bias",
     "**.attn.masked_bias",
@@ -36,12 +36,12 @@ def match_sources(
     """Match every `WeightRule` with a stored tensor; raise `CheckpointError` with all mismatches.
 
     Returns:
-        pairs (rule, stored name); names of head tensors to initialize; names of adapter tensors
-        that the base model's files do not contain
+        pairs (rule, stored name); names of the head's tensors to initialize; names of adapters'
+        tensors, which the base model's files do not contain
     """
     shapes = {n: s for n, s in files.shapes.items() if not _is_dead(n)}
     local_names = set(persistent_tensors(model))
-    # A pipeline stage has part of the model, but the error must be the same on all ranks.
+    # A pipeline stage contains part of the model, but all ranks must raise the same error.
     model = model.whole()
     tensors = persistent_tensors(model)
     head = model.config.heads[model.config.head]
@@ -72,13 +72,13 @@ def match_sources(
 
 
 def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]:
-    """Return the published names of head weights that are missing or have another shape.
+    """Return the published names of the head's weights that are missing or have another shape.
 
-    Optional weights and tied heads are excluded.
+    Optional weights are excluded.
 
     Args:
         model: model with the head; may be on the meta device.
-        source: directory of the weights, or the opened files.
+        source: directory of the weights, or their `WeightFiles`.
     """
     files = source if isinstance(source, WeightFiles) else WeightFiles(source)
     head = model.config.heads[model.config.head]
@@ -96,16 +96,17 @@ def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]
 def settle_tie(model: Any, files: WeightFiles, value: bool | None = None) -> ModelConfig:
     """Return the model's config with `tie_word_embeddings` set according to the weights.
 
-    Old configs lack the field or have a wrong value. A stored head that differs from the embedding
-    is kept; a missing head means a tied one, unless the config says otherwise.
+    Old configs lack the field or contain a wrong value. If a stored head differs from the
+    embedding, the weights are not tied; if no head is stored, they are, unless the config
+    says otherwise.
 
     Args:
         model: model of the config, on the meta device.
         files: weight files of the checkpoint.
-        value: value requested by the caller; None infers it from the weights.
+        value: value requested by the caller; if None, it is inferred from the weights.
 
     Raises:
-        ConfigError: `value` ties two weights that differ, or the model has no head.
+        ConfigError: `value` is True but the weights differ, or the model has no output layer.
     """
     config = model.config
     if value is not None:
@@ -152,7 +153,7 @@ def _tie_as_requested(model: Any, files: WeightFiles, value: bool) -> ModelConfi
 
 
 def _find_tied(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Return the embedding's stored name if an untied head is loaded from a tied checkpoint."""
+    """Return the stored name of the embedding if it initializes an untied head; else None."""
     config = model.config
     if rule.ours != model.tied_head[0] or config.tie_word_embeddings:
         return None
@@ -164,7 +165,7 @@ def _find_tied(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]])
 
 
 def _is_of_delta(model: Any, name: str) -> bool:
-    """Return True for a tensor of an adapter whose weights are not in the base model's files."""
+    """Return True for a tensor of an adapter, which the base model's files do not contain."""
     return bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_delta", False))
 
 
@@ -173,7 +174,7 @@ def _is_dead(name: str) -> bool:
 
 
 def _find_name(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Return the stored name of a `WeightRule`'s tensor; tries known prefixes and old suffixes."""
+    """Return the stored name for a `WeightRule`, with any known prefix or suffix, or None."""
     bare = rule.theirs.removeprefix(model.hf_prefix)
     head_prefix = model.config.heads[model.config.head].prefix or ""
     bare = bare.removeprefix(head_prefix)
@@ -188,7 +189,7 @@ def _find_name(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]])
 
 
 def _as_new_name(model: Any, name: str) -> str:
-    """Return the name of a tensor in newer checkpoints."""
+    """Return the name that newer checkpoints use for a tensor."""
     for new, old in model.hf_old_names:
         if name.endswith(old):
             return name.removesuffix(old) + new
@@ -198,7 +199,7 @@ def _as_new_name(model: Any, name: str) -> str:
 def _find_extra(
     model: Any, files: WeightFiles, shapes: dict[str, tuple[int, ...]], used: set[str]
 ) -> list[str]:
-    """Return stored names that no parameter is mapped to; tensors of other heads are logged."""
+    """Return the stored names that no `WeightRule` uses; log unused tensors of other heads."""
     others = files.head_names(model)
     unused: list[str] = []
     extra: list[str] = []
@@ -234,7 +235,7 @@ def _their_name(model: Any, name: str) -> str | None:
 
 
 def _are_equal(files: WeightFiles, first: str, second: str) -> bool:
-    """Return True if two stored tensors are equal; compares some rows at a time."""
+    """Return True if two stored tensors are equal, comparing chunks of rows."""
     if files.shapes[first] != files.shapes[second]:
         return False
     rows = files.shapes[first][0]

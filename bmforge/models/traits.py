@@ -1,8 +1,8 @@
 """Properties of a model family: attention pattern, generation and objective.
 
-Every family defines them as data (`Model.family_traits`); `Model.traits` adds the properties that
-depend on the config, such as whether the head generates text. Other packages use these properties
-and never test for a family's class.
+Every family defines them in `Model.family_traits`; `Model.traits` adds the properties that depend
+on the config, such as whether the head generates text. Other packages use these properties instead
+of checking a model's class.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class Traits:
     """Properties of a model or family.
 
     Args:
-        reads: attention pattern. "left": causal; "both": bidirectional; "apart":
-            encoder-decoder; "blanks": bidirectional text whose blanks are filled causally. It
-            describes plain text; a CPM-Bee document defines its own pattern.
+        reads: attention pattern for plain text. "left": causal; "both": bidirectional; "apart":
+            encoder-decoder; "blanks": bidirectional text whose blanks are filled causally.
+            (CPM-Bee's documents define another pattern.)
         objective: pretraining objective.
-        positions: "learned": a table with a maximum; "rotary" and "alibi" (a bias by distance): no
-            maximum, trained up to max_seq_len; "relative": bucketed distances.
-        has_images: whether the input is pixels instead of tokens.
+        positions: "learned": a table of max_seq_len positions; "rotary" and "alibi" (bias by
+            distance): no maximum, trained up to max_seq_len; "relative": bucketed distances.
+        has_images: True if the input is pixels instead of tokens.
         sentinel: format of the tokens that mark masked spans, with {} for the span's index.
-        ends_inside: whether the end token is part of the text in which spans are masked;
-            otherwise it follows source and target.
-        marks_between: number of end tokens between two texts of one sequence.
+        ends_inside: True if the end token is part of the text in which spans are masked; if
+            False, it is appended to source and target.
+        marks_between: number of end tokens between two texts in one sequence.
         tokenizer: name of the family's tokenizer class, if its texts need that class's special
             tokens.
-        writes: whether the model has a head that generates text.
+        writes: True if the model has a head that generates text.
         position_limit: maximum input length in tokens; None for no limit.
     """
 
@@ -62,15 +62,15 @@ class Traits:
 
     @property
     def answer_sentinel(self) -> str:
-        """Format of the sentinel before an encoder-decoder's answers; "" if there is none (EVA)."""
+        """Format of the sentinel token before an encoder-decoder's answers; "" for none (EVA)."""
         return "" if self.objective == "dialogues" else self.sentinel
 
     def of(self, config: Any) -> Traits:
-        """Return the family's traits for a config: its head, and its limit on positions."""
+        """Return the traits for a config, with `writes` and `position_limit` set."""
         limit = config.max_seq_len if self.positions == "learned" else None
         return replace(self, writes=config.head in _WRITING_HEADS, position_limit=limit)
 
     def row_limit(self, config: Any) -> int | None:
         """Return the maximum training length in tokens for a config; None for no limit."""
-        is_free = self.positions == "relative" or not config.max_seq_len  # recurrent models: 0
+        is_free = self.positions == "relative" or not config.max_seq_len  # 0 for recurrent models
         return None if is_free else config.max_seq_len

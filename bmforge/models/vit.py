@@ -36,8 +36,8 @@ _SQUARES = ("image_size", "patch_size")
 class ViTConfig(ModelConfig):
     """Config of ViT; other fields are those of `ModelConfig`.
 
-    There is no vocabulary (`vocab_size` is 0), and `max_seq_len` is one token per patch and one for
-    the class.
+    There is no vocabulary (`vocab_size` is 0). `max_seq_len` is the number of patches plus one, for
+    the class token.
 
     Args:
         image_size: height and width of the images in pixels.
@@ -49,7 +49,7 @@ class ViTConfig(ModelConfig):
         attn_dropout: dropout probability of attention weights.
         pooler_size: width of `pooler_output`; 0 means D.
         pooler_activation: activation of the pooler.
-        add_pooling_layer: whether the model without a head has a pooler.
+        add_pooling_layer: True if the model without a head has a pooler.
     """
 
     family: ClassVar[str] = "vit"
@@ -77,7 +77,7 @@ class ViTConfig(ModelConfig):
         "pooler_size": "pooler_output_size",
         "pooler_activation": "pooler_act",
     }
-    # encoder_stride is a field of the masked-image decoder.
+    # encoder_stride belongs to the decoder for masked images.
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"encoder_stride", "tie_word_embeddings"})
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "vit-base-patch16-224": {**_BASE, "num_labels": 1000},
@@ -140,7 +140,7 @@ class ViTConfig(ModelConfig):
         ) or self.num_kv_heads != self.num_heads:
             raise ConfigError(
                 f"ViTConfig: hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
-                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} the same."
+                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} must be num_heads."
             )
 
     @classmethod
@@ -164,7 +164,7 @@ class ViTConfig(ModelConfig):
         return out
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the FLOPs per token, with the patch embedding instead of a vocabulary."""
+        """Return the FLOPs per token, including the patch embedding; see `ModelConfig`."""
         patch = self.num_channels * self.patch_size**2 * self.hidden_size
         return super().flops_per_token(seq_len) + 6 * patch
 
@@ -184,8 +184,8 @@ class PatchEmbedding(nn.Module):
         patch_size: height and width P of a patch.
 
     Shape:
-        pixels: (B, C, H, W) -> (B, D, H / P, W / P), as a view of rows of patches; a remainder at
-            the lower and right edges is ignored
+        pixels: (B, C, H, W) -> (B, D, H / P, W / P), not contiguous; pixels at the lower and right
+            edges that do not fill a patch are ignored
     """
 
     def __init__(self, num_channels: int, hidden_size: int, patch_size: int) -> None:
@@ -211,7 +211,7 @@ class PatchEmbedding(nn.Module):
 
 
 class ViT(Model):
-    """ViT with a classifier on the class token, or without a head but with a pooler."""
+    """ViT with a classifier on the class token, or with a pooler instead of a head."""
 
     config_class = ViTConfig
     family_traits = Traits("both", "images", "learned", has_images=True)
@@ -256,14 +256,14 @@ class ViT(Model):
 
         Args:
             pixel_values: images from the model's image processor.
-            labels: labels as in `classification_loss`; the loss is then returned as well.
-            num_items_in_batch: divisor of the summed loss; None takes the mean.
-            interpolate_pos_encoding: accept images of another size by interpolating the positions.
+            labels: labels as in `classification_loss`; if passed, the loss is also returned.
+            num_items_in_batch: divisor of the summed loss; if None, the loss is the mean.
+            interpolate_pos_encoding: interpolate position embeddings for images of another size.
             output_hidden_states: return the outputs of embedding and layers, before `norm`.
-            attention_mask: 1 for tokens that may be attended to; the class token, then the patches.
+            attention_mask: 1 for tokens (class token, then patches) that may be attended to.
 
         Shape:
-            pixel_values: (B, C, H, W); labels: (B,), or (B, L) for several classes;
+            pixel_values: (B, C, H, W); labels: (B,), or (B, L) for multi-label classification;
             attention_mask: (B, 1 + patches)
 
         Raises:
@@ -319,7 +319,7 @@ class ViT(Model):
             )
 
     def _embed(self, images: Tensor, any_size: bool) -> Tensor:
-        """Embed images to the first block's input, (B, 1 + patches, D)."""
+        """Return the first block's input (B, 1 + patches, D) for images."""
         patches = self.embed_patches(images.to(self.embed_patches.weight.dtype))
         patches = patches.flatten(2).transpose(1, 2)
         first = self.embed_class.expand(patches.shape[0], -1, -1)
@@ -329,7 +329,7 @@ class ViT(Model):
         return F.dropout(x, dropout, self.training) if dropout else x
 
     def _stretch_positions(self, height: int, width: int) -> Tensor:
-        """Interpolate the learned positions (bicubic) for images of another size."""
+        """Return the position embeddings, bicubically interpolated to images of another size."""
         config = self.config
         if height == width and height // config.patch_size == config.grid_size:
             return self.embed_positions

@@ -1,4 +1,4 @@
-"""Resizing of the vocabulary: token embedding, output layer and every other tensor of that size.
+"""Resizes the vocabulary: token embedding, output layer and all other tensors of that size.
 
 The tensors are found by building the model twice on the meta device, with the old and with the new
 `vocab_size`: tensors whose shapes differ are resized. Families therefore need no code for resizing.
@@ -59,7 +59,7 @@ def resize_vocabulary_(
 
 
 def _padded(size: int | None, old_size: int, multiple: int | None) -> int:
-    """Return the number of rows: `size`, rounded up to a multiple."""
+    """Return `size` (default: `old_size`), rounded up to a multiple of `multiple`."""
     size = old_size if size is None else size
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ConfigError(f"new_num_tokens={size!r} must be a positive integer.")
@@ -71,7 +71,7 @@ def _padded(size: int | None, old_size: int, multiple: int | None) -> int:
 
 
 def _check_table(model: Any, new_size: int) -> None:
-    """Raise `ConfigError` for a model whose token embedding cannot have another number of rows."""
+    """Raise `ConfigError` if the model's token embedding cannot be resized."""
     table: Any = getattr(model, "embed", None)
     kind = type(model).__name__
     record = laid_out(model)
@@ -104,7 +104,7 @@ def _check_table(model: Any, new_size: int) -> None:
 
 
 def _resized_axes(old: nn.Module, new: nn.Module) -> dict[str, int]:
-    """Map the name of each tensor whose shapes differ to its vocabulary axis."""
+    """Return a dict from tensor name to the axis whose size differs between the models."""
     sizes = {name: tensor.shape for name, tensor in persistent_tensors(new).items()}
     axes: dict[str, int] = {}
     for name, tensor in persistent_tensors(old).items():
@@ -121,7 +121,7 @@ def _resized_axes(old: nn.Module, new: nn.Module) -> dict[str, int]:
 def _check_tensor(
     model: Any, name: str, tensor: Tensor | None, axis: int, old_size: int, kind: str
 ) -> None:
-    """Raise `ConfigError` unless a vocabulary tensor is plain and has its original size."""
+    """Raise `ConfigError` if a tensor of vocabulary size cannot be resized."""
     owner = name.rpartition(".")[0]
     if tensor is None:
         raise ConfigError(
@@ -149,7 +149,7 @@ def _check_tensor(
 
 @torch.no_grad()
 def _resize(model: Any, name: str, tensor: Tensor, axis: int, size: int, mean: bool) -> Tensor:
-    """Return a tensor with `size` entries along an axis; entries of both sizes are copied."""
+    """Return a tensor with `size` entries along an axis; common entries are copied."""
     shape = (*tensor.shape[:axis], size, *tensor.shape[axis + 1 :])
     data = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     count = min(size, tensor.shape[axis])
@@ -168,7 +168,7 @@ def _resize(model: Any, name: str, tensor: Tensor, axis: int, size: int, mean: b
 
 
 def _copy_sizes_(model: Any, new: nn.Module) -> None:
-    """Copy the sizes that modules store as attributes from the new model."""
+    """Copy vocabulary sizes that modules have as attributes from the new model to `model`."""
     for name, module in new.named_modules():
         target = model if not name else model.get_submodule(name)
         for key in _SIZES:

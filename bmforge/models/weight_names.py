@@ -1,4 +1,4 @@
-"""Published names of a model's tensors, and the rules that read and write them."""
+"""Mixin with the published names of a model's tensors, as `WeightRule`s."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WeightNames:
     hf_prefix: ClassVar[str]
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the `WeightRule`s of the family's body, with `{i}` for the layer index."""
+        """Return the `WeightRule`s without the head's; `{i}` is the layer index."""
         raise TypeError(f"{type(self).__name__} must define `weight_rules`.")
 
     @property
@@ -34,11 +34,11 @@ class WeightNames:
         return cast(nn.Module, self)
 
     def tied_copies(self) -> dict[str, str]:
-        """Map the name of each tensor that checkpoints store twice to its original."""
+        """Return a dict from the name of each copy in checkpoints to the original name."""
         return {}
 
     def all_rules(self) -> list[WeightRule]:
-        """Map all names, including the head's, to published ones; `{i}` is the layer index."""
+        """Return the `WeightRule`s, including the head's; `{i}` is the layer index."""
         head = self.config.heads[self.config.head]
         rules = self.weight_rules()
         if head.prefix is not None:
@@ -51,13 +51,13 @@ class WeightNames:
         return rules + [WeightRule(name, published) for name, published in head.names.items()]
 
     def active_rules(self) -> list[WeightRule]:
-        """Map each tensor of this model to its published name; tied tensors appear once."""
+        """Return the `WeightRule`s of each tensor of this model; tied tensors appear once."""
         return self.expand(self.all_rules())
 
     def published_rules(self) -> list[WeightRule]:
-        """Map the tensors of this model without quantization to their published names.
+        """Return the `WeightRule`s that this model would have without quantization.
 
-        Published checkpoints contain a layer's plain weight, however bmforge stores it.
+        Published checkpoints contain unquantized weights, even if this model is quantized.
         """
         changed = changed_modules(self._module)
         stored = {n: s for n, m in changed.items() if (s := linear_sizes(m)) is not None}
@@ -86,19 +86,19 @@ class WeightNames:
         return expand_rules(rules, shapes, own, split_rules(self._module, rules))
 
     def _own_names(self) -> set[str]:
-        """Return the names of tensors that published checkpoints do not have."""
+        """Return the names of tensors that published checkpoints do not contain."""
         changed = changed_modules(self._module)
         names = set()
         for name in persistent_tensors(self._module):
             owner, _, key = name.rpartition(".")
-            # A quantized layer's bias has its published name; int8 rows are saved with theirs.
+            # A quantized layer's bias keeps its published name; that of int8 rows does not.
             is_published = key == "bias" and isinstance(changed.get(owner), PackedStore)
             if owner in changed and not is_published:
                 names.add(name)
         return names
 
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
-        """Return the `WeightRule`s for a checkpoint that has these tensor names.
+        """Return the `WeightRule`s for a checkpoint with these tensor names.
 
         These are the `active_rules`, except in families that were published in several formats.
         """

@@ -1,8 +1,8 @@
 """Rules that map parameters to tensors in published checkpoints.
 
-A rule gives the published name of a parameter, whether it is transposed, its rows in a fused
-tensor (concatenated or interleaved), or its entry in a stacked parameter. The same rule loads any
-slice of the parameter, and saves it.
+A rule contains a parameter's published name, and how it is stored: transposed, as rows of a fused
+tensor (concatenated or interleaved), or as one expert of a stacked parameter. The same rule is used
+to load and to save any slice of the parameter.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ _T = TypeVar("_T")
 class WeightRule:
     """Rule that maps the parameter `ours` to the published tensor `theirs`, or to a part of it.
 
-    `{i}` is the layer index; `{e}` in `theirs` is the expert, the first dim of `ours`.
+    `{i}` is the layer index; `{e}` in `theirs` is the expert's index in the first dim of `ours`.
 
     Args:
-        ours: canonical name in bmforge.
-        theirs: published name.
-        transpose: whether the published tensor is stored as (in, out), or a stack as (E, in, out).
+        ours: parameter name in bmforge.
+        theirs: published tensor name.
+        transpose: True if the published tensor has shape (in, out), or (E, in, out) for a stack.
         part: (first row, number of rows) in the fused tensor, in bmforge's orientation; None
             for the whole tensor. For resized layers the rows are recomputed, in the same order.
-        index: entry of the stacked tensor `ours`; set by `expand_rules`.
+        index: expert index in the stacked tensor `ours`; set by `expand_rules`.
         part_dim: dim that `part` slices, in bmforge's orientation: 0 for rows, 1 for columns (of a
             stack: 1 for rows).
-        step: number of parts whose rows alternate in the fused tensor; `part` is then the index of
-            the first row and the number of rows of all parts.
-        groups: number of groups of rows in which the fused tensor interleaves its parts, such as
-            q, k and v of each head; every part has as many rows in one group as in another.
+        step: number of parts whose rows alternate in the fused tensor; `part` then contains the
+            index of the first row and the number of rows of all parts.
+        groups: number of groups of rows in the fused tensor, each with rows of all parts, such as
+            q, k and v of one head; all groups have the same number of rows of a part.
         rows: (first row, number of rows) of `ours` that the rule maps; None for all. Set by
-            `expand_rules`, which makes one rule for each group.
+            `expand_rules`, which creates one rule for each group.
     """
 
     ours: str
@@ -68,13 +68,13 @@ class WeightRule:
 
     @staticmethod
     def interleaved_order(rules: Iterable[WeightRule]) -> Tensor | None:
-        """Return the rows of the concatenated parameters in the order of the published tensor.
+        """Return the row order of a published tensor, as indices into the concatenated parameters.
 
         Args:
             rules: expanded rules of one published tensor, in any order.
 
         Returns:
-            row indices, (number of rows,); None if the published tensor is the concatenation
+            (number of rows,) indices; None if the published tensor is the concatenation
         """
         ordered = sorted(rules, key=lambda rule: rule.part[0] if rule.part else 0)
         sizes: dict[str, int] = {}
@@ -87,7 +87,7 @@ class WeightRule:
         return torch.cat([torch.arange(first, first + count) for first, count in ranges])
 
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the published tensor, given the shape of the whole parameter."""
+        """Return the shape of the published tensor, given the shape of the full parameter."""
         shape = shape if self.index is None else shape[1:]
         full_shape = list(shape)
         if self.part is not None:
@@ -114,11 +114,11 @@ class WeightRule:
         return tuple(self._published_order(slices))
 
     def _published_order(self, dims: list[_T]) -> list[_T]:
-        """Return values for each dim in the order of the published tensor's dims."""
+        """Reorder per-dim values from the parameter's dims to the published tensor's dims."""
         return [*dims[:-2], *reversed(dims[-2:])] if self.transpose else dims
 
     def target(self, local: Tensor, box: Box) -> Tensor:
-        """Return a view of the elements of a rank's shard (`local`) that `theirs` fills."""
+        """Return a view of the elements of a rank's shard (`local`) that are read from `theirs`."""
         if self.rows is not None:
             shared, first = self._shared_rows(box), box.offsets[0]
             return local[shared.start - first : shared.stop - first]
@@ -131,28 +131,28 @@ class WeightRule:
         return slice(max(first, self.rows[0]), min(end, sum(self.rows)))
 
     def source_view(self, target: Tensor) -> Tensor:
-        """Return a view of a slice of the parameter with the dims in published order."""
+        """Return a view of a parameter's slice with the dims in the published tensor's order."""
         return target.transpose(-1, -2) if self.transpose else target
 
     def stored_numel(self, shape: tuple[int, ...]) -> int:
-        """Return the number of elements of `theirs` that come from a parameter of this shape."""
+        """Return the number of elements in `theirs` that belong to a parameter of this shape."""
         if self.rows is not None:
             return math.prod((self.rows[1], *shape[1:]))
         return math.prod(shape if self.index is None else shape[1:])
 
     @property
     def is_renaming(self) -> bool:
-        """True if the published tensor is the whole parameter with another name."""
+        """True if the published tensor is the full parameter under another name."""
         return not self.transpose and self.part is None and self.index is None
 
     def to_source(self, tensor: Tensor) -> Tensor:
-        """Convert the whole parameter to the published tensor, before transposition."""
+        """Return the part of the full parameter that `theirs` contains, before transposition."""
         if self.rows is not None:
             return tensor.narrow(0, *self.rows)
         return tensor if self.index is None else tensor[self.index]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join the parts of a published tensor, ordered by rows; this rule is that of the first."""
+        """Join the parts of a published tensor in row order; called on the first part's rule."""
         if self.step > 1:
             joined = torch.stack(tuple(parts), self.part_dim + 1)
             joined = joined.flatten(self.part_dim, self.part_dim + 1)
@@ -168,9 +168,9 @@ def linear_rules(
     return [WeightRule(f"{a}.{kind}", f"{b}.{kind}") for kind in kinds for a, b in pairs.items()]
 
 
-# Prefix of tensors that no published checkpoint has.
+# Prefix of the file names of tensors that no published checkpoint contains.
 OWN_PREFIX = "bmforge."
-# Tensors of a quantized weight; in files each is named after the weight, with this suffix.
+# Suffixes of a quantized weight's tensors, which replace "weight" in its published name.
 PACKED_KEYS = frozenset({"packed", "scales", "minima", "outlier_columns", "outlier_weight"})
 
 
@@ -180,14 +180,14 @@ def expand_rules(
     own: Collection[str] = (),
     expanded: Sequence[WeightRule] = (),
 ) -> list[WeightRule]:
-    """Expand rules to the tensors in `shapes`, in their order.
+    """Return one `WeightRule` or more for each tensor in `shapes`, in the same order.
 
     Args:
-        rules: `WeightRule`s of a family; those without a tensor are skipped.
-        shapes: mapping from parameter name to its unsharded shape.
-        own: names of changed tensors, and of tensors fused with them in published checkpoints;
-            files store them with bmforge's names, except those in `expanded`.
-        expanded: `WeightRule`s of some of `own` that are already expanded.
+        rules: `WeightRule`s of a family; rules without a matching tensor are skipped.
+        shapes: mapping from parameter name to unsharded shape.
+        own: names of changed tensors, and of tensors fused with them in published checkpoints,
+            which are saved under bmforge's names, unless `expanded` has a rule for them.
+        expanded: expanded `WeightRule`s for some of the tensors in `own`.
 
     Raises:
         TypeError: a tensor has no `WeightRule`, so that saving would lose it.
@@ -212,7 +212,7 @@ def _fill_numbers(published: str, match: re.Match[str]) -> str:
 
 
 def _own_name(name: str, patterns: Sequence[tuple[re.Pattern[str], WeightRule]]) -> str:
-    """Return the file name of a tensor that published checkpoints do not have."""
+    """Return the name under which a tensor is saved that published checkpoints do not contain."""
     module, _, key = name.rpartition(".")
     if key in PACKED_KEYS:
         for pattern, rule in patterns:
@@ -226,7 +226,7 @@ def _own_name(name: str, patterns: Sequence[tuple[re.Pattern[str], WeightRule]])
 def _expand_family(
     patterns: list[tuple[re.Pattern[str], WeightRule]], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[WeightRule]:
-    """Apply the family's rules to these tensors; omit fused tensors that are incomplete."""
+    """Expand the family's rules to these tensors; omit fused tensors that are incomplete."""
     fused: dict[tuple[str, str], list[int]] = {}
     out: list[WeightRule] = []
     for name, shape in shapes.items():
@@ -258,7 +258,7 @@ def _fit_parts_(
 ) -> None:
     """Set the row ranges of a fused tensor's parts from the shapes of the parameters.
 
-    The parts of a resized layer that do not have the same rows in every group are concatenated.
+    If the rows of a resized layer cannot be divided into the groups, its parts are concatenated.
     """
     dim = rules[indices[0]].part_dim
     rows = [shapes[rules[index].ours][dim] for index in indices]
@@ -271,7 +271,7 @@ def _fit_parts_(
 
 
 def _split_groups(rule: WeightRule, shape: tuple[int, ...]) -> list[WeightRule]:
-    """Return one rule for each group of rows of an interleaved tensor; else the rule itself.
+    """Return one rule for each group of rows in an interleaved tensor; otherwise [rule].
 
     The rule's `part` is its row range in the concatenation of all parts.
     """
@@ -287,7 +287,7 @@ def _split_groups(rule: WeightRule, shape: tuple[int, ...]) -> list[WeightRule]:
 
 
 def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
-    """Group rules by the published tensor that they read, ordered by rows."""
+    """Return a dict from published name to the rules of this tensor, ordered by rows."""
     groups: dict[str, list[WeightRule]] = {}
     for rule in rules:
         groups.setdefault(rule.theirs, []).append(rule)
@@ -295,6 +295,6 @@ def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
 
 
 def assemble_source(rules: list[WeightRule], find_tensor: Callable[[str], Tensor]) -> Tensor:
-    """Assemble a published tensor; `find_tensor` returns the parameter of a given name."""
+    """Assemble a published tensor from parameters, which `find_tensor` returns by name."""
     whole = {name: find_tensor(name) for name in dict.fromkeys(rule.ours for rule in rules)}
     return rules[0].join([rule.to_source(whole[rule.ours]) for rule in rules])

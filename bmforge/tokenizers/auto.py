@@ -28,13 +28,13 @@ from bmforge.tokenizers.tokenizer_json import (
 
 __all__ = ["AutoTokenizer"]
 
-# Vocabularies from which tokenizers of older models are read, for the error message.
+# Vocabulary files of older models, for the error message.
 _OLD_FILES = (
     " with ".join(BYTE_PAIR_FILES),
     *(VOCABULARY_FILE, SPIECE_FILES[0], MODEL_FILE, SENTENCEPIECE_FILE),
 )
-# Maps tokenizer_class or model_type, in lower case without "-" and "_", to the function that opens
-# a directory.
+# tokenizer_class or model_type, in lower case without "-" and "_" -> function that loads the
+# tokenizer in a directory.
 _BY_NAME: dict[str, Callable[[Path], Any]] = {
     "cpm1": CPM1Tokenizer.from_pretrained,
     "cpm1word": CPM1WordTokenizer.from_pretrained,
@@ -49,16 +49,17 @@ _BY_NAME: dict[str, Callable[[Path], Any]] = {
 
 
 class AutoTokenizer:
-    """Loads a directory's tokenizer: a Hugging Face tokenizer or one of OpenBMB's types."""
+    """Loads the tokenizer of a model directory: a Hugging Face tokenizer or one of OpenBMB's."""
 
     @staticmethod
     def from_pretrained(directory: str | os.PathLike[str]) -> Any:
-        """Open the tokenizer in a directory or GGUF file.
+        """Load the tokenizer of a directory or GGUF file.
 
-        These are tried in order: the ``tokenizer_class`` in tokenizer_config.json if it is one of
-        OpenBMB's; ``tokenizer.json``; the ``model_type`` in config.json if it is one of OpenBMB's;
-        the file names; the special tokens in ``vocab.txt``; the older files of GPT-2, OPT, RoBERTa
-        (``vocab.json`` with ``merges.txt``), BERT (``vocab.txt``) and T5 (``spiece.model``).
+        The class is selected by, in this order: the ``tokenizer_class`` in tokenizer_config.json if
+        it is one of OpenBMB's; ``tokenizer.json``; the ``model_type`` in config.json if it is one
+        of OpenBMB's; the file names; the special tokens in ``vocab.txt``; the older files of GPT-2,
+        OPT, RoBERTa (``vocab.json`` with ``merges.txt``), BERT (``vocab.txt``) and T5
+        (``spiece.model``).
 
         Raises:
             DataError: no tokenizer is found, or a file is damaged.
@@ -79,7 +80,7 @@ class AutoTokenizer:
 
 
 def _by_config(folder: Path) -> Callable[[Path], Any] | None:
-    """Return the opening function for the class or model named in the config files, or None.
+    """Return the loading function for the class or model_type in the config files, or None.
 
     A model of any family may have a tokenizer.json, so `model_type` counts only without one.
     """
@@ -95,13 +96,13 @@ def _by_config(folder: Path) -> Callable[[Path], Any] | None:
 
 
 def _read_name(file: Path, key: str) -> str:
-    """Return the tokenizer or model name in a config file, normalized for comparison."""
+    """Return the value of `key` in a config file, normalized for `_BY_NAME`."""
     value = str(read_json(file).get(key, "")).lower() if file.exists() else ""
     return value.replace("-", "").replace("_", "").removesuffix("tokenizer")
 
 
 def _by_files(folder: Path) -> Callable[[Path], Any] | None:
-    """Return the opening function for a directory, chosen by its file names; None if none fits."""
+    """Return the loading function for a directory with known file names; None for others."""
     if (folder / TOKENIZER_FILE).exists():
         return FastTokenizer.from_pretrained
     if (folder / MODEL_FILE).exists():
@@ -116,7 +117,7 @@ def _by_files(folder: Path) -> Callable[[Path], Any] | None:
 
 
 def _by_vocabulary(path: Path) -> Callable[[Path], Any] | None:
-    """Return the opening function for a vocab.txt, chosen by its special tokens."""
+    """Return the loading function for a vocab.txt with known special tokens; None for others."""
     lines = set(path.read_text("utf-8", errors="replace").split("\n"))
     if {"<root>", "<ans>"} <= lines:
         return CPMBeeTokenizer.from_pretrained
@@ -124,6 +125,6 @@ def _by_vocabulary(path: Path) -> Callable[[Path], Any] | None:
         has_plus = "<eod>" in lines  # a token that CPM-Ant does not have
         return (CPMAntPlusTokenizer if has_plus else CPMAntTokenizer).from_pretrained
     if {"\u2582", "\u2583", "<s_0>"} <= lines:
-        # EVA's dialogue vocabulary has an empty line in place of CPM-2's U+2581.
+        # EVA's vocabulary has an empty line instead of CPM-2's U+2581.
         return CPM2Tokenizer.from_pretrained if "\u2581" in lines else EVATokenizer.from_pretrained
     return None

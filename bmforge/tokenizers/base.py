@@ -1,4 +1,4 @@
-"""Interface of all tokenizers: open, save, encode, decode, and special token ids."""
+"""Interface of all tokenizers: load, save, encode, decode, and special token ids."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Tokenizer(ABC):
     """Base class of all tokenizers, which convert text to token ids and back.
 
     Attributes:
-        roles: token of each role ("pad", "bos", "eos", "unk", "mask", ...). A role whose token is
-            not in the vocabulary has no id.
+        roles: mapping from role ("pad", "bos", "eos", "unk", "mask", ...) to its special token. A
+            role whose token is not in the vocabulary has no id.
     """
 
     roles: ClassVar[Mapping[str, str]] = {}
@@ -39,7 +39,7 @@ class Tokenizer(ABC):
     @classmethod
     @abstractmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Open the vocabulary files in `directory`.
+        """Load the vocabulary files in `directory`.
 
         Raises:
             DataError: a file is missing or damaged.
@@ -48,11 +48,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _files(self) -> dict[str, bytes]:
-        """Return a dict from name to contents of the files that `from_pretrained` reads."""
+        """Return a dict from file name to contents, for the files that `from_pretrained` reads."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
+        """Return the token ids of a text, without adding special tokens."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -84,14 +84,14 @@ class Tokenizer(ABC):
         """Return the vocabulary as a dict from token to id."""
 
     def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str | None]:
-        """Return the token of each id, like transformers; None for an id without a token."""
+        """Return the token of each id, as transformers does; None for an id without a token."""
         tokens = {id: token for token, id in self.get_vocab().items()}
         return [tokens.get(id) for id in ids]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """Return the id of one token, or of each token of a sequence, like transformers.
+        """Return the id of one token, or of each token in a sequence, as transformers does.
 
-        A token that is not in the vocabulary has the unknown token's id, or None without one.
+        For tokens outside the vocabulary, this is the unknown token's id, or None if there is none.
         """
         if isinstance(tokens, str):
             id = self.token_to_id(tokens)
@@ -108,29 +108,29 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, including special tokens such as BOS around it.
+        """Return the token ids of a prompt, including added special tokens such as BOS.
 
         The ids equal those of transformers' ``tokenizer(text).input_ids``. OpenBMB's own tokenizers
-        add no special tokens, since the prompt format of each of their models adds them.
+        add no special tokens, because the prompt formats of their models contain them.
         """
         return self.encode(text)
 
     @cached_property
     def prompt_prefix(self) -> list[int]:
-        """Special tokens that `encode_prompt` puts before a text, such as a BOS token."""
+        """Ids of the special tokens that `encode_prompt` prepends to a text, such as BOS."""
         body, prompt = self.encode("a"), self.encode_prompt("a")
         starts = range(len(prompt) - len(body) + 1)
         return next((prompt[:at] for at in starts if prompt[at : at + len(body)] == body), [])
 
     def escape_specials(self, text: str) -> str:
-        """Escape special tokens' names in a text, so that `encode_chat` treats them as text."""
+        """Escape names of special tokens in a text, so that `encode_chat` encodes them as text."""
         return text
 
     def encode_chat(self, text: str) -> list[int]:
-        """Return the token ids of a conversation that a chat template has rendered.
+        """Return the token ids of a conversation rendered by a chat template.
 
-        Names of special tokens become these tokens, except where `escape_specials` escaped them.
-        No special tokens are added: the template writes its own.
+        Names of special tokens are encoded as special tokens, except where `escape_specials`
+        escaped them. No special tokens are added, because the template contains them.
         """
         return self.encode(text)
 
@@ -156,11 +156,11 @@ class Tokenizer(ABC):
         return {}
 
     def _role_tokens(self) -> Mapping[str, str]:
-        """Return the token of each role."""
+        """Return a mapping from role to special token."""
         return self.roles
 
     def role_id(self, role: str) -> int | None:
-        """Return the id of the token for a role, or None."""
+        """Return the id of the special token for a role; None if there is none."""
         token = self._role_tokens().get(role)
         return None if token is None else self.token_to_id(token)
 
@@ -201,7 +201,7 @@ class Tokenizer(ABC):
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """Dict from role to the id of its special token."""
+        """Mapping from role to the id of its special token."""
         ids = {role: self.role_id(role) for role in self._role_tokens()}
         return {role: id for role, id in ids.items() if id is not None}
 
@@ -215,7 +215,7 @@ class Tokenizer(ABC):
 
 
 def unreadable_text(texts: Sequence[str], error: Exception) -> DataError:
-    """Return the `DataError` for texts that a library failed to encode with `error`."""
+    """Return a `DataError` for texts that a tokenizer library could not encode."""
     for text in texts:
         for at, character in enumerate(text):
             if "\ud800" <= character <= "\udfff":
@@ -228,10 +228,10 @@ def unreadable_text(texts: Sequence[str], error: Exception) -> DataError:
 
 
 def open_directory(directory: str | os.PathLike[str]) -> Path:
-    """Return `directory` as a path, after checking that it exists.
+    """Return `directory` as a `Path`, after checking that it is a directory.
 
     Raises:
-        DataError: no directory exists at this path.
+        DataError: it is not a directory.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -249,7 +249,7 @@ def parse_vocabulary(
     Args:
         content: contents of the file.
         path: path of the file, for error messages.
-        skip_empty: True to skip empty lines; False to read each as the empty token.
+        skip_empty: True to skip empty lines; False to parse each as an empty token.
         strip: True to strip whitespace around tokens.
 
     Raises:
@@ -277,10 +277,10 @@ def parse_vocabulary(
 
 
 def save_files(directory: str | os.PathLike[str], files: dict[str, bytes]) -> None:
-    """Write files into a directory; nothing is written if one would replace other contents.
+    """Write files into a directory, unless this would change an existing file.
 
     Raises:
-        ConfigError: a file exists with other contents.
+        ConfigError: a file exists with other contents; nothing is written then.
     """
     folder = Path(directory)
     taken = [

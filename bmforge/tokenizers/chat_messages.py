@@ -13,19 +13,19 @@ __all__ = ["THOUGHT_FIELDS", "Message", "Tools", "normalize_message", "parse_arg
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
-# Names under which data sets and servers keep an assistant's reasoning.
+# Fields in which data sets and servers store the assistant's reasoning.
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 def normalize_message(values: Mapping[str, Any], location: str = "a message") -> Message:
     """Convert a message in OpenAI's format to the form that chat templates expect.
 
-    Content parts of text are joined, a null content becomes an empty text, the arguments of tool
-    calls become objects (transformers' templates write them with ``tojson``), OpenAI's
+    Text parts of the content are joined, null content becomes an empty text, the arguments of tool
+    calls become objects (transformers' templates write them with ``tojson``), the role
     ``developer`` becomes ``system``, and null fields are removed.
 
     Args:
-        values: a message in OpenAI's form.
+        values: message in OpenAI's format.
         location: file and line, for error messages.
 
     Raises:
@@ -35,7 +35,7 @@ def normalize_message(values: Mapping[str, Any], location: str = "a message") ->
     if message["role"] == "developer":
         message["role"] = "system"
     calls = message.pop("tool_calls", None) or []
-    if message.pop("function_call", None):  # OpenAI's form before tools
+    if message.pop("function_call", None):  # OpenAI's older format
         calls = [*calls, {"type": "function", "function": values["function_call"]}]
     if "content" not in message and not (calls or _has_thought(message)):
         raise DataError(
@@ -53,7 +53,7 @@ def _has_thought(message: Message) -> bool:
 
 
 def _join_parts(content: Any, location: str) -> str:
-    """Convert a message content to text; the parts of OpenAI's list form are joined."""
+    """Return the content of a message as one text; text parts of a list are joined."""
     if isinstance(content, str):
         return content
     texts = []

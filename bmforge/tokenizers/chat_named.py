@@ -1,8 +1,7 @@
-"""Named chat templates, for base models that have none (`--template chatml`).
+"""Named chat templates for base models without one (`--template chatml`).
 
-Each template renders system, user and assistant messages in the published format after which it is
-named. The special tokens should be in the tokenizer's vocabulary; otherwise they are written as
-ordinary text.
+Each template renders system, user and assistant messages in the published format of the same name.
+Special tokens that the tokenizer's vocabulary lacks are encoded as ordinary text.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Renders conversations as text with Jinja chat templates, like transformers.
+"""Renders conversations as text with Jinja chat templates, as transformers does.
 
 `ChatTemplate` renders; `find_template` reads the source from a model directory; `chat_turns.py`
-splits a rendered conversation into prompts and answers; `chat_named.py` has templates by name.
-A template is a program from an untrusted file. It runs in Jinja's sandbox, where it can only read
-texts and lists.
+splits a conversation into prompts and answers; `chat_named.py` contains named templates. A template
+is a program from an untrusted file, so it runs in Jinja's sandbox, where it can only read texts and
+lists.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class ChatTemplate:
     """Chat template that renders conversations as text.
 
     Args:
-        source: Jinja source; None writes ``Role: text`` and a newline for every message, with
-            the EOS token after each assistant message.
-        tokenizer: tokenizer with the template's `bos_token`, `eos_token` and further special
-            tokens.
+        source: Jinja source; if None, a plain template that writes ``Role: text`` and a newline for
+            every message, with the EOS token after each assistant message.
+        tokenizer: tokenizer whose special tokens are the template's `bos_token`, `eos_token` and
+            so on.
         limits: time and length limits of one rendering (default: none).
-        parse_special: encode names of special tokens inside messages as these tokens (default:
-            as text). The authors of the messages can then forge turns of other roles.
+        parse_special: encode names of special tokens inside messages as special tokens instead of
+            as text. The authors of messages can then forge turns of other roles.
 
     Attributes:
-        source: Jinja source; that of the plain template if None was passed.
+        source: Jinja source, also for the plain template.
         variables: names of the variables that the template reads, such as ``tools``.
 
     Raises:
         ConfigError: the source is not a valid template.
-        MissingDependencyError: a source is given and jinja2 is not installed.
+        MissingDependencyError: a source is passed, but jinja2 is not installed.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class ChatTemplate:
         begin: str = "",
         **variables: Any,
     ) -> tuple[str, list[int]]:
-        """Render a conversation up to the assistant's answer; return its text and token ids.
+        """Render a conversation up to the assistant's answer; return the text and its token ids.
 
-        Unless `parse_special` is set, the name of a special token inside a message is encoded as
-        characters, so that a message cannot forge its own end.
+        Unless `parse_special` is set, names of special tokens inside messages are encoded as plain
+        text, so that a message cannot forge an end-of-turn token.
 
         Args:
             messages, tools, variables: as in `render`.
-            begin: text with which the answer begins.
+            begin: beginning of the answer, which the model continues.
 
         Raises:
             DataError: the template refuses this conversation, or exceeds its limits.
@@ -128,7 +128,7 @@ class ChatTemplate:
         return text, self._tokenizer.encode_chat(text)
 
     def end_mark(self) -> str:
-        """Return the text that the template writes after the last assistant message."""
+        """Return the text that the template writes after an assistant message at the end."""
         example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "answer"}]
         return self.render(example).rpartition("answer")[2]
 
@@ -163,17 +163,17 @@ def _plain_source(marks: Mapping[str, str]) -> str:
 
 
 def find_template(folder: Path) -> str | None:
-    """Return the chat template source of a model directory or GGUF file; None without one.
+    """Return the chat template of a model directory or GGUF file; None if it has none.
 
-    The template is read from ``chat_template.jinja``, else from tokenizer_config.json. Of several
-    templates the one named ``default`` is used, and ``tool_use`` for conversations with tools, as
-    transformers does; both are joined into one source.
+    The template is read from ``chat_template.jinja`` or, without this file, from
+    tokenizer_config.json. If there are several templates, ``default`` is used, and ``tool_use`` for
+    conversations with tools, as in transformers; both are joined into one source.
 
     Args:
         folder: model directory, or a GGUF file.
 
     Raises:
-        ConfigError: a file is damaged, or it has several templates and none is the default.
+        ConfigError: a file is damaged, or contains several templates without a default.
     """
     if is_gguf(folder):
         source = read_gguf_header(folder).metadata.get("tokenizer.chat_template")
@@ -198,7 +198,7 @@ def find_template(folder: Path) -> str | None:
 
 
 def _compile(source: str) -> tuple[Any, frozenset[str]]:
-    """Compile a template with transformers' filters and functions; also return its variables."""
+    """Compile a template with transformers' filters; return it and the names of its variables."""
     try:
         from jinja2 import TemplateError, meta, nodes
         from jinja2.ext import Extension, loopcontrols

@@ -1,8 +1,8 @@
-"""Splits conversations into prompts and answers, so that only the answers are trained on.
+"""Splits conversations into prompts and answers, so that only answers contribute to the loss.
 
 Every answer is rendered as if it were the last message: hybrid templates (Qwen3, GLM) write the
-last answer with its reasoning and earlier answers without it, and in generation the model always
-writes the last one.
+last answer with its reasoning and earlier answers without it, and the model always generates the
+last message.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class AnswerText:
 
     Args:
         number: index of the message in the conversation.
-        prompt: text up to the answer; ends with the template's generation prompt where the
-            rendered answer begins with it.
+        prompt: text before the answer, including the part of the template's generation prompt with
+            which the rendered answer begins.
         answer: text of the assistant message, including the end-of-turn token.
     """
 
@@ -89,7 +89,7 @@ def _render_answer(
         start = prompt
     elif rendered.startswith(plain):
         # The generation prompt may end with text that this answer does not begin with, such as the
-        # <think> of DeepSeek-R1: train on the answer from the first difference on.
+        # <think> of DeepSeek-R1. The answer then begins at the first difference.
         start = _common_start(prompt, rendered)
     else:
         raise DataError(
@@ -113,7 +113,10 @@ def _render_answer(
 def _render_history(
     template: ChatTemplate, before: Sequence[Message], tools: Tools | None, variables: Any
 ) -> str:
-    """Render the messages before an answer; "" without messages, which a template may refuse."""
+    """Render the messages before an answer; return "" if there are none.
+
+    A template may refuse to render an empty conversation.
+    """
     if not before:
         return ""
     return template.render(before, tools=tools, **variables)
@@ -127,12 +130,12 @@ def _common_start(prompt: str, rendered: str) -> str:
     )
     start = rendered[:length]
     cut = start.rfind("<")
-    # Keep a whole "<|im_start|>"; an unclosed "<" may begin two different special tokens.
+    # A complete "<|im_start|>" is kept; an unclosed "<" may begin two different special tokens.
     return start if cut < 0 or ">" in start[cut:] else start[:cut]
 
 
 def _find_missing(message: Message, answer: str) -> str | None:
-    """Return the name of a message part that its rendered text lacks; None if it is complete."""
+    """Return the name of a message part that the rendered text lacks; None if complete."""
     thought, text = split_thought(message)
     if thought and thought not in answer:
         return "thoughts"
@@ -155,9 +158,9 @@ def split_thought(message: Message) -> tuple[str, str]:
 def _write_thoughts(message: Message, prompt: str, answer: str) -> str:
     """Write an answer with its reasoning, for a template that removes all reasoning.
 
-    DeepSeek-R1's template removes all text up to ``</think>``, although its generation prompt asks
-    the model for reasoning. The model must learn to write reasoning, content and the template's end
-    mark.
+    DeepSeek-R1's template removes all text up to ``</think>``, although its generation prompt ends
+    with ``<think>``. The model must learn to write reasoning, content and the template's
+    end-of-turn text.
     """
     thought, text = split_thought(message)
     end = answer.rpartition(text)[2] if text else answer[len(answer.rstrip()) :]
@@ -166,10 +169,9 @@ def _write_thoughts(message: Message, prompt: str, answer: str) -> str:
 
 
 def check_fields(template: ChatTemplate, messages: Sequence[Message]) -> None:
-    """Raise `DataError` for a message field that the template does not read.
+    """Raise `DataError` for a message field that the template does not use.
 
-    Reasoning fields are not checked here: `render_answers` raises an error if the template drops
-    them.
+    Reasoning fields are not checked: `render_answers` raises an error if the template drops them.
     """
     for number, message in enumerate(messages, 1):
         for name in message:

@@ -1,4 +1,4 @@
-"""CPM-1's tokenizer: words from jieba, separated by spaces, then sentencepiece."""
+"""CPM-1's tokenizer: jieba splits text into words, and sentencepiece encodes them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _WRITTEN = str.maketrans(" \n", SPACE + NEWLINE)
 
 
 class CPM1Tokenizer(Tokenizer):
-    """Tokenizer of CPM-1: words from jieba, then sentencepiece.
+    """Tokenizer of CPM-1: jieba splits text into words, and sentencepiece encodes them.
 
-    Decoding restores the text exactly if it is in NFKC form and the vocabulary can represent it. A
-    special token in the text, such as ``<eod>``, is encoded as characters, like in the original:
-    append `eos_id` explicitly.
+    Decoding restores the text exactly if it is in NFKC form and the vocabulary can represent it.
+    The name of a special token in the text, such as ``<eod>``, is encoded as characters, as in the
+    original; append `eos_id` explicitly.
 
     Args:
         model: contents of a sentencepiece model.
@@ -64,13 +64,13 @@ class CPM1Tokenizer(Tokenizer):
                 f"{str(path)!r} lacks {missing}, which CPM-1 needs. Use the chinese_vocab.model "
                 "of CPM-1."
             )
-        # Pieces for decoding, with <eod> as one character, so that it does not lose its brackets.
+        # Pieces for decoding, with <eod> as one character so that it keeps its brackets.
         self._shown = [END if token == "<eod>" else token for token in self._tokens]
         self._cutter = WordCutter()
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Open ``chinese_vocab.model`` in `directory`; an existing ``vocab.json`` must match."""
+        """Load ``chinese_vocab.model`` in `directory`; an existing ``vocab.json`` must match."""
         folder = open_directory(directory)
         path = folder / MODEL_FILE
         tokenizer = cls(read_bytes(path, "CPM-1's sentencepiece model"), path)
@@ -104,12 +104,12 @@ class CPM1Tokenizer(Tokenizer):
         return dict(self._ids)
 
     def _spread(self, text: str) -> str:
-        """Join the words of a text with spaces; replace whitespace in the text by placeholders."""
+        """Join the words of a text with spaces, and replace its whitespace with placeholders."""
         words = self._cutter.cut(text)
         return " ".join([w.translate(_WRITTEN) if w.isspace() else w for w in words])
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it.
+        """Return the token ids of a text, without adding special tokens.
 
         Raises:
             DataError: the text contains an unpaired surrogate.

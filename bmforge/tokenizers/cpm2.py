@@ -1,4 +1,4 @@
-"""Tokenizers of CPM-2 (2.0 Chinese, 2.1 Chinese-English), EVA, and CPM-1 with a vocab.txt."""
+"""Tokenizers of CPM-2 (2.0 Chinese, 2.1 Chinese-English), EVA, and ModelCenter's CPM-1."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _MARKED = re.compile(CONTINUES + "[A-Za-z]+")
 _KEPT = "，。！（）？、；："
 _HALF_WIDTH = {chr(c): chr(c - 0xFEE0) for c in range(0xFF00, 0xFF5F) if chr(c) not in _KEPT}
 _HALF_WIDTH["\u3000"] = " "
-# EVA's own table, with all punctuation and quotes.
+# EVA's table, which contains all punctuation and quotes.
 _EVA_FROM = "！？＂〝〞“”‟＃＄％＆＇‘’‛（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～"
 _EVA_TO = '!?""""""#$%&\'\'\'\'()*+,-/:;<=>@[\\]^_`{|}~'
 _EVA_FORMS = {"…": "...", **dict(zip(_EVA_FROM, _EVA_TO, strict=True))}
 
 
 class CPM2Tokenizer(Tokenizer):
-    """Tokenizer of CPM-2: words from jieba, split into the longest vocabulary pieces.
+    """Tokenizer of CPM-2: jieba splits text into words, which are split into the longest pieces.
 
-    In a vocabulary with ``##`` pieces (2.1), these occur inside of words, and a space between two
-    tokens without Chinese characters is not encoded. Decoding inserts a space between any two such
-    tokens, so it restores the words but not always the same spaces. With a vocabulary without
+    If the vocabulary has ``##`` pieces (2.1), they are used inside of words, and a space between
+    two tokens without Chinese characters is not encoded. Decoding inserts a space between any two
+    such tokens, so it restores the words but not always the same spaces. If the vocabulary has no
     ``##`` pieces (2.0), text is first converted to half-width characters, and decoding restores the
-    result exactly. Special tokens in the text are encoded as characters.
+    result exactly. Names of special tokens in the text are encoded as characters.
 
     Args:
         content: contents of a vocab.txt, one token per line.
@@ -49,7 +49,7 @@ class CPM2Tokenizer(Tokenizer):
 
     Source: ``tokenization_enc_dec.py`` (2.0) and ``tokenization_enc_dec_encn.py`` (2.1) of
     TsinghuaAI/CPM-2-Finetune. The original 2.1 encodes a one-token text as two tokens; this class
-    as one.
+    encodes it as one.
     """
 
     roles: ClassVar[Mapping[str, str]] = {
@@ -86,12 +86,12 @@ class CPM2Tokenizer(Tokenizer):
         self._pieces = WordPieces({**vocabulary, **blanks}, vocabulary["<unk>"], self._marked)
         self._normalizes = not self._marked
         self.sentinel_ids = _sentinels(vocabulary)
-        # Between two of these tokens a space is implied if there are ## pieces.
+        # With ## pieces, a space is implied between any two of these tokens.
         self._spaced = [t != SPACE and not has_chinese(t) for t in self._tokens]
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Open the ``vocab.txt`` in `directory`."""
+        """Load ``vocab.txt`` in `directory`."""
         path = open_directory(directory) / VOCABULARY_FILE
         return cls(read_bytes(path, "a vocabulary with one token per line"), path)
 
@@ -117,10 +117,10 @@ class CPM2Tokenizer(Tokenizer):
         return self._marked
 
     def sentinel_id(self, number: int) -> int:
-        """Return the id of the sentinel ``<s_number>``.
+        """Return the id of the sentinel token ``<s_number>``.
 
         Raises:
-            ConfigError: the vocabulary has fewer sentinels.
+            ConfigError: the vocabulary has fewer sentinel tokens.
         """
         if not 0 <= number < len(self.sentinel_ids):
             raise ConfigError(
@@ -135,7 +135,7 @@ class CPM2Tokenizer(Tokenizer):
         return self._has_form.sub(lambda match: self._forms[match.group()], text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
+        """Return the token ids of a text, without adding special tokens."""
         pieces = self._pieces
         ids: list[int] = []
         for word in self._cutter.cut(self._normalize(text)):
@@ -173,14 +173,14 @@ class CPM2Tokenizer(Tokenizer):
         return self._show("".join(parts))
 
     def _show(self, text: str) -> str:
-        """Replace the tokens that encode a space or a newline by these characters."""
+        """Replace the tokens for a space and a newline with these characters."""
         return text.replace(self.roles["space"], " ").replace(self.roles["newline"], "\n")
 
 
 class EVATokenizer(CPM2Tokenizer):
-    """Tokenizer of EVA: CPM-2's with half-width punctuation, and ``…`` as three dots.
+    """Tokenizer of EVA: CPM-2's, but converts punctuation to half-width and ``…`` to three dots.
 
-    A text is one utterance; join the ids of several utterances with `sep_id`.
+    A text is one utterance; insert `sep_id` between the ids of several utterances.
 
     Source: ``src/tokenization_enc_dec.py`` of thu-coai/EVA.
     """
@@ -202,9 +202,9 @@ class EVATokenizer(CPM2Tokenizer):
 class CPM1WordTokenizer(CPM2Tokenizer):
     """Tokenizer of ModelCenter's CPM-1, which has a ``vocab.txt`` instead of a sentencepiece model.
 
-    Text is encoded as in CPM-2 without ``##`` pieces, with other tokens for space and line end and
-    without conversion to half-width characters. ``</_>`` in a text is encoded as a space, and
-    ``</n>`` as a line end.
+    Text is encoded as in CPM-2 without ``##`` pieces, but with other tokens for spaces and newlines
+    and without conversion to half-width characters. ``</_>`` in a text is encoded as a space, and
+    ``</n>`` as a newline.
 
     Source: ``tokenizer/cpm1_tokenizer.py`` of OpenBMB/ModelCenter.
     """
@@ -222,7 +222,7 @@ class CPM1WordTokenizer(CPM2Tokenizer):
 
 
 def _sentinels(vocabulary: dict[str, int]) -> list[int]:
-    """Return the ids of the sentinels ``<s_0>``, ``<s_1>``, ... in a vocabulary."""
+    """Return the ids of the sentinel tokens ``<s_0>``, ``<s_1>``, ... in a vocabulary."""
     ids: list[int] = []
     while (id := vocabulary.get(f"<s_{len(ids)}>")) is not None:
         ids.append(id)

@@ -1,4 +1,4 @@
-"""Tokenizers of CPM-Ant (words from jieba, then longest pieces) and of CPM-Ant+."""
+"""Tokenizers of CPM-Ant (word segmentation, then longest pieces) and CPM-Ant+ (only pieces)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _WRITTEN_AS = {"</_>": " ", "</n>": "\n"}
 
 
 class CPMAntTokenizer(Tokenizer):
-    """Tokenizer of CPM-Ant: words from jieba, split into the longest vocabulary pieces.
+    """Tokenizer of CPM-Ant: jieba splits text into words, which are split into the longest pieces.
 
-    Decoding restores the text exactly if the vocabulary can represent it. A special token in the
-    text, such as ``<s>``, is encoded as characters, like in the original.
+    Decoding restores the text exactly if the vocabulary can represent it. The name of a special
+    token in the text, such as ``<s>``, is encoded as characters, as in the original.
 
     Args:
         content: contents of a vocab.txt, one token per line; ``</_>`` is a space, ``</n>`` a
             newline.
         path: path of the file, for error messages.
-        new_words: True to segment words like the original. False gives the ids of transformers'
-            CpmAntTokenizer, which does not detect new words.
+        new_words: True to detect words that jieba's dictionary lacks, as in the original; False to
+            get the ids of transformers' CpmAntTokenizer, which does not.
 
     Raises:
         DataError: the vocabulary is damaged or lacks a token of CPM-Ant.
@@ -72,7 +72,7 @@ class CPMAntTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str], *, new_words: bool = True) -> Self:
-        """Open ``vocab.txt`` in `directory`; see the class for `new_words`."""
+        """Load ``vocab.txt`` in `directory`; see the class for `new_words`."""
         path = open_directory(directory) / VOCABULARY_FILE
         return cls(read_bytes(path, "a vocabulary with one token per line"), path, new_words)
 
@@ -85,15 +85,15 @@ class CPMAntTokenizer(Tokenizer):
         return len(self._tokens)
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token, or None; spaces and newlines are not escaped."""
+        """Return the id of a token, or None; tokens contain unescaped spaces and newlines."""
         return self._vocabulary.get(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return a dict from token to id; spaces and newlines are not escaped."""
+        """Return a dict from token to id; tokens contain unescaped spaces and newlines."""
         return dict(self._vocabulary)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
+        """Return the token ids of a text, without adding special tokens."""
         pieces = self._pieces
         ids: list[int] = []
         for word in self._cutter.cut(text):
@@ -110,15 +110,15 @@ class CPMAntTokenizer(Tokenizer):
 
 
 class CPMAntPlusTokenizer(CPMAntTokenizer):
-    """Tokenizer of CPM-Ant+: longest pieces of the whole text, without word segmentation.
+    """Tokenizer of CPM-Ant+: splits text into the longest pieces, without word segmentation.
 
     Text that the vocabulary cannot represent is dropped, as in the original.
 
     Source: ``cpm_live/tokenizers/ant_plus.py`` of OpenBMB/CPM-Live, branch cpm-ant-plus. The
-    original doubles a decoded ``<``; this class restores text exactly.
+    original decodes ``<`` as ``<<``; this class restores text exactly.
     """
 
-    _strips: ClassVar[bool] = False  # its pieces may begin with a space
+    _strips: ClassVar[bool] = False  # pieces may begin with a space
 
     def __init__(
         self, content: bytes, path: Path = Path(VOCABULARY_FILE), new_words: bool = True
@@ -128,5 +128,5 @@ class CPMAntPlusTokenizer(CPMAntTokenizer):
         self._matcher = LongestMatcher(plain)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
+        """Return the token ids of a text, without adding special tokens."""
         return [match.id for match in self._matcher.match(text) if match.id is not None]

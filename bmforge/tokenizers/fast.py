@@ -1,4 +1,4 @@
-"""Wraps tokenizers of the ``tokenizers`` library in this package's interface."""
+"""`FastTokenizer`, which wraps tokenizers of the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ from bmforge.tokenizers.tokenizer_json import (
 
 __all__ = ["FastTokenizer"]
 
-# Unicode noncharacters, which do not occur in texts. They mark aliases of special tokens (before
-# the name), pieces that no text may match (before the name), and escaped names (after the first
-# character).
+# Unicode noncharacters, which do not occur in texts: prefix of aliases of special tokens, prefix of
+# pieces that no text may match, and character that is inserted into escaped names.
 _UNSEEN, _HIDDEN, _ESCAPE = "\U0010ffff", "\U0010fffe", "\U000ffffe"
 
 
@@ -41,8 +40,8 @@ class FastTokenizer(Tokenizer):
 
     Args:
         content: contents of a tokenizer.json.
-        roles: token of each role.
-        companions: further files to save, as a mapping from name to contents.
+        roles: mapping from role to its special token.
+        companions: mapping from name to contents of further files to save.
         path: path of the file, for error messages.
 
     Raises:
@@ -63,13 +62,13 @@ class FastTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Open ``tokenizer.json``, with the special tokens from transformers' other files.
+        """Load ``tokenizer.json``, and the special tokens in transformers' other files.
 
-        A ``chat_template.jinja`` is saved with the tokenizer.
+        `save_pretrained` also writes the ``chat_template.jinja``, if there is one.
 
         If only ``vocab.json`` with ``merges.txt`` (GPT-2, OPT, RoBERTa), BERT's ``vocab.txt`` or
-        T5's ``spiece.model`` exists, a tokenizer.json is built from these files, and saved instead
-        of them.
+        T5's ``spiece.model`` exists, a tokenizer.json is built from these files, and is saved
+        instead of them.
         """
         folder = open_directory(directory)
         content = find_tokenizer_json(folder)
@@ -89,7 +88,7 @@ class FastTokenizer(Tokenizer):
 
     @classmethod
     def from_gguf(cls, path: str | os.PathLike[str]) -> Self:
-        """Load the tokenizer in a GGUF file's metadata; `save` writes it as tokenizer.json.
+        """Load the tokenizer in a GGUF file's metadata; `save_pretrained` writes a tokenizer.json.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -102,12 +101,12 @@ class FastTokenizer(Tokenizer):
 
     @property
     def definition(self) -> str:
-        """Tokenizer as the text of a tokenizer.json."""
+        """Contents of a tokenizer.json for this tokenizer, as text."""
         return str(self._tokenizer.to_str())
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Parsed tokenizer.json; the key "config" has the parsed tokenizer_config.json."""
+        """Parsed tokenizer.json, with the parsed tokenizer_config.json under the key "config"."""
         config = json.loads(self._companions.get(ROLE_FILES[0], b"{}"))
         return {**json.loads(self._content), "config": config}
 
@@ -139,7 +138,7 @@ class FastTokenizer(Tokenizer):
         return self._tokenizer.get_vocab()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
+        """Return the token ids of a text, without adding special tokens."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -155,10 +154,10 @@ class FastTokenizer(Tokenizer):
         return [encoding.ids for encoding in encoded]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, with the special tokens of the post-processor.
+        """Return the token ids of a prompt, with the special tokens that the post-processor adds.
 
-        If tokenizer_config.json has ``add_bos_token`` or ``add_eos_token``, these replace the
-        post-processor, as in transformers.
+        If tokenizer_config.json contains ``add_bos_token`` or ``add_eos_token``, they are used
+        instead of the post-processor, as in transformers.
 
         Raises:
             DataError: a text contains an unpaired surrogate.
@@ -175,17 +174,17 @@ class FastTokenizer(Tokenizer):
         return ids
 
     def escape_specials(self, text: str) -> str:
-        """Escape special tokens' names in a text, so that `encode_chat` treats them as text."""
+        """Escape names of special tokens in a text, so that `encode_chat` encodes them as text."""
         text = text.replace(_ESCAPE, "")
         if self._special_names is None:
             return text
         return self._special_names.sub(lambda name: name[0][0] + _ESCAPE + name[0][1:], text)
 
     def encode_chat(self, text: str) -> list[int]:
-        """Return the token ids of a conversation that a chat template has rendered.
+        """Return the token ids of a conversation rendered by a chat template.
 
-        If a message contains the name of a special token, the template's own special tokens get
-        aliases, so that the name in the message is encoded as text.
+        If a message contains the name of a special token, all special tokens that the template
+        wrote are replaced with aliases, so that the name in the message is encoded as text.
         """
         if _ESCAPE not in text or self._special_names is None:
             return self.encode(text.replace(_ESCAPE, ""))
@@ -202,14 +201,14 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def _special_names(self) -> re.Pattern[str] | None:
-        """Regular expression that matches the names of special tokens, the longest first."""
+        """Regular expression for names of special tokens, longest first; None if there are none."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names))) if names else None
 
     @cached_property
     def _aliased_tokenizer(self) -> tuple[Any, dict[int, int]]:
-        """Tokenizer whose special tokens have aliases, and a mapping from alias id to token id."""
+        """Tokenizer that matches aliases of special tokens; dict from its ids to token ids."""
         settings = json.loads(self._content)
         model = settings["model"]
         special = {t["content"]: t for t in settings.get("added_tokens", ()) if t["special"]}
@@ -232,11 +231,11 @@ class FastTokenizer(Tokenizer):
         )
         added = {t["content"]: t["id"] for t in settings["added_tokens"]}
         ids = {tokenizer.token_to_id(_UNSEEN + name): t["id"] for name, t in special.items()}
-        # Without the special tokens, other added tokens may get lower ids.
+        # Without the original special tokens, other added tokens may get lower ids.
         return tokenizer, ids | {tokenizer.token_to_id(name): id for name, id in added.items()}
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts, with special tokens' names encoded as characters.
+        """Return the token ids of texts; names of special tokens are encoded as characters.
 
         Raises:
             DataError: a text contains an unpaired surrogate.
@@ -250,9 +249,9 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def _plain_tokenizer(self) -> Any:
-        """Tokenizer that encodes special tokens' names as characters.
+        """Tokenizer that encodes names of special tokens as characters.
 
-        A unigram model would match them as pieces; they are renamed to names that no text contains.
+        In a unigram model, these names are pieces, which are renamed so that no text matches them.
         """
         settings = json.loads(self._content)
         model = settings["model"]

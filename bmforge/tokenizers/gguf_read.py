@@ -1,9 +1,9 @@
 """Converts the tokenizer in a GGUF file's metadata to a tokenizer.json.
 
-Supported types: "gpt2" (byte-level BPE), "llama" (SentencePiece BPE, whose merges follow from the
+Supported types: "gpt2" (byte-level BPE), "llama" (SentencePiece BPE, whose merges are derived from
 scores), "t5" (SentencePiece unigram) and "bert" (WordPiece).
 Source: llama.cpp's ``llama-vocab.cpp`` and ``convert_hf_to_gguf.py``; the pre-tokenizers' regular
-expressions are those of the tokenizer.json of Llama 3 and Qwen2.
+expressions are from the tokenizer.json of Llama 3 and Qwen2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["BYTE", "CONTROL", "NORMAL", "OWN", "PRE", "ROLE_KEYS", "SPACE", "UNK
 
 NORMAL, UNKNOWN, CONTROL, OWN, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"
-# Maps each role to its name in the metadata keys.
+# Role -> its name in metadata keys.
 ROLE_KEYS = {
     "bos": "bos",
     "eos": "eos",
@@ -43,12 +43,13 @@ class PreTokenizer(NamedTuple):
     """Pre-tokenization rules for one value of `tokenizer.ggml.pre`.
 
     Args:
-        expressions: regular expressions; each splits the pieces that the previous one produced into
-            matches and the text between them. None selects the tokenizers library's own form of
-            GPT-2's expression.
-        composes: True to normalize text to Unicode's form C first.
-        takes_words: True if a word of the vocabulary is one token even without such merges.
-        adds_begin: True if a prompt begins with the BOS token where the file does not specify it.
+        expressions: regular expressions, applied in order; each splits the parts from the previous
+            one into matches and the text between them. If None, the tokenizers library's
+            implementation of GPT-2's expression is used.
+        composes: True to normalize text to Unicode's NFC first.
+        takes_words: True if a word in the vocabulary is encoded as one token even without merges
+            (``ignore_merges``).
+        adds_begin: True if BOS is prepended to prompts, unless the file specifies otherwise.
     """
 
     expressions: tuple[str, ...] | None = None
@@ -73,7 +74,7 @@ _MARKED = (
 _LLAMA3 = PreTokenizer((_CUT % "{1,3}",), takes_words=True, adds_begin=True)
 _QWEN2 = PreTokenizer((_CUT % "",), composes=True)
 _DIGITS = PreTokenizer((r"\p{N}", _GPT2))
-# Names that have the same expression in llama.cpp's llama-vocab.cpp share an entry.
+# Names with the same expression in llama.cpp's llama-vocab.cpp share an entry.
 PRE = {
     "gpt-2": PreTokenizer(),
     "llama-bpe": _LLAMA3,
@@ -103,7 +104,7 @@ _READ = {
     *(f"fim_{part}_token_id" for part in ("pre", "suf", "mid", "pad", "rep", "sep")),
     *(f"{key}_token_id" for key in ROLE_KEYS.values()),
 }
-# Values with which other keys have no effect.
+# Other keys -> value that has no effect.
 _NEUTRAL: dict[str, Any] = {
     "add_sep_token": False,
     "escape_whitespaces": True,
@@ -115,8 +116,8 @@ class GgufTokenizer(NamedTuple):
     """Tokenizer data from a GGUF file.
 
     Args:
-        content: content of a tokenizer.json.
-        roles: token of each role.
+        content: contents of a tokenizer.json.
+        roles: mapping from role to its special token.
         settings: further fields of a tokenizer_config.json.
     """
 
@@ -126,7 +127,7 @@ class GgufTokenizer(NamedTuple):
 
 
 class _Vocabulary(NamedTuple):
-    """Validated vocabulary of a GGUF file: tokens in the order of ids, with types and scores."""
+    """Validated vocabulary of a GGUF file: tokens, types and scores in id order."""
 
     path: Path
     metadata: dict[str, Any]
@@ -135,7 +136,7 @@ class _Vocabulary(NamedTuple):
     scores: list[float]
 
     def of(self, *types: int) -> dict[str, int]:
-        """Return a dict from token to id of all tokens with the given types."""
+        """Return a dict from token to id, for all tokens with these types."""
         return {t: i for i, t in enumerate(self.tokens) if self.types[i] in types}
 
     def damaged(self, reason: str) -> DataError:
@@ -143,11 +144,10 @@ class _Vocabulary(NamedTuple):
 
 
 def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
-    """Convert the tokenizer of a GGUF file.
+    """Convert the tokenizer in a GGUF file's metadata.
 
     Raises:
-        DataError: the file has no tokenizer, an unsupported type of tokenizer, or inconsistent
-            data.
+        DataError: the file has no tokenizer, or its tokenizer is unsupported or inconsistent.
     """
     kind: Any = header.metadata.get("tokenizer.ggml.model")
     build = _KINDS.get(kind) if isinstance(kind, str) else None
@@ -188,7 +188,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
 
 
 def _default_bos_eos(header: GgufHeader, kind: str) -> dict[str, bool | None]:
-    """Return llama.cpp's default BOS and EOS settings, for a file without these keys."""
+    """Return llama.cpp's defaults of `add_bos_token` and `add_eos_token`; None for no default."""
     rules = PRE.get(str(header.metadata.get("tokenizer.ggml.pre")))
     begins = kind == "llama" or (kind == "gpt2" and rules is not None and rules.adds_begin)
     return {"add_bos_token": begins or None, "add_eos_token": True if kind == "t5" else None}
@@ -232,7 +232,7 @@ def _numbers(array: Any, default: list[Any]) -> list[Any]:
 
 
 def _add_special(tokenizer: Any, vocabulary: _Vocabulary) -> None:
-    """Add the special tokens, which are matched verbatim in texts, in the order of their ids."""
+    """Add special and user-defined tokens, which are matched verbatim in texts, in id order."""
     from tokenizers import AddedToken
 
     for id, token in enumerate(vocabulary.tokens):
@@ -250,8 +250,8 @@ def _add_special(tokenizer: Any, vocabulary: _Vocabulary) -> None:
 def _model_vocabulary(vocabulary: _Vocabulary, *types: int) -> dict[str, int]:
     """Return the base vocabulary as a dict from token to id.
 
-    Added tokens at the end of the id range are excluded, as in published files. Those between other
-    ids are included, because only the base vocabulary can assign such ids.
+    Added tokens are excluded if their ids follow all other ids, as in published files. Otherwise
+    they are included, because only the base vocabulary can assign other ids.
     """
     own = vocabulary.of(*types)
     added = vocabulary.of(CONTROL, OWN)
@@ -274,7 +274,7 @@ def _byte_pairs(gguf: _Vocabulary) -> Any:
             "of the original model."
         )
     merges = gguf.metadata.get("tokenizer.ggml.merges", [])
-    # The parts of a merge may begin with a space, but never end with one.
+    # Both parts of a merge may begin with a space, but never end with one.
     places = [(text, text.find(" ", 1)) for text in merges]
     if any(space < 0 for _, space in places):
         raise gguf.damaged("a merge is not a pair")
@@ -297,8 +297,8 @@ def _byte_pairs(gguf: _Vocabulary) -> Any:
 def pairs_of_scores(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple[str, str]]:
     """Derive BPE merges from sentencepiece scores, in order of priority.
 
-    Sentencepiece merges the two adjacent pieces whose concatenation has the highest score. So every
-    way to split a piece in two is a merge, in the order of the pieces' scores.
+    Sentencepiece merges the two adjacent pieces whose concatenation has the highest score.
+    Therefore, each way to split a piece into two pieces is a merge, ordered by the piece's score.
 
     Args:
         pieces: mapping from piece to score.
@@ -341,7 +341,7 @@ def _sentence_pairs(gguf: _Vocabulary) -> Any:
 
 
 def _unigram(gguf: _Vocabulary) -> Any:
-    # Embedding rows beyond the vocabulary have the token type "unused".
+    # Placeholders for embedding rows beyond the vocabulary have the token type "unused".
     last = max(gguf.of(NORMAL, UNKNOWN, CONTROL, OWN, BYTE).values(), default=-1)
     pieces = list(zip(gguf.tokens, gguf.scores, gguf.types, strict=True))[: last + 1]
     unknown = next(iter(gguf.of(UNKNOWN).values()), None)
@@ -361,7 +361,7 @@ def _unigram(gguf: _Vocabulary) -> Any:
 
 
 def _word_pieces(vocabulary: _Vocabulary) -> Any:
-    """Build a WordPiece tokenizer, whose GGUF form marks word starts instead of continuations."""
+    """Build a WordPiece tokenizer; GGUF marks the starts of words instead of continuations."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     named = [_as_word_piece(token) for token in vocabulary.tokens]
@@ -372,7 +372,7 @@ def _word_pieces(vocabulary: _Vocabulary) -> Any:
     if unknown not in ids:
         raise vocabulary.damaged("it has no unknown token")
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token=unknown))
-    # The file has no lowercasing setting; a vocabulary without upper case implies lowercasing.
+    # The file has no setting for lowercasing; it is inferred from a vocabulary without upper case.
     is_lower = not any(token != token.lower() for token in named if not _is_name(token))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=is_lower)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -34,9 +34,9 @@ def describe_tokenizer(
 
     Args:
         tokenizer: BPE, sentencepiece (BPE or unigram) or WordPiece tokenizer.
-        rows: number of rows of the model's embedding, each of which needs a token; unused ones get
-            placeholder names.
-        template: chat template.
+        rows: number of rows of the model's embedding, each of which needs a token; unused rows get
+            placeholder tokens.
+        template: chat template to include; None for none.
 
     Raises:
         ConfigError: GGUF cannot represent the tokenizer, or it has more tokens than `rows`.
@@ -82,7 +82,7 @@ def _kind_of(settings: dict[str, Any]) -> str | None:
 def _list_tokens(
     tokenizer: Tokenizer, settings: dict[str, Any], rows: int
 ) -> tuple[list[str], list[int]]:
-    """Return the tokens and the token types of all embedding rows."""
+    """Return the token and the GGUF token type of each embedding row."""
     vocabulary = tokenizer.get_vocab()
     largest = max(vocabulary.values())
     if largest >= rows:
@@ -107,7 +107,7 @@ def _list_tokens(
 
 
 def _steps(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a normalizer, pre-tokenizer or decoder; sequences are flattened."""
+    """Yield the steps of a normalizer, pre-tokenizer or post-processor; sequences are flattened."""
     for key in ("normalizers", "pretokenizers", "decoders", "processors"):
         if part is not None and key in part:
             for child in part[key]:
@@ -134,7 +134,7 @@ def _byte_pairs(settings: dict[str, Any], tokens: list[str], types: list[int]) -
         raise _unsaid(f"its pre-tokenizer {[step['type'] for step in cuts]}")
     takes_words = bool(settings["model"].get("ignore_merges"))
     target = PreTokenizer(tuple(splits) if splits else None, composes, takes_words)
-    # A separate key states if a BOS token is added.
+    # `adds_begin` is not compared, because the key add_bos_token specifies it.
     names = (
         name for name, candidate in PRE.items() if candidate._replace(adds_begin=False) == target
     )
@@ -151,7 +151,7 @@ def _byte_pairs(settings: dict[str, Any], tokens: list[str], types: list[int]) -
 def _sentence_pairs(
     settings: dict[str, Any], tokens: list[str], types: list[int]
 ) -> dict[str, Any]:
-    """Return scores that give the same merges as the tokenizer's merge list."""
+    """Return metadata with scores that imply the same merges as the tokenizer's merge list."""
     merges = settings["model"]["merges"]
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]
     ranks: dict[str, int] = {}
@@ -193,7 +193,7 @@ def _unigram(settings: dict[str, Any], tokens: list[str], types: list[int]) -> d
 
 
 def _word_pieces(settings: dict[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
-    """Mark word starts instead of continuations in WordPiece `tokens`, in place."""
+    """Mark starts of words instead of continuations in WordPiece `tokens`, in place."""
     if not (settings.get("normalizer") or {}).get("lowercase"):
         get_logger().warning("llama.cpp lowercases text for WordPiece, but this tokenizer is cased")
     for id, token in enumerate(tokens):
@@ -203,7 +203,7 @@ def _word_pieces(settings: dict[str, Any], tokens: list[str], types: list[int]) 
 
 
 def _ends(tokenizer: Tokenizer, settings: dict[str, Any]) -> tuple[bool, bool]:
-    """Return two booleans: add a BOS token before each text; add an EOS token after it."""
+    """Return two booleans: whether BOS is prepended to texts, and whether EOS is appended."""
     config = settings.get("config", {})
     single: list[Any] = []
     for step in _steps(settings.get("post_processor")):

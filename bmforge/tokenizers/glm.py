@@ -1,7 +1,7 @@
-"""GLM-10B's tokenizers: GPT-2's BPE (English) or sentencepiece (Chinese), with GLM's blanks.
+"""GLM-10B's tokenizers: GPT-2's BPE (English) or sentencepiece (Chinese), and GLM's blanks.
 
 A text has blanks ``[MASK]``, ``[sMASK]`` or ``[gMASK]``; `build_inputs_for_generation` builds the
-model inputs that fill the first of them.
+model inputs for filling the first one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bmforge.tokenizers.base import Tokenizer, open_directory, unreadable_text
 from bmforge.tokenizers.glm_text import TextPart, open_text_part
 from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
 
-if TYPE_CHECKING:  # encoding a corpus does not load torch: methods that make tensors import it
+if TYPE_CHECKING:  # only methods that create tensors import torch
     from torch import Tensor
 
 __all__ = ["GLMTokenizer"]
@@ -31,18 +31,19 @@ _BLANKS = ("[MASK]", "[sMASK]", "[gMASK]")
 
 
 class GLMTokenizer(Tokenizer):
-    """Tokenizer for texts with blanks, and builder of GLM-10B's inputs.
+    """Tokenizer of GLM-10B for texts with blanks, which also builds the model's inputs.
 
     Args:
-        text_part: tokenizer of the text between special tokens.
+        text_part: tokenizer for the text between special tokens.
         added: mapping from special token to id, as in ``added_tokens.json``.
-        strips_left: special tokens that strip preceding whitespace.
+        strips_left: special tokens before which whitespace is stripped.
 
     Raises:
         DataError: a special token of GLM is missing.
 
     Source: ``tokenization_glm.py`` and ``data_utils/tokenization.py`` of THUDM/GLM. As in the
-    original, blanks strip the spaces to their left, unless ``added_tokens_decoder`` says otherwise.
+    original, whitespace before blanks is stripped, unless ``added_tokens_decoder`` contains other
+    settings.
     """
 
     roles: ClassVar[Mapping[str, str]] = {
@@ -80,7 +81,7 @@ class GLMTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Open the text tokenizer's files in a directory, and the added tokens."""
+        """Load the text tokenizer and the added tokens in a directory."""
         folder = open_directory(directory)
         config = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {}
         added, strips_left = _added_tokens(folder, config)
@@ -108,7 +109,7 @@ class GLMTokenizer(Tokenizer):
         return [self._specials[token] for token in _BLANKS if token in self._specials]
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a special token or a text piece, or None."""
+        """Return the id of a special token or a text piece; None if the vocabulary lacks it."""
         return self._specials.get(token, self._text.token_to_id(token))
 
     def get_vocab(self) -> dict[str, int]:
@@ -116,7 +117,7 @@ class GLMTokenizer(Tokenizer):
         return {**self._text.get_vocab(), **self._specials}
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; special tokens in it are recognized.
+        """Return the token ids of a text, in which names of special tokens are recognized.
 
         Raises:
             DataError: the text contains an unpaired surrogate.
@@ -133,14 +134,14 @@ class GLMTokenizer(Tokenizer):
         return ids
 
     def _encode_part(self, part: str, text: str) -> list[int]:
-        """Return the token ids of a text part between special tokens."""
+        """Return the token ids of `part`, a part of `text` between special tokens."""
         try:
             return self._text.encode(part) if part else []
         except (RuntimeError, TypeError, UnicodeError) as error:
             raise unreadable_text([text], error) from error
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts, with special tokens' names encoded as characters.
+        """Return the token ids of texts; names of special tokens are encoded as characters.
 
         Raises:
             DataError: a text contains an unpaired surrogate.
@@ -151,7 +152,7 @@ class GLMTokenizer(Tokenizer):
         ids = self._encode_part(text, text)
         if self._by_id.keys().isdisjoint(ids):
             return ids
-        # A sentencepiece model may have these names as pieces; splitting them prevents a match.
+        # The names may be pieces of a sentencepiece model; splitting them prevents a match.
         parts = [
             half
             for number, part in enumerate(self._split.split(text))
@@ -163,7 +164,7 @@ class GLMTokenizer(Tokenizer):
         """Decode token ids to text, including special tokens.
 
         Raises:
-            DataError: an id is neither that of a special token nor in the vocabulary.
+            DataError: an id is neither a special token's nor in the vocabulary.
         """
         parts: list[str] = []
         for special, group in groupby(ids, key=lambda id: id in self._by_id):
@@ -182,15 +183,15 @@ class GLMTokenizer(Tokenizer):
 
         Args:
             texts: texts with a blank.
-            max_length: maximum length in tokens; longer texts lose their beginning.
+            max_length: maximum length in tokens; the beginning of longer texts is removed.
 
         Returns:
-            input_ids and attention_mask (1 = token), int64.
+            dict with input_ids and attention_mask (1 for tokens, 0 for padding), int64.
 
-        Shape: both (B, T), T the longest sequence.
+        Shape: both (B, T), where T is the length of the longest sequence.
 
         Raises:
-            ConfigError: there is no text, or `max_length` is too small for any.
+            ConfigError: there are no texts, or `max_length` is below 3.
         """
         import torch
 
@@ -217,23 +218,24 @@ class GLMTokenizer(Tokenizer):
         max_gen_length: int = 512,
         targets: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Build the inputs with which GLM fills the first blank of every sequence.
+        """Build the model inputs for filling the first blank of each sequence.
 
         Args:
             inputs: result of `prepare`.
-            max_gen_length: number G of tokens to generate. With targets, the length of the
-                longest target if it is shorter.
-            targets: texts to fill in, for training.
+            max_gen_length: maximum number G of tokens to generate; with targets, G is at most the
+                length of the longest target.
+            targets: texts that fill the blanks, for training.
 
         Returns:
-            Without targets: input_ids (B, T+1) that end in ``<|startofpiece|>``, position_ids
-            (B, 2, T+G), generation_attention_mask (B, 1, T+G, T+G). With targets: input_ids
-            (B, T+G), position_ids (B, 2, T+G), attention_mask (B, 1, T+G, T+G) and labels
-            (B, T+G), -100 where there is no target, aligned with the logits (not shifted).
+            dict of tensors. Without targets: input_ids (B, T+1), which end in
+            ``<|startofpiece|>``, position_ids (B, 2, T+G), generation_attention_mask
+            (B, 1, T+G, T+G). With targets: input_ids (B, T+G), position_ids (B, 2, T+G),
+            attention_mask (B, 1, T+G, T+G) and labels (B, T+G), aligned with the logits (not
+            shifted), -100 for positions without a target.
 
-        Shape: inputs (B, T). ``position_ids[:, 0]`` is the position in the text; generated tokens
-        have the position of the blank; ``position_ids[:, 1]`` is 0 in the text and counts generated
-            tokens from 1.
+        Shape: inputs (B, T). ``position_ids[:, 0]`` is the position in the text; for generated
+        tokens, it is the position of the blank. ``position_ids[:, 1]`` is 0 in the text, and counts
+        generated tokens from 1.
 
         Raises:
             ConfigError: a sequence has no blank, or the numbers of targets and sequences differ.
@@ -266,7 +268,7 @@ class GLMTokenizer(Tokenizer):
     def _fill(
         self, ids: Tensor, targets: Sequence[str], max_gen_length: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the ids that fill the blank, from ``<|startofpiece|>`` on, and their labels."""
+        """Return the input ids from ``<|startofpiece|>`` on, (B, G), and their labels (B, G)."""
         if isinstance(targets, str) or len(targets) != len(ids):
             raise ConfigError(
                 f"targets={targets!r:.60} must be a list with one text for each of the "
@@ -281,7 +283,7 @@ class GLMTokenizer(Tokenizer):
         return ids.new_tensor(fill), ids.new_tensor(labels)
 
     def _positions(self, ids: Tensor, max_gen_length: int) -> Tensor:
-        """Return the position ids (B, 2, T+G)."""
+        """Return position_ids (B, 2, T+G); see `build_inputs_for_generation`."""
         import torch
 
         rows, length = ids.shape
@@ -301,7 +303,7 @@ class GLMTokenizer(Tokenizer):
 
 
 def _added_tokens(folder: Path, config: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """Return a dict from special token to id, and the tokens that strip preceding whitespace."""
+    """Return a dict from special token to id, and tokens before which whitespace is stripped."""
     decoder = config.get("added_tokens_decoder") or {}
     if decoder:
         added = {entry["content"]: int(id) for id, entry in decoder.items()}

@@ -21,13 +21,13 @@ class BytePairs:
     """Byte-level BPE of GPT-2, from ``vocab.json`` and ``merges.txt``.
 
     Args:
-        tokenizer: a ``tokenizers.Tokenizer``.
-        files: mapping from name to contents of its files.
+        tokenizer: ``tokenizers.Tokenizer``.
+        files: mapping from file name to contents.
     """
 
     tokenizer: Any
     files: dict[str, bytes]
-    # Separator of text and special tokens in decoding, and class name of the original.
+    # Separator between text and special tokens in decoding; class name of the original tokenizer.
     joint: str = field(default=" ", init=False)
     tokenizer_class: str = field(default="GLMGPT2Tokenizer", init=False)
 
@@ -58,8 +58,8 @@ class SentencePieces:
     """Sentencepiece model of GLM, ``cog-pretrain.model``.
 
     Args:
-        processor: a ``sentencepiece.SentencePieceProcessor``.
-        files: mapping from the name of its file to the contents.
+        processor: ``sentencepiece.SentencePieceProcessor``.
+        files: mapping from file name to contents.
     """
 
     processor: Any
@@ -94,7 +94,7 @@ TextPart = BytePairs | SentencePieces
 
 
 def open_text_part(folder: Path) -> TextPart:
-    """Open the text tokenizer in a directory, of either kind.
+    """Load the text tokenizer in a directory: a sentencepiece model or byte-level BPE.
 
     Raises:
         DataError: the tokenizer files are missing or damaged.

@@ -1,8 +1,8 @@
 """Greedy longest match of text against a vocabulary, as in CPM-2, EVA, CPM-Ant and CPM-Bee.
 
-From the left, the longest piece that starts at the current position is matched; a character at
-which no piece starts is unknown. An Aho-Corasick automaton in Rust (``ahocorasick_rs``) does this
-in one pass.
+From left to right, the longest piece that starts at the current position is matched; a character at
+which no piece starts is unknown. An Aho-Corasick automaton in Rust (``ahocorasick_rs``) finds all
+matches in one pass over the text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NONCHARACTER = "\U0010ffff"
 
 
 class Match(NamedTuple):
-    """Matched part of a text: a piece with its id, or unknown characters with id None."""
+    """Part of a text: a piece and its id, or unknown characters with the id None."""
 
     text: str
     id: int | None
@@ -31,10 +31,10 @@ class LongestMatcher:
 
     Args:
         vocabulary: mapping from piece to id; the empty piece is ignored.
-        max_chars: maximum length of a piece; longer ones are ignored, like in the original.
+        max_chars: maximum length of a piece; longer pieces are ignored, as in the original.
 
     Raises:
-        ConfigError: no piece remains.
+        ConfigError: there are no pieces of an allowed length.
         MissingDependencyError: ``ahocorasick_rs`` is not installed.
 
     Memory: about 0.1 KB per piece, outside of Python's heap.
@@ -57,9 +57,9 @@ class LongestMatcher:
         self._automaton = AhoCorasick(self._pieces, matchkind=MatchKind.LeftmostLongest)
 
     def match(self, text: str) -> list[Match]:
-        """Split a text into parts, which together are the whole text.
+        """Split a text into consecutive parts that cover all of it.
 
-        Adjacent unknown characters are one part.
+        Adjacent unknown characters form one part.
         """
         stretches: list[Match] = []
         pieces, ids, at = self._pieces, self._ids, 0
@@ -73,7 +73,7 @@ class LongestMatcher:
         return stretches
 
     def encode(self, text: str, unknown_id: int) -> list[int]:
-        """Return the ids of the pieces in a text, with `unknown_id` for every unknown character."""
+        """Return the ids of the pieces in a text, with `unknown_id` for each unknown character."""
         piece_ids, at = self._ids, 0
         ids: list[int] = []
         for number, start, end in self._find(text):
@@ -89,5 +89,5 @@ class LongestMatcher:
         try:
             return self._automaton.find_matches_as_indexes(text)
         except UnicodeEncodeError:
-            # A lone surrogate is in no piece; a placeholder of the same length keeps the offsets.
+            # No piece contains a lone surrogate; a placeholder of equal length keeps the offsets.
             return self._automaton.find_matches_as_indexes(_SURROGATE.sub(_NONCHARACTER, text))

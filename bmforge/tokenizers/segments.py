@@ -1,4 +1,4 @@
-"""Encodes one or two texts as a BERT-like model reads them: [CLS] first [SEP] second [SEP]."""
+"""Encodes one or more texts for BERT-like models: [CLS] first [SEP] second [SEP]."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def encode_segments(
 ) -> tuple[list[int], list[int]]:
     """Encode one or more texts for a BERT-like model: [CLS] first [SEP] second [SEP].
 
-    The longer text is truncated from the right until the row has at most `longest` tokens. Returns
-    token ids and segment ids.
+    The longest text is truncated from the right until the sequence has at most `longest` tokens.
+    Returns (token ids, segment ids).
 
     Args:
         texts: one or more texts.
@@ -48,7 +48,7 @@ def encode_segments(
 
 
 def outer_marks(tokenizer: Tokenizer) -> tuple[int, int]:
-    """Return the ids of the [CLS] token and the [SEP] token."""
+    """Return the ids of [CLS] and [SEP]; raise `ConfigError` if the tokenizer lacks one."""
     begin, end = tokenizer.role_id("cls"), tokenizer.role_id("sep")
     if begin is None or end is None:
         raise ConfigError(

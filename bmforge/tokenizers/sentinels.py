@@ -1,4 +1,4 @@
-"""Encodes and decodes answers of encoder-decoders as masked spans between sentinels."""
+"""Encodes and decodes answers of encoder-decoders as masked spans between sentinel tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T5_SENTINEL = "<extra_id_{}>"
 def encode_answers(
     options: Sequence[str], tokenizer: Tokenizer, sentinel: str = T5_SENTINEL
 ) -> list[list[int]]:
-    """Encode each answer as target ids of an encoder-decoder, as its first masked span.
+    """Encode each answer as target ids of an encoder-decoder: the first masked span.
 
-    With a tokenizer without sentinel tokens, the answers end with its EOS token.
+    If the tokenizer has no sentinel tokens, an answer is followed by EOS instead.
 
     Args:
         options: texts of the answers.
         tokenizer: tokenizer of the model.
-        sentinel: name pattern of the sentinel tokens, with {} for their number.
+        sentinel: format of the sentinel tokens, with {} for the index; "" for none.
     """
     names = [sentinel.format(number) for number in (0, 1)] if sentinel else ["", ""]
     first, second = map(tokenizer.token_to_id, names)
@@ -33,7 +33,7 @@ def encode_answers(
 
 
 def decode_answer(ids: Sequence[int], tokenizer: Tokenizer, sentinel: str = T5_SENTINEL) -> str:
-    """Decode the answer after the first sentinel token; inverse of `encode_answers`."""
+    """Decode the answer after the first sentinel token; the inverse of `encode_answers`."""
     names = [sentinel.format(number) for number in (0, 1)] if sentinel else ["", ""]
     first, second = map(tokenizer.token_to_id, names)
     ends = {id for id in (second, tokenizer.eos_id, tokenizer.pad_id) if id is not None}
@@ -45,9 +45,9 @@ def decode_answer(ids: Sequence[int], tokenizer: Tokenizer, sentinel: str = T5_S
 def fill_prompt(
     before: str, behind: str, tokenizer: Tokenizer, longest: int, sentinel: str = T5_SENTINEL
 ) -> list[int]:
-    """Return the input ids of an encoder-decoder: two texts around a sentinel, then EOS.
+    """Return the input ids of an encoder-decoder: `before`, a sentinel, `behind`, and EOS.
 
-    An input that is too long is truncated at its end if there is a second text, else at its start.
+    Inputs above `longest` tokens are truncated at the end or, if `behind` is empty, at the start.
     """
     blank = tokenizer.token_to_id(sentinel.format(0))
     head = [*tokenizer.encode(before), *([] if blank is None else [blank])]

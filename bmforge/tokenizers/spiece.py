@@ -1,9 +1,9 @@
 """Builds T5's tokenizer from a sentencepiece model, with the tokenizers library.
 
-Many T5 checkpoints (v1.1, mT5, mengzi) have only ``spiece.model``, a protocol buffer. The fields
-read are the pieces with their scores, and the normalization of text.
+Many T5 checkpoints (v1.1, mT5, mengzi) contain only ``spiece.model``, a protocol buffer. Its pieces
+with their scores, and its text normalization, are read.
 Source: ``sentencepiece_model.proto`` of google/sentencepiece; transformers' ``tokenization_t5.py``
-for T5's 100 sentinels after the pieces, in descending order.
+for T5's 100 sentinel tokens, whose ids follow the pieces in descending order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONTROL = 3
 
 
 class UnigramModel(NamedTuple):
-    """Fields of a sentencepiece file: pieces (text, score, type), and normalization settings."""
+    """Fields of a sentencepiece model: pieces (text, score, type), and normalization settings."""
 
     pieces: list[tuple[str, float, int]]
     algorithm: int
@@ -44,8 +44,8 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
     Args:
         content: contents of the file.
         path: path of the file, for error messages.
-        extra_ids: number of sentinels ``<extra_id_0>`` ... after the pieces; None is 100 if no
-            piece is a sentinel.
+        extra_ids: number of sentinel tokens (``<extra_id_0>``, ...) after the pieces; if None,
+            100, or 0 if the pieces include sentinel tokens.
 
     Raises:
         DataError: the file is not a sentencepiece model, or not a unigram model.
@@ -66,7 +66,7 @@ def build_unigram(model: UnigramModel, extra_ids: int | None = None) -> Any:
     from tokenizers import normalizers as norm
     from tokenizers import pre_tokenizers as pre
 
-    # mT5's sentinels are pieces with a leading space that never occurs alone.
+    # mT5's sentinel tokens are pieces with a leading space, which is removed.
     named = [(_SENTINEL.sub(r"\1", text), score, kind) for text, score, kind in model.pieces]
     scores = [(text, score) for text, score, _ in named]
     tokenizer = Tokenizer(models.Unigram(scores, model.unknown_id, model.byte_fallback))
@@ -87,7 +87,7 @@ def build_unigram(model: UnigramModel, extra_ids: int | None = None) -> Any:
 
 
 def _read(content: bytes, path: Path) -> UnigramModel:
-    """Parse the fields of a model file; a missing field has the default of the format."""
+    """Parse the fields of a model file; missing fields get the format's defaults."""
     try:
         parts = list(_fields(content))
         pieces = [_read_piece(dict(_fields(part))) for number, part in parts if number == 1]
@@ -116,7 +116,7 @@ def _read_piece(fields: dict[int, Any]) -> tuple[str, float, int]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the number and value (int or bytes) of each field in a protobuf message."""
+    """Yield (field number, value as int or bytes) for each field in a protobuf message."""
     at = 0
     while at < len(data):
         key, at = _number(data, at)

@@ -1,6 +1,6 @@
-"""Limits on the run time and output size of a chat template.
+"""Limits the run time and the output length of a chat template.
 
-A template is a program, and one from an untrusted model may not terminate.
+A template is a program; a template from an untrusted source may never terminate.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class TemplateLimits:
     """Limits for rendering one conversation.
 
     Args:
-        seconds: time limit.
-        characters: output limit.
+        seconds: maximum run time in seconds.
+        characters: maximum length of the output in characters.
     """
 
     seconds: float
@@ -34,8 +34,8 @@ def run_template(template: Any, variables: Mapping[str, Any], limits: TemplateLi
 
     Args:
         template: Jinja template.
-        variables: its variables.
-        limits: limits; None means unlimited.
+        variables: mapping from variable name to value.
+        limits: limits; None for no limits.
 
     Raises:
         TimeoutError: the time limit is exceeded.
@@ -56,9 +56,9 @@ def run_template(template: Any, variables: Mapping[str, Any], limits: TemplateLi
 
 @contextmanager
 def _stopping_after(seconds: float) -> Iterator[None]:
-    """Context manager: interrupt this thread's Python code when the time limit has passed.
+    """Context manager: interrupt this thread's Python code after a time limit.
 
-    A template loop that yields no output cannot be interrupted otherwise.
+    A template's loop without output cannot be interrupted in another way.
     """
     end, before = time.monotonic() + seconds, sys.gettrace()
 

@@ -34,12 +34,13 @@ ROLE_FILES = (CONFIG_FILE, "special_tokens_map.json")
 TEMPLATE_FILE = "chat_template.jinja"
 _ROLES = ("pad", "bos", "eos", "unk", "mask", "cls", "sep")
 BYTE_PAIR_FILES, _WORD_PIECES = ("vocab.json", "merges.txt"), ("vocab.txt",)
-# Values of tokenizer_class or model_type for such files, without "tokenizer" and "fast"; others
-# (CLIP, Qwen2, BertJapanese) split text in other ways.
+# Values of tokenizer_class or model_type, without "tokenizer" and "fast", for which these files
+# define the tokenizer; other models with such files (CLIP, Qwen2, BertJapanese) split text in other
+# ways.
 _BYTE_PAIR_NAMES = {"gpt2", "gptj", "opt", "roberta", "longformer", "bart"}
 _WORD_PIECE_NAMES = {"bert", "electra", "distilbert"}
 _SPIECE_NAMES = {"t5", "mt5", "umt5"}
-# Roles if no file names any: the first set whose tokens are all in the vocabulary.
+# Roles if no file defines them: the first mapping whose tokens are all in the vocabulary.
 _ROBERTA_ROLES = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "sep": "</s>", "cls": "<s>",
                   "pad": "<pad>", "mask": "<mask>"}  # fmt: skip
 _GPT2_ROLES = dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>")
@@ -48,10 +49,10 @@ _BERT_ROLES = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "
 
 
 def open_tokenizer_json(content: bytes, path: Path) -> Any:
-    """Open a tokenizer.json with the ``tokenizers`` library.
+    """Load a tokenizer.json with the ``tokenizers`` library.
 
-    Truncation and padding, which the file stores from its last use, are disabled: texts are encoded
-    whole.
+    Truncation and padding, which may be stored in the file, are disabled, so that texts are encoded
+    completely.
 
     Args:
         content: contents of the file.
@@ -74,14 +75,14 @@ def open_tokenizer_json(content: bytes, path: Path) -> Any:
 
 
 def find_tokenizer_json(folder: Path) -> bytes | None:
-    """Return the contents of a directory's tokenizer.json, or of one built from older files.
+    """Return the contents of a directory's tokenizer.json, or build them from older files.
 
     Raises:
         DataError: the older files are damaged.
 
     Returns:
-        None if neither exists, or if a config names a tokenizer that these files alone do not
-        define.
+        contents of a tokenizer.json; None if there are no such files, or a config file names a
+        tokenizer that the older files do not fully define.
     """
     if (folder / TOKENIZER_FILE).is_file():
         return read_bytes(folder / TOKENIZER_FILE, "a file of the tokenizers library")
@@ -102,12 +103,12 @@ def find_tokenizer_json(folder: Path) -> bytes | None:
 
 
 def has_tokenizer_json(folder: Path) -> bool:
-    """Return True if `find_tokenizer_json` would return a file; nothing is built."""
+    """Return True if a directory has a tokenizer.json, or older files from which one is built."""
     return (folder / TOKENIZER_FILE).is_file() or _older_kind(folder) is not None
 
 
 def _older_kind(folder: Path) -> tuple[str, ...] | None:
-    """Return the names of the older files from which a tokenizer can be built, or None."""
+    """Return the names of the older files from which the tokenizer can be built, or None."""
     named = _named_kind(folder)
     if _has(folder, BYTE_PAIR_FILES) and (named is None or named in _BYTE_PAIR_NAMES):
         return BYTE_PAIR_FILES
@@ -121,9 +122,9 @@ def _older_kind(folder: Path) -> tuple[str, ...] | None:
 
 
 def read_role_tokens(folder: Path) -> dict[str, str]:
-    """Return the token of each role ("pad", "bos", ...) from the files of a tokenizer.
+    """Return a dict from role ("pad", "bos", ...) to token, read from a tokenizer's files.
 
-    If the files name none, the defaults for the older file type are used.
+    If the files define no roles, defaults for the older file type are used.
 
     Raises:
         DataError: a file is not a JSON object.
@@ -141,7 +142,7 @@ def read_role_tokens(folder: Path) -> dict[str, str]:
 
 
 def _role_entries(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the token of each role with its settings; the first of `ROLE_FILES` has precedence."""
+    """Return a dict from role to token entry; the first of `ROLE_FILES` has priority."""
     entries: dict[str, dict[str, Any]] = {}
     for name in ROLE_FILES:
         config = read_json(folder / name) if (folder / name).is_file() else {}
@@ -154,7 +155,7 @@ def _role_entries(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _named_kind(folder: Path) -> str | None:
-    """Return the tokenizer or model name in the config files: "gpt2", "bert", ..."""
+    """Return the tokenizer or model name in the config files, such as "gpt2", or None."""
     for name, key in ((CONFIG_FILE, "tokenizer_class"), ("config.json", "model_type")):
         if (folder / name).is_file() and (value := read_json(folder / name).get(key)):
             short = str(value).lower().replace("-", "").replace("_", "")
@@ -163,11 +164,11 @@ def _named_kind(folder: Path) -> str | None:
 
 
 def open_byte_pairs(folder: Path, leading: bool = False) -> Any:
-    """Open the byte-level BPE of ``vocab.json`` and ``merges.txt``, without special tokens.
+    """Load the byte-level BPE in ``vocab.json`` and ``merges.txt``, without special tokens.
 
     Args:
-        folder: directory of the files.
-        leading: True to prepend a space to texts that have none.
+        folder: directory with the files.
+        leading: True to prepend a space to texts that do not begin with one.
 
     Raises:
         DataError: a file is damaged.
@@ -205,10 +206,10 @@ def _word_pieces(folder: Path) -> Any:
 
 
 def _add_tokens(tokenizer: Any, folder: Path) -> None:
-    """Add the special tokens of all roles, and those of ``added_tokens.json`` with their ids.
+    """Add the special tokens of all roles, and the tokens in ``added_tokens.json``.
 
     Raises:
-        DataError: an added token cannot have its id.
+        DataError: an added token would get another id than in ``added_tokens.json``.
     """
     from tokenizers import AddedToken
 
@@ -218,7 +219,7 @@ def _add_tokens(tokenizer: Any, folder: Path) -> None:
     special = {}
     for role, token in read_role_tokens(folder).items():
         entry = entries.get(role, {})
-        # RoBERTa's mask includes the space before it, so that it represents " word".
+        # RoBERTa's mask token includes the preceding space, so that it replaces " word".
         before = bool(entry.get("lstrip", role == "mask" and token == "<mask>"))
         after = bool(entry.get("rstrip", False))
         special[token] = AddedToken(token, lstrip=before, rstrip=after, normalized=False)

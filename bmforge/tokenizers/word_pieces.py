@@ -1,4 +1,4 @@
-"""Cached splitting of words into vocabulary pieces, for CPM-2, EVA and CPM-Ant."""
+"""Splits words into vocabulary pieces, with a cache, for CPM-2, EVA and CPM-Ant."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _CACHED_WORDS = 1 << 18
 
 
 class WordPieces(dict[str, tuple[int, ...]]):
-    """Bounded cache from words to the ids of their greedily matched pieces; use ``[word]``.
+    """Bounded cache from word to ids of its pieces; ``cache[word]`` splits a missing word.
 
     Args:
         vocabulary: mapping from piece to id.
-        unknown_id: id of a character at which no piece begins.
-        marked: True to look up pieces inside of words with the prefix ``##``, unless they have
-            Chinese characters.
+        unknown_id: id for a character at which no piece begins.
+        marked: True if the vocabulary marks pieces inside of words with the prefix ``##``, unless
+            they contain Chinese characters.
 
     Memory: at most 2**18 words, about 65 MB.
     """
@@ -58,7 +58,7 @@ class WordPieces(dict[str, tuple[int, ...]]):
 
 
 def _inner_pieces(vocabulary: Mapping[str, int]) -> dict[str, int]:
-    """Return a dict from piece to id of the pieces that may occur inside of a word."""
+    """Return a dict from piece, without ``##``, to id, for pieces that may be inside of a word."""
     inside = {piece: id for piece, id in vocabulary.items() if has_chinese(piece)}
     for piece, id in vocabulary.items():
         suffix = piece.removeprefix(CONTINUES)
@@ -68,7 +68,7 @@ def _inner_pieces(vocabulary: Mapping[str, int]) -> dict[str, int]:
 
 
 def has_chinese(text: str) -> bool:
-    """Return True if a text has a character in the block U+4E00 to U+9FFF."""
+    """Return True if a text contains a character from U+4E00 to U+9FFF."""
     return any("\u4e00" <= character <= "\u9fff" for character in text)
 
 

@@ -1,4 +1,4 @@
-"""Segments Chinese text into the same words as jieba 0.42.1, with its faster port rjieba.
+"""Segments Chinese text into the same words as jieba 0.42.1, but with its faster port rjieba.
 
 ``rjieba`` has the same dictionary and new-word model (HMM) as jieba, but differs in three points
 that are corrected here: which characters form a run that is segmented, how Latin text inside of a
@@ -13,7 +13,7 @@ from bmforge.errors import MissingDependencyError
 
 __all__ = ["WordCutter"]
 
-# Runs that jieba segments. Any other character is a word of its own, as is "\r\n".
+# Runs that jieba segments. Any other character, or "\r\n", is one word.
 _RUN = re.compile(r"[\u4E00-\u9FD5a-zA-Z0-9+#&._%\-]+|\r\n|.", re.DOTALL)
 # How jieba's new-word model splits the Latin part of a run.
 _LATIN = re.compile(r"[a-zA-Z0-9]+(?:\.[0-9]+)?%?|(?:(?![a-zA-Z0-9]).)+")
@@ -26,8 +26,8 @@ class WordCutter:
     """Word segmenter for Chinese text.
 
     Args:
-        new_words: True to also detect words that the dictionary lacks (jieba's HMM), as the CPM
-            tokenizers do; False is the segmentation of transformers' CpmAntTokenizer.
+        new_words: True to detect words that the dictionary lacks (jieba's HMM), as the CPM
+            tokenizers do; False to segment as transformers' CpmAntTokenizer does.
 
     Raises:
         MissingDependencyError: ``rjieba`` is not installed.
@@ -42,7 +42,7 @@ class WordCutter:
         self._new_words = new_words
 
     def cut(self, text: str) -> list[str]:
-        """Split a text into words, which together are the whole text."""
+        """Split a text into consecutive words that cover all of it, including whitespace."""
         words: list[str] = []
         for run in _RUN.findall(text):
             if len(run) == 1 or (run.isascii() and run.isalnum()) or run == "\r\n":
@@ -56,7 +56,7 @@ class WordCutter:
         return words
 
     def _cut_mixed(self, run: str, words: list[str]) -> None:
-        """Append the words of a text run that contains Latin characters."""
+        """Append the words of a run with Latin characters to `words`."""
         if not _HAS_LATIN_WORD.search(run):
             self._cut_new_words(run, words)
             return
@@ -71,7 +71,7 @@ class WordCutter:
         self._cut_new_words(between, words)
 
     def _cut_new_words(self, run: str, words: list[str]) -> None:
-        """Append the words of a text run without Latin dictionary words."""
+        """Append the words of a run without Latin dictionary words to `words`."""
         latin = ""
         for word in [run] if run.isascii() else self._cut(run, True):
             if word.isascii():

@@ -2,8 +2,8 @@
 
 A linear layer X has either ``X.weight`` in int8 and ``X.weight_scale``, or ``X.weight_packed``
 (32-bit words of 4- or 8-bit integers), ``X.weight_scale`` and ``X.weight_shape``. Asymmetric layers
-also have ``X.weight_zero_point``, packed along the rows. Weights are ``scale * (q - zero)``, with a
-scale per row or per group of inputs.
+also have ``X.weight_zero_point``, packed along the rows. Weights are ``scale * (q - zero)``, with
+one scale per row or per group of inputs.
 
 Source: files written by the package compressed-tensors (0.20).
 """
@@ -43,7 +43,7 @@ _WORD_BITS = 32
 
 @dataclass(frozen=True)
 class _IntegerFormat:
-    """How a layer stores integers: bits per integer, and whether 32-bit words pack several."""
+    """Storage of a layer's integers: bits per integer, and whether they are packed in words."""
 
     bits: int
     is_packed: bool
@@ -56,8 +56,8 @@ class CompressedTensorsScheme:
     Args:
         bits: bits per packed integer.
         group_size: number of inputs that share a scale; 0 means all inputs of a row.
-        rounds_tokens: whether activations are quantized to 8 bits, with one scale per token.
-        symmetric: whether weights have no zero points.
+        rounds_tokens: quantize activations to 8 bits, with one scale per token.
+        symmetric: True if weights have no zero points.
     """
 
     bits: int
@@ -67,7 +67,7 @@ class CompressedTensorsScheme:
 
 
 def without_compression(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json without the quantization section, as for an uncompressed model.
+    """Return a config.json without its `quantization_config`, as for an uncompressed model.
 
     Raises:
         ConfigError: the compression is not supported.
@@ -76,7 +76,7 @@ def without_compression(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_compression(directory: Path) -> CompressedTensorsScheme | None:
-    """Return the scheme of a directory's weights; None if they have another format.
+    """Return the quantization scheme of a checkpoint; None if it has another format.
 
     Raises:
         ConfigError: the scheme is not supported.
@@ -133,7 +133,7 @@ def _find(raw: Mapping[str, Any]) -> CompressedTensorsScheme | None:
 
 
 def _token_problems(tokens: Mapping[str, Any]) -> list[str]:
-    """Return the fields that do not describe dynamic int8 quantization per token."""
+    """Return a text for each field that contradicts dynamic int8 quantization per token."""
     required = {
         "num_bits": 8,
         "type": "int",
@@ -230,7 +230,7 @@ class CompressedLinears:
         return torch.float32
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Dequantize a slice into `target` (same shape, plain, on the CPU, contiguous, fp32)."""
+        """Dequantize a slice into `target`, a contiguous fp32 CPU tensor of the same shape."""
         rows, columns = slices
         all_columns = slice(0, self.shapes[name][1])
         integers, scales = self._read_integers(name, (rows, all_columns))
@@ -239,7 +239,7 @@ class CompressedLinears:
         target.copy_((integers * scales[..., None]).flatten(1)[:, columns])
 
     def stored_spec(self, name: str) -> QuantSpec | None:
-        """Return the QuantSpec equivalent to a layer's quantization; None if there is none."""
+        """Return the QuantSpec equivalent to a layer's quantization, or None if there is none."""
         stem, columns = name.removesuffix(".weight"), self.shapes[name][1]
         groups = self._shape(stem, "scale")[1]
         group, bits = columns // groups, self._kinds[name].bits
@@ -253,7 +253,7 @@ class CompressedLinears:
             wide = QuantSpec(bits, group, False, activations, scale_dtype="float32")  # type: ignore[arg-type]
             return wide if wide.fits(columns) else None
         is_half = self.files[scale].dtype(scale) == torch.float16
-        if not is_half:  # 16-bit scales lose nothing if the values fit
+        if not is_half:  # lossless if fp16 represents all scales exactly
             values = self._read_whole(scale).float()
             is_half = bool(group) and torch.equal(values.half().float(), values)
         spec = QuantSpec(
@@ -275,12 +275,12 @@ class CompressedLinears:
         if self._how.symmetric:
             return QuantizedGroups(integers, scales, None)
         zeros = self._read_zeros(name, slices[0])
-        if self._kinds[name].bits == 4:  # unsigned in our storage
+        if self._kinds[name].bits == 4:  # bmforge stores them unsigned
             integers, zeros = integers + 8, zeros + 8
         return QuantizedGroups(integers, scales, (0 - zeros.float()) * scales)  # no -0.0
 
     def _read_integers(self, name: str, slices: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
-        """Return the integers of whole rows, (R, G, W), and their fp32 scales, (R, G)."""
+        """Return the integers (R, G, W) of whole rows, and their fp32 scales (R, G)."""
         rows, columns = slices[0], self.shapes[name][1]
         stem, kind = name.removesuffix(".weight"), self._kinds[name]
         groups = self._shape(stem, "scale")[1]
@@ -294,10 +294,10 @@ class CompressedLinears:
         return values.unflatten(1, (groups, -1)), scales
 
     def _read_zeros(self, name: str, rows: slice) -> Tensor:
-        """Return the signed zero points of rows, (R, G) int8."""
+        """Return the signed zero points of rows as an int8 tensor (R, G)."""
         stem, kind = name.removesuffix(".weight"), self._kinds[name]
         stored = self._read_whole(f"{stem}.weight_zero_point")
-        if kind.is_packed:  # a word holds the zero points of several rows
+        if kind.is_packed:  # a word contains the zero points of several rows
             stored = unpack_words(stored.t().contiguous(), kind.bits).t()
         if stored.shape[1:] != self._shape(stem, "scale")[1:] or stored.shape[0] < rows.stop:
             raise CheckpointError(

@@ -1,7 +1,7 @@
 """Writes quantized models in vLLM's compressed-tensors format; see `compressed_tensors.py`.
 
-transformers and vLLM can open the result. Linear layers of blocks keep their integers; other
-quantized modules (embedding, head) are written as dequantized floats.
+transformers and vLLM can load the result. Quantized linear layers of blocks are written as
+integers; other quantized modules (embedding, head) are dequantized to floats.
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ from bmforge.surgery import persistent_tensors
 
 __all__ = ["check_compressed", "save_compressed"]
 
-# Families with the original checkpoints' names, for which neither library has a class.
+# Families that keep the names of the original checkpoints, for which neither library has a class.
 _WITHOUT_READERS = ("CPM1", "CPM2", "CPMAnt", "CPMBee", "EVA", "GLM")
 
-# Families whose modules transformers 5 renames while it loads them. Weight-only schemes are applied
-# by tensor names in the file, but schemes that quantize activations by module names.
+# Families whose modules transformers 5 renames while loading. It matches weight-only schemes with
+# the tensor names in the file, but schemes that quantize activations with the module names.
 _RENAMED_MODULES = ("ViT",)
 
 
 def save_compressed(
     model: Any, directory: str | Path, *, overwrite: bool = False, max_file_bytes: int = 4 << 30
 ) -> Path:
-    """Write a quantized model in a format that transformers and vLLM open; return the directory.
+    """Write a quantized model in a format that transformers and vLLM load; return the directory.
 
     Args:
         model: bmforge model in one process, with quantized layers (`quantize`). Layers with one
-            scale per row and int8 activations are written with 8-bit activations per token; all
-            others with weight-only quantization, equivalent to ``activations="float"``.
+            scale per row and int8 activations are written with dynamic 8-bit activations (one
+            scale per token); all others with weight-only quantization, equivalent to
+            ``activations="float"``.
         directory: output directory; created if it does not exist.
         overwrite: replace existing weights.
         max_file_bytes: maximum file size; larger weights are split over several files.
@@ -88,7 +89,7 @@ def save_compressed(
 
 
 def check_compressed(model: Any) -> None:
-    """Raise `ConfigError` if the format cannot represent the model, which may be on meta."""
+    """Raise `ConfigError` if the format cannot represent the model (also on the meta device)."""
     _check(model, _Source(model).stems)
 
 
@@ -117,7 +118,7 @@ class _Source:
         return list(names)
 
     def read(self, source_name: str) -> dict[str, Tensor]:
-        """Return the tensors to store for one of the names in `places`."""
+        """Return a dict from name to tensor to store for one of the names in `places`."""
         if source_name not in self.stems:
             rules = self._groups[source_name]
             tensor = assemble_source(rules, lambda name: self._tensors[name].detach())
@@ -172,7 +173,7 @@ def _check(model: Any, stems: dict[str, str]) -> QuantSpec:
 
 
 def _storage_problems(store: QuantizedLinear) -> list[str]:
-    """Return the features of a packed layer that the format does not support."""
+    """Return a text for each feature of a packed layer that the format does not support."""
     spec, problems = store.spec, []
     if spec.outlier_ratio:
         problems.append("has outliers in 16 bits")
@@ -187,7 +188,7 @@ def _storage_problems(store: QuantizedLinear) -> list[str]:
 
 
 def find_zero_points(store: MatrixStore) -> Tensor | None:
-    """Return the integer zero points of an asymmetric layer; None if its minima are not integers.
+    """Return the integer zero points of an asymmetric layer, or None if some are not integers.
 
     Shape:
         returns (rows, groups), in the range of the stored integers
@@ -202,7 +203,7 @@ def find_zero_points(store: MatrixStore) -> Tensor | None:
 
 
 def _form_of(spec: QuantSpec) -> tuple[int, int, bool]:
-    """Return bits, group size, and whether the layer uses row scales with 8-bit activations."""
+    """Return bits, group size, and True for row scales with 8-bit activations."""
     return spec.bits, spec.group_size, not spec.group_size and spec.activations == "int8"
 
 
@@ -260,15 +261,15 @@ def _write_config(model: Any, out: Path, stems: dict[str, str], spec: QuantSpec)
         "ignore": heads,
     }
     if not is_rows:
-        # transformers then unpacks the weights while it loads them. Otherwise it (5.24) expects
-        # zero points that are not packed, and T5's MLP looks for a weight that is.
+        # With this field, transformers unpacks the weights while loading. Without it, transformers
+        # 5.24 expects unpacked zero points, and T5's MLP accesses an unpacked weight.
         config["quantization_config"]["dequantize"] = True
     text = json.dumps(config, indent=2) + "\n"
     (out / "config.json").write_text(text, encoding="utf-8")
 
 
 def _as_targets(names: Sequence[str], modules: Sequence[str]) -> list[str]:
-    """Return a short list of patterns that match exactly these published names."""
+    """Return a short list of regex targets that match exactly these published names."""
     patterns: dict[str, None] = {}
     for name in names:
         pattern = re.escape(re.sub(r"\.\d+(?=\.)", ".#", name)).replace(r"\#", r"\d+")

@@ -1,6 +1,6 @@
 """Converts checkpoints to Hugging Face's format: safetensors and config.json.
 
-Models that were published as Megatron shards can also be written in that format.
+Models that were published as Megatron shards can also be written as such shards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bmforge.tokenizers import AutoTokenizer
 
 __all__ = ["convert_checkpoint", "find_companions", "find_dtype", "write_directory"]
 
-# Files of a model besides its weights and config.
+# Glob patterns for a model's files other than weights and config.
 _COMPANIONS = (
     "tokenizer*",
     "vocab*",
@@ -68,12 +68,12 @@ def convert_checkpoint(
             (safetensors or pickled), ModelCenter's (`pytorch_model.pt`) or Megatron's (CPM-1,
             CPM-2, EVA); or a GGUF file, whose quantized values become fp32 by default.
         target: directory to create.
-        dtype: dtype of the weights (default: the file's).
+        dtype: dtype of the weights (default: the most common dtype in the source).
         max_file_bytes: maximum size of one file of weights.
         family: family of a ModelCenter checkpoint, such as "GPT2", if its tensors are ambiguous.
         allow_unknown: names of unknown config fields to ignore.
         preset: preset of Megatron shards, if their sizes and config.json are ambiguous.
-        megatron_degree: number of Megatron shards to write instead.
+        megatron_degree: number of Megatron shards to write instead of Hugging Face's format.
 
     Returns:
         path of the target
@@ -165,7 +165,7 @@ def find_dtype(files: WeightFiles) -> torch.dtype:
     """Return the most common floating-point dtype of the stored weights."""
     sizes: Counter[torch.dtype] = Counter()
     for name, shape in files.shapes.items():
-        if files.dtype(name).is_floating_point:  # integers are packed weights, kept as they are
+        if files.dtype(name).is_floating_point:  # packed integers stay unchanged
             sizes[files.dtype(name)] += torch.Size(shape).numel()
     return sizes.most_common(1)[0][0]
 

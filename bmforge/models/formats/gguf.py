@@ -1,4 +1,4 @@
-"""Reads GGUF files as checkpoints: slices of their tensors, with torch's dtypes.
+"""Reads slices of the tensors in GGUF files, converted to torch's dtypes.
 
 `gguf_header` parses the header, `gguf_config` derives a config from it, `gguf_names` maps tensor
 names, and `gguf_blocks` decodes quantized blocks.
@@ -37,9 +37,9 @@ from bmforge.nn.packing import QuantSpec
 
 __all__ = ["GgufFile"]
 
-# Stored bytes that are decoded at a time.
+# Number of stored bytes that are decoded at a time.
 _CHUNK_BYTES = 1 << 20
-# A vector that bmforge stores as a matrix of one row.
+# Name ending of a vector that bmforge stores as a matrix with one row.
 _ROW_MATRIX = ".ffn_gate_inp_shexp.weight"
 
 
@@ -93,7 +93,7 @@ class GgufFile(CheckedFile):
         return {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Read a slice into `target` (same shape and dtype, plain, on the CPU, contiguous)."""
+        """Read a slice into `target`, a contiguous CPU tensor of the same shape and dtype."""
         rows, last = self._find_rows(name, slices)
         width = last.stop - last.start
         flat = target.as_strided((len(rows), width), (width, 1))
@@ -111,7 +111,7 @@ class GgufFile(CheckedFile):
             flat -= self.architecture.norm_offset
 
     def stored_spec(self, name: str) -> QuantSpec | None:
-        """Return the QuantSpec equivalent to a matrix's quantization; None for floats."""
+        """Return the QuantSpec equivalent to a tensor's GGUF type, or None if there is none."""
         spec = SPECS.get(self.kind(name))
         return spec if spec is not None and spec.fits(self._shape(name)[-1]) else None
 
@@ -123,13 +123,13 @@ class GgufFile(CheckedFile):
             slices: one slice per dim; the last must cover whole rows.
 
         Shape:
-            see `QuantizedGroups`, where R is the number of rows in the slice's leading dims
+            see `QuantizedGroups`; R is the number of rows in the slice, over all leading dims
         """
         rows, _ = self._find_rows(name, slices)
         return unpack_blocks(self.kind(name), self._read_rows(name, rows))
 
     def _head_dim(self, name: str) -> int:
-        """Return the head width of a tensor with permuted rows; 0 if its rows are not permuted."""
+        """Return the head dim of a tensor with permuted rows; 0 if its rows are not permuted."""
         if not self.architecture.permutes or not is_permuted(name):
             return 0
         kind, rows = self.architecture.kind, self._entries[name].shape[0]
@@ -147,12 +147,12 @@ class GgufFile(CheckedFile):
         return self._row_shape(name)[-1] // values * block_bytes
 
     def _row_shape(self, name: str) -> tuple[int, ...]:
-        """Return the tensor's shape; a permuted bias gets a last dim of 1, so that it has rows."""
+        """Return the tensor's shape; a permuted bias is a matrix with one column."""
         shape = self._shape(name)
         return (*shape, 1) if len(shape) == 1 and self._head_dims[name] else shape
 
     def _find_rows(self, name: str, slices: tuple[slice, ...]) -> tuple[Tensor, slice]:
-        """Return the indices of the stored rows in a slice, and the needed slice of each row."""
+        """Return the indices of the stored rows in a slice, and the slice of columns."""
         shape = self._row_shape(name)
         if len(shape) > len(slices):
             slices = (*slices, slice(0, 1))
@@ -162,13 +162,13 @@ class GgufFile(CheckedFile):
         return restore_rows(rows, head_dim) if head_dim else rows, slices[-1]
 
     def _read_rows(self, name: str, rows: Tensor, into: Tensor | None = None) -> Tensor:
-        """Read stored rows by their indices: (R, bytes) in uint8.
+        """Read stored rows by index; return their bytes, (R, bytes) in uint8.
 
         If `into` is not None, ascending rows are read into this tensor, which is then returned.
         """
         entry, size = self._entries[name], self._row_bytes(name)
         order = rows.sort()
-        # Rows with at most one other between them are read in one go.
+        # Rows with at most one unneeded row between them are read at once.
         breaks = (order.values.diff() > 2).nonzero().flatten() + 1
         stored = torch.empty(len(rows), size, dtype=torch.uint8) if into is None else into
         try:
@@ -189,7 +189,7 @@ class GgufFile(CheckedFile):
     def _read_span(
         self, file: BinaryIO, entry: GgufTensor, numbers: Tensor, target: Tensor
     ) -> None:
-        """Read rows that are close together in the file at once, into `target`, (R, bytes)."""
+        """Read rows that are close together in the file into `target` (R, bytes), in one read."""
         if not len(numbers):
             return
         size, first = target.shape[1], int(numbers[0])
@@ -209,7 +209,7 @@ class GgufFile(CheckedFile):
 
 
 def _identify(path: Path) -> tuple[int, int, int]:
-    """Return the identity of a file; see `safe_file.identify`.
+    """Open a file and return its identity (see `safe_file.identify`).
 
     Raises:
         CheckpointError: the file cannot be read.

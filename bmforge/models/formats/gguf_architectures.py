@@ -1,4 +1,4 @@
-"""Table of the GGUF architectures that are read and written, with their metadata keys.
+"""Table of the supported GGUF architectures, with their metadata keys.
 
 Source: ``constants.py`` of the ``gguf`` package (Keys), and llama.cpp's ``convert_hf_to_gguf.py``.
 """
@@ -50,7 +50,7 @@ _T5 = {
     _RMS: "layer_norm_epsilon",
     "decoder_start_token_id": "decoder_start_token_id",
 }
-# config.json field -> (tensor, dim) from whose size it is derived
+# config.json field -> (tensor name, dim) whose size is the field's value
 _Sizes = dict[str, tuple[str, int]]
 
 
@@ -65,11 +65,11 @@ class Architecture:
         raw: fields of config.json that the architecture implies.
         keys: mapping from metadata key, without the architecture, to field of config.json.
         sizes: mapping from field of config.json to the tensor dim that determines its value.
-        alone: mapping from metadata key to its only supported value.
-        permutes: whether the rows of query and key are permuted; see `gguf_names.is_permuted`.
-        rotary: whether the architecture has rotary positions with a configurable base.
-        norm_offset: number that is added to the weights of norms in files.
-        local_base: whether `rope.freq_base_swa` is the rotary base of the layers with a window.
+        alone: mapping from metadata key to the only supported value.
+        permutes: True if the rows of query and key are permuted; see `gguf_names.is_permuted`.
+        rotary: True if the architecture has rotary positions with a configurable base.
+        norm_offset: offset that files add to the weights of norms.
+        local_base: True if `rope.freq_base_swa` is the rotary base of sliding-window layers.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Decodes the blocks of a GGUF file to integers, scales and minima, or to values.
+"""Decodes the blocks of a GGUF file to integers, scales and minima, or to floats.
 
 Every quantized type is decoded to the same form: groups of adjacent integers q with one scale and,
 for some types, one minimum; values are ``scale * q + minimum`` in fp32. The types differ in group
@@ -23,8 +23,8 @@ __all__ = ["FLOAT_KINDS", "SPECS", "QuantizedGroups", "read_values", "unpack_blo
 
 FLOAT_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# Stored kind -> QuantSpec with the same integers, scales and minima. Integers of five and six bits
-# are stored in eight, and scales that are products in fp32.
+# GGUF type -> QuantSpec with the same integers, scales and minima. Integers of 5 and 6 bits are
+# stored in 8 bits, and scales that are products (of the K types) in fp32.
 SPECS = {
     "Q4_0": QuantSpec(4, 32),
     "Q4_1": QuantSpec(4, 32, symmetric=False),
@@ -41,7 +41,7 @@ class QuantizedGroups(NamedTuple):
     """Quantized values of some rows.
 
     Shape:
-        integers: (R, G, W) in int8, R rows of G groups of W adjacent integers, possibly with
+        integers: (R, G, W) in int8: R rows of G groups of W adjacent integers, possibly with
             gaps between the groups; scales: (R, G) in fp32, or fp16 if that is exact; minima:
             (R, G) in fp32, or None if they are 0
     """
@@ -51,7 +51,7 @@ class QuantizedGroups(NamedTuple):
     minima: Tensor | None
 
     def values(self) -> Tensor:
-        """Return the dequantized values, (R, G * W) in fp32."""
+        """Return the dequantized values as an fp32 tensor (R, G * W)."""
         out = self.integers.float().mul_(self.scales[..., None])
         if self.minima is not None:
             out.add_(self.minima[..., None])
@@ -59,7 +59,7 @@ class QuantizedGroups(NamedTuple):
 
 
 def read_values(kind: str, rows: Tensor) -> Tensor:
-    """Decode rows of stored bytes to values.
+    """Decode rows of stored bytes to floats.
 
     Args:
         kind: a key of `gguf_header.BLOCKS`.
@@ -109,7 +109,7 @@ _Unpacked = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _half(blocks: Tensor, first: int) -> Tensor:
-    """Return the fp16 number at byte `first` of every block, as fp32: (blocks, 1)."""
+    """Return (blocks, 1) in fp32: the fp16 number at byte `first` of every block."""
     return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
 
 
@@ -147,11 +147,11 @@ def _q8_0(blocks: Tensor) -> _Unpacked:
 
 
 def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the eight scales and eight negative minima of a block of 256: (blocks, 8) each.
+    """Return the 8 scales and 8 negated minima of each block of 256 values, each (blocks, 8).
 
-    Both are 6-bit factors of the block's two fp16 numbers. The bits of the first four are
-    contiguous, in bytes 0 to 3 and 4 to 7. The lower four bits of the last four are in bytes 8 to
-    11, and their upper two bits are in the upper bits of bytes 0 to 7.
+    Both are 6-bit integers times the block's two fp16 numbers. The bits of the first four integers
+    are contiguous, in bytes 0 to 3 (scales) and 4 to 7 (minima). The lower four bits of the last
+    four are in bytes 8 to 11, and their upper two bits are in the upper bits of bytes 0 to 7.
     """
     a, b, c = blocks[:, 4:16].view(-1, 3, 4).unbind(1)
     scales = torch.cat((a & 63, c & 15 | a >> 2 & 48), 1)
@@ -160,7 +160,7 @@ def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q4_k(blocks: Tensor) -> _Unpacked:
-    # Four times 32 bytes hold two groups each, in their lower and upper halves.
+    # Four runs of 32 bytes contain two groups each, in their lower and upper nibbles.
     return _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(torch.int8), *_factors(blocks)
 
 
@@ -172,7 +172,7 @@ def _q5_k(blocks: Tensor) -> _Unpacked:
 
 
 def _q6_k(blocks: Tensor) -> _Unpacked:
-    # Two halves of 128 values: 64 bytes with the lower four bits, 32 with four times the upper two.
+    # Two halves of 128 values: 64 bytes with the lower 4 bits, 32 bytes with the upper 2 bits.
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3).flatten(2) << 4

@@ -1,7 +1,7 @@
-"""Converts the metadata of a GGUF file to the fields of config.json, by tables.
+"""Converts the metadata of a GGUF file to the fields of config.json, with lookup tables.
 
-The families then validate these fields. Metadata of the architecture that is in no table keeps its
-name, so that the families reject it as an unknown field.
+The families then validate these fields. An architecture's metadata key that is in no table keeps
+its name, so that the families reject it as an unknown field.
 
 Source: ``constants.py`` of the ``gguf`` package (Keys); the defaults that an architecture implies
 are from llama.cpp's ``llama-model.cpp`` and ``convert_hf_to_gguf.py``.
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _MAX_NUMBER = 1 << 31
-# Optional metadata -> its default.
+# Optional metadata key -> key whose value is the default, or None for no default.
 _OPTIONAL = {
     "attention.head_count_kv": "attention.head_count",
     "decoder_block_count": "block_count",
@@ -154,7 +154,7 @@ class _Metadata:
         return [k.removeprefix(prefix) for k in self.header.metadata if k.startswith(prefix)]
 
     def number(self, key: str, default: Any = None) -> Any:
-        """Return a number or flag; for a missing optional key None or the default."""
+        """Return a number or flag; for a missing optional key, its default or None."""
         self.taken.add(key)
         value = self.header.metadata.get(f"{self.kind}.{key}", default)
         if value is None and key in _OPTIONAL:
@@ -181,7 +181,7 @@ class _Metadata:
         return entry.shape[dim]
 
     def check_heads(self, raw: dict[str, Any], architecture: Architecture) -> None:
-        """Fill in the head size; contradictory keys stay unread, so the family rejects them."""
+        """Set the head dim in `raw`; contradictory keys stay unread, so the family rejects them."""
         heads, width = self.number("attention.head_count"), self.number("embedding_length")
         if type(heads) is not int or heads < 1:
             raise CheckpointError(
@@ -227,7 +227,7 @@ class _Metadata:
         for key in self.names():
             value = self.header.metadata[f"{self.kind}.{key}"]
             if key.startswith("rope.") and isinstance(value, int | float) and not value:
-                value = str(value)  # a config accepts unknown fields that are 0, as without effect
+                value = str(value)  # configs ignore unknown fields that are 0; a text is rejected
             if key not in self.taken:
                 out[f"{self.kind}.{key}"] = value if not hasattr(value, "tolist") else "an array"
         return out
@@ -246,7 +246,7 @@ def _llama(raw: dict[str, Any], own: _Metadata) -> None:
 
 
 def _minicpm(raw: dict[str, Any], own: _Metadata) -> None:
-    """Convert the precomputed factors on residuals and logits back to config fields."""
+    """Convert the file's factors of residuals and logits to the fields that give them."""
     raw["scale_depth"] *= math.sqrt(raw["num_hidden_layers"])
     if not raw["dim_model_base"] > 0:
         raise CheckpointError(
@@ -260,7 +260,7 @@ def _t5(raw: dict[str, Any], own: _Metadata) -> None:
     gated = "enc.blk.0.ffn_gate.weight" in own.header.tensors
     raw["feed_forward_proj"] = "gated-gelu" if gated else "relu"
     raw["scale_decoder_outputs"] = raw["tie_word_embeddings"]
-    own.number(LAYER_NORM, 0.0)  # a copy of the other one
+    own.number(LAYER_NORM, 0.0)  # marked as read: a copy of the RMS epsilon
     for role, key in (("pad", "padding"), ("eos", "eos")):
         id = own.header.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if type(id) is int:
@@ -284,7 +284,7 @@ def _gpt_neox(raw: dict[str, Any], own: _Metadata) -> None:
 
 
 def _falcon(raw: dict[str, Any], own: _Metadata) -> None:
-    """Set the fields that distinguish Falcon-7B from the later models, which have grouped heads."""
+    """Set the fields that distinguish Falcon-7B from later models with grouped-query attention."""
     raw["num_kv_heads"] = raw.pop("num_key_value_heads")
     raw["bias"] = "blk.0.attn_qkv.bias" in own.header.tensors
     if raw["num_kv_heads"] > 1:
@@ -293,7 +293,7 @@ def _falcon(raw: dict[str, Any], own: _Metadata) -> None:
 
 
 def _gpt_oss(raw: dict[str, Any], own: _Metadata) -> None:
-    """Set the fields that llama.cpp implies; without a scaling, the family would have its own."""
+    """Set the fields that llama.cpp implies; an absent scaling is written as "default"."""
     raw["attention_bias"] = "blk.0.attn_q.bias" in own.header.tensors
     scaling = raw["rope_scaling"] or {"rope_type": "default"}
     is_yarn = scaling["rope_type"] == "yarn"
@@ -305,7 +305,7 @@ def _tied(raw: dict[str, Any], own: _Metadata) -> None:
     raw["tie_word_embeddings"] = True
 
 
-# Layers of the Gemma 2 and 3 with 27B parameters, whose factor on the scores llama.cpp implies.
+# Number of layers of Gemma 2 and 3 27B, whose attention scale llama.cpp derives differently.
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 

@@ -39,10 +39,10 @@ def export_gguf(
     and 2, Gemma 1 to 3, OLMo 2 and 3, SmolLM3, GLM-4 0414, GPT-2, GPT-J, T5, and BERT without head.
 
     Args:
-        model: bmforge model, or a model's directory, GGUF file, hub id or short name.
+        model: bmforge model, or the directory, GGUF file, hub id or short name of a model.
         path: output file, which must end in ``.gguf``.
         kind: tensor type of the matrices: "f32", "f16", "bf16", "q8_0" or "q4_0".
-        tokenizer: tokenizer to include; None uses that of the directory, if there is one.
+        tokenizer: tokenizer to include; if None, the model directory's tokenizer, if any.
         allow_unknown: names of unknown config fields to ignore.
         overwrite: replace an existing file.
 

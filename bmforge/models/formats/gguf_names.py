@@ -1,6 +1,6 @@
-"""Tables of tensor names in GGUF files: one for all decoders, one for T5, one for BERT.
+"""Tables of tensor names in GGUF files: one for most decoders, others for T5, BERT and so on.
 
-Names agree across architectures, so a table needs no column per family.
+Most names are the same in all architectures, so families share tables.
 
 Source: ``constants.py`` of the ``gguf`` package (MODEL_TENSORS, TENSOR_NAMES).
 """
@@ -124,9 +124,9 @@ _TWO_NORMS = [
 
 
 def find_rules(architecture: str, model: Any) -> list[WeightRule]:
-    """Map a model's tensor names to those in GGUF files of an architecture.
+    """Map a model's parameter names to the tensor names in GGUF files of an architecture.
 
-    Tensors of a head that GGUF does not define get names that occur in no such file.
+    Parameters of a head that GGUF does not define get names that no such file contains.
     """
     rules = _TABLES.get(architecture, _DECODER)
     if architecture == "falcon" and model.config.parallel_norms:

@@ -1,4 +1,4 @@
-"""Rotary scaling in GGUF files: metadata keys, and frequency factors stored as tensors.
+"""Reads and writes RoPE scaling in GGUF files: metadata keys, and factors stored as tensors.
 
 Source: llama.cpp's ``convert_hf_to_gguf.py`` (rope_freqs of Llama 3, rope_factors_* of longrope).
 """
@@ -17,7 +17,7 @@ from bmforge.gguf_header import GgufHeader
 __all__ = ["read_rope", "write_rope"]
 
 _CLOSE = 1e-5
-# Every published Llama 3 with scaling has these; GGUF keeps only the factors that follow from them.
+# Values of all published Llama 3 models with scaling; GGUF stores only the resulting factors.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -54,7 +54,7 @@ def read_rope(header: GgufHeader, kind: str, head_dim: int) -> tuple[dict[str, A
     return {"rope_theta": theta, "rope_scaling": fields}, keys
 
 
-# Values with which a key has no effect in llama.cpp.
+# Metadata key -> value that has no effect in llama.cpp.
 _NEUTRAL = {
     "scaling.factor": 1.0,
     "scaling.attn_factor": 1.0,
@@ -63,7 +63,7 @@ _NEUTRAL = {
     "scaling.yarn_log_multiplier": 0.0,
 }
 _ORIGINAL = "scaling.original_context_length"
-# Keys that llama.cpp reads for YaRN alone.
+# Keys that llama.cpp reads only for YaRN.
 _YARN = (_ORIGINAL, "scaling.yarn_beta_fast", "scaling.yarn_beta_slow")
 
 
@@ -71,7 +71,7 @@ def _read_scaling(
     header: GgufHeader, kind: str, values: dict[str, Any], theta: float, head_dim: int
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
     """Return config.json's rope_scaling, and the keys after "rope." from which it is derived."""
-    # A factor without a type is linear scaling in llama.cpp.
+    # llama.cpp treats a factor without a type as linear scaling.
     name = str(values.get("scaling.type", "linear" if "scaling.factor" in values else "none"))
     fields: dict[str, Any]
     frequencies = _factors(header, "rope_freqs.weight", head_dim)
@@ -120,7 +120,7 @@ def _number(header: GgufHeader, numbers: dict[str, Any], key: str, default: floa
 
 
 def _factors(header: GgufHeader, name: str, head_dim: int) -> list[float] | None:
-    """Return the frequency factors that a tensor contains; None if there is no such tensor."""
+    """Return the frequency factors in a tensor of the file; None if the file lacks the tensor."""
     entry = header.tensors.get(name)
     if entry is None:
         return None
@@ -141,7 +141,7 @@ def _factors(header: GgufHeader, name: str, head_dim: int) -> list[float] | None
 def _from_frequencies(
     factors: list[float], theta: float, header: GgufHeader, kind: str
 ) -> dict[str, Any]:
-    """Return the `rope_scaling` that gives these factors, by Llama 3's formula or longrope."""
+    """Return the `rope_scaling` with these frequency factors: Llama 3's if equal, or longrope."""
     llama3 = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
     expected = llama3_factors(2 * len(factors), theta, llama3)
     if torch.allclose(torch.tensor(factors), expected, rtol=_CLOSE, atol=0.0):
@@ -157,7 +157,7 @@ def _from_frequencies(
 
 
 def llama3_factors(head_dim: int, theta: float, scaling: dict[str, Any]) -> Tensor:
-    """Return the divisors of the rotary frequencies in Llama 3's scaling.
+    """Return the factors by which Llama 3's scaling divides the rotary frequencies.
 
     Args:
         head_dim: number of rotary dims.
@@ -175,7 +175,7 @@ def llama3_factors(head_dim: int, theta: float, scaling: dict[str, Any]) -> Tens
 
 
 def write_rope(raw: dict[str, Any], head_dim: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the metadata keys (without architecture) and tensors for the rotary fields.
+    """Return metadata (keys without the architecture) and tensors for config.json's RoPE fields.
 
     Raises:
         ConfigError: GGUF cannot represent the scaling.

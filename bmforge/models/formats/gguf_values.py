@@ -1,4 +1,4 @@
-"""Reads a model's tensors for the GGUF writer: packed weights as values or integers."""
+"""Reads a model's tensors for the GGUF writer: quantized weights as floats or integers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from bmforge.surgery import persistent_tensors
 __all__ = ["describe_plain", "find_scales", "find_values", "quantizer", "stored_parts"]
 
 _CHUNK_VALUES = 1 << 22
-_BLOCK = 32  # values of a Q8_0 block, which share an fp16 scale
+_BLOCK = 32  # number of values in a Q8_0 block, which share an fp16 scale
 
 
 def find_values(model: Model, kind: str) -> Callable[[str], Tensor]:
-    """Return a function (name in the plain model) that reads a tensor, dequantized if packed.
+    """Return a function (name in the unquantized model) that returns a tensor, dequantized.
 
     Raises:
         ConfigError: packed weights would be quantized to 4 bits a second time.
@@ -47,10 +47,10 @@ def find_values(model: Model, kind: str) -> Callable[[str], Tensor]:
 
 
 def find_scales(model: Model, kind: str) -> Callable[[str], Tensor | None]:
-    """Return a function (name in the plain model) that reads the scales of a tensor's integers.
+    """Return a function (name in the unquantized model) that returns the scales of a tensor.
 
-    The function returns None for floats, and for integers with minima or outliers. With type
-    "q8_0", a warning gives the number of packed layers whose values are quantized again.
+    The function returns None for float tensors, and for integers with minima or outliers. With
+    type "q8_0", a warning reports how many packed layers are quantized again.
     """
     stores = {n: m for n, m in model.named_modules() if isinstance(m, PackedStore)}
     again = [n for n, m in stores.items() if not _are_blocks(m)]
@@ -82,7 +82,7 @@ def _are_blocks(store: PackedStore) -> bool:
 
 
 def write_integers(values: Tensor, scales: Tensor) -> np.ndarray | None:
-    """Return Q8_0 blocks with the integers ``values / scales``, without rounding again.
+    """Return Q8_0 blocks as bytes, with the integers ``values / scales`` unchanged.
 
     Returns None if scales differ within a block or exceed the range of fp16.
 
@@ -102,7 +102,7 @@ def write_integers(values: Tensor, scales: Tensor) -> np.ndarray | None:
 
 
 def describe_plain(model: Model) -> Model:
-    """Return the model without packed weights, on the meta device."""
+    """Return the unquantized model on the meta device."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     plain = type(model).from_config(model.config.replace(changes=()), device="meta", dtype=dtype)
     plain.provenance = model.provenance
@@ -110,7 +110,7 @@ def describe_plain(model: Model) -> Model:
 
 
 def quantizer(gguf: Any, kind: str) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the function of the package `gguf` that quantizes fp32 rows to a tensor type."""
+    """Return a function that quantizes fp32 rows to a tensor type with the package `gguf`."""
     number = gguf.GGMLQuantizationType[kind]
     return lambda values: gguf.quants.quantize(values, number)
 
@@ -122,7 +122,7 @@ def stored_parts(
     quantize: Callable[[np.ndarray], np.ndarray],
     scales: Tensor | None = None,
 ) -> Iterator[np.ndarray]:
-    """Yield the bytes to store for a tensor, some rows at a time."""
+    """Yield the bytes to store for a tensor, in chunks of rows."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     step = max(1, _CHUNK_VALUES // rows.shape[1])
     if scales is not None:
@@ -137,7 +137,7 @@ def stored_parts(
             data = narrow.view(torch.int16).numpy()
         else:
             data = part.to(torch.float32).contiguous().numpy()
-            # Scales of blocks are fp16.
+            # The scales of quantized blocks are fp16, so their range is checked too.
             narrow = torch.from_numpy(data)
             data = data if kind == "F32" else quantize(data)
         if not narrow.isfinite().all():

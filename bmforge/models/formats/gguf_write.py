@@ -49,7 +49,7 @@ _KEPT_WIDE = (
     "_exps.bias",
 )
 _QUANTIZATION_VERSION = 2
-# Fields of a config that no forward pass of a trained model depends on, or that the tokenizer has.
+# Config fields that do not affect a forward pass, or that are stored with the tokenizer.
 _UNSAID = {
     *("raw", "head", "num_labels", "problem_type", "changes", "init_std", "model_type"),
     *("pad_token_id", "eos_token_id", "output_router_logits", "router_aux_loss_coef"),
@@ -74,12 +74,12 @@ def write_gguf(
     """Write a model as a GGUF file; a temporary file is renamed when complete.
 
     Args:
-        model: model of a family that GGUF supports, without changes other than packed weights.
+        model: model of a family that GGUF supports, unmodified except for weight quantization.
         path: output file, which must end in ``.gguf``.
         kind: tensor type of matrices; vectors, routers and position tables are fp32. With
-            "q4_0" the head (or tied embedding) is "q8_0". Matrices whose row length is not
+            "q4_0" the head (or tied embedding) is "q8_0". Matrices whose number of columns is not
             divisible by 32 are "f16".
-        tokens: metadata of the tokenizer; None writes none.
+        tokens: metadata of the tokenizer; None to omit it.
         overwrite: replace an existing file.
 
     Raises:
@@ -87,7 +87,7 @@ def write_gguf(
         ConfigError: the file suffix or tensor type is wrong, or GGUF cannot represent the model.
         MissingDependencyError: `gguf` is not installed.
 
-    Memory: one tensor, its encoded form, and some rows in fp32.
+    Peak memory: one tensor, its encoded form, and some rows in fp32.
     """
     out = Path(path)
     check_target(out, kind, overwrite)
@@ -119,7 +119,7 @@ def write_gguf(
 
 
 def check_target(out: Path, kind: str, overwrite: bool) -> None:
-    """Raise an error if the file cannot be written or exists, or if the type is unknown."""
+    """Raise an error if the file exists or cannot be written, or if the type is unknown."""
     if kind not in get_args(GgufType):
         raise ConfigError(
             f"type={kind!r} is not supported (supported: {', '.join(get_args(GgufType))})."
@@ -175,7 +175,7 @@ def _stem(architecture: Architecture) -> str:
 
 
 def _metadata(model: Model, architecture: Architecture) -> dict[str, Any]:
-    """Return the metadata of the file and, under "tensors", metadata that is stored as tensors."""
+    """Return the file's metadata and, under "tensors", RoPE factors that are stored as tensors."""
     config = model.config
     fields_by_hf_name = {
         **config.to_hf(),
@@ -207,7 +207,7 @@ def _metadata(model: Model, architecture: Architecture) -> dict[str, Any]:
 def _more(
     architecture: Architecture, hf_fields: dict[str, Any], keys: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the metadata of an architecture that its field table does not cover."""
+    """Return the metadata that an architecture's table `keys` does not cover."""
     if architecture.name == "minicpm":
         return {
             "residual_scale": hf_fields["scale_depth"] / math.sqrt(hf_fields["num_hidden_layers"]),
@@ -227,14 +227,14 @@ def _more(
 
 
 def _typed(key: str, value: Any) -> Any:
-    """Round a float to fp32, the precision of the file; return other values unchanged."""
+    """Round floats to fp32, the precision of the file; return other values unchanged."""
     return float(np.float32(value)) if key.endswith(_FLOATS) else value
 
 
 def _split_groups(
     rules: list[WeightRule],
 ) -> tuple[dict[str, list[WeightRule]], list[str]]:
-    """Return `WeightRule`s of tensors with a GGUF name, and bmforge's names of others."""
+    """Return a dict from GGUF name to `WeightRule`s, and the tensors without a GGUF name."""
     groups = group_by_source(rules)
     with_entry = {name: group for name, group in groups.items() if not name.startswith("bmforge.")}
     return with_entry, [g[0].ours for name, g in groups.items() if name not in with_entry]
@@ -245,7 +245,7 @@ class _Plan:
 
     Args:
         model: model to write.
-        found: GGUF architecture of the model.
+        architecture: GGUF architecture of the model.
         groups: mapping from tensor name in the file to the `WeightRule`s of its parameters.
         kind: requested tensor type.
         values: function (tensor name) that returns the tensor.
@@ -268,7 +268,7 @@ class _Plan:
         self.head = "output.weight" if "output.weight" in groups else "token_embd.weight"
 
     def places(self) -> dict[str, GgufTensor]:
-        """Return the type, shape and byte size of every tensor, in file order."""
+        """Return a dict from tensor name to type, shape and byte size, in file order."""
         out = {}
         for name in (*self.extra, *self.groups):
             shape = self._shape(name)
@@ -284,7 +284,7 @@ class _Plan:
         return self._assemble(name, self.values)
 
     def load_scales(self, name: str) -> Tensor | None:
-        """Return the scales of a tensor's integers in its shape; None if it has none."""
+        """Return the scale of every integer in a tensor; None if it is not stored as integers."""
         scales = {rule.ours: self.scales(rule.ours) for rule in self.groups.get(name, [])}
         existing = {key: scale for key, scale in scales.items() if scale is not None}
         complete = bool(existing) and len(existing) == len(scales)
@@ -317,7 +317,7 @@ def _check_readable(
     model: Model, architecture: Architecture, values: dict[str, Any], plan: _Plan
 ) -> None:
     """Raise `ConfigError` if reading the file back would give a different config."""
-    # Scaling stored in tensors is not written yet; `write_rope` checks it.
+    # RoPE scaling in tensors cannot be read back before they are written; `write_rope` checks it.
     tensors = {n: t for n, t in plan.places().items() if n not in ROPE_TENSORS}
     if plan.extra:
         values = {key: value for key, value in values.items() if ".rope.scaling." not in key}
@@ -359,7 +359,7 @@ def _write(path: Path, architecture: Architecture, values: dict[str, Any], plan:
         writer.add_file_type(_FILE_TYPES[plan.kind])
         writer.add_quantization_version(_QUANTIZATION_VERSION)
         for key, value in values.items():
-            if key != "general.architecture":  # the writer's own
+            if key != "general.architecture":  # written by GGUFWriter
                 _add(writer, key, value)
         places = plan.places()
         for name, entry in places.items():

@@ -1,8 +1,9 @@
 """Reads GPTQ (AutoGPTQ, GPTQModel) and AWQ (AutoAWQ) checkpoints of 4- or 8-bit integers.
 
-A linear layer X has ``X.qweight``, ``X.qzeros``, ``X.scales`` (with GPTQ ``X.g_idx``) instead of
-``X.weight``. Weights are ``scale * (q - zero)``, with a scale and a zero point per group of inputs.
-``g_idx`` contains the group of each input; with ``desc_act``, groups are not consecutive inputs.
+A linear layer X has ``X.qweight``, ``X.qzeros``, ``X.scales`` (and, with GPTQ, ``X.g_idx``) instead
+of ``X.weight``. Weights are ``scale * (q - zero)``, with a scale and a zero point per group of
+inputs. ``g_idx`` contains each input's group index; with ``desc_act``, the inputs of a group are
+not consecutive.
 
 Source: the layouts of AutoGPTQ, GPTQModel and AutoAWQ ("gemm"); Frantar et al., "GPTQ" (2022), Lin
 et al., "AWQ" (2023).
@@ -27,10 +28,10 @@ from bmforge.nn.packing import QuantSpec
 __all__ = ["Packing", "PackedLinears", "find_packing", "without_packing"]
 
 _METHODS = ("gptq", "awq")
-# Which of eight neighbouring outputs each nibble of AWQ's int32 holds, the lowest nibble first.
+# For each nibble of AWQ's int32, lowest first: which of eight adjacent outputs it contains.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PARTS = ("qweight", "qzeros", "scales")
-# Fields about calibration or kernels, which do not affect the meaning of the tensors.
+# Fields of calibration and kernels, which do not affect how the tensors are decoded.
 _WITHOUT_EFFECT = frozenset(
     [
         "damp_percent",
@@ -89,7 +90,7 @@ _WITHOUT_EFFECT = frozenset(
         "device",
     ]
 )
-# Fields whose values are read or checked below.
+# Fields whose values are used or validated below.
 _READ = frozenset(
     [
         "quant_method",
@@ -117,7 +118,7 @@ class Packing:
     Args:
         method: "gptq" or "awq".
         bits: bits per integer: 4, or 8 for GPTQ.
-        group_size: number of inputs that share a scale; -1 for all.
+        group_size: number of inputs that share a scale; -1 for all inputs.
         zero_offset: offset added to the stored zero points.
     """
 
@@ -128,7 +129,7 @@ class Packing:
 
 
 def without_packing(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json without the quantization section, as for an unpacked model.
+    """Return a config.json without its `quantization_config`, as for an unquantized model.
 
     Raises:
         ConfigError: the packing is not supported.
@@ -137,7 +138,7 @@ def without_packing(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_packing(directory: Path) -> Packing | None:
-    """Return the packing of a directory's weights; None if they are not packed.
+    """Return the packing of a checkpoint's weights; None if they are not packed.
 
     Raises:
         ConfigError: the packing is not supported.
@@ -168,7 +169,7 @@ def _find(raw: Mapping[str, Any]) -> Packing | None:
     problems += more
     if quantization.get("pack_dtype", "int32") != "int32":
         problems.append(f"pack_dtype={quantization['pack_dtype']!r}")
-    # Layers that a "-:" pattern names are left unquantized; others have bits of their own.
+    # A "-:" pattern excludes layers from quantization; other patterns override bits or group size.
     overrides = [name for name in quantization.get("dynamic") or {} if not name.startswith("-:")]
     if overrides:
         problems.append(f"dynamic={overrides[0]!r}")
@@ -185,7 +186,7 @@ def _find(raw: Mapping[str, Any]) -> Packing | None:
 
 
 def _find_format(quantization: Mapping[str, Any], method: str) -> tuple[str, list[str]]:
-    """Return the layout of the integers, and the problems of the fields that define it."""
+    """Return the format name, and an error text for each unsupported format field."""
     old, usual = ("checkpoint_format", "gptq") if method == "gptq" else ("version", "gemm")
     supported = ("gptq", "gptq_v2") if method == "gptq" else ("gemm",)
     names = {
@@ -215,7 +216,7 @@ class PackedLinears:
         self.per_word = 32 // packing.bits
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._specs: dict[str, QuantSpec | None] = {}
-        self._orders: dict[str, Tensor] = {}  # layer -> group of each input, with desc_act
+        self._orders: dict[str, Tensor] = {}  # layer -> group index of each input (desc_act)
         self.parts: set[str] = set()
         for name in files:
             stem, _, part = name.rpartition(".")
@@ -228,7 +229,7 @@ class PackedLinears:
         return torch.float32
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Dequantize a slice into `target` (same shape, plain, on the CPU, contiguous, fp32)."""
+        """Dequantize a slice into `target`, a contiguous fp32 CPU tensor of the same shape."""
         inputs, group = slices[1], self._group(self.shapes[name][1])
         values, zeros, scales = self._read_parts(name, slices)
         order = self._orders.get(name.removesuffix(".weight"))
@@ -237,7 +238,7 @@ class PackedLinears:
         target.copy_(((values - zeros[of]).float() * scales[of]).t())
 
     def stored_spec(self, name: str) -> QuantSpec | None:
-        """Return the QuantSpec equivalent to a layer's quantization; None if there is none.
+        """Return the QuantSpec equivalent to a layer's quantization, or None if there is none.
 
         The spec is symmetric if every zero point is the middle of the integer range.
         """
@@ -282,7 +283,7 @@ class PackedLinears:
         stem, (rows, inputs) = name.removesuffix(".weight"), slices
         group = self._group(self.shapes[name][1])
         groups = slice(inputs.start // group, (inputs.stop - 1) // group + 1)
-        if stem in self._orders:  # an input may be of any group
+        if stem in self._orders:  # an input may belong to any group
             groups = slice(0, -(-self.shapes[name][1] // group))
         scales = self._read(f"{stem}.scales", (groups, rows)).float()
         zeros = self._read_zeros(name, groups)[:, rows]
@@ -290,7 +291,7 @@ class PackedLinears:
         return along(f"{stem}.qweight", inputs, rows), zeros, scales
 
     def _read_zeros(self, name: str, groups: slice) -> Tensor:
-        """Return the zero points of some groups, (groups, outputs)."""
+        """Return the zero points of a slice of groups as a (groups, outputs) tensor."""
         outputs = slice(0, self.shapes[name][0])
         zeros = self._outputs(f"{name.removesuffix('.weight')}.qzeros", groups, outputs)
         return zeros + self.packing.zero_offset
@@ -313,7 +314,7 @@ class PackedLinears:
         return outputs, inputs
 
     def _find_order(self, stem: str, inputs: int, groups: int) -> None:
-        """Store the group of each input if groups are not consecutive inputs."""
+        """Store the group index of each input if the inputs of a group are not consecutive."""
         name = f"{stem}.g_idx"
         if name not in self.files:
             return
@@ -322,7 +323,7 @@ class PackedLinears:
             return
         if not bool(((order >= 0) & (order < groups)).all()):
             raise CheckpointError(
-                f"{name} contains group numbers beyond the {groups} groups of the layer. "
+                f"{name} contains group indices outside of the layer's {groups} groups. "
                 "Download the checkpoint again."
             )
         self._orders[stem] = order
@@ -334,8 +335,8 @@ class PackedLinears:
         shape = self.files[name].shapes[name] if name in self.files else ()
         if len(shape) != 2:
             raise CheckpointError(
-                f"the tensor {name} of a packed layer is missing or does not have the shape "
-                f"{shape}. Download the checkpoint again."
+                f"the tensor {name} of a packed layer is missing or is not a matrix (shape "
+                f"{shape}). Download the checkpoint again."
             )
         return shape
 
@@ -346,7 +347,7 @@ class PackedLinears:
         return out
 
     def _inputs(self, name: str, inputs: slice, outputs: slice) -> Tensor:
-        """Unpack integers packed along the inputs: (inputs, outputs)."""
+        """Return an (inputs, outputs) slice of integers that are packed along the inputs."""
         count = self.per_word
         words = slice(inputs.start // count, -(-inputs.stop // count))
         unpacked = self._unpack(self._read(name, (words, outputs)))
@@ -355,7 +356,7 @@ class PackedLinears:
         return integers[inputs.start - first : inputs.stop - first]
 
     def _outputs(self, name: str, rows: slice, outputs: slice) -> Tensor:
-        """Unpack integers packed along the outputs: (rows, outputs)."""
+        """Return a (rows, outputs) slice of integers that are packed along the outputs."""
         count = self.per_word
         words = slice(outputs.start // count, -(-outputs.stop // count))
         unpacked = self._unpack(self._read(name, (rows, words)))
@@ -365,6 +366,6 @@ class PackedLinears:
         return unpacked.flatten(1)[:, outputs.start - first : outputs.stop - first]
 
     def _unpack(self, words: Tensor) -> Tensor:
-        """Unpack words into a new last dim, lowest bits first."""
+        """Unpack each word's integers into a new last dim, lowest bits first."""
         shifts = torch.arange(0, 32, self.packing.bits, dtype=torch.int32)
         return words[..., None] >> shifts & (1 << self.packing.bits) - 1

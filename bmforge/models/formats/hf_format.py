@@ -54,7 +54,7 @@ _BROKEN = (RuntimeError, EOFError, ValueError, AttributeError)
 _PICKLED = "pytorch_model.bin"
 _SINGLE_FILES = (f"{_STEM}.safetensors", f"{_CHANGED_STEM}.safetensors", _PICKLED)
 _MODEL_CENTER = "pytorch_model.pt"  # with other tensor names; see `model_center.py`
-# File classes whose integers can be stored without dequantizing them.
+# File classes whose integers can be loaded without dequantizing them.
 _HOLDS_INTEGERS = (GgufFile, PackedLinears, CompressedLinears)
 
 
@@ -65,7 +65,7 @@ def has_weights(directory: Path) -> bool:
 
 
 def has_all_weights(directory: Path) -> bool:
-    """Return True if a directory contains weights, including all files of the index."""
+    """Return True if a directory contains weights, including all files listed in the index."""
     try:
         return bool(_find_files(directory))
     except CheckpointError:
@@ -73,7 +73,7 @@ def has_all_weights(directory: Path) -> bool:
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a flat pickle; zip archives are memory-mapped.
+    """Return the tensors in a pickled dict; zip archives are memory-mapped.
 
     Raises:
         CheckpointError: the file is damaged, or is not a dictionary of tensors.
@@ -149,13 +149,13 @@ def _find_files(directory: Path) -> list[Path]:
 
 
 class WeightFiles:
-    """Tensors of a checkpoint, which are looked up by name and read lazily.
+    """Tensors of a checkpoint, looked up by name and read lazily.
 
     Args:
         directory: GGUF file, or a directory with `model.safetensors` or `bmforge_model.safetensors`
             (or several files and an index), `pytorch_model.bin`, a single `.pt` file of any name
             (CPM-Live), or Megatron shards.
-        reads: reader of safetensors files; None uses the default reader.
+        reads: reader of safetensors files; if None, the default reader.
 
     Raises:
         CheckpointError: there are no weights, a file of the index is missing, or a file is damaged.
@@ -195,7 +195,7 @@ class WeightFiles:
         return None if how is None else CompressedLinears(files, how)
 
     def rules_for(self, model: Any, names: Collection[str]) -> list[WeightRule]:
-        """Return the `WeightRule`s for a checkpoint that has these tensor names."""
+        """Return the `WeightRule`s of `model` for a checkpoint with these tensor names."""
         return self._gguf.rules_for(model) if self._gguf else model.rules_for(names)
 
     def head_names(self, model: Any) -> set[str]:
@@ -211,7 +211,7 @@ class WeightFiles:
         return self._files[name].dtype(name)
 
     def stored_spec(self, name: str) -> QuantSpec | None:
-        """Return the quantization scheme of a tensor stored as integers; None for other tensors."""
+        """Return the QuantSpec of a tensor stored as integers; None for other tensors."""
         file = self._files[name]
         return file.stored_spec(name) if isinstance(file, _HOLDS_INTEGERS) else None
 
@@ -270,9 +270,9 @@ def plan_files(
 
 
 def write_index(directory: Path, files: dict[str, list[str]], total_bytes: int) -> None:
-    """Write the index file if there are several weight files.
+    """Write the index if there are several weight files, and remove stale weight files.
 
-    Files of an earlier save are removed, since readers might use them.
+    Weight files of an earlier save are removed, because readers might use them.
     """
     remove_stale_weights(directory, files)
     if len(files) > 1:

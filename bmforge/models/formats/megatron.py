@@ -1,8 +1,8 @@
 """Reads and writes Megatron's model-parallel shards, for any number of shards.
 
-A shard has a slice of every large matrix: rows if the output is split, columns if the input is
-split, and a slice of each of the fused q, k and v. Small tensors are in all shards. CPM-1, CPM-2
-and EVA were published in this format, as ``ITERATION/mp_rank_00_model_states.pt`` and so on.
+A shard contains a slice of every large matrix: rows if the output is split, columns if the input is
+split; of fused q, k and v, it contains a slice of each. Small tensors are in all shards. CPM-1,
+CPM-2 and EVA were published in this format, as ``ITERATION/mp_rank_00_model_states.pt`` and so on.
 
 Source: `change_mp.py` of TsinghuaAI/CPM-1-Generate and of thu-coai/EVA.
 """
@@ -30,8 +30,8 @@ __all__ = ["MegatronShards", "find_shards", "holds_shards", "split_tensor", "wri
 _TRACKER = "latest_checkpointed_iteration.txt"
 _FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _EXPERT_FILE = re.compile(r"mp_rank_(\d+)_(\d+)_model_states\.pt")
-# Part of a name -> number of fused matrices in its rows; these are split by rows, all other 2-D
-# tensors by columns.
+# Substring of a name -> number of matrices that are fused in the tensor's rows. These tensors are
+# split by rows, all other 2-D tensors by columns.
 _ROWS = {
     "query_key_value.": 3,
     ".project.": 3,
@@ -44,7 +44,7 @@ _ROWS = {
     ".wi_1.": 1,
 }
 _WHOLE = ("position_embeddings.", "role_embeds.")
-# Entries besides the weights that DeepSpeed expects in a file.
+# Entries that DeepSpeed expects in a file in addition to the weights.
 _BOOKKEEPING: dict[str, Any] = {
     "optimizer": None,
     "lr_scheduler": None,
@@ -67,7 +67,7 @@ def _find_cut(name: str, num_dims: int) -> tuple[int, int] | None:
 
 
 def find_shards(directory: Path) -> list[Path]:
-    """Return the shard files, in order, of a directory or of the directory in its tracker file.
+    """Return the shard files, by rank, of a directory or of the iteration in its tracker file.
 
     Raises:
         CheckpointError: shards are missing, or they belong to CPM-2's model with experts.
@@ -142,7 +142,7 @@ class MegatronShards:
             target[into].copy_(self._shards[shard][name][out_of])
 
     def _pieces(self, name: str) -> Iterator[tuple[int, tuple[int, ...], tuple[slice, ...]]]:
-        """Yield the pieces of a tensor: shard, offset in the shard, slices in the whole tensor."""
+        """Yield a tensor's slices: shard index, offset in the shard, region in the full tensor."""
         shape = tuple(self._shards[0][name].shape)
         cut = _find_cut(name, len(shape))
         if cut is None or self.degree == 1:

@@ -1,8 +1,8 @@
 """Converts models to and from Megatron's shards; `megatron.py` reads and writes the files.
 
-Shards have no config.json, so the preset is identified by the tensor sizes. If there is a
-`config.json` of the original program next to them, it is used instead; models of other sizes need
-one.
+Shards have no config.json, so the preset is identified by the tensor shapes. A `config.json` with
+the original program's fields next to the shards has priority, and is required for models that do
+not match a preset.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _tell_family(files: WeightFiles) -> _Family:
 def _find_config(
     family: _Family, files: WeightFiles, preset: str | None, allow_unknown: tuple[str, ...]
 ) -> ModelConfig:
-    """Return the config of the preset, of config.json, or of the only preset with these sizes."""
+    """Return the config: of the preset, of config.json, or of the only matching preset."""
     config_class = family.config_class
     if preset is not None:
         return family.settle_config(config_class.preset(preset), files.shapes)
@@ -113,7 +113,7 @@ def _shard_shapes(model: CPM1 | CPM2 | EVA) -> dict[str, tuple[int, ...]]:
 
 
 def save_megatron(model: Model, directory: str | Path, degree: int) -> None:
-    """Write a model without changes as shards for the original programs, with its config.json.
+    """Write an unmodified model as shards for the original programs, with its config.json.
 
     Args:
         model: CPM1, CPM2 (without experts) or EVA model.

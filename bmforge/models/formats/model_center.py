@@ -1,8 +1,8 @@
 """Reads ModelCenter checkpoints: `config.json` with its field names, `pytorch_model.pt`.
 
-The weights are one flat pickle of tensors, usually fp16; it is memory-mapped with
-`weights_only=True`. Source: ModelCenter's layers and its converters from Hugging Face, of which
-this is the inverse.
+The weights are one pickled dict of tensors, usually fp16; it is memory-mapped and loaded with
+`weights_only=True`. Source: ModelCenter's layers and its converters from Hugging Face, which this
+module inverts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 _WEIGHTS = "pytorch_model.pt"
 _T5_FACTOR = 100.0
-# The root mean square of T5's published embeddings is above this, that of scaled-down ones below.
+# RMS threshold: T5's published embeddings have a larger RMS, scaled-down ones a smaller RMS.
 _SMALL_EMBEDDING = 0.3
 _ROWS = 4096
 _LISTED = 20
@@ -90,7 +90,7 @@ _OLD_NAMES = (
 
 
 def is_model_center(directory: Path) -> bool:
-    """Return True if a directory holds a ModelCenter checkpoint."""
+    """Return True if a directory contains a ModelCenter checkpoint."""
     return (directory / _WEIGHTS).is_file()
 
 
@@ -105,9 +105,9 @@ def load_model_center(
 
     Args:
         directory: directory with `config.json` and `pytorch_model.pt`.
-        family: a name in `FAMILIES`; None identifies it by the tensor names.
-        dtype: dtype of the parameters; None uses that of the file, or fp32 for a T5 whose
-            weights were scaled down for fp16.
+        family: a name in `FAMILIES`; if None, it is identified by the tensor names.
+        dtype: dtype of the parameters (default: the file's, or fp32 for a T5 whose weights were
+            scaled down for fp16).
         allow_unknown: names of unknown config fields to ignore.
 
     Raises:
@@ -142,9 +142,9 @@ def load_model_center(
 def fill_model_center(
     model: Model, directory: Path, absent: Mapping[str, Tensor] | None = None
 ) -> Model:
-    """Load a ModelCenter checkpoint into a model on the meta device that has its tensor names.
+    """Load a ModelCenter checkpoint into a model on the meta device with the same tensor names.
 
-    Used by the compatibility classes; `load_model_center` builds a model of bmforge's families.
+    The compatibility classes use this; `load_model_center` builds models of bmforge's families.
 
     Args:
         model: model on the meta device.
@@ -182,7 +182,7 @@ def _rename(tensors: Mapping[str, Tensor], pairs: tuple[tuple[str, str], ...]) -
 
 
 def _drop_padding(family: str, tensors: dict[str, Tensor]) -> None:
-    """Remove the unused last row of GPT-2's vocabulary, which only makes its size even."""
+    """Remove the last row of GPT-2's vocabulary, which is padding to an even size."""
     if family == "GPT2" and is_padded(tensors["input_embedding.weight"]):
         for name in ("input_embedding.weight", "output_projection.weight"):
             if name in tensors:
@@ -201,7 +201,7 @@ def _make_config(family: str, values: Mapping[str, Any]) -> ModelConfig:
 
 
 def their_name(model: Model, family: str, name: str) -> str:
-    """Return ModelCenter's name of a parameter."""
+    """Return ModelCenter's name for a parameter of bmforge."""
     if family in OLD_FAMILIES and OLD_FAMILIES[family].needed.get("post_layer_norm"):
         name = _place_post_norm(name, model.config.num_layers)
     for own, old in NAME_RULES:
@@ -286,9 +286,9 @@ def t5_factor(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> float:
 def undo_factor(name: str, factor: float) -> float:
     """Return the factor that restores a parameter of a T5 that was scaled down for fp16.
 
-    The weights that write to the residual stream were divided by 100: the embedding and the output
-    projection of attention directly, the MLP's two matrices by 10 each, which commutes with ReLU
-    and with the ungated half.
+    Outputs to the residual stream were divided by 100. The embedding and the output projection of
+    attention were divided directly; the MLP's two matrices were divided by 10 each, which commutes
+    with ReLU and with the linear half of a gated MLP.
     """
     if name == "embed.weight" or name.endswith("attn.o_proj.weight"):
         return factor
@@ -298,16 +298,16 @@ def undo_factor(name: str, factor: float) -> float:
 def _settle_t5(
     values: Mapping[str, Any], raw: Mapping[str, Any], tensors: dict[str, Tensor], factor: float
 ) -> dict[str, Any]:
-    """Convert a T5's relative positions and head to the published form; return their fields.
+    """Convert T5's relative position bias and head to the published form; return config fields.
 
-    T5 1.0, which has no gate, computes logits as D^-0.5 h E'. ModelCenter saved either only the
-    scaled embedding E and the factor 100 D^-0.5 (`scale`), or a copy of E as the head. Later T5
-    versions do not scale, and have a separate head.
+    T5 1.0, which has no gate, computes logits from hidden states h and the embedding E as
+    D^-0.5 h E'. ModelCenter saved either only the scaled embedding and the factor 100 D^-0.5
+    (`scale`), or a copy of E as the head. Later T5 versions do not scale, and have a separate head.
     """
     heads, buckets = values["num_heads"], values.get("num_buckets", 32)
     for name in ("position_bias_enc", "position_bias_dec"):
         bias = tensors.get(f"{name}.relative_attention_bias")
-        # Early versions saved it transposed; a square one is assumed to be of a later version.
+        # Early versions saved it transposed; a square matrix is assumed not to be transposed.
         if bias is not None and bias.shape == (heads, buckets) and heads != buckets:
             tensors[f"{name}.relative_attention_bias"] = bias.t()
     embed, own = tensors["input_embedding.weight"], tensors.get("output_projection.weight")

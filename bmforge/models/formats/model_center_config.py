@@ -24,7 +24,7 @@ __all__ = [
     "tell_family",
 ]
 
-# GPT-2's 50257 tokens and one unused id, added for an even size.
+# GPT-2's 50257 tokens and one unused id that makes the size even.
 PADDED_GPT2 = 50258
 # ModelCenter's field names -> bmforge's.
 OLD_FIELDS: Mapping[str, str] = {
@@ -55,14 +55,14 @@ OLD_FIELDS: Mapping[str, str] = {
     "mlp_size": "intermediate_size",
     "drop": "dropout",
 }
-# Additional fields of checkpoints.
+# Fields that occur only in checkpoints are added.
 _FIELDS = {
     **OLD_FIELDS,
     "eop_tok_id": "eop_token_id",
     "patch_size": "patch_size",
     "hidden_size": "hidden_size",
 }
-# Initialization, precision, mask values; and fields that are handled elsewhere.
+# Fields of initialization, precision and mask values, and fields that are handled elsewhere.
 _IGNORED_FIELDS = """
     emb_init_mean emb_init_std pos_init_mean pos_init_std norm_init_var att_init_mean att_init_std
     ffn_init_mean ffn_init_std proj_init_mean proj_init_std proj_bias att_mask_value half dtype
@@ -77,7 +77,7 @@ class OldFamily:
 
     Args:
         defaults: values of absent fields.
-        needed: fields with their only supported value, which is also the default.
+        needed: mapping from field to its only supported value, which is also the default.
         activations: mapping from the value of ffn_activate_fn ("" if absent) to bmforge's
             activation.
     """
@@ -111,7 +111,7 @@ _T5 = {
 _POST_NORM = _needs(True, post_layer_norm=True)
 _GELU = {"": "gelu", "gelu": "gelu", "gelu_new": "gelu_new", "relu": "relu"}
 _T5_ACTIVATIONS = {
-    # transformers reads "gated-gelu" as the tanh form; "gelu_python" is the exact one there.
+    # In transformers, "gated-gelu" means the tanh form, and "gelu_python" the exact GELU.
     **{"": "relu", "relu": "relu", "gated_gelu": "gated-gelu_python"},
     "gated_gelu_new": "gated-gelu",
     **{"gated_silu": "gated-silu", "gated_relu": "gated-relu"},
@@ -156,7 +156,7 @@ OLD_FAMILIES: dict[str, OldFamily] = {
         _GELU,
     ),
     "ViT": OldFamily(
-        # ModelCenter's ViT ignored the config: this epsilon, and scaled attention scores.
+        # ModelCenter's ViT ignored the config: it used this epsilon, and scaled attention scores.
         {"num_classes": 1000, "norm_eps": 1e-5, "attn_scale": None},
         {"attn_bias": True, "norm_bias": True, "ffn_bias": True, "representation_size": None},
         {"": "gelu"},
@@ -168,7 +168,7 @@ _WAYS = {
     "CPM1": "Load it with bmforge.compat.model_center.model.CPM1.from_pretrained(directory).",
     "CPM3": "Load it with bmforge.compat.model_center.model.CPM3.from_pretrained(directory).",
 }
-# Sizes of the published vocabularies, padded or not: all T5 versions, mengzi, mT5; CPM-2.
+# Published vocabulary size, padded or not, of all T5 versions, mengzi, mT5 and CPM-2 -> family.
 _VOCABULARIES = {
     **dict.fromkeys((32000, 32100, 32128, 250100, 250112), "T5"),
     **dict.fromkeys((26240, 51968), "CPM2"),
@@ -179,7 +179,7 @@ def tell_family(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
     """Identify the family by the names of the tensors.
 
     Raises:
-        ConfigError: no family has these tensors.
+        ConfigError: the tensor names match no supported family.
     """
 
     def has(ending: str) -> bool:
@@ -218,8 +218,8 @@ def _tell_seq2seq(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
     """Identify an encoder-decoder family; T5's and CPM-2's tensors have the same names.
 
     Raises:
-        ConfigError: both families are possible: a gated GELU, a separate head, and an unknown
-            vocabulary size.
+        ConfigError: the family is ambiguous, because the model has a gated GELU, a separate head,
+            and an unknown vocabulary size.
     """
     is_gated = any(name.endswith("w_in.w_0.weight") for name in tensors)
     own_head = "output_projection.weight" in tensors
@@ -244,7 +244,7 @@ def read_old_config(
     tensors: Mapping[str, Tensor],
     allow_unknown: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Return the config fields with bmforge's names, some of which the family may not have.
+    """Return the config fields with bmforge's names; the family may lack some of them.
 
     Args:
         family: a name in `OLD_FAMILIES`.
@@ -291,7 +291,7 @@ def read_old_config(
 
 
 def _read_sizes(family: str, old_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the maximum sequence length; some position tables have unused rows."""
+    """Return `max_seq_len` if the position table has unused rows; otherwise {}."""
     if family in ("Roberta", "Longformer"):
         return {"max_seq_len": old_config["position_size"] - old_config["pad_token_id"] - 1}
     return {"max_seq_len": old_config["position_size"] - 1} if family == "GLM" else {}
@@ -300,7 +300,7 @@ def _read_sizes(family: str, old_config: Mapping[str, Any]) -> dict[str, Any]:
 def _read_head(
     family: str, old_config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the head and the tied weights, inferred from the tensors."""
+    """Return the fields of head, vocabulary size and weight tying, inferred from the tensors."""
     out: dict[str, Any] = {}
     embed = tensors.get("input_embedding.weight")
     if old_config.get("cls_head"):
@@ -310,7 +310,7 @@ def _read_head(
     if family == "GPT2" and embed is not None and is_padded(embed):
         out["vocab_size"] = embed.shape[0] - 1
     if "lm_head.decoder.weight" in tensors and old_config.get("tied", True):
-        # ModelCenter's encoders keep this tensor and neither use nor train it when tied.
+        # If tied, ModelCenter's encoders save this tensor, but neither use nor train it.
         return {**out, "tie_word_embeddings": True}
     heads = [tensors.get(f"{name}.weight") for name in ("output_projection", "lm_head.decoder")]
     own = next((tensor for tensor in heads if tensor is not None), None)

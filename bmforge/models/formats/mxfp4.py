@@ -1,8 +1,9 @@
 """Reads experts in MXFP4, the 4-bit floats of the published gpt-oss checkpoints.
 
-A stack of matrices X of shape (E, in, out) is stored as ``X_blocks``, (E, out, in / 32, 16) bytes
-with two numbers each, the first in the low bits, and ``X_scales``, (E, out, in / 32), the exponent
-of each block of 32 numbers, plus 127. A number has a sign, 2 bits of exponent and 1 of mantissa.
+A stack of matrices X of shape (E, in, out) is stored as two tensors. ``X_blocks`` (E, out, in / 32,
+16) contains two numbers per byte, the first in the low bits. ``X_scales`` (E, out, in / 32)
+contains the exponent of each block of 32 numbers, plus 127. A number has a sign bit, 2 bits of
+exponent and 1 bit of mantissa.
 
 Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification" 1.0, section 5.
 """
@@ -30,12 +31,12 @@ _VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)])
 
 
 def without_mxfp4(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json without the quantization section of MXFP4."""
+    """Return a config.json without the `quantization_config` of MXFP4."""
     return leave_out_packing(raw, lambda raw: _names_mxfp4(raw) or None)
 
 
 def find_mxfp4(directory: Path) -> bool:
-    """Return True if the config.json of a directory says that its experts are in MXFP4."""
+    """Return True if a directory's config.json declares MXFP4 quantization."""
     return _names_mxfp4(read_raw_config(directory))
 
 
@@ -45,10 +46,10 @@ def _names_mxfp4(raw: Mapping[str, Any]) -> bool:
 
 
 class Mxfp4Stacks:
-    """MXFP4 tensors of a checkpoint, read as bf16, which is exact; see `TensorFile`.
+    """MXFP4 tensors of a checkpoint, converted exactly to bf16; implements `TensorFile`.
 
     Args:
-        files: file of each tensor, by tensor name.
+        files: mapping from tensor name to the file with the tensor.
 
     Raises:
         CheckpointError: a tensor has no scales, or scales of another shape.
@@ -80,7 +81,7 @@ class Mxfp4Stacks:
         return torch.bfloat16
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Dequantize a slice into `target` (same shape, plain, on the CPU, contiguous, bf16)."""
+        """Dequantize a slice into `target`, a contiguous bf16 CPU tensor of the same shape."""
         experts, columns, rows = slices
         first, last = columns.start // _BLOCK_SIZE, -(-columns.stop // _BLOCK_SIZE)
         box = experts, rows, slice(first, last)

@@ -1,4 +1,4 @@
-"""Reads the quantization section of config.json, for all formats."""
+"""Reads and removes `quantization_config` in config.json, for all quantized formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["leave_out_packing", "read_raw_config"]
 def read_raw_config(directory: Path) -> dict[str, Any]:
     """Return the contents of config.json; {} if it is missing or invalid.
 
-    Errors of the config are reported when the model is opened.
+    Loading the model reports errors of the config.
     """
     file = directory / "config.json"
     try:
@@ -26,7 +26,7 @@ def read_raw_config(directory: Path) -> dict[str, Any]:
 def leave_out_packing(
     raw: dict[str, Any], find: Callable[[Mapping[str, Any]], object | None]
 ) -> dict[str, Any]:
-    """Return a config without its quantization section if `find` supports the packing."""
+    """Return `raw` without `quantization_config` if `find` recognizes it; else unchanged."""
     if find(raw) is None:
         return raw
     return {name: value for name, value in raw.items() if name != "quantization_config"}

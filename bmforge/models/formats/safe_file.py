@@ -1,8 +1,8 @@
 """Safetensors files: reading into existing memory, and aligned writing.
 
-A tensor is read at its offset in the file: directly into the parameter if both have the same dtype
-and layout, otherwise through a small buffer. A rank therefore needs memory only for its shards and
-this buffer.
+A tensor is read from its offset in the file: directly into the parameter if both have the same
+dtype and layout, otherwise through a small buffer. A rank therefore needs memory only for its
+shards and this buffer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "write_file",
 ]
 
-# Bytes that one thread reads at a time. Its buffers stay in the allocator, several per thread.
+# Bytes that a thread reads at a time; small, because freed buffers stay in its allocator.
 _CHUNK_BYTES = 1 << 20
 _MAX_THREADS = 8
 # Alignment for the widest loads of a CPU.
@@ -71,13 +71,13 @@ class _Entry(NamedTuple):
 
 
 class FileReads(Protocol):
-    """Interface of file readers, which several threads may use at once."""
+    """Interface of file readers; must be thread-safe."""
 
     def open(self, path: Path) -> int:
         """Open a file and return its descriptor."""
 
     def read_into(self, descriptor: int, target: memoryview, offset: int) -> None:
-        """Read bytes from `offset` on until `target` is full.
+        """Read bytes from `offset` into `target` until it is full.
 
         Raises `OSError` if the file is too short.
         """
@@ -96,7 +96,7 @@ class CheckedFile:
         self._identity = identity
 
     def check_same(self, descriptor: int) -> None:
-        """Raise `CheckpointError` if an opened file is not the original file."""
+        """Raise `CheckpointError` if the open file differs from the original file."""
         if identify(descriptor) != self._identity:
             raise CheckpointError(f"{str(self.path)!r} was changed while it was being read.")
 
@@ -110,7 +110,7 @@ class SafeFile(CheckedFile):
 
     Args:
         path: path of the file.
-        reads: reader of the file; None uses the default, through the page cache.
+        reads: reader of the file; if None, reads go through the page cache.
 
     Raises:
         CheckpointError: the file is truncated, or its header is inconsistent.
@@ -118,8 +118,8 @@ class SafeFile(CheckedFile):
 
     def __init__(self, path: Path, reads: FileReads | None = None) -> None:
         try:
-            # Opening checks sizes, offsets and dtypes. Not with "pt", whose mapping of the file
-            # counts as memory of the process.
+            # `safe_open` checks sizes, offsets and dtypes. Framework "pt" would map the file,
+            # which counts as memory of the process.
             with safe_open(path, framework="numpy"):
                 pass
             with path.open("rb") as file:
@@ -157,7 +157,7 @@ class SafeFile(CheckedFile):
         return _DTYPES[kind]
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Read a slice into `target` (same shape and dtype, plain, on the CPU, contiguous)."""
+        """Read a slice into `target`, a contiguous CPU tensor of the same shape and dtype."""
         entry, size = self._entries[name], self.dtype(name).itemsize
         runs = [(entry.start + n * size, m * size) for n, m in _runs(entry.shape, slices)]
         try:
@@ -209,7 +209,7 @@ class TensorFile(Protocol):
         """Return the dtype of a stored tensor."""
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Read a slice into `target` (same shape and dtype, plain, on the CPU, contiguous)."""
+        """Read a slice into `target`, a contiguous CPU tensor of the same shape and dtype."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def run_reads(reads: list[Read], title: str | None = None, threads: int | None =
 
     Args:
         reads: reads into distinct targets.
-        title: title of the progress bar; None shows none.
+        title: title of the progress bar; None for no progress bar.
         threads: number of threads (default: torch's, at most 8).
     """
     chunks = [chunk for read in reads for chunk in read.split()]
@@ -285,7 +285,7 @@ def run_reads(reads: list[Read], title: str | None = None, threads: int | None =
 
 
 def _run_without_gradient(read: Read) -> None:
-    with torch.no_grad():  # threads do not inherit it
+    with torch.no_grad():  # threads do not inherit this mode
         read.run()
 
 
@@ -303,13 +303,13 @@ def _damaged(path: Path, reason: str) -> CheckpointError:
 
 
 def identify(descriptor: int) -> tuple[int, int, int]:
-    """Return the identity of an opened file: inode, size and modification time."""
+    """Return the identity of an open file: inode, size and modification time."""
     status = os.fstat(descriptor)
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _runs(shape: tuple[int, ...], slices: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
-    """Yield (first element, count) of the contiguous runs within a slice, in order."""
+    """Yield (index of the first element, count) for each contiguous run in a slice."""
     depth, inner = len(shape), 1
     while depth and (slices[depth - 1].start, slices[depth - 1].stop) == (0, shape[depth - 1]):
         depth -= 1
@@ -334,19 +334,19 @@ def write_file(
 ) -> None:
     """Write a safetensors file to a temporary path and rename it when complete.
 
-    The header is padded so that tensors start at multiples of 64 bytes, if their sizes allow it; a
-    model that maps the file then has aligned weights. One tensor is copied at a time.
+    The header is padded so that tensors start at multiples of 64 bytes, if their sizes allow it;
+    memory-mapped weights are then aligned. One tensor is copied at a time.
 
     Args:
         path: path of the file.
-        tensors: mapping from name to tensor, on the CPU or, if `read` is given, on meta.
+        tensors: mapping from name to tensor, on the CPU or, with `read`, on the meta device.
         read: function (name) that returns a tensor; called once per tensor, in file order.
 
     Raises:
         CheckpointError: the file cannot be written, for example because the disk is full.
     """
-    # Sorting by element size, largest first, aligns every tensor to its element size; those whose
-    # size is a multiple of the alignment come before the others.
+    # Sorting by element size, largest first, aligns every tensor to its element size. Within a
+    # size, tensors whose byte size is a multiple of the alignment come first.
     order = sorted(tensors, key=lambda name: (*_alignment(tensors[name]), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

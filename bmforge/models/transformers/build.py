@@ -1,7 +1,7 @@
-"""Builds a transformers model without memory for its weights.
+"""Builds a transformers model without allocating its weights.
 
 Matrices are on the meta device. Small tensors and all buffers that a constructor computes (rotary
-tables, embedding scales, decay rates) are real, since no file contains them.
+tables, embedding scales, decay rates) are allocated, since no file contains their values.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from bmforge.models.transformers.library import AUTO_CLASSES, load_library
 
 __all__ = ["Built", "build_module", "find_class", "fit_config"]
 
-# Tensors of more elements are not computed when a model is built: 1 Mi of fp32 are 4 MiB. The
-# largest useful buffer, a causal mask of 1,024 positions (GPT-2), has as many.
+# Larger tensors are not allocated when a model is built: 1 Mi fp32 elements are 4 MiB. This is the
+# size of the largest useful buffer, a causal mask of 1,024 positions (GPT-2).
 _MOST_ELEMENTS = 1 << 20
 _ALLOCATE = {torch.empty, torch.rand, torch.randn, torch.Tensor}
 _FILL = {torch.zeros, torch.ones, torch.full}
 
 
 class _Sparing(TorchFunctionMode):
-    """Mode that allocates matrices on the meta device and all other tensors normally."""
+    """Mode that creates matrices and large tensors on meta, and all other tensors normally."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Choose the device of a new tensor; skip initializers of meta tensors."""
+        """Select the device of a new tensor; skip `nn.init` functions for meta tensors."""
         kwargs = dict(kwargs or {})
         if getattr(func, "__module__", None) == nn.init.__name__:
             target = args[0] if args else kwargs["tensor"]
@@ -52,10 +52,10 @@ def _shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
 
 
 class Built:
-    """Transformers model on the meta device, with the values that its constructor computed.
+    """Transformers model on the meta device, and the values that its constructor computed.
 
     Args:
-        module: model with parameters and persistent buffers on meta.
+        module: model whose parameters and persistent buffers are on the meta device.
         values: mapping from the name of a parameter or persistent buffer to the initial value that
             the constructor computed; loading or `init_weights_` replaces it.
     """
@@ -89,13 +89,13 @@ def find_class(hf_config: Any, head: str) -> Any:
 
 
 def fit_config(hf_config: Any, chosen: Any) -> Any:
-    """Return the config that a class expects: the text config if the class is text-only."""
+    """Return the config that a model class expects: the text config if the class is text-only."""
     own = hf_config.sub_configs.get("text_config")
     return hf_config.get_text_config() if own and chosen.config_class is own else hf_config
 
 
 def build_module(hf_config: Any, head: str, dtype: torch.dtype) -> Built:
-    """Build the model of a config on the meta device.
+    """Build a config's model on the meta device.
 
     Raises:
         ConfigError: transformers cannot build it, for example because it needs another library.
@@ -103,7 +103,7 @@ def build_module(hf_config: Any, head: str, dtype: torch.dtype) -> Built:
     chosen = find_class(hf_config, head)
     try:
         with torch.random.fork_rng(devices=[]), _Sparing():
-            torch.manual_seed(0)  # vectors that are drawn are the same on every process
+            torch.manual_seed(0)  # random vectors are equal on all processes
             module = chosen._from_config(fit_config(hf_config, chosen), dtype=dtype)
     except (ImportError, ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
         raise ConfigError(
@@ -115,7 +115,7 @@ def build_module(hf_config: Any, head: str, dtype: torch.dtype) -> Built:
 
 
 def _move_to_meta_(module: nn.Module) -> dict[str, Tensor]:
-    """Move parameters and persistent buffers to meta, keeping ties; return the real values."""
+    """Move parameters and persistent buffers to meta, keeping ties; return a dict of values."""
     values: dict[str, Tensor] = {}
     moved: dict[int, Any] = {}
     for prefix, owner in module.named_modules():

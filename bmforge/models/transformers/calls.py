@@ -1,4 +1,4 @@
-"""Calls a transformers model: selects supported arguments and reads outputs of any form."""
+"""Helpers for calling a transformers model: supported arguments, masks, and outputs."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 
 
 def cache_argument(module: nn.Module) -> str:
-    """Return the name of a forward's KV cache argument; "" if there is none."""
+    """Return the name of the KV cache argument of a module's forward; "" if there is none."""
     names, _ = accepted_arguments(module)
     return next((name for name in _CACHES if name in names), "")
 
 
 def call_arguments(module: nn.Module, arguments: dict[str, Any], *, cached: bool) -> dict[str, Any]:
-    """Select the arguments of a call that are set and that the forward accepts.
+    """Return the arguments that are not None, completed with `use_cache` if it is supported.
 
     Args:
-        module: a transformers model or its body.
+        module: transformers model or its base model (body).
         arguments: mapping from argument name to value; None values are dropped.
-        cached: whether the call returns a cache for the next call.
+        cached: True if the call must return a KV cache for the next call.
 
     Raises:
-        ConfigError: the model does not have an argument.
+        ConfigError: the forward does not accept an argument.
     """
     names, passes_on = accepted_arguments(module)
     chosen = {name: value for name, value in arguments.items() if value is not None}
     if "position_ids" in chosen and not passes_on and "position_ids" not in names:
-        chosen.pop("position_ids")  # recurrent models and learned tables count by themselves
+        chosen.pop("position_ids")  # models that count positions themselves
     unknown = [name for name in chosen if name not in names and not passes_on]
     if unknown:
         raise ConfigError(
@@ -56,13 +56,13 @@ def call_arguments(module: nn.Module, arguments: dict[str, Any], *, cached: bool
 
 
 def hidden_of(out: Any) -> Tensor:
-    """Return the last hidden states from a body's output."""
+    """Return the last hidden states in the output of a base model."""
     hidden = getattr(out, "last_hidden_state", None)
     return out[0] if hidden is None else hidden
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive causal mask of packed rows: tokens attend within their document.
+    """Return an additive causal mask for packed rows: tokens attend within their document.
 
     Shape:
         document_ids: (B, T) -> (B, 1, T, T)
@@ -75,7 +75,7 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def count_positions(document_ids: Tensor) -> Tensor:
-    """Return positions that restart with every document.
+    """Return positions that restart from 0 at every document.
 
     Shape:
         document_ids: (B, T) -> (B, T)
@@ -87,7 +87,7 @@ def count_positions(document_ids: Tensor) -> Tensor:
 
 
 class _Replay(nn.Module):
-    """Replaces the base model; its `forward` returns a precomputed output."""
+    """Replacement for the base model; its `forward` returns a precomputed output."""
 
     def __init__(self, out: Any) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _Replay(nn.Module):
 
 
 class ReplacedChild:
-    """Context manager: replace a child of a model by a module that returns a given output."""
+    """Context manager: replace a submodule with a module that returns the output `out`."""
 
     def __init__(self, module: nn.Module, name: str, out: Any) -> None:
         owner, _, self.key = name.rpartition(".")
@@ -114,7 +114,7 @@ class ReplacedChild:
 
 
 def with_hidden(out: Any, hidden: Tensor) -> Any:
-    """Return a body's output with its last hidden states replaced."""
+    """Return a copy of a base model's output with other last hidden states."""
     if hasattr(out, "items"):
         return type(out)(**{**out, "last_hidden_state": hidden})
     return (hidden, *out[1:])

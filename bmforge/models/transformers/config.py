@@ -1,4 +1,4 @@
-"""Config of a model that transformers implements: the sizes, and the original file."""
+"""Config of a model that transformers implements: its sizes and the original config.json."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bmforge.models.transformers.library import (
 
 __all__ = ["TransformersConfig", "TransformersTraits", "own_config"]
 
-# Our field -> names under which configs of transformers have it, most common first.
+# bmforge's field -> its names in transformers configs, most common first.
 _NAMES = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim", "embed_dim"),
@@ -46,7 +46,7 @@ _NAMES = {
 }  # fmt: skip
 _HEADS_THAT_READ_APART = ("sequence_to_sequence", "speech_to_text")
 _HEADS_THAT_WRITE = ("language_model", "sequence_to_sequence")
-# Layers of these kinds keep a state of constant size instead of keys and values per token.
+# Layers of these kinds have a state of constant size, or none, instead of a KV cache.
 _RECURRENT = ("mamba", "linear_attention", "conv", "recurrent", "ssm", "moe", "mlp")
 
 
@@ -55,7 +55,7 @@ class TransformersTraits(Traits):
     """Properties of a transformers model, which depend on its head."""
 
     def of(self, config: Any) -> Traits:
-        """Return the properties for a specific config."""
+        """Return the properties for a config."""
         apart = config.head in _HEADS_THAT_READ_APART
         left = config.head in ("language_model", "image_text_to_text")
         reads: Any = "apart" if apart else "left" if left else "both"
@@ -75,14 +75,14 @@ class TransformersTraits(Traits):
 class TransformersConfig(ModelConfig):
     """Config of a model that transformers implements.
 
-    The sizes are used for plans and reports. The model itself is built from `source`, which only
-    transformers interprets.
+    The sizes are used to plan memory and for reports. The model itself is built from `source`,
+    which only transformers interprets.
 
     Args:
         model_type: `model_type` in config.json.
         source: contents of config.json as JSON text.
-        learned_positions: whether the model has a position table, which limits the input length.
-        gated: whether the MLP has a gate.
+        learned_positions: True if the model has a position table, which limits the input length.
+        gated: True if the MLP has a gate.
         decoder_start_token_id: first target token of an encoder-decoder; None for other models.
     """
 
@@ -115,14 +115,14 @@ class TransformersConfig(ModelConfig):
     def from_hf(
         cls, raw: dict[str, Any], allow_unknown: tuple[str, ...] = ()
     ) -> TransformersConfig:
-        """Read a config.json, whose fields transformers validates and interprets.
+        """Convert the contents of a config.json, which transformers validates.
 
         Args:
             raw: contents of config.json.
             allow_unknown: ignored, because transformers accepts unknown fields.
 
         Raises:
-            ConfigError: transformers does not have the model, or the model needs remote code.
+            ConfigError: transformers does not support the model, or rejects a field.
         """
         plain = without_changes(raw)
         hf = config_from_json(plain)
@@ -152,7 +152,7 @@ class TransformersConfig(ModelConfig):
         return self.gated
 
     def build_config(self) -> Any:
-        """Build the transformers config, with this config's changed fields."""
+        """Build the transformers config, including changes of this config's fields."""
         if not self.source:
             raise ConfigError(
                 "a model of the transformers backend is built from a config.json. Pass its "
@@ -168,7 +168,7 @@ class TransformersConfig(ModelConfig):
         return hf
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the original contents of config.json with this config's changes."""
+        """Return the original contents of config.json, updated with this config's fields."""
         out = dict(json.loads(self.source))
         if self.tie_word_embeddings != bool(_read_tie(out)):
             out["tie_word_embeddings"] = self.tie_word_embeddings
@@ -178,13 +178,13 @@ class TransformersConfig(ModelConfig):
             out["id2label"] = {str(i): f"LABEL_{i}" for i in range(self.num_labels)}
             out["label2id"] = {f"LABEL_{i}": i for i in range(self.num_labels)}
         if self.changes:
-            # The names of changed modules are transformers', so a native family cannot open it.
+            # A native family cannot load this, because changed modules have transformers' names.
             out[CHANGES_KEY] = {**changes_to_json(self.changes), "backend": "transformers"}
         packed = quantization_to_json(self.changes)
         return out if packed is None else {**out, QUANTIZATION_KEY: packed}
 
     def with_vocab_size(self, size: int) -> TransformersConfig:
-        """Return a copy with another vocabulary size, of the text model if there are several."""
+        """Return a copy with another vocabulary size (that of the text model, if nested)."""
         raw = json.loads(self.source)
         hf = config_from_json(raw)
         text = own_config(hf)
@@ -198,7 +198,7 @@ class TransformersConfig(ModelConfig):
         return self.replace(vocab_size=size, source=json.dumps(raw))
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
-        """Return the KV cache bytes per token; recurrent layers need none."""
+        """Return the KV cache bytes per token; layers without a KV cache are not counted."""
         hf = own_config(self.build_config())
         kinds = getattr(hf, "layer_types", None) or getattr(hf, "layers_block_type", None)
         count = self.num_layers
@@ -214,7 +214,7 @@ class TransformersConfig(ModelConfig):
 
 
 def own_config(hf: Any) -> Any:
-    """Return the sub-config of the (text) decoder in a transformers config."""
+    """Return the config of the text decoder, which multimodal transformers configs nest."""
     return hf.get_text_config(decoder=True)
 
 
@@ -229,11 +229,11 @@ def _read_tie(raw: dict[str, Any]) -> bool:
 
 
 def _pick(hf: Any, names: tuple[str, ...]) -> int:
-    """Return the first of the fields that is an integer; unequal per-layer values are skipped."""
+    """Return the first integer field (of a list, the maximum); 0 if there is none."""
     for name in names:
         try:
             value = getattr(hf, name, None)
-        except Exception:  # a field that differs by layer has no global value, and raises
+        except Exception:  # per-layer fields raise on access
             continue
         if isinstance(value, int) and not isinstance(value, bool):
             return value

@@ -1,4 +1,4 @@
-"""The transformers library, imported on first use, and its tables of architectures."""
+"""Imports the transformers library on first use, and reads its tables of architectures."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from bmforge.errors import ConfigError, MissingDependencyError
 
 __all__ = ["AUTO_CLASSES", "config_from_json", "find_auto_class", "load_library", "supports"]
 
-# Head of bmforge -> auto class of transformers and its table of class names. A directory that names
-# no class in `architectures` opens with the first head whose table has its model_type.
+# bmforge's head -> (transformers' auto class, its table of class names). A config.json without
+# `architectures` is loaded with the first head whose table contains its model_type.
 AUTO_CLASSES: dict[str, tuple[str, str]] = {
     "language_model": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
     "sequence_to_sequence": (
@@ -47,7 +47,7 @@ AUTO_CLASSES: dict[str, tuple[str, str]] = {
 
 
 def load_library(purpose: str = "A model without a native family") -> ModuleType:
-    """Import transformers; raise a clear error if it is not installed.
+    """Import and return transformers.
 
     Args:
         purpose: subject of the error message.
@@ -81,7 +81,7 @@ def config_from_json(raw: dict[str, Any]) -> Any:
         raw: contents of config.json.
 
     Raises:
-        ConfigError: transformers does not have the model_type, or rejects a field.
+        ConfigError: transformers does not support the model_type, or rejects a field.
     """
     kind = str(raw.get("model_type"))
     if not supports(kind):
@@ -92,20 +92,20 @@ def config_from_json(raw: dict[str, Any]) -> Any:
     module = importlib.import_module("transformers.models.auto.configuration_auto")
     chosen = module.CONFIG_MAPPING[kind]
     try:
-        # JSON has no infinity; transformers writes it as a table.
+        # JSON has no infinity; transformers encodes it as an object.
         return chosen.from_dict(chosen._decode_special_floats(copy.deepcopy(raw)))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"transformers rejects this config of a {kind!r}: {error}.") from error
 
 
 def find_auto_class(raw: dict[str, Any]) -> str:
-    """Return the head (a key of `AUTO_CLASSES`) with which a model of this config.json is loaded.
+    """Return the head (a key of `AUTO_CLASSES`) with which to load the model of a config.json.
 
     Args:
-        raw: contents of config.json; `architectures` decides, then `model_type`.
+        raw: contents of config.json; `architectures` has priority over `model_type`.
 
     Raises:
-        ConfigError: no auto class of transformers has the architecture.
+        ConfigError: no auto class of transformers supports the architecture.
     """
     kind, classes = str(raw.get("model_type")), raw.get("architectures") or ()
     tables = {head: _table(names) for head, (_, names) in AUTO_CLASSES.items()}
@@ -116,7 +116,7 @@ def find_auto_class(raw: dict[str, Any]) -> str:
                 return head
     library = load_library()
     if any(name.endswith("ForCausalLM") and hasattr(library, name) for name in classes):
-        return "language_model"  # the text part of a model of images, saved by itself
+        return "language_model"  # text model of a multimodal model, saved separately
     for head, table in tables.items():
         if kind in table:
             return head

@@ -1,4 +1,4 @@
-"""Losses of transformers models, computed by bmforge so that all follow one convention.
+"""Computes the losses of transformers models, with one convention for all architectures.
 
 transformers' own losses differ: some old decoders do not shift labels, fifteen model types ignore
 `num_items_in_batch`, and most compute all logits in fp32 at once.
@@ -31,7 +31,7 @@ from bmforge.nn.part import beside_parts
 
 __all__ = ["LanguageLoss", "head_loss"]
 
-# Logits that exist at once where the model computes them itself: 32 Mi fp32 numbers are 128 MiB.
+# Number of logits per chunk if the model computes them: 32 Mi fp32 numbers are 128 MiB.
 _LOGITS_AT_ONCE = 1 << 25
 
 
@@ -71,18 +71,18 @@ class LanguageLoss:
         return self._by_chunks(out, arguments, targets, num_items)
 
     def _balances(self) -> bool:
-        """True if the model adds a load-balancing loss of its experts."""
+        """Return True if the model adds a load-balancing loss for its experts."""
         config = self.foreign.config.get_text_config(decoder=True)
         return bool(getattr(config, "output_router_logits", False))
 
     def _is_plain_head(self) -> bool:
-        """True if the output layer's weight can be used without calling the layer."""
+        """Return True if the output layer's weight can be used without calling the layer."""
         head: Any = self.foreign.get_submodule(self.structure.head)
-        is_whole = type(head.weight) in (nn.Parameter, Tensor)  # a layout makes it a DTensor
+        is_whole = type(head.weight) in (nn.Parameter, Tensor)  # not a DTensor
         return type(head) is nn.Linear and is_whole and not list(beside_parts(head))
 
     def _measure(self, inputs: dict[str, Any], targets: Tensor, measure: Measure) -> Tensor:
-        """Return the scores of every token; the experts' load-balancing loss is excluded.
+        """Return the scores of a `Measure` for every token, without a load-balancing loss.
 
         Raises:
             ConfigError: the head is not a plain linear layer.
@@ -113,7 +113,7 @@ class LanguageLoss:
     def _by_chunks(
         self, out: Any, arguments: dict[str, Any], targets: Tensor, num_items: float | Tensor
     ) -> Tensor:
-        """Compute the loss over chunks of positions; backward recomputes the logits of a chunk."""
+        """Compute the loss in chunks of positions; backward recomputes a chunk's logits."""
         hidden = hidden_of(out)
         size = max(1, _LOGITS_AT_ONCE // (hidden.shape[0] * self._vocabulary()))
         total: Any = 0.0
@@ -137,7 +137,7 @@ class LanguageLoss:
     def _whole(
         self, arguments: dict[str, Any], targets: Tensor, num_items: float | Tensor, own: Tensor
     ) -> Tensor:
-        """Compute the loss from all logits at once; add the model's weighted balancing loss."""
+        """Compute the loss from all logits at once, including the weighted load-balancing loss."""
         out = self.foreign(**call_arguments(self.foreign, arguments, cached=False))
         loss = sum_cross_entropy(out.logits, targets) / num_items
         aux = getattr(out, "aux_loss", None)
@@ -167,12 +167,12 @@ def head_loss(
         foreign: transformers model.
         config: `TransformersConfig` of the model.
         arguments: arguments of the call, without labels.
-        labels: labels in transformers' format; those of image-text models are shifted by this
-            function.
-        num_items: divisor of the summed loss; None takes the mean.
+        labels: labels in transformers' format; this function shifts the labels of image-text
+            models.
+        num_items: divisor of the summed loss; if None, the loss is the mean.
 
     Raises:
-        ConfigError: the loss of the head is not known.
+        ConfigError: labels are missing, or the head has no loss.
     """
     if config.head == "question_answering":
         starts, ends = arguments.pop("start_positions"), arguments.pop("end_positions")

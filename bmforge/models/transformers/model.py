@@ -71,16 +71,16 @@ class ForeignCache:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace the rows by copies of the old rows with the given indices."""
+        """Replace the batch rows with copies of the old rows at the indices `rows`."""
         self.past.reorder_cache(rows)
 
 
 class TransformersModel(Model):
     """Model that transformers implements.
 
-    Module and parameter names are those of transformers: this module and the transformers model
-    share their dictionaries of children, parameters and buffers, so a layer that is replaced in one
-    is replaced in both.
+    Module and parameter names are those of transformers. This module and the transformers model
+    share their dictionaries of children, parameters and buffers, so that replacing a layer in one
+    replaces it in both.
 
     Args:
         config: `TransformersConfig` that was read from a directory.
@@ -112,16 +112,16 @@ class TransformersModel(Model):
 
     @classmethod
     def separates_documents(cls, config: Any) -> bool:
-        """Return True if the texts of a packed row do not influence each other."""
+        """Return True if texts packed into one row do not influence each other."""
         return bool(probe_architecture(config.build_config(), config.head).packing)
 
     @classmethod
     def describe(cls, config: Any, dtype: torch.dtype) -> TransformersModel:
-        """Build the model of a config without adapters: matrices on meta, other tensors real."""
+        """Build a config's model on the meta device, without adapters and other changes."""
         return cls(config, dtype)
 
     def train(self, mode: bool = True) -> TransformersModel:
-        """Set the mode of this module and of the transformers model."""
+        """Set training or eval mode in this module and in the transformers model."""
         super().train(mode)
         self.foreign.training = mode
         return self
@@ -147,7 +147,7 @@ class TransformersModel(Model):
         return super().count_items(batch)
 
     def row_positions(self, ids: Tensor, mask: Tensor | None) -> None:
-        """Return None: positions are counted from the mask."""
+        """Return None: transformers computes the positions."""
         return
 
     # --- names and values of the weights
@@ -159,17 +159,17 @@ class TransformersModel(Model):
         return f"{head or 'lm_head'}.weight", f"{embed or 'embed'}.weight"
 
     def tied_copies(self) -> dict[str, str]:
-        """Map the stored name of each tied weight to its original."""
+        """Return a dict from the name of each tied weight to the name of the original."""
         return dict(self._ties)
 
     def all_rules(self) -> list[WeightRule]:
-        """Map all parameter names of the plain model, including tied copies, to stored names."""
+        """Map parameter names of the unmodified model, including tied weights, to stored names."""
         stored = {rule.ours for rule in self.stored_names.rules}
         ties = [WeightRule(copy, copy) for copy in self._ties if copy not in stored]
         return [*self.stored_names.rules, *ties]
 
     def active_rules(self) -> list[WeightRule]:
-        """Map the names of this model's tensors to those of its checkpoint."""
+        """Map the names of this model's tensors to the names in its checkpoints."""
         changed = changed_modules(self)
         own = {
             name
@@ -179,9 +179,9 @@ class TransformersModel(Model):
         return self.stored_names.of(persistent_tensors(self), own)
 
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
-        """Return the `WeightRule`s for a checkpoint that has these tensor names.
+        """Return the `WeightRule`s for a checkpoint with these tensor names.
 
-        Old checkpoints, whose tensors transformers renames, are mapped by their old names.
+        Old tensor names, which transformers renames while loading, are supported.
         """
         rules = self.active_rules()
         if self.stored_names.opaque:
@@ -212,21 +212,22 @@ class TransformersModel(Model):
         )
 
     def is_of_head(self, name: str) -> bool:
-        """Return True for a tensor outside of the body."""
+        """Return True for a tensor outside of the base model (body)."""
         body = self.structure.body
         return bool(body) and not name.startswith(f"{body}.")
 
     def initial_value(self, name: str) -> Tensor | None:
-        """Return the value that the constructor computed for a tensor; None if it is random."""
+        """Return the value that the constructor computed for a tensor; None for random weights."""
         return self._constructed.get(name)
 
     # --- layouts
 
     def layout_rules(self) -> LayoutRules:
-        """Return the sharding plan, whose units for ZeRO and recomputation are the blocks.
+        """Return the sharding plan; its units for ZeRO and recomputation are the blocks.
 
-        Tensor-parallel cuts follow transformers' plan. A pipeline cuts the text decoder's blocks;
-        its first stage has the embedding, and its last one the modules after the blocks.
+        The tensor-parallel plan is derived from transformers' plan. Pipeline stages are ranges of
+        the text decoder's blocks; the first stage also has the embedding, the last one the modules
+        after the blocks.
         """
         blocks = tuple(f"{stack}.*" for stack in self.structure.stacks)
         cuts, refusal = find_tensor_plan(self)
@@ -245,20 +246,20 @@ class TransformersModel(Model):
         )
 
     def called_linear(self) -> list[str]:
-        """Return the blocks' linear layers whose weight only their own `forward` uses."""
+        """Return the names of the blocks' linear layers whose weight only their `forward` uses."""
         uncalled = {*find_uncalled(self, self._linear), *self.read_outside(self._linear)}
         return [name for name in self._linear if name not in uncalled]
 
     def read_outside(self, names: Collection[str]) -> list[str]:
-        """Return the linear layers whose weight other modules read."""
+        """Return the layers in `names` whose weight other modules read without calling them."""
         return [name for name in names if self._general.get(name, "") in self.behavior.read]
 
     def untrained(self, names: Collection[str]) -> list[str]:
-        """Return the linear layers that get no gradient from the loss."""
+        """Return the layers in `names` that get no gradient from the loss."""
         return [name for name in names if self._general.get(name, "") in self.behavior.untrained]
 
     def uncalled(self, names: Collection[str]) -> list[str]:
-        """Return the modules whose forward is never called."""
+        """Return the modules in `names` whose forward is never called."""
         idle = self.behavior.idle
         return [name for name in names if self._general.get(name, "") in idle]
 
@@ -278,14 +279,14 @@ class TransformersModel(Model):
         inputs_embeds: Tensor | None = None,
         **inputs: Any,
     ) -> ModelOutput:
-        """Run the model; if labels are given, return the loss instead of logits.
+        """Run the model; with labels, return the loss instead of logits.
 
         Args:
             input_ids, attention_mask, position_ids, inputs_embeds: as in transformers.
-            document_ids: document of each token in packed sequences.
+            document_ids: index of each token's document in packed rows.
             labels: for a language model, target ids, which the model shifts; otherwise as in
                 transformers.
-            num_items_in_batch: divisor of the summed loss; None takes the mean.
+            num_items_in_batch: divisor of the summed loss; if None, the loss is the mean.
             cache: KV cache of earlier tokens.
             output_hidden_states: also return the hidden states of every layer.
             logits_to_keep: number of trailing positions whose logits are returned; None for all.
@@ -340,7 +341,7 @@ class TransformersModel(Model):
         table = self.embed
         if ids is None or ids.is_meta or not isinstance(table, nn.Embedding) or not ids.numel():
             return
-        if not ids.is_cpu:  # looking would wait for the device
+        if not ids.is_cpu:  # would wait for the device
             return
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= table.num_embeddings:
@@ -352,7 +353,7 @@ class TransformersModel(Model):
     def _separate(
         self, documents: Tensor | None, positions: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return positions and mask that separate the documents of packed rows."""
+        """Return the positions and the mask that separate the documents of packed rows."""
         if documents is None or bool((documents == documents[:, :1]).all()):
             return positions, mask
         kind = self.behavior.packing

@@ -2,8 +2,8 @@
 
 transformers 5 renames, splits and merges tensors when it loads and saves. Its saving code is run
 once on meta tensors, whose views reveal offsets, shapes and strides. Every stored tensor is thus
-identified as a rectangular region (box) of one parameter or a concatenation of such regions, and
-can be read and written by slices.
+identified as a rectangular region (box) of one parameter or a concatenation of such regions, so
+that slices of it can be read and written.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["BoxRule", "StoredNames", "find_stored_names"]
 
 @dataclass(frozen=True)
 class BoxRule(WeightRule):
-    """Rule for a stored tensor, or a part of one, that is a region (box) of a permuted parameter.
+    """Rule for a stored tensor, or part of one, that is a region (box) of a permuted parameter.
 
     Args:
-        box: (start, stop, step, True if the stored tensor has the dim) for every dim of the
+        box: one tuple (start, stop, step, True if the stored tensor has this dim) per dim of the
             parameter.
-        order: for each stored dim, the corresponding kept dim of the parameter.
+        order: index of each dim of the stored tensor among the parameter's stored dims.
         part: (offset of the region in the stored tensor, size of the stored tensor) along the
             stored dim `part_dim`; None if the region is the whole stored tensor.
     """
@@ -54,7 +54,7 @@ class BoxRule(WeightRule):
         return tuple(full_shape)
 
     def source_slices(self, box: Box) -> tuple[slice, ...] | None:
-        """Return the slices of the stored tensor for a region of the parameter, None if outside."""
+        """Return the stored tensor's slices for a region of the parameter; None if disjoint."""
         spans = []
         for dim in range(len(self.box)):
             first, last = self._overlap(dim, box)
@@ -69,7 +69,7 @@ class BoxRule(WeightRule):
         return tuple(slices)
 
     def _overlap(self, dim: int, box: Box) -> tuple[int, int]:
-        """Return the range (first, last + 1) of a stored dim within a region of the parameter."""
+        """Return (start, stop) of a stored dim for a region of the parameter."""
         start, stop, step, _ = self.box[dim]
         low, high = box.offsets[dim], box.offsets[dim] + box.lengths[dim]
         first = max(0, -(-(low - start) // step))
@@ -77,7 +77,7 @@ class BoxRule(WeightRule):
         return first, last
 
     def target(self, local: Tensor, box: Box) -> Tensor:
-        """Return a view of the elements of a rank's shard that the stored tensor fills."""
+        """Return a view of the elements of a rank's shard that are read from the stored tensor."""
         index: list[Any] = []
         for dim, (start, _, step, keeps) in enumerate(self.box):
             first, last = self._overlap(dim, box)
@@ -86,29 +86,29 @@ class BoxRule(WeightRule):
         return local[tuple(index)]
 
     def source_view(self, target: Tensor) -> Tensor:
-        """Return a view with the dims in stored order."""
+        """Return a view of `target` with its dims in the stored tensor's order."""
         return target.permute(self.order)
 
     @property
     def is_renaming(self) -> bool:
-        """False: the stored tensor differs from the parameter."""
+        """Always False: the stored tensor differs from the parameter."""
         return False
 
     def to_source(self, tensor: Tensor) -> Tensor:
-        """Return the stored tensor, computed from the whole parameter."""
+        """Return the stored tensor (or part of one), computed from the full parameter."""
         index = tuple(slice(a, b, s) if keeps else a for a, b, s, keeps in self.box)
         return tensor[index].permute(self.order)
 
     def stored_numel(self, shape: tuple[int, ...]) -> int:
-        """Return the number of elements of the stored tensor that come from the parameter."""
+        """Return the number of elements in the stored tensor that belong to this parameter."""
         return math.prod(self._own_shape())
 
 
 class _Tracking(TorchFunctionMode):
-    """Mode that runs a conversion on meta tensors: copies remain views, joins are recorded.
+    """Mode for running a conversion on meta tensors: copies stay views, `torch.cat` is recorded.
 
     Attributes:
-        joined: id of a concatenated tensor -> (the tensor, its parts, the dim).
+        joined: mapping from the id of a concatenated tensor to (tensor, parts, dim).
     """
 
     def __init__(self) -> None:
@@ -131,19 +131,19 @@ class _Tracking(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class StoredNames:
-    """Mapping between the parameters of one model and its stored tensors.
+    """Mapping between a model's parameters and the tensors in its checkpoints.
 
     Args:
         rules: rules of all stored tensors.
-        opaque: stored tensors that are not regions of parameters and can be neither read nor
-            written.
+        opaque: names of stored tensors that are not regions of parameters, and therefore can be
+            neither read nor written.
     """
 
     rules: tuple[WeightRule, ...]
     opaque: tuple[str, ...] = ()
 
     def of(self, names: Iterable[str], changed: Collection[str]) -> list[WeightRule]:
-        """Return the `WeightRule`s of the given tensors, in their order.
+        """Return the `WeightRule`s for tensor names, in the order of `names`.
 
         Args:
             names: names of the model's tensors.
@@ -166,7 +166,7 @@ class StoredNames:
         return out
 
     def _incomplete(self, names: set[str], changed: Collection[str]) -> set[str]:
-        """Return the stored tensors that depend on a removed or changed parameter."""
+        """Return the names of stored tensors that contain a removed or changed parameter."""
         return {r.theirs for r in self.rules if r.ours not in names or r.ours in changed}
 
     def _own_name(self, name: str, rules: Mapping[str, list[WeightRule]]) -> str:
@@ -178,7 +178,7 @@ class StoredNames:
 
 
 def find_stored_names(module: Any) -> StoredNames:
-    """Map the parameters of a transformers model to the tensors that it stores.
+    """Map the parameters of a transformers model to the tensors that transformers would save.
 
     Args:
         module: transformers model with its parameters on meta.
@@ -208,7 +208,7 @@ def find_stored_names(module: Any) -> StoredNames:
 def _owners(
     module: Any, stored: Mapping[str, Tensor], first: Mapping[int, str]
 ) -> dict[int, tuple[str, Tensor]]:
-    """Return a dict from the id of each parameter's storage to its name and tensor."""
+    """Return a dict from the id of each parameter's storage to (name, tensor)."""
     state = module.state_dict(keep_vars=True)
     return {
         tensor.untyped_storage()._cdata: (first[id(state[name])], tensor)
@@ -219,7 +219,7 @@ def _owners(
 def _rules_of(
     published: str, tensor: Tensor, owners: Mapping[int, tuple[str, Tensor]], tracking: _Tracking
 ) -> list[WeightRule] | None:
-    """Return the `WeightRule`s of a stored tensor; None unless it consists of parameter slices."""
+    """Return the `WeightRule`s of a stored tensor; None if it has other values than parameters."""
     if id(tensor) in tracking.joined:
         _, members, dim = tracking.joined[id(tensor)]
         return _rules_of_parts(published, members, dim % tensor.dim(), owners, tracking)
@@ -259,7 +259,7 @@ def _rules_of_parts(
 def _find_box(
     view: Tensor, owner: Tensor
 ) -> tuple[tuple[tuple[int, int, int, bool], ...], tuple[int, ...]] | None:
-    """Return the region of contiguous `owner` that a view covers; None if it is not rectangular."""
+    """Return `BoxRule`'s box and order for a view of contiguous `owner`; None if not a box."""
     offset, starts = view.storage_offset(), []
     for stride in owner.stride():
         starts.append(offset // stride if stride else 0)
@@ -281,7 +281,7 @@ def _find_box(
 
 
 def _dim_of(size: int, stride: int, owner: Tensor, sizes: Sequence[tuple[Any, ...]]) -> int | None:
-    """Return the dim of the parameter over which a dim of a view iterates."""
+    """Return the dim of the parameter that corresponds to a dim of a view, or None."""
     free = [dim for dim in range(owner.dim()) if not sizes[dim][3]]
     for dim in free:
         own = owner.stride(dim)
@@ -294,11 +294,10 @@ def _dim_of(size: int, stride: int, owner: Tensor, sizes: Sequence[tuple[Any, ..
 
 
 def rename_stored(module: Any, names: Iterable[str]) -> dict[str, str]:
-    """Map the tensor names of a checkpoint to transformers' current names.
+    """Return a dict from a checkpoint's tensor names to transformers' current names.
 
-    The result has the names before transformers splits or merges tensors. Checkpoints of old
-    versions, or of a base model without a head, have other names; transformers' own renaming rules
-    resolve them.
+    Checkpoints of old versions, or of a base model without a head, have other names; transformers'
+    own rules rename them. The returned names are those before tensors are split or merged.
     """
     loading = importlib.import_module("transformers.core_model_loading")
     mapping = importlib.import_module("transformers.conversion_mapping")

@@ -1,7 +1,7 @@
-"""Tests an architecture on a small copy (its twin), to avoid silently wrong behavior.
+"""Tests the behavior of an architecture on a small copy (twin), to prevent silent errors.
 
 A config does not show how logits are computed from hidden states, how packed documents can be
-separated, whether decoding with the cache is exact (also with padding), which layers are never
+separated, whether decoding with the KV cache is exact (also with padding), which layers are never
 called, and whether each block passes only one tensor to the next.
 """
 
@@ -32,7 +32,7 @@ from bmforge.models.transformers.weight_use import find_untrained, noting_reads
 
 __all__ = ["Behavior", "general_names", "probe_architecture"]
 
-_TOKENS = 24  # longer than the twin's sliding window of 16, so that windows are seen
+_TOKENS = 24  # longer than the twin's sliding window of 16, so that the window has an effect
 _ATOL = 1e-4
 
 
@@ -41,21 +41,23 @@ class Behavior:
     """Observed behavior of an architecture, tested on a small copy (twin).
 
     Args:
-        head: "linear" if logits are the output layer's result times `factor`; "own" if logits
-            can be computed position by position from the body's output; otherwise "whole".
+        head: "linear" if logits are the output layer's result times `factor`; "own" if the model
+            computes logits separately for each position of the base model's output; otherwise
+            "whole".
         factor: factor on the output layer's result.
-        packing: how documents of a packed row can be separated: by restarting "positions", by a
-            "mask" over pairs, or not at all ("").
-        caches: whether decoding with the cache is exact; otherwise the whole row is recomputed.
-        padding: method that makes decoding of left-padded rows exact: "mask" (a mask at every
-            step), "prompt" (a mask for the prompt only, with recurrent layers), "whole" (recompute
-            the row every time); "" if no method does.
+        packing: how the documents of a packed row can be separated: "positions" (by positions that
+            restart), "mask" (by a 4-D mask), or "" (not at all).
+        caches: True if decoding with the KV cache is exact; if False, every step recomputes the
+            whole sequence.
+        padding: how to decode left-padded sequences exactly: "mask" (pass a mask at every step),
+            "prompt" (pass a mask for the prompt only, with recurrent layers), "whole" (recompute
+            the whole sequence at every step), or "" (not possible).
         idle: names (see `general_names`) of the modules that are never called.
         read: general names of the linear layers whose weight other modules read, or whose forward
             is not a single product of input and weight.
         untrained: general names of the linear layers that get no gradient.
-        joints: whether and how the blocks can be cut into pipeline stages.
-        reason: error that prevented building the small copy; "" if it was built.
+        joints: whether and how the blocks can be split into pipeline stages.
+        reason: error because of which no twin was tested; "" if it was tested.
     """
 
     head: str = "whole"
@@ -71,10 +73,10 @@ class Behavior:
 
 
 def general_names(module: nn.Module) -> dict[str, str]:
-    """Return the general name of each module, with block numbers replaced by class names.
+    """Return a dict from module name to general name, with class names instead of block indices.
 
-    Blocks of one class behave alike at any depth, so these names hold for both the model and its
-    twin.
+    Blocks of the same class behave alike, so that these names identify modules in both the model
+    and its twin.
     """
     modules = dict(module.named_modules())
 
@@ -89,14 +91,14 @@ def general_names(module: nn.Module) -> dict[str, str]:
 
 
 def probe_architecture(hf_config: Any, head: str) -> Behavior:
-    """Test an architecture on its twin.
+    """Build a twin of an architecture, and return its observed behavior.
 
     Args:
         hf_config: transformers config of the model; only its sizes are changed.
         head: key of `library.AUTO_CLASSES`; only language models are tested.
     """
     if head != "language_model":
-        return Behavior(reason=f"head={head!r} has no twin")
+        return Behavior(reason=f"head={head!r} is not tested")
     try:
         twin = build_twin(hf_config, head)
         return _probe(twin, find_structure(twin))
@@ -138,7 +140,7 @@ def _probe(twin: Any, structure: Structure) -> Behavior:
 
 
 def _find_unusual(twin: Any, ids: Tensor) -> frozenset[str]:
-    """Return the general names of subclasses of Linear that compute something else."""
+    """Return the general names of `nn.Linear` subclasses whose forward is not `F.linear`."""
     general, unusual = general_names(twin), set()
 
     def compare(name: str, layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -167,7 +169,7 @@ def _find_untrained(twin: Any, ids: Tensor) -> frozenset[str]:
     try:
         with torch.enable_grad():
             untrained = find_untrained(twin, _run(twin, ids).float().square().sum())
-    except RuntimeError:  # an architecture without a backward
+    except RuntimeError:  # the architecture does not support backward
         return frozenset()
     layers = {n for n, m in twin.named_modules() if type(m) is nn.Linear}
     general = general_names(twin)
@@ -184,7 +186,7 @@ def _run(twin: Any, ids: Tensor, **options: Any) -> Tensor:
 
 
 def _find_head(twin: Any, structure: Structure, ids: Tensor, logits: Tensor) -> tuple[str, float]:
-    """Return the kind of the head, and the factor if it is linear."""
+    """Return `Behavior.head` and `Behavior.factor`."""
     if not structure.body:
         return "whole", 1.0
     body = twin.get_submodule(structure.body)
@@ -196,7 +198,7 @@ def _find_head(twin: Any, structure: Structure, ids: Tensor, logits: Tensor) -> 
     if isinstance(layer, nn.Linear) and layer.in_features == hidden.shape[-1]:
         plain = layer(hidden)
         if plain.shape == logits.shape:
-            # Least squares, as the row of a padding token has logits of 0.
+            # Least squares: a padding token's row of zeros has logits of 0, without a ratio.
             factor = float((logits * plain).sum() / (plain * plain).sum())
             if torch.allclose(logits, plain * factor, atol=1e-6):
                 return "linear", 1.0 if abs(factor - 1) < 1e-5 else factor
@@ -205,13 +207,13 @@ def _find_head(twin: Any, structure: Structure, ids: Tensor, logits: Tensor) -> 
         part = with_hidden(out, hidden[:, half:])
         with ReplacedChild(twin, structure.body, part):
             same = torch.allclose(_run(twin, ids[:, half:]), logits[:, half:], atol=1e-5)
-    except Exception:  # the model reads more of the body's output than the hidden states
+    except Exception:  # the model uses more outputs of the body than the hidden states
         same = False
     return ("own" if same else "whole"), 1.0
 
 
 def _find_packing(twin: Any, ids: Tensor) -> str:
-    """Return the input that separates two documents of a packed row; see `Behavior.packing`."""
+    """Return the method that separates documents in a packed row; see `Behavior.packing`."""
     first = 7
     documents = (torch.arange(_TOKENS) >= first).long()[None]
     positions = torch.cat((torch.arange(first), torch.arange(_TOKENS - first)))[None]
@@ -220,7 +222,7 @@ def _find_packing(twin: Any, ids: Tensor) -> str:
     for kind, mask_options in (("positions", {}), ("mask", {"attention_mask": mask})):
         try:
             packed = _run(twin, ids, position_ids=positions, **mask_options)
-        except Exception:  # the model takes no such mask
+        except Exception:  # the model does not accept the mask
             continue
         if packed.shape == alone.shape and torch.allclose(packed, alone, atol=_ATOL):
             return kind
@@ -228,12 +230,12 @@ def _find_packing(twin: Any, ids: Tensor) -> str:
 
 
 def _continues(twin: Any, ids: Tensor, logits: Tensor) -> bool:
-    """Return True if decoding with the cache gives the same logits as the whole row."""
+    """Return True if decoding with the KV cache gives the same logits as one forward pass."""
     return _matches_cached(twin, ids, logits, None, steps_masked=False)
 
 
 def _find_padding(twin: Any, ids: Tensor, caches: bool) -> str:
-    """Return the input that makes left-padded rows exact; see `Behavior.padding`."""
+    """Return the method that decodes left-padded sequences exactly; see `Behavior.padding`."""
     first = 5
     alone = _run(twin, ids[:, first:])
     padded = ids.clone()
@@ -246,7 +248,7 @@ def _find_padding(twin: Any, ids: Tensor, caches: bool) -> str:
     try:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         batched = _run(twin, padded, attention_mask=mask, position_ids=positions)
-    except Exception:  # the model takes no such mask
+    except Exception:  # the model does not accept the mask
         return ""
     return "whole" if torch.allclose(batched[:, first:], alone[:, first:], atol=_ATOL) else ""
 
@@ -254,14 +256,14 @@ def _find_padding(twin: Any, ids: Tensor, caches: bool) -> str:
 def _matches_cached(
     twin: Any, ids: Tensor, logits: Tensor, mask: Tensor | None, *, steps_masked: bool
 ) -> bool:
-    """Return True if a prompt and two decoding steps with the cache give the expected logits.
+    """Return True if a prompt and two steps with the KV cache give the expected logits.
 
     Args:
         twin: small copy of the model.
-        ids: token ids of the whole row.
+        ids: token ids of the prompt and the two steps.
         logits: expected logits at every position.
-        mask: 0 for padding on the left; None without padding.
-        steps_masked: pass the mask of the whole row to decoding steps, too.
+        mask: 0 for padding on the left, 1 for tokens; None without padding.
+        steps_masked: also pass the mask to decoding steps, not only to the prompt.
     """
     name = cache_argument(twin)
     if not name:

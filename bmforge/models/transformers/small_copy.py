@@ -1,8 +1,8 @@
-"""Builds a twin: a small copy of an architecture with real weights, used for tests.
+"""Builds a twin: a small copy of an architecture with random weights, used by `probe.py`.
 
-Whether an architecture shifts labels, separates packed documents or calls a layer depends on its
-code and config flags, not on its sizes. A twin shows this in milliseconds, before weights are
-loaded, and equally on every process of any layout.
+Whether an architecture separates packed documents or calls a layer depends on its code and config
+flags, not on its sizes. A twin shows this in milliseconds, before weights are loaded, and with the
+same result on every process of any layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["LAYERS", "VOCABULARY", "build_twin", "shrink_config"]
 
 VOCABULARY, LAYERS = 160, 4
 _HEADS, _KV_HEADS = 4, 2
-# Size in the twin -> fields of transformers configs that have it.
+# Size in the twin -> fields of transformers configs that get this size.
 _SIZES: dict[int, str] = {
     64: "hidden_size n_embd d_model dim embed_dim model_dim word_embed_proj_dim embedding_size "
     "emb_dim hidden_dim lru_width attention_hidden_size",
@@ -56,7 +56,7 @@ _KIND_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_typ
 _PER_LAYER = (*_KIND_LISTS, "no_rope_layers", "attention_layers", "_block_types")
 _LAYER_LISTS = (*_KIND_LISTS, "no_rope_layers", "attention_layers", "moe_layers", "_block_types")
 _DROPOUT = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "router_jitter_noise")
-# Fields that must match the small sizes above, in architectures that do not derive them.
+# model_type -> fields that must match the small sizes above and are not derived from them.
 _RANK_HEAD = {"head_dim": 8}
 _SPECIAL: dict[str, dict[str, Any]] = {
     "xlnet": {"d_head": 16},
@@ -108,7 +108,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 def shrink_config(hf_config: Any) -> Any:
     """Return a copy of a transformers config with small sizes and without dropout.
 
-    Every kind of layer remains, as do ratios such as "one KV head per head".
+    Every kind of layer remains, as do multi-head and multi-query attention.
     """
     small = _shrink_(copy.deepcopy(hf_config))
     base = type(hf_config)
@@ -154,13 +154,13 @@ def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         elif name in _LAYER_LISTS and isinstance(value, (list, tuple)) and len(value) > LAYERS:
             yield name, _first_of_each(list(value), name in (*_KIND_LISTS, "no_rope_layers"))
         elif name in _PER_LAYER and isinstance(value, (list, tuple)) and 0 < len(value) < LAYERS:
-            yield name, (list(value) * LAYERS)[:LAYERS]  # shorter than the small copy
+            yield name, (list(value) * LAYERS)[:LAYERS]  # shorter than the twin
         elif name.endswith("token_id"):
             yield name, _small_id(name, value)
 
 
 def _first_of_each(values: list[Any], keeps_kinds: bool) -> list[Any]:
-    """Return one value per layer of the small copy, including every kind that occurs."""
+    """Return one value per layer of the twin, including as many kinds of layers as possible."""
     short = values[:LAYERS]
     missing = [value for value in dict.fromkeys(values) if value not in short]
     if keeps_kinds:
@@ -188,7 +188,7 @@ def _drop_dropout_(config: Any) -> None:
 
 
 def build_twin(hf_config: Any, head: str, seed: int = 0) -> Any:
-    """Build a small real model of an architecture, in fp32 on the CPU, in eval mode.
+    """Build a twin of an architecture, in fp32 on the CPU, in eval mode.
 
     Args:
         hf_config: transformers config of the model.
@@ -196,7 +196,7 @@ def build_twin(hf_config: Any, head: str, seed: int = 0) -> Any:
         seed: random seed of the weights.
 
     Raises:
-        Exception: any error of an architecture that cannot be built with small sizes.
+        Exception: any error of transformers, if the architecture cannot be built with small sizes.
     """
     config = shrink_config(hf_config)
     with torch.random.fork_rng(devices=[]):
@@ -204,7 +204,7 @@ def build_twin(hf_config: Any, head: str, seed: int = 0) -> Any:
         chosen = find_class(config, head)
         twin = chosen._from_config(fit_config(config, chosen), dtype=torch.float32)
         for parameter in twin.parameters():
-            # Zero-initialized layers would hide what passes through them.
+            # A zero-initialized layer would hide the effect of its input.
             if parameter.numel() and not bool(parameter.detach().any()):
                 parameter.data.normal_(0, 0.02)
     for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():

@@ -1,10 +1,10 @@
 """Runs a range of a transformers model's blocks, as one stage of a pipeline.
 
 transformers' own forward runs on every stage and computes masks, rotary tables and head. During the
-call, blocks of other stages are replaced by stand-ins: the stand-in before this stage's first block
+call, stand-ins replace the blocks of other stages: the stand-in before this stage's first block
 returns the activations of the previous stage, and the stand-in after this stage's last block ends
-the call. The embedding of the first stage is replaced by zeros, which no later layer may read.
-Whether an architecture can be cut in this way is tested on its small copy (see `probe.py`).
+the call. On later stages, a stand-in for the embedding returns zeros, which must not affect the
+result. Whether an architecture can be split in this way is tested on its twin (see `probe.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 _ATOL = 1e-5
 
 
-class StageEnd(Exception):  # noqa: N818 - it ends a forward that succeeded
+class StageEnd(Exception):  # noqa: N818 - not an error: it ends a forward
     """Exception that ends the forward of a stage; `carry` is the input of the next stage."""
 
     def __init__(self, carry: Tensor) -> None:
@@ -37,12 +37,12 @@ class StageEnd(Exception):  # noqa: N818 - it ends a forward that succeeded
 
 @dataclass(frozen=True)
 class Joints:
-    """Result of `find_joints`: how the blocks of an architecture are joined.
+    """Result of `find_joints`: whether and how a model can be split between its blocks.
 
     Args:
-        refusal: reason why the model cannot be cut between its blocks; "" if it can.
-        forms: number of outputs of each class of blocks; 0 for a tensor instead of a tuple.
-        after: names of the modules, in the parent of the stack, that run after the last block only.
+        refusal: reason why the model cannot be split between its blocks; "" if it can.
+        forms: mapping from block class name to number of outputs; 0 for a tensor, not a tuple.
+        after: names of the stack's sibling modules that run only after the last block.
     """
 
     refusal: str = "its small copy was not tested"
@@ -51,7 +51,7 @@ class Joints:
 
 
 class _StandIn(nn.Module):
-    """Stand-in for a module of another pipeline stage, with the attributes of that module."""
+    """Stand-in for a module of another pipeline stage; has the attributes of that module."""
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
@@ -66,10 +66,10 @@ class _OtherBlock(_StandIn):
     """Stand-in for a block of another pipeline stage.
 
     Args:
-        source: the block.
+        source: the replaced block.
         outputs: number of outputs of the block; 0 for a tensor instead of a tuple.
-        value: activations that the block returns; None returns its input.
-        ends: whether the call ends at this block.
+        value: activations to return; if None, the input is returned.
+        ends: True if the call ends at this block.
     """
 
     def __init__(self, source: nn.Module, outputs: int, value: Tensor | None, ends: bool) -> None:
@@ -77,7 +77,7 @@ class _OtherBlock(_StandIn):
         self.__dict__.update(outputs=outputs, value=value, ends=ends)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the input, or the activations of the previous stage."""
+        """Return the input or the previous stage's activations, or raise `StageEnd`."""
         x = args[0] if args else kwargs["hidden_states"]
         if self.ends:
             raise StageEnd(x)
@@ -89,7 +89,7 @@ class _NoEmbedding(_StandIn):
     """Stand-in for the token embedding of another pipeline stage; returns zeros.
 
     Args:
-        source: the embedding.
+        source: the replaced embedding.
         like: tensor with the device and dtype of the zeros.
     """
 
@@ -98,7 +98,7 @@ class _NoEmbedding(_StandIn):
         self.__dict__["like"] = like
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return zeros of the shape of the token embeddings."""
+        """Return zeros with the shape of the token embeddings."""
         return self.like.new_zeros(*ids.shape, self.__dict__["source"].embedding_dim)
 
 
@@ -111,14 +111,14 @@ def stage_modules(
     span: Span,
     arrived: tuple[Tensor, ...],
 ) -> Iterator[None]:
-    """Context manager: replace the modules of other stages by stand-ins.
+    """Context manager: replace the modules of other stages with stand-ins.
 
     Args:
         foreign: transformers model, which may lack the modules of other stages.
-        whole: model with all modules, possibly on meta; the stand-ins have their attributes.
+        whole: model with all modules, possibly on meta; stand-ins get their attributes from it.
         structure: names of the main modules.
-        joints: how the blocks are joined.
-        span: blocks of this stage.
+        joints: result of `find_joints`.
+        span: range of this stage's blocks.
         arrived: activations of the previous stage; empty on the first stage.
     """
     name = structure.stacks[0]
@@ -143,7 +143,7 @@ def stage_modules(
 
 
 def run_stage(modules: Any, run: Callable[[], T]) -> T | Tensor:
-    """Run a forward with stand-ins; return its result, or the input of the next stage.
+    """Run a forward with stand-ins; return its result or, before the last stage, the activations.
 
     Args:
         modules: context manager from `stage_modules`.
@@ -157,7 +157,7 @@ def run_stage(modules: Any, run: Callable[[], T]) -> T | Tensor:
 
 
 def _observe(foreign: Any, structure: Structure, run: Callable[[], Any]) -> Joints:
-    """Run the model once with hooks; return its `Joints`, or why it cannot be cut."""
+    """Run the model once with hooks to find its `Joints`, without testing stages."""
     if not structure.stacks or not structure.embed:
         return Joints("it has no stack of blocks after a token embedding")
     owner_name, _, leaf = structure.stacks[0].rpartition(".")
@@ -183,15 +183,15 @@ def _observe(foreign: Any, structure: Structure, run: Callable[[], Any]) -> Join
         for hook in hooks:
             hook.remove()
     if order != [id(block) for block in blocks]:
-        return Joints("its blocks do not run once each in the order of the stack")
+        return Joints("its blocks do not run exactly once each, in the order of the stack")
     return Joints("", forms, frozenset(after - early))
 
 
 def find_joints(twin: Any, structure: Structure, run: Callable[[], Tensor]) -> Joints:
-    """Test whether a small copy can be cut into stages between any two blocks.
+    """Test whether a twin can be split into two stages after any block.
 
     Args:
-        twin: small copy of the model.
+        twin: small copy of the model; see `small_copy.py`.
         structure: names of the model's main modules.
         run: function that returns the model's logits.
     """
@@ -217,9 +217,9 @@ def find_joints(twin: Any, structure: Structure, run: Callable[[], Tensor]) -> J
 def stage_ends(
     structure: Structure, after: Collection[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return child names of the modules that only the first stage has, and only the last.
+    """Return the child names of modules that only the first or only the last stage needs.
 
-    For the first stage this is only the token embedding: later blocks may need any other module.
+    For the first stage, this is only the token embedding: later stages may need other modules.
     """
     stack = structure.stacks[0] if structure.stacks else ""
 

@@ -13,7 +13,7 @@ from bmforge.nn.low_rank import linear_sizes
 
 __all__ = ["Structure", "accepted_arguments", "find_structure", "linear_names"]
 
-# Layers that route tokens to experts; rounding them changes which expert is chosen.
+# Layers that route tokens to experts; quantizing them would change which experts are selected.
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "e_score_correction_bias"})
 
 
@@ -25,7 +25,7 @@ class Structure:
         body: module that computes the input of the output layer.
         head: output layer of the vocabulary.
         embed: token embedding.
-        stacks: containers of blocks, the text decoder's first.
+        stacks: containers of blocks, starting with the text decoder's.
     """
 
     body: str
@@ -48,7 +48,7 @@ def find_structure(module: Any) -> Structure:
 
 
 def _find_stacks(module: Any, embed: str) -> list[str]:
-    """Return the containers of two or more blocks with parameters, the text decoder's first."""
+    """Return the names of containers of several blocks, starting with the text decoder's."""
     ranked: list[tuple[tuple[bool, bool, int], str]] = []
     classes = set(module._no_split_modules or ())
     owner = embed.rpartition(".")[0]
@@ -69,7 +69,7 @@ def _find_stacks(module: Any, embed: str) -> list[str]:
 
 
 def linear_names(module: nn.Module, stacks: tuple[str, ...]) -> list[str]:
-    """Return the names of the linear layers and experts in the blocks, without routers."""
+    """Return the names of linear layers and experts in the blocks, excluding routers."""
     inside = tuple(f"{name}." for name in stacks)
     return [
         name
@@ -84,7 +84,7 @@ def _is_matrix(part: nn.Module) -> bool:
 
 
 def accepted_arguments(module: nn.Module) -> tuple[frozenset[str], bool]:
-    """Return the argument names of a module's forward, and whether it accepts other keywords."""
+    """Return a forward's argument names, and True if it accepts any other keyword arguments."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     names = frozenset(p.name for p in parameters)
     return names, any(p.kind == p.VAR_KEYWORD for p in parameters)

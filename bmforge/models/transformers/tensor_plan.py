@@ -1,8 +1,8 @@
 """Tensor-parallel plan of a transformers model, derived from transformers' own plan.
 
 Attention and MLPs are sharded. Embedding, output layer, routers and stacked experts are replicated.
-A plan that could give wrong gradients is rejected: every parameter of a sharded sublayer must be in
-the plan, or belong to a layer that is known to run before the sharded ones.
+A plan that could cause wrong gradients is rejected: every parameter of a sharded sublayer must be
+in the plan, or belong to a layer that is known to run before the sharded layers.
 
 Source: `base_model_tp_plan` in transformers' configs; its styles are those of
 `transformers.distributed`.
@@ -21,7 +21,7 @@ from bmforge.surgery import match_glob
 
 __all__ = ["find_tensor_plan"]
 
-# transformers' style of a linear layer -> style here.
+# transformers' style of a linear layer -> style of `TensorCut`.
 _LINEAR = {
     "colwise": "own_column",
     "rowwise": "row",
@@ -29,16 +29,16 @@ _LINEAR = {
     "rowwise_split_input": "split_row",
     "mla_kv_a_proj": "shared_tail",
 }
-# Styles of modules that every process holds whole here.
+# Styles of modules that bmforge replicates.
 _WHOLE = frozenset({"moe_tp_experts", "packed_colwise", "packed_rowwise", "embedding_rowwise"})
 _HEAD_NORM = "replicated_with_grad_allreduce"
 _KEY_VALUE = frozenset({"k_proj", "v_proj"})
-# Layers of low-rank projections and routers, whose outputs enter a sharded layer as a whole.
+# Name endings of low-rank projections and routers, whose full outputs enter a sharded layer.
 _BEFORE = ("_a_proj", "_a_layernorm", "_a_norm", "gate", "router", "kv_a_proj_with_mqa")
 
 
 def find_tensor_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
-    """Return the tensor-parallel plan and "", or () and the reason why there is no plan.
+    """Return the tensor-parallel plan, and the reason why it cannot be used ("" if it can).
 
     Args:
         model: `TransformersModel` to shard.
@@ -61,7 +61,7 @@ def find_tensor_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
 def _make_cuts(
     modules: Mapping[str, nn.Module], styles: Mapping[str, str], config: Any
 ) -> tuple[tuple[TensorCut, ...], str]:
-    """Return a `TensorCut` for each planned module, and the first unsupported style."""
+    """Return a `TensorCut` for each planned module and ""; or (), and an unsupported style."""
     cuts = []
     for name, style in styles.items():
         module = modules[name]
@@ -78,7 +78,7 @@ def _make_cuts(
 
 
 def _cut_linear(name: str, module: nn.Linear, style: str, config: Any) -> TensorCut:
-    """Return the `TensorCut` of a linear layer; the units are heads or indivisible rows."""
+    """Return the `TensorCut` of a linear layer; its units are heads or indivisible rows."""
     units = 0
     if style == "shared_tail":
         units = int(config.qk_rope_head_dim)
@@ -93,8 +93,8 @@ def _cut_linear(name: str, module: nn.Linear, style: str, config: Any) -> Tensor
 
 
 def _find_uncovered(model: Any, modules: Mapping[str, nn.Module], styles: Mapping[str, str]) -> str:
-    """Return the first parameter of a sharded sublayer that the plan misses; "" if none."""
-    # Only "colwise": between a gathered and a split layer, activations are whole on every rank.
+    """Return an error text for a sharded sublayer's parameter that the plan misses, else ""."""
+    # Only "colwise": after gathered or before split layers, every rank has all activations.
     sharded = {n for n, s in styles.items() if s == "colwise" and type(modules[n]) is nn.Linear}
     parts = {name.rpartition(".")[0] for name in sharded}
     for name in _parameter_owners(modules):
@@ -109,7 +109,7 @@ def _find_uncovered(model: Any, modules: Mapping[str, nn.Module], styles: Mappin
 
 
 def _parameter_owners(modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Yield the names of the modules that have their own parameters."""
+    """Yield the names of modules that have parameters themselves, not only in children."""
     for name, module in modules.items():
         if any(True for _ in module.parameters(recurse=False)):
             yield name

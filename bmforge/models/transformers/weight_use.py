@@ -1,8 +1,8 @@
-"""Finds linear layers whose weights other modules read, and layers that never train.
+"""Finds linear layers whose weights other modules read, and layers that get no gradient.
 
 Some modules read the dtype or values of another module's weight, which does not exist after
-quantization. Others compute a discrete choice, such as the tokens that sparse attention keeps; no
-gradient flows through it, so adapters on them never train.
+quantization. Other layers only compute a discrete choice, such as the tokens that sparse attention
+selects; no gradient flows through it, so adapters on these layers would never be trained.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["find_untrained", "noting_reads"]
 
 @contextmanager
 def noting_reads(model: nn.Module) -> Iterator[set[str]]:
-    """Context manager: collect the linear layers whose weight is read outside of their forward.
+    """Context manager: collect the names of linear layers whose weight other code reads.
 
-    The class of each `nn.Linear` is replaced meanwhile, as reads of module attributes cannot be
-    observed otherwise.
+    Inside, the class of each `nn.Linear` is replaced, because reads of module attributes cannot be
+    observed in another way.
     """
     read: set[str] = set()
     layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
@@ -37,7 +37,7 @@ def noting_reads(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _watched_class(name: str, read: set[str]) -> type[nn.Linear]:
-    """Return a linear layer class that adds `name` to `read` when other code reads its weight."""
+    """Return a linear layer class that adds `name` to `read` if other code reads its weight."""
 
     def note_read(layer: Any) -> Tensor:
         read.add(name)
@@ -51,7 +51,7 @@ def _watched_class(name: str, read: set[str]) -> type[nn.Linear]:
 
 
 def find_untrained(model: nn.Module, loss: Tensor) -> set[str]:
-    """Return the linear layers that get no gradient from a loss; frees the loss's graph."""
+    """Return the names of linear layers that get no gradient from a loss; frees its graph."""
     layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
     weights: list[Any] = [layer.weight for layer in layers.values()]
     gradients = torch.autograd.grad(loss, weights, allow_unused=True)

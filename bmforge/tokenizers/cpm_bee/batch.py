@@ -1,6 +1,6 @@
 """Packs CPM-Bee documents with in-context examples into batches.
 
-An instance is a training document with its examples. A sequence holds as many instances as fit,
+An instance is a training document with its examples. A sequence contains as many instances as fit,
 distinguished by `span`; best-fit packing assigns instances to sequences.
 Source: ``_MixedDatasetBatchPacker`` of OpenBMB/CPM-Bee, in
 ``cpm_live/training_tasks/bee/pretrain.py``.
@@ -38,8 +38,8 @@ class Instance:
     Attributes:
         ids, subs, context, segs: see `EncodedDocument`; examples are context only.
         sample_ids: (T,), 0 for the document, 1, 2, ... for the examples.
-        num_segments: (T,), number of segments of the token's document.
-        segment_rel_offset: (T,), start of that document's relations in `segment_rel`.
+        num_segments: (T,), number of segments in the token's document.
+        segment_rel_offset: (T,), start of the token's document in `segment_rel`.
         segment_rel: (R,), concatenated segment relations of the documents.
         answers: answer slots of the document.
         extension: extension table of the document and its examples.
@@ -67,7 +67,7 @@ class RowBatch(NamedTuple):
 
     Attributes:
         inputs: arguments of CPM-Bee's forward and ``labels``; see `collate_rows`.
-        task_ids: (B, T), index in `tasks` of the task of each token.
+        task_ids: (B, T), task of each token, as an index into `tasks`.
         tasks: names of the tasks.
     """
 
@@ -77,11 +77,11 @@ class RowBatch(NamedTuple):
 
 
 def join_examples(encoded: Sequence[EncodedDocument], task: str = "") -> Instance:
-    """Append in-context examples to a document.
+    """Join an encoded document and its encoded in-context examples to an instance.
 
     Args:
-        encoded: the document, then its examples, each encoded with the previous one's token
-            table.
+        encoded: the document, then its examples, each encoded with the extension table of the one
+            before.
         task: name of the task.
     """
     lengths = [len(document.ids) for document in encoded]
@@ -115,13 +115,13 @@ def build_instance(
     order_key: bytes | None = None,
     task: str = "",
 ) -> Instance:
-    """Encode a document with the in-context examples, in order, that fit into the window.
+    """Encode a document with as many of its in-context examples, in order, as fit the window.
 
     Args:
         document: training document with its answers.
         tokenizer: CPM-Bee's tokenizer.
-        examples: documents with their answers, as context.
-        max_length: window in tokens; None is no limit.
+        examples: documents with answers, used as context.
+        max_length: window in tokens; None for no limit.
         order_key: see `encode_document`.
         task: name of the task.
 
@@ -144,10 +144,10 @@ class BestFit:
     """Best-fit packing: each item is added to the fullest sequence in which it still fits.
 
     Args:
-        max_length: length of a sequence.
+        max_length: maximum length of a sequence.
 
     Attributes:
-        rows: items of every open sequence, oldest first.
+        rows: items of each open sequence, oldest first.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -176,7 +176,7 @@ class BestFit:
             self._free.append(self.max_length - length)
 
     def restore(self, items: Sequence[tuple[int, int]]) -> None:
-        """Reopen a sequence from a saved state, given as pairs (item, length)."""
+        """Restore an open sequence from a saved state: pairs (item, length)."""
         self.rows.append([item for item, _ in items])
         self._free.append(self.max_length - sum(length for _, length in items))
 
@@ -193,9 +193,9 @@ def collate_rows(
     """Collate packed instances into the arguments of CPM-Bee's forward.
 
     Args:
-        rows: instances of every sequence.
+        rows: instances of each sequence.
         tokenizer: CPM-Bee's tokenizer.
-        length: T; None is the longest sequence.
+        length: T (default: the length of the longest sequence).
 
     Shape:
         input, input_sub, sample_ids, num_segments, segment, segment_rel_offset, span: (B, T) int32
@@ -250,7 +250,7 @@ def extension_rows(instances: Sequence[Instance]) -> list[Token]:
 
 
 def extension_inputs(tokens: Sequence[Token]) -> dict[str, NDArray[np.int32]]:
-    """Return ``ext_table_ids`` and ``ext_table_sub`` of extension tokens; (0, 1) if none."""
+    """Return the inputs ``ext_table_ids`` and ``ext_table_sub``; only (0, 1) without tokens."""
     ids, subs = np.array(tokens or [_NO_EXTENSION], dtype=np.int32).T
     return {
         "ext_table_ids": np.ascontiguousarray(ids),
@@ -259,7 +259,7 @@ def extension_inputs(tokens: Sequence[Token]) -> dict[str, NDArray[np.int32]]:
 
 
 def pad_relations(relations: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-    """Pad the segment relations of every sequence with zeros; shape (B, R)."""
+    """Return (B, R): the segment relations of each sequence, padded with zeros."""
     padded = np.zeros((len(relations), max(map(len, relations))), dtype=np.int32)
     for row, values in zip(padded, relations, strict=True):
         row[: len(values)] = values
@@ -276,8 +276,8 @@ def _columns(instance: Instance, relation: int, span: int) -> dict[str, NDArray[
     """Return the per-token inputs of one instance, as a dict from input name to array.
 
     Args:
-        instance: instance of the sequence.
-        relation: offset of its relations in the sequence.
+        instance: instance in a sequence.
+        relation: offset of its relations in the sequence's `segment_rel`.
         span: index of the instance in the sequence.
     """
     return {
@@ -295,7 +295,7 @@ def _columns(instance: Instance, relation: int, span: int) -> dict[str, NDArray[
 def _label(
     instance: Instance, tokenizer: CPMBeeTokenizer, numbers: Mapping[Token, int]
 ) -> NDArray[np.int64]:
-    """Return the labels of one instance: the next token of each answer token, finally ``</s>``."""
+    """Return an instance's labels: the token after each answer token, or ``</s>`` at the end."""
     outputs = instance.ids.astype(np.int64)
     for i in np.flatnonzero(instance.subs).tolist():
         outputs[i] = numbers[int(instance.ids[i]), int(instance.subs[i])]

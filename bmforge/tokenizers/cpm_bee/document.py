@@ -1,8 +1,8 @@
 """Encodes CPM-Bee documents (nested dicts of texts) as token ids, and decodes answers.
 
 Every key and text is a segment ``<s> tokens </s>``; a text under ``<ans>``, which the model
-generates, is ``<s> tokens``. A token outside of the vocabulary is a base id (``<mask>`` for
-``<mask_3>``, ``<unk>`` for unknown text) with a sub id, its index among those with the same base.
+generates, is ``<s> tokens``. A token outside of the vocabulary has a base id (``<mask>`` for
+``<mask_3>``, ``<unk>`` for unknown text) and a sub id, its index among tokens with this base id.
 Source: ``convert_data_to_id`` of OpenBMB/CPM-Bee, ``cpm_live/training_tasks/bee/pretrain.py``.
 """
 
@@ -47,11 +47,11 @@ class TooLongError(DataError):
 
 
 class UnwritableError(DataError):
-    """Raised if an answer contains text that no model can generate."""
+    """Raised if an answer contains text that the model cannot generate."""
 
 
 class Extension(NamedTuple):
-    """Extension table of a sample, with the tokens that the vocabulary lacks.
+    """Extension table of a sample: tokens that the vocabulary lacks.
 
     Attributes:
         texts: mapping from extension id to text.
@@ -68,13 +68,13 @@ class Extension(NamedTuple):
 
 
 class AnswerSlot(NamedTuple):
-    """Position of one answer in an encoded document.
+    """Position of an answer in an encoded document.
 
     Attributes:
         path: keys under ``<ans>`` that lead to the answer; () if ``<ans>`` itself is the text.
         segment: index of its segment.
         start: index of its ``<s>`` in the ids.
-        stop: index after its last token.
+        stop: end index of its tokens (exclusive).
     """
 
     path: tuple[str, ...]
@@ -84,17 +84,17 @@ class AnswerSlot(NamedTuple):
 
 
 class EncodedDocument(NamedTuple):
-    """Encoded document with T tokens and n segments.
+    """Encoded document of T tokens and n segments.
 
     Attributes:
         ids: (T,) int32, ids below `vocab_size`.
         subs: (T,) int32, sub ids; 0 for tokens of the vocabulary.
-        context: (T,) bool, False for generated tokens.
+        context: (T,) bool, False for tokens that the model generates.
         segs: (T,) int32, segment indices.
-        segment_rel: (n * n,) int32, relations of the segments, see `relate`.
+        segment_rel: (n * n,) int32, relations between segments, see `relate`.
         n_segments: number n of segments.
-        answers: one slot per text under ``<ans>``, in generation order.
-        extension: extension table of unseen specials and unknown text.
+        answers: one slot for each text under ``<ans>``, in generation order.
+        extension: extension table of special tokens and text that the vocabulary lacks.
     """
 
     ids: NDArray[np.int32]
@@ -108,7 +108,7 @@ class EncodedDocument(NamedTuple):
 
     @property
     def ext_table(self) -> dict[int, str]:
-        """Mapping from extension id to text, which the tokenizer's `decode` takes."""
+        """Mapping from extension id to text, for the tokenizer's `decode`."""
         return self.extension.texts
 
 
@@ -128,18 +128,18 @@ def encode_document(
     Args:
         document: dict of texts in the tokenizer's syntax: ``<<`` is ``<``, ``<mask_0>`` a blank.
         tokenizer: CPM-Bee's tokenizer.
-        max_length: window in tokens; None is no limit.
-        extension: extension table of earlier documents in the same sample, which is continued.
+        max_length: window in tokens; None for no limit.
+        extension: extension table of earlier documents in the same sample; a copy is extended.
         blank_answers: ignore the texts under ``<ans>``, as for a prompt.
-        order_key: seed that shuffles the keys under ``<ans>``; None keeps their order.
+        order_key: seed for shuffling the keys under ``<ans>``; if None, their order is kept.
         max_depth: depth limit of the segment relations; see `relate`.
         max_nesting: maximum depth of a text below the root.
 
     Raises:
         DataError: the document is not a nested dict of texts with ``<ans>``, is too deep, has an
             answer slot without a blank of the same name, or an unknown special token.
-        UnwritableError: an answer contains text that neither the vocabulary nor the other segments
-            have, so that no model can generate it (subclass of DataError).
+        UnwritableError: an answer contains text that is in neither the vocabulary nor the other
+            segments, so that the model cannot generate it (subclass of DataError).
         TooLongError: the document is longer than the window (subclass of DataError).
     """
     segments = flatten_document(
@@ -181,15 +181,15 @@ def decode_document(
     """Return a copy of a document with the generated answers inserted under ``<ans>``.
 
     Args:
-        document: the document that was encoded.
-        encoded: its encoding.
-        answers: output ids for every slot of ``encoded.answers``, with or without ``</s>``; None
-            becomes None in the document.
+        document: document that was encoded.
+        encoded: result of `encode_document`.
+        answers: output ids for each slot in ``encoded.answers``, with or without ``</s>``; None
+            inserts None.
         tokenizer: CPM-Bee's tokenizer.
-        ext_rows: (base id, sub id) of the output rows from `vocab_size` on.
+        ext_rows: (base id, sub id) of each output id from `vocab_size` on.
 
     Raises:
-        DataError: the number of answers differs from that of slots, or an id is invalid.
+        DataError: the numbers of answers and slots differ, or an id is invalid.
     """
     if len(answers) != len(encoded.answers):
         raise DataError(
@@ -218,7 +218,7 @@ def decode_answer(
     """Decode output ids up to ``</s>`` to text; ids from `vocab_size` on refer to `ext_rows`.
 
     Raises:
-        DataError: an id is out of range, or is an extension token of another document of the batch.
+        DataError: an id is out of range, or an extension token of another document in the batch.
     """
     names = extension.names
     texts = []
@@ -247,8 +247,8 @@ def encode_text(
     """Encode a text as (id, sub id) pairs; also return the extended extension table.
 
     Raises:
-        DataError: the text has a token that only the encoder inserts, an unknown special token,
-            or a ``<`` that does not begin a special token.
+        DataError: the text contains a token that only the encoder inserts, an unknown special
+            token, or a ``<`` that does not begin a special token.
     """
     texts, tokens = extension or Extension({}, {})
     ids, texts = tokenizer.encode_extended(text, texts)
@@ -257,8 +257,8 @@ def encode_text(
     for id in ids:
         if id in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id):
             raise DataError(
-                f"the token {tokenizer.decode([id])} marks the begin or end of a text, so it "
-                "must not occur in a text. Write << for the character <."
+                f"the token {tokenizer.decode([id])} marks the beginning or end of a text, so "
+                "it must not occur in a text. Write << for the character <."
             )
         if id >= len(tokenizer) and id not in tokens:
             base = _base_id(texts[id], tokenizer)
@@ -286,7 +286,7 @@ def _base_id(text: str, tokenizer: CPMBeeTokenizer) -> int:
 def _encode_segments(
     segments: Sequence[Segment], tokenizer: CPMBeeTokenizer, extension: Extension | None
 ) -> tuple[list[list[Token]], Extension]:
-    """Encode every segment as tokens: ``<s>``, its text and, except for answers, ``</s>``."""
+    """Encode each segment as ``<s>``, its text and, except for answers, ``</s>``."""
     extension = extension or Extension({}, {})
     begin, end = [(tokenizer.bos_id, 0)], [(tokenizer.eos_id, 0)]
     parts = []
@@ -302,7 +302,7 @@ def _encode_segments(
 def _check_blanks(
     segments: Sequence[Segment], parts: Sequence[Sequence[Token]], extension: Extension
 ) -> None:
-    """Raise `DataError` if a special key under ``<ans>`` does not occur in the document."""
+    """Raise `DataError` for a special token under ``<ans>`` without a blank in the document."""
     present = {
         token
         for segment, part in zip(segments, parts, strict=True)
@@ -323,7 +323,7 @@ def _check_blanks(
 def _check_answers(
     segments: Sequence[Segment], parts: Sequence[Sequence[Token]], extension: Extension
 ) -> None:
-    """Raise `DataError` if an answer has an extension token that is not in the context."""
+    """Raise `UnwritableError` if an answer has an extension token that is not in the context."""
     names = extension.names
     shown = {t for s, part in zip(segments, parts, strict=True) if not s.answer for t in part}
     for segment, part in zip(segments, parts, strict=True):

@@ -1,4 +1,4 @@
-"""Reads documents from the lines of a file: strict JSON objects without duplicate keys."""
+"""Reads documents from the lines of a file, as JSON objects without duplicate keys."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NEEDED = 'A line is one document, such as {"input": "...", "<ans>": ""}.'
 
 
 def read_numbered(path: Path) -> Iterator[tuple[int, bytes]]:
-    r"""Yield the non-empty lines of a file with their line numbers, counted from 1.
+    r"""Yield (line number from 1, line) for the non-empty lines of a file.
 
-    Lines are counted as editors do: they end with ``\n``, ``\r\n`` or ``\r``.
+    Lines end with ``\n``, ``\r\n`` or ``\r``, as in editors.
 
     Raises:
         DataError: the file cannot be read.
@@ -35,11 +35,11 @@ def read_numbered(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_document(line: bytes, where: str) -> dict[str, Any]:
-    """Parse a line as a document.
+    """Parse a line of a file as a document.
 
     Args:
         line: UTF-8 bytes.
-        where: name of the line for error messages.
+        where: location of the line, for error messages.
 
     Raises:
         DataError: the line is not a JSON object in UTF-8, is nested too deeply, or has a
@@ -68,7 +68,7 @@ def parse_document(line: bytes, where: str) -> dict[str, Any]:
 
 
 class _DuplicateKeyError(Exception):
-    """Raised if a JSON object has the same key twice."""
+    """Raised if a JSON object contains a key twice."""
 
 
 def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

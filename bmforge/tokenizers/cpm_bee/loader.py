@@ -1,8 +1,8 @@
 """Data loader for CPM-Bee: packs the samples of a task mixture into micro-batches.
 
-Instances are packed by best fit; an optimizer step takes the oldest sequences as soon as there are
-more than a global batch. The contents of the open sequences are part of the state, as sample
-numbers, so a run resumes exactly.
+Instances are packed by best fit. As soon as more sequences than a global batch are open, the oldest
+ones form the next optimizer step. The state contains the sample indices in the open sequences, so
+that a run resumes exactly.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ __all__ = ["DocumentLoader", "iter_documents"]
 
 
 class DocumentLoader:
-    """Endless iterator over optimizer steps; each item is the list of this rank's micro-batches.
+    """Endless iterator over optimizer steps; each item is a list of this rank's micro-batches.
 
     Each micro-batch is a dict of the tensors listed in `collate_rows`, padded to the mixture's
-    window. Every rank packs all sequences and keeps its share, so the packing does not depend on
-    the world size.
+    window. Every rank packs all sequences but returns only its own, so that the packing does not
+    depend on the world size.
 
     Args:
         mixture: source of the instances.
-        global_batch_size: sequences per optimizer step over all ranks.
-        micro_batch_size: sequences per forward pass on one rank.
+        global_batch_size: number of sequences per optimizer step, over all ranks.
+        micro_batch_size: number of sequences per forward pass on one rank.
         rank: data-parallel rank.
         world: number of data-parallel ranks.
 
     Raises:
-        ConfigError: the sizes are not divisible.
+        ConfigError: a value is out of range, or the global batch size is not divisible.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DocumentLoader:
         ]
 
     def next_rows(self) -> list[RowBatch]:
-        """Return the micro-batches of the next step as arrays, with the task of every token."""
+        """Return the micro-batches of the next step as arrays, with the task of each token."""
         barren = 0
         while len(self._open.rows) <= self._global_batch_size:
             barren = 0 if self._add_next() else barren + 1
@@ -109,7 +109,7 @@ class DocumentLoader:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loader, which is the same on every rank."""
+        """Return the state of the loader, which is equal on all ranks."""
         return {
             "step": self._step,
             "samples": self._next,
@@ -149,7 +149,7 @@ class DocumentLoader:
             )
 
     def _add_next(self) -> bool:
-        """Add the next sample to a sequence; return False if the sample is skipped."""
+        """Add the next sample to an open sequence; return False if the sample is skipped."""
         number, self._next = self._next, self._next + 1
         instance = self.mixture.instance(number)
         if instance is None:
@@ -167,7 +167,7 @@ def iter_documents(
     batch_size: int,
     task: str = "",
 ) -> Iterator[RowBatch]:
-    """Yield batches of all documents once, in order, packed; the last one may be smaller.
+    """Pack all documents in order, and yield them once as batches; the last may be smaller.
 
     Raises:
         DataError: see `encode_document`; documents longer than the window are not skipped.

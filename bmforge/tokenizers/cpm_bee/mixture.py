@@ -1,9 +1,9 @@
-"""Weighted mixture of tasks: a stateless map from global sample numbers to instances.
+"""Weighted mixture of tasks: a stateless mapping from global sample indices to instances.
 
-An epoch takes round(weight * lines) samples of every source, in an order that depends on the seed
-and the epoch. A source yields all its lines, reshuffled each time, before repeating one. Transform
-and in-context examples are sampled from (seed, sample number).
-Source of the mixture file's format: ``MixedDataset`` of OpenBMB/CPM-Bee, which also takes Python
+An epoch contains round(weight * lines) samples from each source, in an order that depends on the
+seed and the epoch. All lines of a source are used, in shuffled order, before a line is repeated.
+Transform and in-context examples are sampled with a seed that depends on the sample index.
+Source of the mixture file's format: ``MixedDataset`` of OpenBMB/CPM-Bee, which also accepts Python
 scripts as transforms. Only field mappings are supported here (`transform.py`).
 """
 
@@ -30,7 +30,7 @@ from bmforge.tokenizers.cpm_bee.transform import Transform
 
 __all__ = ["DocumentFile", "TaskMixture", "TaskSource", "load_mixture", "reason_of"]
 
-# Reasons why documents are skipped.
+# Error class -> reason why a document is skipped.
 _REASONS: dict[type[DataError], str] = {
     TooLongError: "longer than the window",
     UnwritableError: "with an answer that the vocabulary cannot encode",
@@ -46,9 +46,9 @@ class DocumentFile(Sequence[dict[str, Any]]):
         path: UTF-8 file; empty lines are skipped.
 
     Raises:
-        DataError: the file cannot be read or has no line.
+        DataError: the file cannot be read or is empty.
 
-    Memory: 16 bytes per line.
+    Memory: 16 bytes per line of the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -77,7 +77,7 @@ class DocumentFile(Sequence[dict[str, Any]]):
         return len(self._starts)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the document in the non-empty line `index`, counted from 0.
+        """Return the document in the non-empty line with this index, counted from 0.
 
         Raises:
             DataError: the line is not a JSON object; see `parse_document`.
@@ -90,7 +90,7 @@ class DocumentFile(Sequence[dict[str, Any]]):
             raise DataError(f"{self.where(index)} cannot be read ({error}).") from error
 
     def where(self, index: int) -> str:
-        """Describe the location of a document: file and line number, counted from 1."""
+        """Return the location of a document as text: file and line number, counted from 1."""
         return f"{self.path}, line {self._numbers[index]}"
 
 
@@ -102,7 +102,7 @@ class TaskSource:
         task: name of the task.
         documents: a `DocumentFile`, or documents in memory.
         weight: number of times that each document occurs in an epoch.
-        transforms: transforms of documents, one sampled each time; empty is no transform.
+        transforms: field mappings; one is sampled for each document; empty for no transform.
         example_weights: relative frequency of 0, 1, 2, ... in-context examples.
 
     Raises:
@@ -138,17 +138,17 @@ class TaskSource:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Number of samples per epoch, at least one."""
+        """Number of samples per epoch, at least 1."""
         return max(1, round(self.weight * len(self.documents)))
 
     def where(self, index: int) -> str:
-        """Describe the location of a document for error messages."""
+        """Return the location of a document as text, for error messages."""
         if isinstance(self.documents, DocumentFile):
             return self.documents.where(index)
         return f"task {self.task!r}, document {index}"
 
     def fingerprint(self) -> str:
-        """Return a hash that changes whenever the samples change."""
+        """Return a hash of the documents and settings, which changes if the samples change."""
         if isinstance(self.documents, DocumentFile):
             content = self.documents.fingerprint
         else:
@@ -158,24 +158,24 @@ class TaskSource:
 
 
 class TaskMixture:
-    """Mixture of tasks, whose instances depend only on (seed, global sample number).
+    """Mixture of tasks; an instance depends only on the seed and the global sample index.
 
     Args:
         sources: tasks.
         tokenizer: CPM-Bee's tokenizer.
         max_length: window in tokens; longer documents are skipped.
-        seed: random seed of order, transforms, examples and answer order.
-        skip_bad: True to skip and count documents that cannot be encoded, instead of raising.
+        seed: random seed for the order of samples and answers, transforms and examples.
+        skip_bad: True to skip and record documents that cannot be encoded, instead of raising.
 
     Attributes:
         samples_per_epoch: number of samples per epoch.
-        skipped: mapping from the number of a skipped sample to the reason.
-        instances_of: mapping from reason to the error message of the first skipped sample.
+        skipped: mapping from the index of a skipped sample to the reason.
+        instances_of: mapping from reason to the error message for its first sample.
 
     Raises:
         ConfigError: the mixture has no sources.
 
-    Memory: 8 bytes per sample of an epoch, and 8 per document.
+    Memory: 8 bytes per sample of an epoch, and 8 bytes per document.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class TaskMixture:
         self._lines: dict[int, tuple[int, NDArray[np.int64]]] = {}
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Return the source and the document index of a global sample number."""
+        """Return (index of the source, index of its document) for a global sample index."""
         epoch, at = divmod(number, self.samples_per_epoch)
         self._prepare(epoch)
         source = int(self._chosen[at])
@@ -213,7 +213,7 @@ class TaskMixture:
         return source, int(self._lines[source][1][line])
 
     def instance(self, number: int) -> Instance | None:
-        """Return the instance of a global sample number; None if it is skipped.
+        """Return the instance with a global sample index; None if it is skipped.
 
         Raises:
             DataError: the document is invalid, see `encode_document`.
@@ -227,7 +227,7 @@ class TaskMixture:
         return None
 
     def survey(self, count: int = 500) -> dict[int, str]:
-        """Check the first `count` samples; map the number of each invalid one to the reason."""
+        """Check the first `count` samples; return a dict from index to reason for invalid ones."""
         skipped = {}
         for number in range(min(count, self.samples_per_epoch)):
             try:
@@ -237,7 +237,7 @@ class TaskMixture:
         return skipped
 
     def _name_reason(self, number: int, error: DataError) -> str:
-        """Return the reason why a sample is skipped; record the first sample for each reason."""
+        """Return the reason why a sample is skipped; record the first error for each reason."""
         reason = reason_of(error)
         self.instances_of.setdefault(reason, self._describe(number, error))
         return reason
@@ -257,12 +257,12 @@ class TaskMixture:
         )  # fmt: skip
 
     def fingerprint(self) -> str:
-        """Return a hash that changes whenever a sample changes."""
+        """Return a hash of sources, window and vocabulary, which changes if a sample changes."""
         parts = [source.fingerprint() for source in self.sources]
         return _digest(repr((parts, self.max_length, len(self.tokenizer))))
 
     def _prepare(self, epoch: int) -> None:
-        """Compute an epoch's tables: the source of each sample, and its index in the source."""
+        """Compute an epoch's tables: for each sample, its source and its index in the source."""
         if epoch == self._epoch:
             return
         slots = _permutation(self.samples_per_epoch, (self.seed, "epoch", epoch))
@@ -281,7 +281,7 @@ class TaskMixture:
         return source.maps[choice](document)
 
     def _examples(self, number: int, index: int, line: int) -> list[int]:
-        """Sample the lines of the in-context examples, excluding the sample's own line."""
+        """Return sampled document indices of in-context examples, excluding the sample's own."""
         source = self.sources[index]
         bounds = np.cumsum(np.asarray(source.example_weights, dtype=np.float64))
         point = _draw(self.seed, "examples", number) * bounds[-1]
@@ -329,7 +329,7 @@ def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
 
 
 def reason_of(error: DataError) -> str:
-    """Return a short reason why a document is skipped."""
+    """Return a short text that says why a document is skipped."""
     return next((text for kind, text in _REASONS.items() if isinstance(error, kind)), _OTHER)
 
 

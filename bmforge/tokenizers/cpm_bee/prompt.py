@@ -1,10 +1,9 @@
 """Encodes CPM-Bee prompts: documents whose answers the model will generate.
 
-The prompt is the document without the answers. The answers are generated one slot after the other,
-each from ``<s>`` at position 0 in its own segment to ``</s>``.
-Source: ``cpm_live/generation/bee.py`` of OpenBMB/CPM-Bee. There generated tokens have the
-segment count of the last in-context example; in this implementation that of the document itself, as
-in training.
+The prompt is the document without the answers. The answers are generated one slot after the other;
+each is a segment that begins with ``<s>`` and is generated until ``</s>``.
+Source: ``cpm_live/generation/bee.py`` of OpenBMB/CPM-Bee. There, `num_segments` of generated tokens
+is that of the last in-context example; here, it is that of the document, as in training.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One encoded prompt.
+    """Encoded prompt: a document whose answers will be generated.
 
     Attributes:
-        document: the document as passed in.
-        encoded: its encoding; its `answers` are the slots to generate, in order.
-        instance: tokens before the first answer, examples included.
+        document: document as passed to `encode_prompt`.
+        encoded: encoded document; its `answers` are the slots to generate, in order.
+        instance: tokens of the document and its examples, without answer slots.
         allowed: token sequences allowed in each slot, without ``</s>``; None if unconstrained.
     """
 
@@ -58,7 +57,7 @@ class Prompt:
 
     @property
     def num_segments(self) -> int:
-        """Number of segments of the document, for generated tokens."""
+        """Number of segments in the document, used as `num_segments` of generated tokens."""
         return self.encoded.n_segments
 
     @property
@@ -72,11 +71,11 @@ class PromptBatch:
     """Batch of encoded prompts.
 
     Attributes:
-        prompts: one per sequence.
+        prompts: prompt of each sequence.
         inputs: arguments of CPM-Bee's ``inference``, see `collate_prompts`.
-        ext_rows: (base id, sub id) of every output from `vocab_size` on.
-        banned: outputs that each sequence must not generate.
-        allowed: output sequences allowed per sequence and slot, ending with ``</s>``; None if
+        ext_rows: (base id, sub id) of each output id from `vocab_size` on.
+        banned: output ids that must not be generated, per sequence.
+        allowed: allowed answers per sequence and slot, as output ids ending with ``</s>``; None if
             unconstrained.
     """
 
@@ -89,7 +88,7 @@ class PromptBatch:
     def decode(
         self, row: int, answers: Sequence[Iterable[int] | None], tokenizer: CPMBeeTokenizer
     ) -> dict[str, Any]:
-        """Return the document of prompt `row`, with the generated answers in its slots."""
+        """Return the document of prompt `row` with the generated answers inserted."""
         prompt = self.prompts[row]
         encoded = prompt.encoded._replace(extension=prompt.extension)
         return decode_document(prompt.document, encoded, answers, tokenizer, self.ext_rows)
@@ -108,10 +107,10 @@ def encode_prompt(
     Args:
         document: nested dict of texts with ``<ans>``.
         tokenizer: CPM-Bee's tokenizer.
-        examples: documents with their answers, as context.
-        max_length: window in tokens; None is no limit.
-        constraints: mapping from the path of a slot (keys under ``<ans>``) to its allowed texts;
-            None uses `find_constraints`.
+        examples: documents with answers, used as context.
+        max_length: window in tokens; None for no limit.
+        constraints: mapping from the path of a slot (keys under ``<ans>``) to its allowed texts
+            (default: the result of `find_constraints`).
 
     Raises:
         ConfigError: a constraint names a slot that does not exist, or allows no text.
@@ -179,7 +178,7 @@ def collate_prompts(prompts: Sequence[Prompt], tokenizer: CPMBeeTokenizer) -> Pr
 
 
 def _without_answers(instance: Instance) -> Instance:
-    """Remove the generated tokens, which are the ``<s>`` of every answer, from an instance."""
+    """Return the instance without its answer slots, which contain only ``<s>``."""
     is_context = instance.context
     names = (
         "ids", "subs", "context", "segs", "sample_ids", "num_segments", "segment_rel_offset",
@@ -190,7 +189,7 @@ def _without_answers(instance: Instance) -> Instance:
 def _tokens_of(
     texts: Collection[str], path: Path, tokenizer: CPMBeeTokenizer, extension: Extension
 ) -> tuple[tuple[Token, ...], ...]:
-    """Encode every text that is allowed in a slot."""
+    """Encode each text that is allowed in a slot."""
     where = ".".join(("<ans>", *path))
     if not texts or isinstance(texts, str):
         raise ConfigError(
@@ -213,9 +212,10 @@ def _tokens_of(
 def _banned(
     extension: Extension, tokenizer: CPMBeeTokenizer, numbers: Mapping[Token, int], count: int
 ) -> tuple[int, ...]:
-    """Return the outputs that must not be generated.
+    """Return the output ids that must not be generated for a prompt.
 
-    These are padding, ``<s>``, an unused ``<unk>``, and the extension tokens of other documents.
+    These are ``<pad>``, ``<s>``, ``<unk>`` if the document does not contain it, and extension
+    tokens of other documents.
     """
     own = extension.names
     out = {tokenizer.pad_id, tokenizer.bos_id}
@@ -229,7 +229,7 @@ def _banned(
 def _outputs(
     prompt: Prompt, tokenizer: CPMBeeTokenizer, numbers: Mapping[Token, int]
 ) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
-    """Return the allowed output sequences of every slot, each ending with ``</s>``."""
+    """Return, for each slot, the allowed answers as output ids ending with ``</s>``, or None."""
     return tuple(
         None
         if slot is None

@@ -1,7 +1,8 @@
 """Segment tree of a CPM-Bee document, in which every key and text is a segment.
 
-Segment 0 is ``<root>``; the others follow depth first, in the order of the keys. The relation of
-two segments is the number of steps up to their nearest common ancestor and down from it.
+Segment 0 is ``<root>``; the others follow depth first, in the order of the keys. The relation
+between two segments encodes the number of steps from one up to their nearest common ancestor, and
+from there down to the other.
 Source: ``convert_data_to_id`` of OpenBMB/CPM-Bee, ``cpm_live/training_tasks/bee/pretrain.py``.
 """
 
@@ -25,13 +26,13 @@ _ROOT = "<root>"
 
 
 class Segment(NamedTuple):
-    """One segment of a document: a key or a text.
+    """Segment of a document: a key or a text.
 
     Attributes:
         text: the key or text.
         parent: index of the parent segment; -1 for the root.
-        depth: depth below the root.
-        path: keys that lead to the segment, including the segment itself if it is a key.
+        depth: depth in the tree; 0 for the root.
+        path: keys on the path to the segment, including the segment itself if it is a key.
         answer: True for a text under ``<ans>``, which the model generates.
         within_answer: True for keys and texts under ``<ans>``.
     """
@@ -54,9 +55,9 @@ def flatten_document(
     """Flatten a nested dict of texts into a list of segments.
 
     Args:
-        document: nested dicts of texts; ``<ans>`` at the top has the answers.
+        document: nested dicts of texts; the top-level key ``<ans>`` contains the answers.
         blank_answers: True to treat texts under ``<ans>`` as empty, as for a prompt.
-        order_key: seed that shuffles the keys of dicts under ``<ans>``; None keeps their order.
+        order_key: seed for shuffling the keys under ``<ans>``; if None, their order is kept.
         max_nesting: maximum depth of a text below the root.
 
     Raises:
@@ -130,18 +131,18 @@ class _Walk(NamedTuple):
 def relate(
     parents: Sequence[int], depths: Sequence[int], max_depth: int = MAX_DEPTH
 ) -> NDArray[np.int32]:
-    """Return the relation between every two segments.
+    """Return the relations between all pairs of segments.
 
     Args:
-        parents: index of each segment's parent, which precedes it; -1 for the root.
-        depths: depth of each segment below the root.
-        max_depth: limit of the steps in one direction; more steps count as ``max_depth - 1``.
+        parents: index of each segment's parent; parents precede children; -1 for the root.
+        depths: depth of each segment in the tree; 0 for the root.
+        max_depth: steps in one direction are clamped to ``max_depth - 1``.
 
     Shape:
-        returns: (n * n,), relation of segment q to k at ``q * n + k``: 0 for itself, else
-        ``up * max_depth + down + 1``; 1 is reserved for other samples.
+        returns (n * n,): at ``q * n + k`` the relation of segment q to segment k, which is 0 if
+        q = k, else ``up * max_depth + down + 1``; 1 is reserved for segments of other samples.
 
-    Memory: a few (n, n) arrays.
+    Peak memory: a few (n, n) arrays.
     """
     count, deepest = len(parents), max(depths, default=0)
     ancestors = np.full((count, deepest + 1), -1, dtype=np.int32)

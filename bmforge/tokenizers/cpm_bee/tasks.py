@@ -1,8 +1,8 @@
 """Builds CPM-Bee documents for its tasks, and finds constraints on their answers.
 
-The functions build documents in the formats listed in CPM-Bee's README. They are optional:
-`find_constraints` detects whether the answer of any document must be one of a few texts, so that
-decoding can be constrained.
+The functions build documents in the formats that CPM-Bee's README lists; using them is optional.
+`find_constraints` detects if the answer of a document must be one of a few texts, so that decoding
+can be constrained.
 
 Source of the formats: README of OpenBMB/CPM-Bee.
 """
@@ -37,7 +37,7 @@ _MOST_RATINGS = 11
 
 
 def generate_text(text: str, prompt: str = "往后写两句话", answer: str = "") -> Document:
-    """Build a document to continue `text`, in which ``<mask>`` may mark the continuation."""
+    """Build a document for continuing `text`, in which ``<mask>`` may mark where to continue."""
     return {"input": text, "prompt": prompt, ANSWER_KEY: answer}
 
 
@@ -76,7 +76,7 @@ def choose_option(
     names = [f"<option_{i}>" for i in range(len(options))]
     if answer is not None and not 0 <= answer < len(names):
         raise DataError(
-            f"answer={answer} must be from 0 to {len(names) - 1}, the number of an option."
+            f"answer={answer} must be from 0 to {len(names) - 1}, the index of an option."
         )
     return {
         "input": text,
@@ -87,10 +87,10 @@ def choose_option(
 
 
 def fill_blanks(text: str, answers: Mapping[str, str] | None = None) -> Document:
-    """Build a document to fill in the blanks ``<mask_0>``, ``<mask_1>``, ... in `text`.
+    """Build a document for filling the blanks ``<mask_0>``, ``<mask_1>``, ... in `text`.
 
     Raises:
-        DataError: `text` has no blank, or `answers` has other blanks than `text`.
+        DataError: `text` has no blanks, or the keys of `answers` are not its blanks.
     """
     blanks = list(dict.fromkeys(_BLANK.findall(text.replace("<<", ""))))
     if not blanks:
@@ -115,7 +115,7 @@ def extract_entities(
     """Build an entity extraction document, with one answer per kind of entity.
 
     Raises:
-        DataError: `kinds` is empty, or `answers` has other kinds.
+        DataError: `kinds` is empty, or the keys of `answers` are not `kinds`.
     """
     if not kinds or isinstance(kinds, str):
         raise DataError(f"kinds={kinds!r} must contain at least one entity type.")
@@ -127,11 +127,11 @@ def extract_entities(
 
 
 def find_constraints(document: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return a mapping from slot path to the allowed answers; empty if unconstrained.
+    """Return a dict from slot path to allowed answers; empty if unconstrained.
 
-    Only a plain text under ``<ans>`` is constrained: to the keys of the only dict of
-    ``<option_0>``, ``<option_1>``, ..., or else to the ratings that ``question`` or ``prompt``
-    gives in brackets, such as (1-5).
+    Only documents with a single answer are constrained. If exactly one dict has the keys
+    ``<option_0>``, ``<option_1>``, ..., its keys are allowed; without such a dict, the ratings in a
+    range that ``question`` or ``prompt`` contains in parentheses, such as (1-5).
     """
     if isinstance(document.get(ANSWER_KEY), Mapping):
         return {}
@@ -149,7 +149,7 @@ def find_constraints(document: Mapping[str, Any]) -> dict[tuple[str, ...], tuple
 
 
 def _find_options(data: Any, depth: int = 0) -> list[tuple[str, ...]]:
-    """Return the keys of every dict whose keys are all options."""
+    """Return the keys of each nested dict whose keys are all options."""
     if not isinstance(data, Mapping) or depth > MAX_NESTING:
         return []
     if data and all(isinstance(key, str) and _OPTION.fullmatch(key) for key in data):

@@ -1,9 +1,9 @@
 """CPM-Bee's tokenizer: greedy longest match, ``<...>`` special tokens, and extension tables.
 
-Texts have a small syntax: ``<<`` is the character ``<``, and ``<name>`` or ``<name_3>`` is a
-special token. Unseen special tokens and characters that the vocabulary cannot represent get ids
-from `vocab_size` on in the text's extension table, so that decoding is exact (`encode_extended`).
-Without a table (`encode`) they are the unknown token.
+In texts, ``<<`` is the character ``<``, and ``<name>`` or ``<name_3>`` is a special token. Special
+tokens and text that the vocabulary lacks get ids from `vocab_size` on in an extension table, so
+that decoding is exact (`encode_extended`). Without a table (`encode`), they become the unknown
+token.
 Source: ``cpm_live/tokenizers/bee.py`` of OpenBMB/CPM-Bee. Here ``<>`` is an error (there it begins
 a special token up to the next ``>``), and an unknown ``<`` is decoded as ``<<``.
 """
@@ -32,13 +32,13 @@ class CPMBeeTokenizer(Tokenizer):
     """Tokenizer of CPM-Bee; with `encode_extended`, decoding restores every text exactly.
 
     Args:
-        tokens: vocabulary in the order of its ids.
+        tokens: tokens of the vocabulary in id order.
 
     Attributes:
         special_tokens: mapping from special token to id.
 
     Raises:
-        ConfigError: a token is duplicated, or one that CPM-Bee requires is missing.
+        ConfigError: a token is duplicated, or a token that CPM-Bee requires is missing.
         MissingDependencyError: ``ahocorasick_rs`` is not installed.
     """
 
@@ -71,7 +71,7 @@ class CPMBeeTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Read ``vocab.txt`` in a directory, or a vocabulary file, with one token per line.
+        """Load ``vocab.txt`` in a directory, or a vocabulary file; one token per line.
 
         Raises:
             DataError: the file does not exist, or is not UTF-8 text.
@@ -117,11 +117,11 @@ class CPMBeeTokenizer(Tokenizer):
         return self._ids["<mask>"]
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token, written as in the vocabulary file, or None."""
+        """Return the id of a token, escaped as in the vocabulary file; None if it is missing."""
         return self._ids.get(_WRITTEN_AS.get(token, token))
 
     def get_vocab(self) -> dict[str, int]:
-        """Return a dict from token to id; spaces and newlines are not escaped."""
+        """Return a dict from token to id; tokens contain unescaped spaces and newlines."""
         return dict(self._ids)
 
     @property
@@ -135,7 +135,7 @@ class CPMBeeTokenizer(Tokenizer):
         return text.replace("<", "<<")
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; text outside the vocabulary is the unknown token.
+        """Return the token ids of a text; text outside the vocabulary becomes the unknown token.
 
         Args:
             text: text in which ``<<`` is ``<``, and ``<name>`` a special token.
@@ -148,7 +148,7 @@ class CPMBeeTokenizer(Tokenizer):
         return [unknown if id in table else id for id in ids] if table else ids
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts, with every ``<`` as a character."""
+        """Return the token ids of texts in which every ``<`` is a plain character."""
         return [self.encode(self.escape(text)) for text in texts]
 
     def encode_extended(
@@ -158,10 +158,11 @@ class CPMBeeTokenizer(Tokenizer):
 
         Args:
             text: text in which ``<<`` is ``<``, and ``<name>`` a special token.
-            ext_table: extension table of earlier texts of the same sample; a copy is extended.
+            ext_table: extension table of earlier texts in the same sample; a copy is extended.
 
         Returns:
-            the token ids, and the extension table (id -> unseen special token or unknown text).
+            token ids; extension table, a dict from id to the special token or text that the
+            vocabulary lacks.
 
         Raises:
             DataError: a ``<`` does not begin a special token.
@@ -187,7 +188,7 @@ class CPMBeeTokenizer(Tokenizer):
 
         Args:
             ids: token ids and extension ids.
-            ext_table: mapping from id to text, which takes precedence over the vocabulary.
+            ext_table: mapping from id to text; it has priority over the vocabulary.
 
         Raises:
             DataError: an id is neither in the vocabulary nor in the table.
@@ -206,7 +207,7 @@ class CPMBeeTokenizer(Tokenizer):
 
 
 def is_special(token: str) -> bool:
-    """Return True if a token is special, in a vocabulary or an extension table."""
+    """Return True if a token of the vocabulary or an extension table is a special token."""
     return token.startswith("<") and token.endswith(">") and not token.startswith("<<")
 
 
@@ -219,7 +220,7 @@ def _extend(token: str, table: dict[int, str], numbers: dict[str, int], vocab_si
 
 
 def _split(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield (unescaped text, False) and (special token, True), in order."""
+    """Split a text; yield (unescaped text, False) or (special token, True) for each part."""
     if "<" not in text:
         yield text, False
         return

@@ -1,15 +1,15 @@
-"""Declarative transforms from records to CPM-Bee documents; they contain no code.
+"""Declarative transforms of records to CPM-Bee documents; they contain no code.
 
-A transform is a nested dict in the shape of the document. Each text in it is a constant, or
-``$a.b`` for the value (text or dict) at key ``b`` of key ``a`` in the record. A ``*`` in the source
-matches every key at its position; as many ``*`` in the target's keys are replaced by the matched
-names.
+A transform is a nested dict with the structure of the document. Each text in it is a constant, or a
+source such as ``$a.b``, the value (text or dict) at ``record["a"]["b"]``. A ``*`` in a source
+matches every key at its position; the keys of the target contain the same number of ``*``, which
+are replaced with the matched keys.
 
     {"input": "$text", "options": {"*": "$choices.*.label"}, "question": "?", "<ans>": "$answer"}
 
 Source: ``apply_transform`` of OpenBMB/CPM-Bee, ``cpm_live/training_tasks/bee/pretrain.py``. There
-the dict above a target must exist already; here it is created. ``$$`` begins a constant that begins
-with ``$``.
+the parent dict of a target must exist already; here it is created. A constant that begins with
+``$`` is written with ``$$``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Transform:
         shape: nested dict of texts; dots in keys separate nested keys.
 
     Raises:
-        ConfigError: `shape` is not a nested dict of texts, or source and target differ in their
-            number of stars.
+        ConfigError: `shape` is not a nested dict of texts, or a source and its target have
+            different numbers of stars.
     """
 
     def __init__(self, shape: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class Transform:
         """Transform a record into a document.
 
         Raises:
-            DataError: the record lacks the value of a source, or two sources have the same target.
+            DataError: the record has no value for a source, or two values have the same target.
         """
         document: dict[str, Any] = {}
         for rule in self._rules:
@@ -85,12 +85,15 @@ class Transform:
         if shape.startswith("$") and not shape.startswith("$$"):
             source = tuple(shape[1:].split("."))
             if "" in source:
-                raise ConfigError(f"transform: the source {shape!r} of {where!r} contains no key.")
+                raise ConfigError(
+                    f"transform: the source {shape!r} of {where!r} has an empty key. Write keys of "
+                    "the record, separated by dots, such as '$a.b'."
+                )
         stars = 0 if source is None else source.count(_STAR)
         if stars != target.count(_STAR):
             raise ConfigError(
                 f"transform: {where!r} has {target.count(_STAR)} stars, but its source "
-                f"{shape!r} {stars}. Use the same number."
+                f"{shape!r} has {stars}. Use the same number."
             )
         self._rules.append(_Rule(target, source, shape[1:] if shape.startswith("$$") else shape))
 
@@ -98,7 +101,7 @@ class Transform:
 def _find(
     data: Any, source: tuple[str, ...], at: int, stars: tuple[str, ...]
 ) -> list[tuple[tuple[str, ...], Any]]:
-    """Return all values that `source` matches, each with the keys that its stars matched."""
+    """Return (keys matched by its stars, value) for each match of `source` in a record."""
     if at == len(source):
         return [(stars, data)]
     if not isinstance(data, Mapping):
