@@ -180,7 +180,7 @@ def test_dataset_goes_on_where_it_was(tmp_path: Path) -> None:
     assert list(old.SimpleDataset(str(tmp_path))) == [100, 101]
     with pytest.raises(ConfigError, match="already exists"):
         old.build_dataset(str(tmp_path), "b")
-    with pytest.raises(DataError, match="it could run anything"):
+    with pytest.raises(DataError, match="could run arbitrary code"):
         write(tmp_path, "c", [struct.Struct])
     assert not (tmp_path / "c").exists()
     with pytest.raises(ConfigError, match="2 processes"):

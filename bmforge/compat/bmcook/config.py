@@ -173,7 +173,8 @@ def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
     clash = set(tables) & set(own)
     if clash:
         raise ConfigError(
-            f"bmforge.{min(clash)} is set both in BMCook's section and here. Set it once."
+            f"{min(clash)!r} is set both in the section 'bmforge' and by one of BMCook's own "
+            "sections. Keep one of them."
         )
     return {**tables, **own}
 

@@ -65,7 +65,8 @@ def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = Non
         )
     if x.dim() == 0 or x.shape[0] % group.size():
         raise ShapeError(
-            f"the rows of {tuple(x.shape)} cannot be divided by {group.size()} processes."
+            f"x has shape {tuple(x.shape)}, whose first dimension is not divisible by the "
+            f"{group.size()} processes. Pad it to a multiple."
         )
     out = sum_scatter_tokens(x, group, 0)
     return out / group.size() if op == "avg" else out
@@ -127,8 +128,8 @@ def send_activations(hidden_state: Tensor, next_rank: int, comm: Any = None) -> 
     group = _group(comm)
     if hidden_state.dtype not in _DTYPES or hidden_state.dim() > _MAX_DIMS:
         raise ShapeError(
-            f"a tensor with {hidden_state.dim()} dims of {hidden_state.dtype} cannot be sent "
-            f"(supported: at most {_MAX_DIMS} dims of floats, integers or booleans)."
+            f"a tensor of {hidden_state.dtype} with {hidden_state.dim()} dims cannot be sent "
+            f"(supported: floats, integers and booleans with at most {_MAX_DIMS} dims)."
         )
     shape = list(hidden_state.shape)
     numbers = [_DTYPES.index(hidden_state.dtype), len(shape), *shape]

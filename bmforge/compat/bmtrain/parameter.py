@@ -261,7 +261,8 @@ def share_like(param: Tensor, value: Tensor) -> Tensor:
     origin = origin_of(param)
     if value.shape != full_shape(param):
         raise ConfigError(
-            f"a value has shape={tuple(value.shape)}, but the parameter {tuple(full_shape(param))}."
+            f"the value has shape={tuple(value.shape)}, but its parameter has "
+            f"shape={tuple(full_shape(param))}."
         )
     if param.is_meta:
         return torch.empty_like(param, dtype=value.dtype)
@@ -322,7 +323,10 @@ class _DeepCopy(_Method):
         param = None if self._param is None else self._param()
         origin = origin_of(param)
         if not isinstance(param, nn.Parameter) or origin is None:
-            raise ConfigError("only a distributed parameter itself can be copied.")
+            raise ConfigError(
+                "this is a copy of a distributed parameter, which cannot be copied again. Copy "
+                "the parameter itself."
+            )
         copy = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
         if param.grad is not None:
             copy.grad = param.grad.detach().clone()

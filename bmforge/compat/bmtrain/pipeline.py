@@ -46,7 +46,10 @@ class PipelineTransformerBlockList(TransformerBlockList):
         if self.stages == 1:
             return
         if len(self) < self.stages:
-            raise BlockError(f"{len(self)} blocks are too few for pipe_size={self.stages} stages.")
+            raise BlockError(
+                f"pipe_size={self.stages} needs at least {self.stages} blocks, but there are "
+                f"{len(self)}. Use a smaller pipe_size."
+            )
         for index, block in enumerate(self):
             _place_(block, self.get_stage_by_layer_id(index))
         claim_blocks_(self)

@@ -276,5 +276,5 @@ def _place(args: argparse.Namespace) -> Migrated:
         placed.values["train"]["grad_clip"] = None
     lost = [f"{name}: {why}" for name, why in placed.unplaced if name.split()[0] in arguments]
     if lost:
-        raise ConfigError(f"arguments that a run does not support: {'; '.join(lost)}.")
+        raise ConfigError(f"unsupported arguments: {'; '.join(lost)}. Leave them out.")
     return placed

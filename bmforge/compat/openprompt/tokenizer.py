@@ -28,13 +28,14 @@ class TheirTokenizer(Tokenizer):
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
         """Raise an error, since transformers opens its own tokenizers."""
         raise ConfigError(
-            "it cannot be loaded here: load it with transformers, or use "
-            "bmforge.tokenizers.AutoTokenizer."
+            f"{cls.__name__} only wraps a tokenizer of transformers. Load that tokenizer with "
+            "transformers, or use bmforge.tokenizers.AutoTokenizer."
         )
 
     def _files(self) -> dict[str, bytes]:
         raise ConfigError(
-            "a transformers tokenizer cannot be saved here. Call its save_pretrained."
+            f"{type(self).__name__} cannot save the transformers tokenizer that it wraps. Call "
+            "that tokenizer's save_pretrained."
         )
 
     def _role_tokens(self) -> Mapping[str, str]:

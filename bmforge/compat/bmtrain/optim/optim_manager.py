@@ -166,7 +166,8 @@ class OptimManager:
         states = state_dict["optimizers"]
         if len(states) != len(self.optimizers):
             raise CheckpointError(
-                f"the state has {len(states)} optimizers, but {len(self.optimizers)} were added."
+                f"the state has {len(states)} optimizers, but {len(self.optimizers)} were added. "
+                "Add the optimizers of the run that saved it."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             if isinstance(optimizer, AdamOptimizer):

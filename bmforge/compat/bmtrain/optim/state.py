@@ -71,7 +71,8 @@ def unpack_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
     saved = sum(len(group["params"]) for group in state["param_groups"])
     if saved != len(params):
         raise CheckpointError(
-            f"the state has {saved} parameters, but the optimizer has {len(params)}."
+            f"the state has {saved} parameters, but the optimizer has {len(params)}. Load the "
+            "state of an optimizer of the same model."
         )
     if keeps_whole(optimizer):
         return {"state": dict(state["state"]), "param_groups": state["param_groups"]}

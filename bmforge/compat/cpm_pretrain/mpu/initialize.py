@@ -125,7 +125,7 @@ def initialize_model_parallel(model_parallel_size_: int, topology: Any = None) -
     if groups.is_ready:
         raise DistributedError(
             "the groups of mpu are already initialized. Call "
-            "mpu.destroy_model_parallel() before making others."
+            "mpu.destroy_model_parallel() before initializing them again."
         )
     world = init_distributed()
     stages = topology.get_dim("pipe") if topology is not None else 1

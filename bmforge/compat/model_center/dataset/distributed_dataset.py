@@ -62,7 +62,10 @@ class DistributedDataset:
         self._seen_at = changed_at
         count = self._data.files[-1].block_end if self._data.files else 0
         if count < len(self._times):
-            raise DataError(f"{str(meta)!r} has fewer blocks than when it was last read.")
+            raise DataError(
+                f"{str(meta)!r} lists {count} blocks, but listed {len(self._times)} when it was "
+                "last read. Only append to a dataset that is in use."
+            )
         fresh = torch.zeros(count - len(self._times), dtype=torch.int)
         self._times = torch.cat((self._times, fresh))
 
