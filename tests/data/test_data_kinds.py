@@ -96,7 +96,7 @@ def test_tables(tmp_path: Path) -> None:
     found = entries(tmp_path / "a.csv", text_field="body")
     assert [one.text for one in found[:2]] == ['two\nlines, "quoted"', "中文"]  # type: ignore[union-attr]
     assert found[0].url == "u"  # type: ignore[union-attr]
-    assert "1 columns, but the header 3" in str(found[2])
+    assert "1 columns, but the header has 3" in str(found[2])
     (tmp_path / "b.tsv").write_bytes(("x\ttext\n1\t" + CHINESE + "\n").encode("gb18030"))
     assert texts(tmp_path / "b.tsv") == [CHINESE]
     with pytest.raises(DataError, match=r"no field 'text'.*body"):

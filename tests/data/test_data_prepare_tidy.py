@@ -155,7 +155,7 @@ def test_no_private_data_is_left_or_shown(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"tidy": ("repiar",)}, "Did you mean 'repair'"),
-        ({"tidy": ("simplified", "traditional")}, "Choose one of them"),
+        ({"tidy": ("simplified", "traditional")}, "Keep one of them"),
         ({"languages": ("eng",)}, "Did you mean 'en'"),
         ({"languages": ("any", "en")}, "'any' cannot be combined"),
     ],

@@ -48,7 +48,7 @@ def test_tables_with_a_head(tmp_path):
     assert (found.fields, found.label) == ({"text_a": "很好"}, 1)
     for text, said in (
         ("a\tb\n", "no column 'sentence'"),
-        ("sentence\tlabel\na\n", "1 cells, but the header 2"),
+        ("sentence\tlabel\na\n", "1 columns, but the header has 2"),
         ("sentence\tlabel\na\t7\n", "label='7' is not a class"),
     ):
         put(tmp_path / "SST-2", "train.tsv", text)

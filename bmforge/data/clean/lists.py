@@ -68,7 +68,9 @@ class ListedWords:
         try:
             from ahocorasick_rs import AhoCorasick
         except ImportError as error:
-            raise MissingDependencyError("ahocorasick-rs", "data", "A list of words") from error
+            raise MissingDependencyError(
+                "ahocorasick-rs", "data", "filtering by a word list"
+            ) from error
         return AhoCorasick([word.lower() for word in self.words])
 
     def find(self, text: str) -> list[tuple[str, int]]:

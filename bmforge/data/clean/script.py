@@ -107,7 +107,9 @@ def _converter(name: str) -> Any:
     try:
         import opencc
     except ImportError as error:
-        raise MissingDependencyError("opencc", "data", "Telling Chinese scripts apart") from error
+        raise MissingDependencyError(
+            "opencc", "data", "detecting simplified and traditional Chinese"
+        ) from error
     return opencc.OpenCC(name)
 
 

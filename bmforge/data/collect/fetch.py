@@ -52,7 +52,7 @@ def find_address(host: str, port: int, is_private_allowed: bool) -> str:
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise FetchError(f"{host} does not resolve ({error})") from error
+        raise FetchError(f"the host name {host} cannot be resolved ({error})") from error
     addresses = [str(info[4][0]) for info in infos]
     for address in addresses:
         if not is_private_allowed and not _is_public(address):

@@ -130,9 +130,7 @@ def _choose_tidy(names: Sequence[str]) -> TidyText:
             )
     scripts = [name for name in _SCRIPTS if name in names]
     if len(scripts) > 1:
-        raise ConfigError(
-            "tidy contains both simplified and traditional Chinese. Choose one of them."
-        )
+        raise ConfigError("tidy lists both 'simplified' and 'traditional'. Keep one of them.")
     switches = {name: name in names for name in _TIDY if name not in ("repair", *_SCRIPTS)}
     chinese = _SCRIPTS[scripts[0]] if scripts else ""
     return TidyText(repair=False, chinese=chinese, **switches)

@@ -60,7 +60,9 @@ def _parse_row(
 ) -> Document:
     location = f"{where}:{line}"
     if len(row) != len(names):
-        raise DataError(f"{location}: the row has {len(row)} columns, but the header {len(names)}.")
+        raise DataError(
+            f"{location}: the row has {len(row)} columns, but the header has {len(names)}."
+        )
     record = dict(zip(names, row, strict=True))
     text = record.get(options.text_field, "")
     replaced = len(_UNDECODED.findall(text))

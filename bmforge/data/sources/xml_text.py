@@ -36,7 +36,8 @@ def walk_xml(
 
     def refuse(*_: object) -> None:
         raise DataError(
-            "it defines entities, which are not allowed because they may expand without limit."
+            "the XML declares entities (<!ENTITY ...>), which are not supported because they can "
+            "expand without limit. Remove the declarations."
         )
 
     def skip_entity(name: str, is_parameter: bool) -> None:
@@ -52,7 +53,7 @@ def walk_xml(
     try:
         parser.Parse(raw, True)
     except (expat.ExpatError, ValueError) as error:
-        raise DataError(f"it is not well-formed XML ({error}).") from error
+        raise DataError(f"the XML is not well-formed ({error}).") from error
 
 
 class TextRules:

@@ -65,7 +65,7 @@ class LazyArray(ABC):
         places = places.astype(np.int64)
         places = np.where(places < 0, places + len(self), places)
         if len(places) and not (places.min() >= 0 and places.max() < len(self)):
-            raise IndexError(f"an index is out of range (there are {len(self)} numbers)")
+            raise IndexError(f"an index is out of range for an array of {len(self)} elements")
         return places
 
     def _slice(self, start: int, stop: int) -> NDArray[Any]:

@@ -71,7 +71,7 @@ class _Name:
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
-        raise DataError("the pickle modifies an object that it names, which is not allowed.")
+        raise DataError("the pickle sets the state of a class or function, which is not allowed.")
 
 
 class _ArrayClass(_Name):
@@ -236,9 +236,9 @@ class _Reader(pickle.Unpickler):
         self.used_names = True
         if (module, name) not in _NAMES:
             raise DataError(
-                f"a pickle that names {module}.{name}"[:200]
-                + ": it could run anything, so it is refused. Only plain values and "
-                "arrays of numbers are read"
+                f"the pickle refers to {module}.{name}"[:200]
+                + ", which could run arbitrary code. Save the data again as plain values and "
+                "numeric arrays."
             )
         return _NAMES[module, name]
 
@@ -281,7 +281,9 @@ class _FileReader(pickle.Unpickler):
             return _GetRow()
         if name == "FileInfo" and module.endswith("distributed_dataset"):
             return _FileInfo()
-        raise DataError(f"a pickle that names {module}.{name}"[:200] + ": refused")
+        raise DataError(
+            f"the pickle refers to {module}.{name}"[:200] + ", which could run arbitrary code."
+        )
 
 
 def load_block_files(content: bytes) -> list[tuple[Any, ...]]:
@@ -317,7 +319,7 @@ def _finish(record: Any, done: dict[int, Any]) -> Any:
         return record
     finished = done.get(id(record))
     if finished is _OPEN:
-        raise DataError("the pickle contains a record that contains itself, which is not allowed.")
+        raise DataError("the pickle contains a list or dict that contains itself.")
     if finished is None:
         done[id(record)] = _OPEN
         finished = done[id(record)] = _finish_container(record, done)

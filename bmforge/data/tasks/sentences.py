@@ -65,8 +65,8 @@ def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> BenchmarkTask:
                 continue
             if len(cells) != len(head):
                 raise DataError(
-                    f"{str(path)!r}, line {number}: the line has {len(cells)} cells, but the "
-                    f"header {len(head)}."
+                    f"{str(path)!r}, line {number}: the line has {len(cells)} columns, but the "
+                    f"header has {len(head)}."
                 )
             row = dict(zip(head, cells, strict=True))
             label = row.get("label")
