@@ -179,7 +179,7 @@ def _parse_and(tokens: list[str]) -> tuple[Alternatives, list[str]]:
         more, tokens = _parse_operand(tokens[1:])
         alternatives = [(*licenses, *other) for licenses in alternatives for other in more]
         if len(alternatives) > _MOST_ALTERNATIVES:
-            raise ValueError("too many alternatives")
+            raise ValueError(f"the expression has more than {_MOST_ALTERNATIVES} alternatives")
     return alternatives, tokens
 
 
