@@ -322,8 +322,8 @@ class PackedLinears:
             return
         if not bool(((order >= 0) & (order < groups)).all()):
             raise CheckpointError(
-                f"{name} contains group numbers beyond the {groups} groups of the layer. "
-                "Download the checkpoint again."
+                f"{name} contains group indices out of range (0 to {groups - 1}). Download the "
+                "checkpoint again."
             )
         self._orders[stem] = order
 
