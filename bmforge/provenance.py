@@ -150,7 +150,7 @@ def _parse(text: str, where: Path) -> Any:
 def _from_record(record: Any, where: Path) -> Provenance:
     try:
         if record["format"] != _FORMAT:
-            raise ValueError(f"format {record['format']}, supported: {_FORMAT}")
+            raise ValueError(f"format {record['format']}, but the supported format is {_FORMAT}")
         parts = tuple(
             ProvenanceSource(**{**_rename_old_key(p), "sources": tuple(p["sources"])})
             for p in record["made_of"]
