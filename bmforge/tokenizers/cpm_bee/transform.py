@@ -85,7 +85,10 @@ class Transform:
         if shape.startswith("$") and not shape.startswith("$$"):
             source = tuple(shape[1:].split("."))
             if "" in source:
-                raise ConfigError(f"transform: the source {shape!r} of {where!r} contains no key.")
+                raise ConfigError(
+                    f"transform: the source {shape!r} of {where!r} has an empty key (needed: names "
+                    "separated by dots, such as '$a.b')."
+                )
         stars = 0 if source is None else source.count(_STAR)
         if stars != target.count(_STAR):
             raise ConfigError(
