@@ -29,13 +29,13 @@ class OffloadConfig:
     """Offload of optimizer states, weights, activations and gradients.
 
     Args:
-        fraction: minimum share of the parameters whose optimizer state is offloaded, together
+        fraction: minimum fraction of the parameters whose optimizer state is offloaded, together
             with the fp32 master weights of a bf16 model; the last layers come first. "auto"
             offloads just enough to fit on the device, measured in the first step.
         target: where to store the states: in host memory or in a file on disk.
         states: storage format of Adam's moments; updates are computed in fp32.
-        directory: directory of the file with the states; None uses the system's temporary
-            directory.
+        directory: directory of the file with the states (default: the system's temporary
+            directory).
         weights: also offload the blocks' weights and stream them; requires a single process and
             fraction 1.
         activations: also offload the tensors saved for backward, except those of the last block.
