@@ -54,7 +54,7 @@ class ConversationData(ExampleConfig):
 
     Args:
         seq_len: maximum sequence length in tokens (default: 2048). With little data, sequences are
-            shorter, so that an epoch has at least ten steps, but hold the longest conversation.
+            shorter, so that an epoch has up to ten steps, but hold the longest conversation.
         answers: train on all answers of a conversation, or on the last one only.
         ignore: fields of the records to ignore; any other field that the chat template does not
             read is an error.
