@@ -22,9 +22,9 @@ SHORT_NAMES = {
 _COMMON = {
     "--data PATH ...": "training data: files or directories",
     "--run-dir DIR": "directory of the run; run the same command again to resume",
-    "--adapter KIND": "train an adapter instead of the model: lora, ... (--adapter.rank N)",
+    "--adapter KIND": "train an adapter, such as lora, instead of the whole model",
     "--base-dtype TYPE": "dtype of the frozen base model: int4 (QLoRA), int8, bf16",
-    "--epochs N": "number of epochs; use instead of --steps",
+    "--epochs N": "number of epochs (instead of --steps)",
     "--push-to-hub ID": "upload the export to this hub repository (private if it is new)",
     "--steps N": "total number of optimizer steps",
     "--lr X": "peak learning rate",
@@ -38,7 +38,7 @@ _COMMON = {
     "--layout.pp N": "pipeline parallelism over N processes",
 }
 _SWITCHES = {
-    "--model NAME_OR_DIR": "model (directory, hub id), or preset or family (random weights)",
+    "--model NAME_OR_DIR": "directory or hub id of a model; a preset or family has random weights",
     "--config FILE": "TOML file with config fields; options override them",
     "--changes JSON": "structural changes (adapters, pruning, ...), as JSON text or a JSON file",
     "--layout auto": "let the planner choose the parallel layout",
