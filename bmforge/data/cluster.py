@@ -86,7 +86,7 @@ def run_on_cluster(
             f"{', '.join(_EXECUTORS)}).{suggest(executor, _EXECUTORS)}"
         )
     if config.tasks < 1:
-        raise ConfigError(f"tasks={config.tasks} (needed: at least 1).")
+        raise ConfigError(f"tasks={config.tasks} must be at least 1.")
     make = _find_executor(executor)
     if (Path(config.out_dir) / RECORD_NAME).exists():
         return prepare(config.inputs, config.out_dir, config.prepare, steps=config.steps)

@@ -120,7 +120,7 @@ def convert_chinese(text: str, script: str) -> str:
         ConfigError: `script` is neither ``"Hans"`` nor ``"Hant"``.
     """
     if script not in _CONVERSIONS:
-        raise ConfigError(f"script={script!r} (needed: one of {', '.join(_CONVERSIONS)}).")
+        raise ConfigError(f"script={script!r} must be one of {', '.join(_CONVERSIONS)}.")
     return _converter(_CONVERSIONS[script]).convert(replace_surrogates(text))
 
 

@@ -199,7 +199,7 @@ def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> N
         raise ConfigError(f"out_dir={str(out_dir)!r} is a file. Choose a directory.")
     workers, memory_bytes = config.execution.workers, config.execution.worker_memory_bytes
     if workers < 0:
-        raise ConfigError(f"workers={workers} (needed: at least 0 processes).")
+        raise ConfigError(f"workers={workers} must be at least 0.")
     if workers and memory_bytes < _LEAST_MEMORY_BYTES:
         raise ConfigError(
             f"worker_memory_bytes={memory_bytes} is too small (a worker needs at "
