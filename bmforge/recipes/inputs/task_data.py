@@ -58,8 +58,8 @@ class TaskDataConfig(ExampleConfig):
             )
         if self.split:
             raise ConfigError(
-                "data.split divides token stores, but this task reads files. Give validation "
-                "files with data.validation."
+                "data.split divides token stores, but this task reads files. Leave it out, and "
+                "give validation files with data.validation."
             )
 
     def _check_published(self, task: str) -> None:
