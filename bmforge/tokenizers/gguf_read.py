@@ -219,7 +219,9 @@ def _read_vocabulary(header: GgufHeader) -> _Vocabulary:
     scores = _numbers(metadata.get("tokenizer.ggml.scores"), [0.0] * count)
     vocabulary = _Vocabulary(header.path, metadata, tokens or [], types, scores)
     if not count or not (len(types) == len(scores) == count):
-        raise vocabulary.damaged(f"{count} tokens, but {len(types)} types, {len(scores)} scores")
+        raise vocabulary.damaged(
+            f"it has {count} tokens, but {len(types)} types and {len(scores)} scores"
+        )
     if len(set(vocabulary.tokens)) != count:
         raise vocabulary.damaged("a token occurs twice")
     if not all(math.isfinite(score) for score in scores):

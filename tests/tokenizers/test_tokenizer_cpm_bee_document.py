@@ -207,7 +207,7 @@ BAD = [
     ({"input": "a", "<ans>": {"b": {"<option_0>": ""}}}, "has no blank"),
     ({"input": "a<masc_0>", "<ans>": ""}, r"unknown special token <masc_0>.*mean '<mask>'"),
     ({"<foo>": "a", "<ans>": ""}, "unknown special token <foo>"),
-    ({"input": "a</s>b", "<ans>": ""}, "</s> marks the begin or end"),
+    ({"input": "a</s>b", "<ans>": ""}, "</s> marks the beginning or end"),
     ({"input": "1 < 2", "<ans>": ""}, "at input: the '<' at character 2"),
     ({"input": "a", "<ans>": "a𠮷"}, r"contains '𠮷', which is neither in the vocabulary"),
     ({"input": "a", "<ans>": {"b": "<option_3>"}}, "contains '<option_3>'"),

@@ -257,7 +257,7 @@ def encode_text(
     for id in ids:
         if id in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id):
             raise DataError(
-                f"the token {tokenizer.decode([id])} marks the begin or end of a text, so it "
+                f"the token {tokenizer.decode([id])} marks the beginning or end of a text, so it "
                 "must not occur in a text. Write << for the character <."
             )
         if id >= len(tokenizer) and id not in tokens:
