@@ -94,7 +94,10 @@ class CookTrainer:
                 "set_compression was called without a model. Give the model to compress."
             )
         if _SLOT in model.__dict__:
-            raise ConfigError(f"this {type(model).__name__} is already prepared.")
+            raise ConfigError(
+                f"set_compression was already called for this {type(model).__name__}. Call it once "
+                "per model."
+            )
         BMPrune.compute_mask(model, cook_config)
         if optimizer is not None or pruning_of(model) is not None:
             BMPrune.set_optim_for_pruning(optimizer)  # type: ignore[arg-type]
