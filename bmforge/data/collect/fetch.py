@@ -127,7 +127,7 @@ def fetch(
             body = _read(answer, most_bytes)
     except (OSError, http.client.HTTPException, ValueError) as error:
         watch.check(url)
-        raise FetchError(f"{url}: {type(error).__name__} {error}") from error
+        raise FetchError(f"{url} cannot be fetched ({type(error).__name__}: {error})") from error
     finally:
         connection.close()
     watch.check(url)
