@@ -92,7 +92,7 @@ _OWN_RULES = (
         "too_short",
         _characters,
         Bounds(200),
-        "characters that are no space",
+        "characters other than spaces",
         _WEB_TEXT,
         "版权所有",
         {"poem": Bounds(16), "list": Bounds(50)},

@@ -48,7 +48,7 @@ def line_rules(
             "empty",
             _filled_lines,
             Bounds(1),
-            "lines that contain more than spaces",
+            "lines with more than spaces",
             source,
             "\n \n",
         ),

@@ -66,7 +66,7 @@ def count_stop_words(text: TextStatistics, stop_words: frozenset[str] = _STOP_WO
     return len(stop_words.intersection(text.words))
 
 
-_REAL_WORDS = "words that are more than marks"
+_REAL_WORDS = "words with more than punctuation"
 _WORD_LENGTH = "mean word length in characters"
 # Name, measure, meaning, and a text that violates the rule; the bounds are in `quality_rules`.
 _QUALITY_RULES = (
