@@ -61,7 +61,8 @@ def _load(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(file)!r} cannot be read as a config ({error}).") from error
     if not isinstance(values, dict) or not {"plm", "dataset", "template"} & set(values):
         raise ConfigError(
-            f"{str(file)!r} is not a config of OpenPrompt: it has no plm, dataset and template."
+            f"{str(file)!r} is not a config of OpenPrompt: it has none of the keys plm, dataset "
+            "and template."
         )
     return values
 
