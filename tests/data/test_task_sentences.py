@@ -49,7 +49,7 @@ def test_tables_with_a_head(tmp_path):
     for text, said in (
         ("a\tb\n", "no column 'sentence'"),
         ("sentence\tlabel\na\n", "1 columns, but the header has 2"),
-        ("sentence\tlabel\na\t7\n", "label='7' is not a class"),
+        ("sentence\tlabel\na\t7\n", "label='7' must be from 0 to"),
     ):
         put(tmp_path / "SST-2", "train.tsv", text)
         with pytest.raises(DataError, match=said):

@@ -222,7 +222,9 @@ def score_task(
         ShapeError: the number of predictions differs from the number of examples.
     """
     if any(example.label is None for example in examples):
-        raise ConfigError(f"these examples of {name} have no labels. Evaluate another split.")
+        raise ConfigError(
+            f"the split of {name} has examples without labels. Evaluate another split."
+        )
     score = _SCORES.get(name, _score_labels)
     return score(predicted, examples)
 

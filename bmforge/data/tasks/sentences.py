@@ -71,7 +71,10 @@ def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> BenchmarkTask:
             row = dict(zip(head, cells, strict=True))
             label = row.get("label")
             if label is not None and label not in map(str, range(len(labels))):
-                raise DataError(f"{str(path)!r}, line {number}: label={label!r} is not a class.")
+                raise DataError(
+                    f"{str(path)!r}, line {number}: label={label!r} must be from 0 to "
+                    f"{len(labels) - 1}."
+                )
             yield TaskExample({text: row[text]}, None if label is None else int(label), number)
 
     return BenchmarkTask(name, labels, {s: (f"{s}.tsv",) for s in ("train", "dev", "test")}, read)
