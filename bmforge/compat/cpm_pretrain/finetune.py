@@ -118,7 +118,7 @@ def _place_schedule(out: Migrated, arguments: dict[str, str]) -> None:
     if steps is None:
         share = arguments["--warmup"]
         out.unplaced.append(
-            (f"--warmup {share}", "set train.schedule.warmup_steps to this share of train.steps")
+            (f"--warmup {share}", "set train.schedule.warmup_steps to this fraction of train.steps")
         )
         return
     out.put("train.schedule.warmup_steps", int(float(arguments["--warmup"]) * steps))

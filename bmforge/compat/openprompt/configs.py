@@ -271,7 +271,9 @@ class _Reader:
                 first, last = seeds[0], seeds[0] + len(seeds) - 1
                 self.miss("sampling_from_train.seed", f"{seeds}: a run uses {first} to {last}")
             if total is not None:
-                self.miss("sampling_from_train.num_examples_total", "data.shots is of every label")
+                self.miss(
+                    "sampling_from_train.num_examples_total", "data.shots counts examples per label"
+                )
         elif setting == "zero_shot" and self.out.task == "prompt-classify":
             self.put("zero_shot", True)
         elif setting != "full":
@@ -285,7 +287,9 @@ class _Reader:
             else:
                 self.put("calibrate", int(count))
             if (split := self.take("contextualized_calibrate.use_split", "train")) != "train":
-                self.miss("contextualized_calibrate.use_split", f"{split!r}: it is always train")
+                self.miss(
+                    "contextualized_calibrate.use_split", f"{split!r}: the split is always train"
+                )
 
     def place_loop(self) -> None:
         """Convert the training length and gradient clipping."""
@@ -340,7 +344,7 @@ class _Reader:
             elif (missing := _find_reason(key, _KEYS["missing"])) is not None:
                 self.miss(key, missing)
             elif self.is_other(key.split(".")[0]):
-                self.out.dropped.append((key, "the config names another one"))
+                self.out.dropped.append((key, "not used, because the config selects another one"))
             else:
                 self.miss(key, "not understood")
 
@@ -355,7 +359,7 @@ def _find_reason(key: str, reasons: Mapping[str, str]) -> str | None:
     parts = key.split(".")
     for count in range(len(parts), 0, -1):
         if (why := reasons.get(".".join(parts[:count]))) is not None:
-            return why or "nothing is to be said for it"
+            return why or "not needed"
     return None
 
 
