@@ -62,7 +62,9 @@ def compress(
     """
     config = config or CompressConfig()
     if (config.distill is None) != (teacher is None):
-        problem = "no teacher was given" if teacher is None else "nothing says what it teaches"
+        problem = (
+            "no teacher was given" if teacher is None else "a teacher was given without losses"
+        )
         raise ConfigError(
             f"{problem}: pass both compress(..., teacher=...) and CompressConfig.distill, or "
             "neither."

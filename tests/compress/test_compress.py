@@ -140,7 +140,7 @@ def test_what_does_not_go_together() -> None:
     batches = [{"input_ids": torch.ones(1, 4, dtype=torch.long)}]
     for arguments, said in (
         ({}, "no compression method is configured"),
-        ({"teacher": teacher}, "nothing says what it teaches"),
+        ({"teacher": teacher}, "a teacher was given without losses"),
         ({"config": CompressConfig(distill=DistillConfig())}, "no teacher was given"),
         ({"methods": [Pull("shrink")]}, "unknown compression method: 'shrink'"),
         ({"methods": [Pull(), Pull()]}, "structure is configured twice"),
