@@ -242,9 +242,11 @@ def _check_same(
     was, requested = (
         ungrouped_values(replace(c, execution=config.execution)) for c in (report.config, config)
     )
-    changes = [f"{k}={was[k]!r} there, {v!r} now" for k, v in requested.items() if was[k] != v]
+    changes = [
+        f"{k}={was[k]!r} in that corpus, {v!r} now" for k, v in requested.items() if was[k] != v
+    ]
     if report.steps != _step_names(steps):
-        changes.append(f"the steps are {report.steps} there and {_step_names(steps)} now")
+        changes.append(f"the steps are {report.steps} in that corpus, {_step_names(steps)} now")
     if [f.digest for f in recorded] != [f.digest for f in now]:
         recorded_names, current_names = (
             [Path(f.path).name for f in files][:4] for files in (recorded, now)
