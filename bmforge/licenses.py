@@ -337,6 +337,6 @@ def _cover(part: License, target: License) -> Conflict | None:
         return None
     for term in RESTRICTS:
         if term in part.terms and (term not in target.terms or term == "share-alike"):
-            clause = target.terms.get(term, "which does not ask for it")
+            clause = target.terms.get(term, "which does not require it")
             return Conflict(part.id, target.id, (term, term), (part.terms[term], clause))
     return None
