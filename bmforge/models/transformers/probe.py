@@ -96,7 +96,7 @@ def probe_architecture(hf_config: Any, head: str) -> Behavior:
         head: key of `library.AUTO_CLASSES`; only language models are tested.
     """
     if head != "language_model":
-        return Behavior(reason=f"head={head!r} has no twin")
+        return Behavior(reason=f"head={head!r} is not tested on a small model")
     try:
         twin = build_twin(hf_config, head)
         return _probe(twin, find_structure(twin))
