@@ -377,8 +377,8 @@ def _write(config: Any, text: str, words: Mapping[str, Sequence[str]]) -> None:
     )
     if _ROWS in config.adapter.modules_to_save and not config.adapter.merge:
         card += (
-            "\nThe delta in `export` holds the template's soft rows: open the base, make the "
-            "template on it, then `load_delta(model, 'export')`.\n"
+            "\nThe adapter in `export` contains the soft tokens of the template: load the base "
+            "model, create the template on it, then call `load_delta(model, 'export')`.\n"
         )
     folder = config.run_dir / "prompt"
     rows = list(words.values())
