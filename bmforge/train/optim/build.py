@@ -122,7 +122,7 @@ class OptimConfig:
             ConfigError: the settings differ, and the resumed optimizers would keep the old ones.
         """
         changed = [
-            f"optim.{name}={value!r}, but {before[name]!r} there"
+            f"optim.{name}={value!r}, but {before[name]!r} in that run"
             for name, value in self.to_record().items()
             if before.get(name, value) != value
             and not {"train", "train.optim", f"train.optim.{name}"} & set(overridden)
