@@ -61,7 +61,7 @@ def write_tree_page(path: Path, row: ModuleRun, title: str) -> Path:
     counts = row.counts
     summary = f"{counts.total:,} parameters, {counts.trained:,} of them trained"
     if counts.delta:
-        summary += f"; {counts.delta:,} are deltas'"
+        summary += f"; {counts.delta:,} belong to deltas"
     types = "".join(f"<option>{name}</option>" for name in _TYPES)
     body = "".join(_line(depth, line_row) for depth, line_row in walk_rows(row))
     section = (

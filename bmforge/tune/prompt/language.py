@@ -100,7 +100,7 @@ def _find_end(text: str, begin: int) -> int:
             if depth == 0:
                 return at + 1
         at += 1
-    kind = f"the quote {quote}" if quote else "the brace that opens here"
+    kind = f"the quote {quote}" if quote else "the opening brace"
     raise TemplateError(f"{kind} is not closed. Add {quote or '}'}", text, begin)
 
 
