@@ -101,7 +101,9 @@ def test_state_goes_on() -> None:
     assert again.step == 2
     assert again.state_dict() == state
     other = compress(make_llama(0), methods=[Pull()])
-    with pytest.raises(ConfigError, match="uses structure, zeros, but this recipe structure"):
+    with pytest.raises(
+        ConfigError, match="methods structure, zeros, but this recipe uses structure"
+    ):
         other.load_state_dict(state)
 
 
