@@ -183,7 +183,7 @@ def test_refused_by_name(tmp_path):
     short = {**tensors, f"{name}.scales": tensors[f"{name}.scales"][:1].clone()}
     gone = {key: tensor for key, tensor in tensors.items() if key != f"{name}.qzeros"}
     for found, said in (
-        (ordered, "group numbers beyond"),
+        (ordered, "group indices out of range"),
         (short, "do not match"),
         (gone, "qzeros.*missing"),
     ):
