@@ -237,7 +237,7 @@ def test_layers_of_a_pipeline() -> None:
     assert [p.item() for p in model.parameters()] == [2.0, 5.0, 3.0]
     assert model.layout_rules().zero_units == ("layers.2", "layers.3")
     assert repr(spec) == "TiedLayerSpec(Scale)"
-    with pytest.raises(ConfigError, match="subclass of nn.Module"):
+    with pytest.raises(ConfigError, match="must be a subclass"):
         LayerSpec(Scale(1.0))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="layer 1 is 7"):
         PipelineModule([Scale(1.0), 7])  # type: ignore[list-item]
