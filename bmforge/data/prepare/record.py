@@ -150,7 +150,7 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
         return report, [InputFile(**entry) for entry in record["inputs"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{str(path)!r} cannot be read as the record of a preparation ({error}). Prepare again "
+            f"{str(path)!r} is not a valid record of `bmforge prepare` ({error}). Prepare again "
             "with overwrite=True (--overwrite), or into another directory."
         ) from error
 

@@ -70,7 +70,7 @@ def write_shard_list(
                 "Move it there."
             ) from error
     if not names or len(set(names)) != len(names):
-        raise ConfigError(f"shards={names} must have at least one shard, and none twice.")
+        raise ConfigError(f"shards={names} must be a non-empty list without duplicates.")
     entries = [
         {"name": name, "tokens": store.num_tokens, "sequences": len(store)}
         for name, store in zip(names, map(TokenStore, shards), strict=True)
