@@ -32,7 +32,7 @@ def main() -> None:
             idle = f"{max(found.bubble_ratios):.3f}"
             alive = max(found.peak_micro_batches) / per_rank
             lines.append((name, str(count), str(per_rank), idle, f"{alive:g}"))
-    head = ["schedule", "micro-batches", "stages per rank", "idle share", "micro-batches alive"]
+    head = ["schedule", "micro-batches", "stages per rank", "bubble fraction", "in flight"]
     print(f"{arguments.ranks} ranks\n")
     print(table(head, lines))
 

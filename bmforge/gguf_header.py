@@ -182,7 +182,7 @@ def _join_parts(first: GgufHeader, parts: Any) -> GgufHeader:
 def _read(file: BinaryIO, size: int, path: Path) -> GgufHeader:
     cursor = _Cursor(file, size, path)
     if cursor.take(4) != _MAGIC:
-        raise cursor.damaged("it does not begin with 'GGUF'")
+        raise cursor.damaged("the file does not begin with 'GGUF'")
     version = cursor.number("<I")
     if version not in _VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS

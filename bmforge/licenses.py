@@ -179,7 +179,7 @@ def _parse_and(tokens: list[str]) -> tuple[Alternatives, list[str]]:
         more, tokens = _parse_operand(tokens[1:])
         alternatives = [(*licenses, *other) for licenses in alternatives for other in more]
         if len(alternatives) > _MOST_ALTERNATIVES:
-            raise ValueError("too many alternatives")
+            raise ValueError(f"the expression has more than {_MOST_ALTERNATIVES} alternatives")
     return alternatives, tokens
 
 
@@ -337,6 +337,6 @@ def _cover(part: License, target: License) -> Conflict | None:
         return None
     for term in RESTRICTS:
         if term in part.terms and (term not in target.terms or term == "share-alike"):
-            clause = target.terms.get(term, "which does not ask for it")
+            clause = target.terms.get(term, "which does not require it")
             return Conflict(part.id, target.id, (term, term), (part.terms[term], clause))
     return None

@@ -29,7 +29,7 @@ class BpeConfig:
         han: single keeps each Chinese character separate, so that it is never merged with others.
         special_tokens: additional special tokens, such as <|im_start|>; their ids start at 1.
         min_frequency: minimum number of occurrences of a pair of tokens that is merged.
-        max_token_length: maximum length of a token in bytes; None for no limit.
+        max_token_length: maximum length of a token in bytes (default: no limit).
     """
 
     digits: Literal["joined", "single", "triples"] = "joined"
@@ -91,7 +91,7 @@ class FilterConfig:
 
     Args:
         languages: keep only documents in these languages, given as codes such as en and zh; any
-            keeps all documents and records their language. Empty does not detect languages.
+            keeps all documents and records their language (default: no language detection).
         by_paragraph: also remove paragraphs in other languages from the documents that are
             kept; needs languages.
         rules: published filter rules to apply: those for English, for Chinese, or (mixed) those
@@ -126,11 +126,11 @@ class DuplicatesConfig:
 
     Args:
         near_duplicates: keep only one of several documents whose sets of word 5-grams have at
-            least this Jaccard similarity, from 0.3 to 1; none drops only exact duplicates.
+            least this Jaccard similarity, from 0.3 to 1 (default: drop only exact duplicates).
         repeated_paragraphs: remove paragraphs of at least this many characters, such as 50,
             that occurred before in any document.
-        repeated_spans: remove passages that occurred before in the same or another document;
-            their minimum length in words or Chinese characters (at least 50).
+        repeated_spans: remove passages of at least this many words or Chinese characters (50 or
+            more) that occurred before in the same or another document.
         earlier: directories of corpora prepared with keep_index; their documents are dropped,
             and with near_duplicates also similar ones.
         decontaminate: test sets; a document that contains one of their examples is dropped.
@@ -154,13 +154,13 @@ class ExecutionConfig:
     Args:
         workers: number of processes that read, clean and encode; 0 uses only the main process.
             The output does not depend on it.
-        shard_bytes: approximate input size that a worker processes at a time; if the
-            preparation is killed, at most that much work per worker is lost.
-        document_seconds: documents that take longer than this are dropped; needs workers.
-        worker_memory_bytes: documents for which a worker needs more memory are dropped; needs
+        shard_bytes: approximate number of input bytes that a worker processes at a time; if
+            `prepare` is killed, at most that much work per worker is lost.
+        document_seconds: drop documents that take longer than this; needs workers.
+        worker_memory_bytes: drop documents for which a worker needs more memory than this; needs
             workers.
-        keep_stages: keep the results of all stages, so that another preparation in the same
-            directory, with other settings and overwrite, repeats only what has changed.
+        keep_stages: keep the results of all stages, so that another `prepare` into the same
+            directory, with other settings and overwrite, repeats only the changed stages.
     """
 
     workers: int = 0
@@ -175,8 +175,8 @@ class CorpusFilesConfig:
     """Optional output files of a preparation.
 
     Args:
-        join_stores: copy the token stores of all shards into one; otherwise they stay separate,
-            which needs less disk space, and are read as one.
+        join_stores: copy the token stores of all shards into one; if False, they stay separate
+            files, which needs less disk space, and are read as one store.
         keep_dropped: write all dropped documents to dropped.jsonl instead of a sample.
         keep_index: store an index of the texts, so that later corpora can be compared with them.
     """
@@ -199,7 +199,7 @@ class PrepareConfig:
             0 to below 1; if there are few documents, the end of one is used.
         seed: random seed that selects the documents held out.
         tokenizer: directory of an existing tokenizer that `bmforge.tokenizers.AutoTokenizer`
-            can open, such as that of a model or of another corpus. Empty trains a new one.
+            can load, such as that of a model or of another corpus (default: train a new one).
         bpe: options of the tokenizer that is trained.
         read: options for reading input files.
         clean: options for changing the text of documents.

@@ -150,7 +150,7 @@ def _parse(text: str, where: Path) -> Any:
 def _from_record(record: Any, where: Path) -> Provenance:
     try:
         if record["format"] != _FORMAT:
-            raise ValueError(f"format {record['format']}, supported: {_FORMAT}")
+            raise ValueError(f"format {record['format']}, but the supported format is {_FORMAT}")
         parts = tuple(
             ProvenanceSource(**{**_rename_old_key(p), "sources": tuple(p["sources"])})
             for p in record["made_of"]
@@ -271,7 +271,7 @@ def model_card(provenance: Provenance, name: str) -> str:
     ]
     if requirements:
         heads = ("license", "what it asks for", "where")
-        lines += ["", "## What the licenses ask for", "", *_table(heads, requirements)]
+        lines += ["", "## What the licenses require", "", *_table(heads, requirements)]
     if conflicts := provenance.conflicts():
         lines += ["", "## Conflicts", "", *(f"- {conflict}" for conflict in conflicts)]
     return "\n".join([*lines, "", "## Use", "", *_use(provenance), ""])
@@ -327,7 +327,8 @@ def _use(provenance: Provenance) -> list[str]:
     lines += [f"- a source's own terms: {license}" for license in dict.fromkeys(own_terms)]
     if provenance.unknown():
         lines.append(
-            "- the license of some parts is unknown: ask their authors before you pass the model on"
+            "- the license of some parts is unknown: ask their authors before you distribute the "
+            "model"
         )
     return [
         *(lines or ["The license terms of the parts are unknown."]),

@@ -53,7 +53,10 @@ class AnswerWriter:
         self._owners: dict[str, int] = {}
         if _needs_copy(model):
             if make_copy is None:
-                raise ConfigError("rollouts of a sharded model need a function that copies it.")
+                raise ConfigError(
+                    "make_copy=None is not supported for a sharded model. Pass a function that "
+                    "returns an unsharded copy of it."
+                )
             self._copy = make_copy()
             self._owners = _find_owners(model)
         if not can_pack(self._copy or model):

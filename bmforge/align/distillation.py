@@ -30,8 +30,8 @@ def check_vocabularies(student: Any, teacher: Any, vocabularies: tuple[Any, Any]
     sizes = student.vocab_size, teacher.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"the student has vocab_size={sizes[0]}, but the teacher vocab_size={sizes[1]}, so "
-            "their distributions cannot be compared. Use models with the same tokenizer and "
+            f"the student has vocab_size={sizes[0]}, but the teacher has vocab_size={sizes[1]}, "
+            "so their distributions cannot be compared. Use models with the same tokenizer and "
             "vocabulary size."
         )
     if vocabularies[0] != vocabularies[1]:

@@ -54,14 +54,16 @@ class PolicyConfig:
             mean; token the mean over all tokens of the step; fixed the sum over tokens divided by
             answers x max_new_tokens; sum the mean over answers of each answer's token sum.
         beta: coefficient of the KL divergence to the reference; 0 uses no reference model.
-        kl: estimator: k1 = log pi - log ref; k2 = half its square; k3 = ref/pi - 1 + k1.
-        kl_in: place of the KL: subtracted from the reward (reward), or added to the loss (loss).
+        kl: estimator of the KL divergence: k1 = log pi - log ref; k2 = k1^2 / 2; k3 = ref/pi - 1 +
+            k1.
+        kl_in: where the KL is applied: subtracted from the reward (reward) or added to the loss
+            (loss).
         kl_importance: weigh the KL in the loss by pi/old, so that its gradient is that of the
             reverse KL (TRL's use_bias_correction_kl; default: on).
         correction: importance correction for answers sampled by another policy than the trained
             one, with the weight old/sampler of each token: none, truncate (at most correction_cap)
             or mask (tokens with a weight above correction_cap or below its inverse are left out).
-        correction_cap: limit of the correction's weight (default: 2).
+        correction_cap: maximum weight of the correction (default: 2).
         entropy_bonus: coefficient of the entropy that is added to the objective (default: 0).
         gamma: discount factor of later rewards in gae (default: 1).
         lam: lambda of generalized advantage estimation: 0 uses one-step estimates, 1 whole returns

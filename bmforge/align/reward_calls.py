@@ -67,7 +67,10 @@ def call_reward(function: Callable[..., Any], batch: Mapping[str, Any]) -> Rewar
     count = len(batch["completions"])
     for column, entries in columns.items():
         if len(entries) != count:
-            raise ValueError(f"log_extra({column!r}): {len(entries)} values for {count} answers")
+            raise ValueError(
+                f"log_extra({column!r}, ...) was called with {len(entries)} values for {count} "
+                "answers. Pass one value per answer."
+            )
     means = {name: statistics.fmean(each) for name, each in values.items()}
     return RewardReply(out, columns, means)
 

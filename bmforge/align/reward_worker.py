@@ -68,7 +68,7 @@ def _import_file(origin: str) -> Any:
     sys.path.insert(0, str(file.parent))  # so that it can import modules in its folder
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None or not file.is_file():
-        raise FileNotFoundError(f"{origin} is not a Python file")
+        raise FileNotFoundError(f"{origin} does not exist or is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)

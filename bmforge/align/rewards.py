@@ -154,7 +154,7 @@ class RewardProcess:
             raise TimeoutError(f"no result after {timeout_s:g} seconds") from None
         if not line:
             self.close()
-            raise RuntimeError("the process of the reward has ended")
+            raise RuntimeError("the process that computes the reward has exited")
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -225,7 +225,7 @@ class CallableReward:
         except queue.Empty:
             raise TimeoutError(f"no result after {timeout_s:g} seconds") from None
         if error is not None:
-            raise RuntimeError(repr(error)) from error
+            raise RuntimeError(f"the reward function raised {error!r}") from error
         return out
 
     def close(self) -> None:
@@ -376,7 +376,10 @@ def _open(
         return CallableReward(reward)
     if reward.startswith("dir:"):
         if open_model is None:
-            raise ConfigError(f"--reward {reward}: reward models cannot be loaded in this call.")
+            raise ConfigError(
+                f"--reward {reward}: open_model=None, so no reward model can be loaded. Pass "
+                "open_model, or a reward function."
+            )
         return open_model(reward.removeprefix("dir:"))
     return RewardProcess(reward, timeout_s)
 

@@ -37,7 +37,7 @@ class RolloutConfig:
             penalties are not offered: the trained policy would not be the one that was sampled.
         steps_per_generation: optimizer steps among which the answers of a rollout are divided
             (default: 1).
-        num_iterations: passes over the answers of a rollout (default: 1).
+        num_iterations: epochs over the answers of a rollout (default: 1).
         mask_truncated_completions: exclude answers that reached max_new_tokens from the loss.
         overlong_tokens: number of last tokens before max_new_tokens over which up to 1 is
             subtracted from the reward, linearly (DAPO; default: 0, off).
@@ -45,10 +45,10 @@ class RolloutConfig:
         tools: functions that answers may call between turns: module:function or
             file.py:function, with annotations and a docstring. Prompts must be conversations.
         max_turns: maximum number of turns that the model writes with tools (default: 5).
-        tool_timeout_s: time limit of a call of a tool in seconds (default: 10).
+        tool_timeout_s: time limit of a tool call in seconds (default: 10).
         exact_logprobs: use log-probabilities computed by the sampling kernels in the loss (the
             gradients are torch's), so that the ratio of sampler and trained policy is exactly
-            1 at the first update. For CPUs; costs one more forward per update.
+            1 at the first update. For CPUs; costs one more forward pass per update.
         log_completions: number of prompts per rollout whose answers are written to
             ``completions.jsonl`` (default: 4).
     """

@@ -167,7 +167,9 @@ class RolloutLoader:
     def _fill(self) -> None:
         """Generate and score the answers of the next rollout."""
         if self._writer is None:
-            raise ConfigError("RolloutLoader.begin must be called with a writer before training.")
+            raise ConfigError(
+                "the RolloutLoader has no answer writer. Call begin(writer, ...) before training."
+            )
         first = self.rollouts * self.prompts_per_rollout
         numbers = range(first, first + self.prompts_per_rollout)
         groups = self._gather(self._write(numbers[self._process :: self._processes]))

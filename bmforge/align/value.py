@@ -43,9 +43,10 @@ class ValueConfig:
 
     Args:
         init_from: initial value model: a reward model, or a language model, which gets a new head;
-            directory, hub id or short name. None selects the initial policy with a new head.
+            directory, hub id or short name (default: the initial policy with a new head).
         lr: peak learning rate of the value model (default: 1e-5).
-        cliprange: largest change of a value in the loss since the rollout (default: 0.2).
+        cliprange: clip range of a value in the loss, around its value at the rollout (default:
+            0.2).
     """
 
     init_from: str | None = None

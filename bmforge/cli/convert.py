@@ -43,7 +43,7 @@ def _export(command: ConvertCommand) -> None:
     names = ("dtype", "max_file_gb", "family", "preset", "megatron_degree")
     ineffective = [name for name in names if getattr(command, name) != getattr(usual, name)]
     if ineffective:
-        raise ConfigError(f"{', '.join(ineffective)} has no effect on a GGUF file; leave it out.")
+        raise ConfigError(f"{', '.join(ineffective)} has no effect on a GGUF file. Leave it out.")
     kind = command.type or "q8_0"
     with merged_model(command.source, command.target) as source:
         export_gguf(source, command.target, kind, allow_unknown=command.allow_unknown)

@@ -125,7 +125,7 @@ def _verify(command: DataVerifyCommand) -> None:
         lines = "".join(f"\n  {problem}" for problem in problems)
         raise DataError(
             f"{str(command.directory)!r} was changed after it was prepared:{lines}\nPrepare it "
-            "again with --overwrite, or copy it again."
+            "again with --overwrite, or restore it from a copy."
         )
     print(f"{command.directory}: all files, counts and checksums are correct")
 

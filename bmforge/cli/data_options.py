@@ -51,9 +51,9 @@ class PrepareCommand:
 
     Args:
         input: files (text, jsonl, tables, pages, PDF, web archives, books, also compressed or
-            in archives) or directories; none uses Python's help texts as an example.
+            in archives) or directories (default: Python's help texts, as an example).
         out: directory to write.
-        overwrite: replace the output of a previous preparation.
+        overwrite: replace the output of a previous `prepare`.
         dry_run: only list the stages that would run.
         config: options of the preparation.
     """

@@ -71,4 +71,7 @@ def print_filled(model: str, file: Path, memory: MemoryOptions, beams: int, **op
             else:
                 print(json.dumps(document, ensure_ascii=False), flush=True)
     if wrong:
-        raise DataError(f"{wrong} of {len(numbers)} documents of {str(file)!r} were not filled.")
+        raise DataError(
+            f"{wrong} of {len(numbers)} documents of {str(file)!r} were not filled. Correct the "
+            "lines that are named above."
+        )

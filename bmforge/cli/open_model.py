@@ -142,9 +142,9 @@ def find_names(deltas: Sequence[str]) -> dict[str, str]:
     ]
     if named and (len(named) < len(deltas) or len(dict(named)) < len(named)):
         raise ConfigError(
-            f"--adapter {' '.join(deltas)}: some adapters have no name, or the same name. Give "
-            "each its own name (NAME=DIR), which requests select, or no names to apply all of "
-            "them to every request."
+            f"--adapter {' '.join(deltas)}: some adapters have no name, or two have the same name. "
+            "Name each of them differently (NAME=DIR), so that requests can select one; or name "
+            "none of them, so that every request uses all of them."
         )
     return dict(named)
 

@@ -46,8 +46,8 @@ class GenerateCommand:
     Generation options that are not set default to the model's generation_config.json.
 
     Args:
-        model: directory or hub id of a model with its tokenizer.
-        prompt: text to continue; none reads it from standard input.
+        model: directory or hub id of the model, with its tokenizer.
+        prompt: text to continue (default: standard input).
         chat: render the prompt with the model's chat template, and print only the answer.
         document: file of documents for CPM-Bee, one {"input": "...", "<ans>": ""} per line;
             they are printed with their answers.
@@ -161,11 +161,12 @@ class ConvertCommand:
             GGUF file.
         target: directory to write, or a file that ends in .gguf; also as --out.
         type: tensor type of the matrices in a GGUF file (default: q8_0).
-        dtype: dtype of the written weights; none keeps the dtype in the file.
+        dtype: dtype of the written weights (default: as in the file).
         max_file_gb: maximum size of a weight file in GB (1e9 bytes).
         family: family of a ModelCenter checkpoint, if its tensors are ambiguous.
         allow_unknown: names of unknown config fields to ignore.
-        preset: preset of the model in Megatron's shards, if their shapes are ambiguous.
+        preset: preset that gives the sizes of the model in Megatron's shards, if their shapes are
+            ambiguous.
         megatron_degree: write this many Megatron shards instead of Hugging Face's format.
     """
 
@@ -190,9 +191,9 @@ class QuantizeCommand:
         scheme: int8 and int4 have one scale per 32 columns, int4-128 one per 128 columns, and
             int8-dynamic one per row; keep uses the integers of a GGUF, GPTQ or AWQ file.
         float_activations: keep activations in floating point instead of rounding them to int8.
-        outlier_ratio: share of the input columns, those with the largest error, that stays in
+        outlier_ratio: fraction of the input columns, those with the largest error, that stays in
             16 bits; not supported for models with experts.
-        dtype: dtype of the unquantized weights; none keeps the dtype in the file.
+        dtype: dtype of the unquantized weights (default: as in the file).
         max_file_gb: maximum size of a weight file in GB (1e9 bytes).
         allow_unknown: names of unknown config fields to ignore.
         report: text files or directories on which both models are evaluated afterwards.
@@ -286,7 +287,8 @@ class InfoCommand:
 
     Args:
         name: name of a preset, or a model directory.
-        seq_len: tokens per row, for the FLOPs of attention; none uses the model's maximum.
+        seq_len: sequence length in tokens, for the FLOPs of attention (default: the model's
+            maximum).
         json: print the config and the measurements, or an adapter's config, as JSON.
         backend: implementation of the architecture: native for the families of bmforge,
             transformers for that library, auto for a native family if there is one.
@@ -304,15 +306,14 @@ class PlanCommand:
 
     Args:
         model: name of a preset, or a model directory.
-        task: task whose training step is planned. With preferences and reward, a row is a pair
-            of answers; rl and distill also generate rollouts.
+        task: task whose training step is planned. With preferences and reward, a sequence is a
+            pair of answers; rl and distill also generate rollouts.
         reference: reference model of preferences, or of rl with rl.beta above 0: adapter (the
-            base model without the adapter), copy or precomputed; none uses the task's default.
-        reference_dtype: quantize the reference copy of preferences to int8 or int4; none keeps
-            fp32.
+            base model without the adapter), copy or precomputed (default: the task's default).
+        reference_dtype: dtype of the reference copy of preferences: int8 or int4 (default: fp32).
         reference_offload: keep the reference copy of preferences in host memory during steps.
-        value_model: count the value model of --task rl with --method ppo (default: off).
-        teacher: model of --task distill: a preset, or a model directory.
+        value_model: include the value model of --task rl with --method ppo (default: off).
+        teacher: teacher model of --task distill: a preset, or a model directory.
         max_num_seqs: number of answers that rl and distill generate at once (default: 64).
         set: fields of the model's config to change, each as field=value.
         changes: structural changes of the model, such as adapters or pruning, as JSON or in a
@@ -320,7 +321,8 @@ class PlanCommand:
         freeze_base: train only the modules that `changes` adds; freeze the other weights.
         adapter: train an adapter of this kind, such as lora, on all linear layers.
         adapter_rank: rank of the adapter (default: 8).
-        base_dtype: quantize the frozen base of the adapter (QLoRA); none keeps the precision.
+        base_dtype: dtype of the frozen base model of the adapter: int8 or int4 (QLoRA; default:
+            that of the computation).
         gpus: number of GPUs.
         gpu: GPU model; an unknown one needs gpu_memory and gpu_tflops.
         gpu_memory: memory of a GPU in GiB, instead of the value in the table.
@@ -329,12 +331,12 @@ class PlanCommand:
         gpus_per_node: GPUs per node.
         interconnect: network between nodes: a name such as ib-200, or Gb/s per GPU.
         host_memory: host memory of a node in GiB, for offloading.
-        batch: sequences per optimizer step over all GPUs; none uses the smallest total of at
-            least 8 that divides evenly among the GPUs.
-        seq: tokens per sequence; none uses the model's maximum, but at most 4,096.
-        precision: precision of the computation; none uses bf16 if the GPU supports it, else fp16.
+        batch: sequences per optimizer step over all GPUs (default: the smallest number of at
+            least 8 that divides evenly among the GPUs).
+        seq: tokens per sequence (default: the model's maximum, but at most 4,096).
+        precision: precision of the computation (default: bf16 if the GPU supports it, else fp16).
         offload: also consider offloading the optimizer states.
-        compile: compile the blocks.
+        compile: assume that the blocks are compiled with torch.compile.
         tokens: training tokens of the whole run, to estimate hours and cost.
         price: price of one GPU hour.
         currency: currency of the price.

@@ -45,15 +45,15 @@ class ServeCommand:
         model: directory, hub id or short name of a model, with its tokenizer.
         config: address and limits of the server.
         adapter: adapter directories to attach to the model; DIR=0.5 scales the adapter's
-            output by 0.5. With NAME=DIR, requests select the adapter by giving NAME as the model;
-            other requests use the base model.
+            output by 0.5. With NAME=DIR, requests select the adapter with NAME as their model;
+            all other requests use the base model.
         allow_other_base: accept adapters that were trained on other base weights.
-        context: maximum number of tokens of prompt and answer together, also as --max-model-len;
-            none uses the model's maximum sequence length, or the longest that fits into memory.
+        context: maximum number of tokens of prompt and answer together, also as --max-model-len
+            (default: the model's maximum sequence length, or the longest that fits into memory).
         max_num_seqs: maximum number of concurrent sequences; further requests wait.
         speculate: use speculative decoding with tokens proposed by n-gram lookup.
         draft: small model with the same vocabulary that proposes tokens for speculative decoding.
-        embedding_model: second model, for embeddings; both share the memory budget.
+        embedding_model: second model, for embeddings; both models share the memory budget.
         unload_after_s: seconds without a request after which the model is unloaded; the next
             request loads it again.
         memory: memory limits of the model.

@@ -22,28 +22,30 @@ SHORT_NAMES = {
 _COMMON = {
     "--data PATH ...": "training data: files or directories",
     "--run-dir DIR": "directory of the run; run the same command again to resume",
-    "--adapter KIND": "train an adapter instead of the model: lora, ... (--adapter.rank N)",
-    "--base-dtype int4": "dtype of the frozen base model: int4 (QLoRA), int8, bf16",
-    "--epochs N": "passes over the data; determines --steps",
+    "--adapter KIND": "train an adapter, such as lora, instead of the whole model",
+    "--base-dtype TYPE": "dtype of the frozen base model: int4 (QLoRA), int8, bf16",
+    "--epochs N": "number of epochs (instead of --steps)",
     "--push-to-hub ID": "upload the export to this hub repository (private if it is new)",
     "--steps N": "total number of optimizer steps",
     "--lr X": "peak learning rate",
-    "--batch-size N": "rows per optimizer step, over all processes",
-    "--micro-batch-size N": "rows that each process computes at once",
-    "--seq-len N": "tokens per row (not for images)",
-    "--precision WORD": "fp32, bf16 or fp16",
+    "--batch-size N": "global batch size: sequences per optimizer step, over all processes",
+    "--micro-batch-size N": "sequences per forward and backward pass of one process",
+    "--seq-len N": "maximum sequence length in tokens (not for images)",
+    "--precision TYPE": "dtype of the computation: fp32, bf16 or fp16",
     "--recompute": "recompute activations in backward: less memory, more time",
-    "--layout.zero 3": "shard the weights over processes; similarly --layout.tp N, --layout.pp N",
+    "--layout.zero N": "ZeRO stage; 3 shards parameters, gradients and optimizer states",
+    "--layout.tp N": "tensor parallelism over N processes",
+    "--layout.pp N": "pipeline parallelism over N processes",
 }
 _SWITCHES = {
-    "--model NAME_OR_DIR": "a preset, a family, or a directory or hub id of a model to start from",
-    "--config FILE": "a TOML file of config fields, which options override",
-    "--changes JSON": "changes of the model, as JSON or a JSON file",
-    "--layout auto": "let the planner choose the layout",
-    "--ds-config FILE": "also read a DeepSpeed configuration file",
+    "--model NAME_OR_DIR": "directory or hub id of a model; a preset or family has random weights",
+    "--config FILE": "TOML file with config fields; options override them",
+    "--changes JSON": "structural changes (adapters, pruning, ...), as JSON text or a JSON file",
+    "--layout auto": "let the planner choose the parallel layout",
+    "--ds-config FILE": "also read settings from a DeepSpeed configuration file",
     "--print-config": "print the whole config as TOML and exit",
-    "--dry-run --world N": "print the memory of each of N processes and exit",
-    "--profile": "trace three steps",
+    "--dry-run --world N": "print the estimated memory use of each of N processes, and exit",
+    "--profile": "profile steps 4 to 6 and write the traces to RUN_DIR/profile",
 }
 _ROLLOUT_TASKS = ("rl", "distill")
 # Options of a task that are not config fields.
@@ -70,7 +72,7 @@ def describe_task(name: str) -> str:
     """Return the output of `bmforge train TASK --help`, with the most common options."""
     task = ALSO.get(name, name)
     short_names = {
-        short: full
+        short: f"short for {full}"
         for short, full in SHORT_NAMES.items()
         if task in _ROLLOUT_TASKS or not full.startswith("--rollout.")
     }

@@ -28,7 +28,7 @@ def check_batches(batches: Sequence[Any] | None) -> Sequence[Any]:
     """
     if not batches:
         raise ConfigError(
-            "no calibration batches were given. Pass batches=[...], some dozens of model inputs "
+            "no calibration batches were given. Pass batches=[...], a few dozen model inputs "
             "that are typical of the model's use."
         )
     for number, batch in enumerate(batches):

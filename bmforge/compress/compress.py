@@ -62,7 +62,9 @@ def compress(
     """
     config = config or CompressConfig()
     if (config.distill is None) != (teacher is None):
-        problem = "no teacher was given" if teacher is None else "nothing says what it teaches"
+        problem = (
+            "no teacher was given" if teacher is None else "a teacher was given without losses"
+        )
         raise ConfigError(
             f"{problem}: pass both compress(..., teacher=...) and CompressConfig.distill, or "
             "neither."
@@ -182,9 +184,9 @@ class Compression:
         names = [method.name for method in self.methods]
         if set(state["methods"]) != set(names):
             raise ConfigError(
-                f"the run to resume uses {', '.join(state['methods']) or 'no method'}, but this "
-                f"recipe {', '.join(names) or 'none'}. Resume with the recipe with which the "
-                "run was started."
+                f"the run to resume uses the methods {', '.join(state['methods']) or '(none)'}, "
+                f"but this recipe uses {', '.join(names) or '(none)'}. Resume with the recipe "
+                "with which the run was started."
             )
         self.step = int(state["step"])
         if self.distiller is not None:

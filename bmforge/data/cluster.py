@@ -86,7 +86,7 @@ def run_on_cluster(
             f"{', '.join(_EXECUTORS)}).{suggest(executor, _EXECUTORS)}"
         )
     if config.tasks < 1:
-        raise ConfigError(f"tasks={config.tasks} (needed: at least 1).")
+        raise ConfigError(f"tasks={config.tasks} must be at least 1.")
     make = _find_executor(executor)
     if (Path(config.out_dir) / RECORD_NAME).exists():
         return prepare(config.inputs, config.out_dir, config.prepare, steps=config.steps)
@@ -141,12 +141,14 @@ def _find_executor(name: str) -> Any:
     try:
         from datatrove import executor
     except ImportError as error:
-        raise MissingDependencyError("datatrove", "cluster", "Preparing on a cluster") from error
+        raise MissingDependencyError(
+            "datatrove", "cluster", "data preparation on a cluster"
+        ) from error
     if name == "ray":
         try:
             from datatrove.executor.ray import RayPipelineExecutor
         except ImportError as error:
-            raise MissingDependencyError("ray", "cluster", "Preparing on Ray") from error
+            raise MissingDependencyError("ray", "cluster", "data preparation on Ray") from error
         return RayPipelineExecutor
     executor_class = (
         executor.SlurmPipelineExecutor if name == "slurm" else executor.LocalPipelineExecutor

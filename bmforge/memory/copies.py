@@ -120,7 +120,7 @@ class Worker:
     def run(self, work: Callable[[], None], label: str = "") -> Ticket:
         """Submit a task; waiting on the returned handle raises the task's error."""
         if self._is_closed:
-            raise RuntimeError(f"{label or 'work'} was submitted to a closed copy engine.")
+            raise RuntimeError(f"{label or 'a task'} was submitted to a closed copy engine.")
         ticket = Ticket(label, self._note)
         self._note("asked", label)
         self._tasks.put((work, ticket))

@@ -30,12 +30,12 @@ class OffloadConfig:
 
     Args:
         fraction: minimum fraction of the parameters whose optimizer state is offloaded, together
-            with the fp32 master weights of a bf16 model, beginning with the last layers. "auto"
+            with the fp32 master weights of a bf16 model; the last layers come first. "auto"
             offloads just enough to fit on the device, measured in the first step.
         target: storage of the states: host memory, or a file on disk.
         states: storage format of Adam's moments; updates are computed in fp32.
-        directory: directory of the file with the states; None means the system's temporary
-            directory.
+        directory: directory of the file with the states (default: the system's temporary
+            directory).
         weights: also offload the blocks' weights and stream them; requires a single process and
             fraction 1.
         activations: also offload the tensors saved for backward, except those of the last block.
@@ -55,8 +55,8 @@ class OffloadConfig:
         """Raise `ConfigError` if a value is out of range or has no effect."""
         if self.fraction != "auto" and not 0.0 <= self.fraction <= 1.0:
             raise ConfigError(
-                f"offload.fraction={self.fraction} is out of range (0, nothing is offloaded, to "
-                '1, everything is offloaded, or "auto").'
+                f"offload.fraction={self.fraction} must be between 0 (offload nothing) and 1 "
+                '(offload everything), or "auto".'
             )
         if self.directory is not None and self.target != "disk":
             raise ConfigError(
@@ -65,8 +65,8 @@ class OffloadConfig:
             )
         if self.weights and self.fraction != 1.0:
             raise ConfigError(
-                f"offload.weights needs offload.fraction=1, not {self.fraction}: streamed weights "
-                "are updated by an optimizer on the host."
+                f"offload.weights=True needs offload.fraction=1, not {self.fraction}, because "
+                "streamed weights are updated by an optimizer on the host. Set offload.fraction=1."
             )
         for field in ("target", "states", "gradients"):
             value = getattr(self, field)

@@ -92,7 +92,7 @@ class SpillFile:
         """Return the next `size_bytes` bytes of the file as a range."""
         start = self._used_bytes
         self._used_bytes += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-        assert self._used_bytes <= self._size_bytes, "more reserved than the file was made for"
+        assert self._used_bytes <= self._size_bytes, "more was reserved than the size of the file"
         return DiskBytes(self._file, start)
 
     @staticmethod

@@ -244,6 +244,6 @@ def _check(student: HeadInput, teacher: HeadInput, temperature: float) -> None:
     student_size, teacher_size = student.hidden.shape[0], teacher.hidden.shape[0]
     if student_size != teacher_size:
         raise ShapeError(
-            f"the student predicts {student_size} tokens, but the teacher {teacher_size}. Give "
-            "both models the same batch."
+            f"the student predicts {student_size} tokens, but the teacher predicts "
+            f"{teacher_size}. Give both models the same batch."
         )

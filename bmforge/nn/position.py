@@ -93,8 +93,8 @@ class RopeSpec:
         for name in ("short_factor", "long_factor") if self.kind == "longrope" else ():
             if len(getattr(self, name)) != self.rotary_dim // 2:
                 raise ConfigError(
-                    f"{name} has {len(getattr(self, name))} numbers, but longrope needs "
-                    f"rotary_dim/2 = {self.rotary_dim // 2}."
+                    f"{name} has {len(getattr(self, name))} entries, but longrope needs "
+                    f"rotary_dim / 2 = {self.rotary_dim // 2}."
                 )
 
 

@@ -118,7 +118,7 @@ def _join(device: torch.device, timeout: timedelta) -> None:
     except (dist.DistError, RuntimeError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise DistributedError(
-            f"rank {rank} of {size} could not join the others at {address}: {error}"
+            f"rank {rank} of {size} could not join the process group at {address}: {error}"
         ) from error
 
 

@@ -62,7 +62,7 @@ class Layout:
             and keeps the parameters gathered from forward to backward; 3 gathers them again in
             backward.
         tp: tensor-parallel size.
-        pp: pipeline-parallel size; 0, the value for no pipeline in CPM-Pretrain, means 1.
+        pp: pipeline-parallel size; 0 means 1, as in CPM-Pretrain.
         cp: context-parallel size.
         ep: expert-parallel size; divides dp_shard x cp.
         dp_replicate: number of replicas of the sharded model (HSDP).
@@ -71,9 +71,9 @@ class Layout:
         sequence_parallel: shard the tokens over `tp` between the tensor-parallel layers; saves
             memory at the same communication volume.
         pp_schedule: pipeline schedule; one of `schedules.SCHEDULES`.
-        pp_stages_per_rank: pipeline stages per rank; None means the fewest that the schedule
-            supports.
-        pp_cut: number of blocks of each stage; if empty, the stages are balanced.
+        pp_stages_per_rank: pipeline stages per rank (default: the fewest that the schedule
+            supports).
+        pp_cut: number of blocks of each stage (default: balanced by `pp_balance`).
         pp_balance: quantity to balance over stages: the "flops" of a token, or "parameters".
     """
 

@@ -149,10 +149,10 @@ def _check_gathered(
     # Experts of expert parallelism are DTensors of another mesh, which their layer handles itself.
     if isinstance(value, DTensor) and _is_fsdp_shard(root, value):
         raise ConfigError(
-            f"{unit}.{inner} was called outside of {unit}, while its parameter "
-            f"{unit}.{inner}.{parameter} is sharded (a ZeRO unit is gathered only while it "
-            f"runs). Leave {unit} out of zero_units with rules=LayoutRules(zero_units=..., "
-            "recompute_units=..., stacks=()), so that its parameters belong to the root unit."
+            f"{unit}.{inner} was called outside of {unit}.forward, while its parameter "
+            f"{unit}.{inner}.{parameter} is sharded (ZeRO gathers the parameters of a unit only "
+            f"during its forward). Do not make {unit} a ZeRO unit: call parallelize with "
+            f"rules=LayoutRules(zero_units=...), a list of units without {unit}."
         )
 
 

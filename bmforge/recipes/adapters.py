@@ -75,22 +75,22 @@ class AdapterConfig:
 
     Args:
         kind: lora, adapter, low-rank, compacter, parallel-adapter, bitfit, ia3, prefix or
-            soft-prompt; None trains the model itself.
+            soft-prompt (default: no adapter; the model itself is trained).
         target_modules: layers that get an adapter: all-linear, generic names (attn.q), suffixes or
-            globs; () selects all-linear for lora, else the default of the type.
-        exclude_modules: name prefixes, or targets, of layers without an adapter.
+            globs (default: all-linear for lora, else the default of the adapter type).
+        exclude_modules: layers that get no adapter: name prefixes, or targets as above.
         modules_to_save: modules that are trained in full and saved with the adapter; a new head is
             included automatically.
-        rank: rank of low-rank matrices.
+        rank: rank of the low-rank matrices.
         alpha: numerator of LoRA's scale, alpha / rank.
-        dropout: dropout probability of LoRA's input.
+        dropout: dropout probability of the input of LoRA.
         use_rslora: scale LoRA by alpha / sqrt(rank).
         use_dora: train the magnitudes of weight rows as well (DoRA).
         width: bottleneck width of adapters.
         reduction: model width divided by the bottleneck width of adapters.
         division: number of Kronecker products of a Compacter.
         activation: activation function of adapters.
-        scale: factor of an adapter's output.
+        scale: factor on the adapter's output.
         length: number of virtual tokens of a prefix or soft prompt.
         inner: hidden width of the MLP that computes a prefix.
         std: standard deviation of the initial prefix or prompt.

@@ -41,8 +41,8 @@ class BlankConfig(RunConfig):
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` includes the
             text, its special tokens, and the appended spans.
-        long_ratio: share of texts with one long span at the end.
-        noise_density: share of the tokens in short spans.
+        long_ratio: fraction of the texts with one long span at the end.
+        noise_density: fraction of the tokens in short spans.
         mean_span_length: mean length of a short span in tokens.
         shortest: minimum length of a text in tokens; shorter texts are skipped.
     """

@@ -193,7 +193,7 @@ def _shrink(model: Any, phase: Phase) -> str:
     if config.structure is not None:
         if config.structure.target != "sizes":
             ratio = config.structure.keep_ratio
-            return f"; {ratio:.0%} of the {config.structure.target} of the blocks will be left"
+            return f"; {ratio:.0%} of the {config.structure.target} of the blocks remain"
         for name, sizes in wanted_sizes(model, config.structure).items():
             new_sizes = {k: v for k, v in dataclasses.asdict(sizes).items() if v is not None}
             model.change_(Change("resize", (name,), new_sizes))

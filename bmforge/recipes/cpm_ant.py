@@ -41,7 +41,7 @@ class AntConfig(RunConfig):
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` includes the
             prompt, the text, and its begin and end tokens.
-        mlm_ratio: share of texts with masked tokens at random positions; the other texts hide
+        mlm_ratio: fraction of texts with masked tokens at random positions; the other texts hide
             their end.
         shortest: minimum length of a text in tokens; shorter texts are skipped.
     """

@@ -38,7 +38,7 @@ class MaskedConfig(RunConfig):
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` includes the
             text and its begin and end tokens.
-        mask_ratio: share of the tokens that are predicted.
+        mask_ratio: fraction of the tokens that are predicted.
         shortest: minimum length of a text in tokens; shorter texts are skipped.
     """
 

@@ -63,6 +63,6 @@ def check_shared_width(config: Any, width: int) -> None:
     limit = traits_of(config.model).row_limit(config.model)
     if config.data.prefix_sharing and limit is not None and width > limit:
         raise ConfigError(
-            f"data.prefix_sharing makes rows of {width} tokens, more than model.max_seq_len="
+            f"data.prefix_sharing needs rows of {width} tokens, more than model.max_seq_len="
             f"{limit}. Set data.prefix_sharing=False, or reduce data.seq_len."
         )

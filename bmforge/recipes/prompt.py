@@ -92,10 +92,10 @@ class PromptGenerateConfig(RunConfig):
 
     Args:
         data: the task.
-        template: file with one template per line; None selects the task's default.
+        template: file with one template per line (default: the task's templates).
         template_class: user class instead of `Template`: module:Class, or file.py:Class; the module
             is executed.
-        choice: index of the template's line, and of the verbalizer in its file.
+        choice: index of the template, and of the verbalizer, in its file.
         soft_front: number of trained soft tokens at the beginning.
         cut: truncation of long examples: "tail", "head" or "balanced".
         max_new_tokens: maximum length of a generated answer in evaluation.
@@ -120,7 +120,7 @@ class PromptTuneConfig(PromptGenerateConfig):
     """Config to train classification with a prompt; other fields are `PromptGenerateConfig`'s.
 
     Args:
-        verbalizer: file with the classes' label words; None selects the task's defaults.
+        verbalizer: file with the label words of each class (default: those of the task).
         verbalizer_class: user class instead of `ManualVerbalizer`, in the form of
             `template_class`; it receives `join` unless `join` is "first".
         join: score of a label word with several tokens: first, max, mean or joint.
@@ -377,8 +377,8 @@ def _write(config: Any, text: str, words: Mapping[str, Sequence[str]]) -> None:
     )
     if _ROWS in config.adapter.modules_to_save and not config.adapter.merge:
         card += (
-            "\nThe delta in `export` holds the template's soft rows: open the base, make the "
-            "template on it, then `load_delta(model, 'export')`.\n"
+            "\nThe adapter in `export` contains the soft tokens of the template: load the base "
+            "model, create the template on it, then call `load_delta(model, 'export')`.\n"
         )
     folder = config.run_dir / "prompt"
     rows = list(words.values())

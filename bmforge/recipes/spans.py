@@ -56,9 +56,9 @@ class SpanConfig(RunConfig):
             text length in tokens. Prefixes of CPM-Pretrain's preprocessed corpora (PREFIX_context
             and so on) are also accepted; `seq_len` is then the length of their packed rows, and the
             options of span corruption have no effect.
-        target_len: maximum target length in tokens; longer targets are truncated. None uses the
-            length of the longest possible target.
-        noise_density: share of the tokens in corrupted spans.
+        target_len: maximum target length in tokens; longer targets are truncated (default: the
+            length of the longest possible target).
+        noise_density: fraction of the tokens in corrupted spans.
         mean_span_length: mean span length in tokens.
         shortest: minimum length of a text in tokens; shorter texts are skipped.
     """
@@ -161,10 +161,10 @@ class _SpanExamples:
         most = max(spans for _, spans in counts)
         if most + 1 > len(self._sentinels):
             raise ConfigError(
-                f"texts of data.seq_len={longest} tokens have up to {most} spans, for which the "
-                f"tokenizer has too few sentinel tokens ({len(self._sentinels)}: "
-                f"{self._traits.sentinel.format(0)}, ...; one more than spans is needed). "
-                "Reduce seq_len, or raise mean_span_length."
+                f"texts of data.seq_len={longest} tokens have up to {most} spans, which need "
+                f"{most + 1} sentinel tokens, but the tokenizer has {len(self._sentinels)} "
+                f"({self._traits.sentinel.format(0)}, ...). Reduce data.seq_len, or raise "
+                "mean_span_length."
             )
         source, target = longest + 1, max(noise + spans for noise, spans in counts) + 2
         target = min(target, config.target_len or target)

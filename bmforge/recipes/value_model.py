@@ -118,7 +118,7 @@ def _read_start(start: str, policy: Any) -> Any:
         )
     if config.vocab_size != policy.vocab_size:
         raise ConfigError(
-            f"value.init_from={start!r} has vocab_size={config.vocab_size}, and the policy "
-            f"{policy.vocab_size}. The value model must have the policy's tokenizer."
+            f"value.init_from={start!r} has vocab_size={config.vocab_size}, but the policy "
+            f"has {policy.vocab_size}. The value model must have the policy's tokenizer."
         )
     return config

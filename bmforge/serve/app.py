@@ -113,8 +113,8 @@ def _check(
     """Raise `ConfigError` for options that have no effect or that the engine cannot support."""
     if embedder is None and config.embedding_name is not None:
         raise ConfigError(
-            f"embedding_name={config.embedding_name!r} has no effect without a second "
-            "model for embeddings. Give one, or remove it."
+            f"embedding_name={config.embedding_name!r} has no effect without an "
+            "embedding model. Pass embedder= (--embedding-model), or leave embedding_name out."
         )
     if not config.access.allow_runtime_lora_updating:
         return

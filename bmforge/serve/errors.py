@@ -102,7 +102,7 @@ def explain_types(error: RequestValidationError) -> RequestError:
     if first["type"] == "unknown_field":
         where = ".".join([*path, first["ctx"]["field"]])
         return RequestError(
-            f"{where} is not supported here.{first['ctx']['hint']}",
+            f"{where} is not supported.{first['ctx']['hint']}",
             where,
             code="unknown_parameter",
         )
@@ -131,7 +131,7 @@ def explain_types(error: RequestValidationError) -> RequestError:
         )
     if first["type"] in ("extra_forbidden", "none_required"):
         return RequestError(
-            f"{where} is not supported here; leave it out", where, code="unknown_parameter"
+            f"{where} is not supported; leave it out", where, code="unknown_parameter"
         )
     if first["type"] == "missing":
         return RequestError(f"{where} is missing", where, code="missing_required_parameter")

@@ -83,7 +83,8 @@ class RuleChecker:
                 target = item.get("$ref", item.get("$dynamicRef", "#"))
                 if isinstance(target, str) and not target.startswith("#"):
                     raise RequestError(
-                        f"{name}: a $ref refers to another document, which is not fetched",
+                        f"{name}: $ref={target!r:.80} refers to another document (supported: "
+                        "'#/...' inside the schema). Copy that schema into $defs",
                         name,
                         code="invalid_schema",
                     )

@@ -44,9 +44,9 @@ class AccessConfig:
         allow_no_key: serve all clients without a key.
         allow_hosts: host names that requests without a key may use, in addition to localhost.
         allowed_origins: origins of other sites whose pages may send requests, such as
-            https://chat.example.org; * is all and needs keys.
-        allow_runtime_lora_updating: let the holder of the admin key, the environment variable
-            BMFORGE_ADMIN_KEY, load and remove adapters of the model with /v1/load_lora_adapter and
+            https://chat.example.org; * allows all sites and needs keys.
+        allow_runtime_lora_updating: allow clients with the admin key (environment variable
+            BMFORGE_ADMIN_KEY) to load and unload adapters with /v1/load_lora_adapter and
             /v1/unload_lora_adapter.
     """
 
@@ -62,7 +62,7 @@ class ConversationConfig:
     """Options for chat templates, tool calls and reasoning.
 
     Args:
-        tool_call_parser: format of tool calls (default: found from the chat template):
+        tool_call_parser: format of tool calls (default: detected from the chat template):
             deepseek_v3, glm45, hermes, llama3_json, minicpm, mistral or qwen3_coder.
         split_reasoning: return the reasoning of thinking models in reasoning_content instead of
             in the text.
@@ -82,11 +82,11 @@ class TimeoutConfig:
     """Time limits of requests and connections.
 
     Args:
-        grace_s: time in seconds for running requests when the server is stopped.
+        grace_s: time in seconds that running requests have to finish when the server is stopped.
         receive_s: time limit in seconds for receiving a request.
         idle_s: time in seconds after which an idle connection is closed.
         send_s: time in seconds after which a client that reads nothing is disconnected.
-        request_s: time limit in seconds of a request; the answer ends with the text so far.
+        request_s: time limit in seconds of a request; then the answer is cut off.
     """
 
     grace_s: float = 20.0
@@ -151,7 +151,7 @@ class SchemaLimits:
         max_schema_depth: maximum nesting depth of a schema.
         schema_cpu_s: CPU time limit in seconds for compiling a schema.
         schema_memory_bytes: memory limit in bytes for compiling a schema.
-        schema_s: time limit in seconds for compiling a schema, waiting included.
+        schema_s: time limit in seconds for compiling a schema, including the waiting time.
     """
 
     max_schema_bytes: int = 64 << 10
@@ -170,8 +170,10 @@ class LoadLimits:
         max_requests: maximum number of running and waiting requests; more are rejected (503).
         max_requests_per_key: maximum number of running and waiting requests per key, or per
             address without keys.
-        max_rate_per_min: maximum number of requests per key or address and minute.
-        max_unread_bytes: generated text buffered for a slow client before its request is cancelled.
+        max_rate_per_min: maximum number of requests per minute and key, or per minute and address
+            without keys.
+        max_unread_bytes: maximum size in bytes of the generated text that is buffered for a slow
+            client; beyond it, the request is cancelled.
     """
 
     max_connections: int = 512
@@ -189,8 +191,8 @@ class ServeConfig:
     The fields of the groups can also be given without the group: `ServeConfig(max_tools=8)`.
 
     Args:
-        host: address to listen on; other than loopback needs keys, or allow_no_key.
-        port: port to listen on; 0 is a free port, which the log names.
+        host: address to listen on; an address other than loopback needs keys, or allow_no_key.
+        port: port to listen on; 0 selects a free port, which is logged.
         uds: path of a Unix socket to listen on instead of host and port.
         ssl_certfile: file with the TLS certificate chain in PEM format; needs ssl_keyfile.
         ssl_keyfile: file with the private key of the TLS certificate in PEM format.

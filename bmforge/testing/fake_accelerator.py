@@ -281,7 +281,10 @@ class FakeAccelerator(TorchDispatchMode):
                 return True
         on_host = [t for t in tensors if t.dim() and not isinstance(t, DeviceTensor)]
         if on_host and name not in _COPIES:
-            raise RuntimeError(f"{name} got tensors of the accelerator and of the host at {line}")
+            raise RuntimeError(
+                f"{name} got tensors on different devices (accelerator and CPU) at {line}. Move "
+                "them to the same device."
+            )
         if name not in _VIEWS:
             self.usage.kernels[name] += _KERNELS.get(name, 1)
         return False

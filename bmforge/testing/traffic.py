@@ -106,7 +106,7 @@ def _read_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Com
     inputs = next((arguments[key] for key in _INPUTS if key in arguments), None)
     if kind is None or inputs is None:
         raise DistributedError(
-            f"{func} communicates, and Traffic does not know how. Give its name a kind in "
+            f"the traffic of the collective {func} cannot be counted. Add its name to _KINDS in "
             "bmforge/testing/traffic.py."
         )
     tensors = (t for t in tree_leaves(inputs) if isinstance(t, Tensor))

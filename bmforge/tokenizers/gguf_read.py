@@ -174,7 +174,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
         if id is not None:
             token = tokenizer.id_to_token(id) if type(id) is int and 0 <= id < 1 << 31 else None
             if token is None:
-                raise vocabulary.damaged(f"its {role} token has the unknown id {id!r}")
+                raise vocabulary.damaged(f"the {role} token has the unknown id {id!r}")
             roles[role] = token
     settings: dict[str, Any] = {
         name: header.metadata.get(f"tokenizer.ggml.{name}", default)
@@ -219,7 +219,9 @@ def _read_vocabulary(header: GgufHeader) -> _Vocabulary:
     scores = _numbers(metadata.get("tokenizer.ggml.scores"), [0.0] * count)
     vocabulary = _Vocabulary(header.path, metadata, tokens or [], types, scores)
     if not count or not (len(types) == len(scores) == count):
-        raise vocabulary.damaged(f"{count} tokens, but {len(types)} types, {len(scores)} scores")
+        raise vocabulary.damaged(
+            f"the vocabulary has {count} tokens, but {len(types)} types and {len(scores)} scores"
+        )
     if len(set(vocabulary.tokens)) != count:
         raise vocabulary.damaged("a token occurs twice")
     if not all(math.isfinite(score) for score in scores):
@@ -346,7 +348,7 @@ def _unigram(gguf: _Vocabulary) -> Any:
     pieces = list(zip(gguf.tokens, gguf.scores, gguf.types, strict=True))[: last + 1]
     unknown = next(iter(gguf.of(UNKNOWN).values()), None)
     if unknown is None:
-        raise gguf.damaged("it has no unknown token")
+        raise gguf.damaged("the vocabulary has no unknown token")
     characters = gguf.metadata.get("tokenizer.ggml.precompiled_charsmap")
     model = UnigramModel(
         pieces,
@@ -370,7 +372,7 @@ def _word_pieces(vocabulary: _Vocabulary) -> Any:
         raise vocabulary.damaged("two tokens are the same word piece")
     unknown = _as_word_piece(next(iter(vocabulary.of(UNKNOWN)), "[UNK]"))
     if unknown not in ids:
-        raise vocabulary.damaged("it has no unknown token")
+        raise vocabulary.damaged("the vocabulary has no unknown token")
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token=unknown))
     # The file has no setting for lowercasing; it is inferred from a vocabulary without upper case.
     is_lower = not any(token != token.lower() for token in named if not _is_name(token))

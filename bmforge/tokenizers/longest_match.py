@@ -44,7 +44,9 @@ class LongestMatcher:
         try:
             from ahocorasick_rs import AhoCorasick, MatchKind
         except ImportError as error:
-            raise MissingDependencyError("ahocorasick-rs", "zh", "Longest match") from error
+            raise MissingDependencyError(
+                "ahocorasick-rs", "zh", "longest-match tokenization"
+            ) from error
         limit = max_chars or max(map(len, vocabulary), default=0)
         usable = {piece: id for piece, id in vocabulary.items() if 0 < len(piece) <= limit}
         if not usable:

@@ -20,7 +20,7 @@ def load_sentence_piece(model: bytes, path: Path) -> Any:
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError as error:
-        raise MissingDependencyError("sentencepiece", "zh", "This tokenizer") from error
+        raise MissingDependencyError("sentencepiece", "zh", "a SentencePiece tokenizer") from error
     if not model:
         raise DataError(f"{str(path)!r} is empty (a sentencepiece model is required).")
     try:

@@ -94,7 +94,7 @@ def _read(content: bytes, path: Path) -> UnigramModel:
         training = dict(_fields(next((p for n, p in parts if n == 2), b"")))
         treatment = dict(_fields(next((p for n, p in parts if n == 3), b"")))
         if not pieces:
-            raise ValueError("it has no pieces")
+            raise ValueError("the vocabulary is empty")
         return UnigramModel(
             pieces,
             training.get(3, _UNIGRAM),

@@ -64,7 +64,7 @@ def _stopping_after(seconds: float) -> Iterator[None]:
 
     def look(frame: FrameType, event: str, value: Any) -> Any:
         if time.monotonic() > end:
-            raise TimeoutError(f"it runs longer than {seconds} s")
+            raise TimeoutError(f"the template runs longer than {seconds} s")
         return look
 
     sys.settrace(look)

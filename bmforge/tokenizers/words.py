@@ -37,7 +37,7 @@ class WordCutter:
         try:
             import rjieba
         except ImportError as error:
-            raise MissingDependencyError("rjieba", "zh", "Cutting Chinese words") from error
+            raise MissingDependencyError("rjieba", "zh", "Chinese word segmentation") from error
         self._cut = rjieba.cut
         self._new_words = new_words
 

@@ -125,7 +125,7 @@ def check_precision(model: nn.Module, precision: str) -> None:
     model_precision = None if record is None else record.precision
     if model_precision != precision and (model_precision is not None or precision != "fp32"):
         has = (
-            "is not laid out"
+            "is not parallelized"
             if model_precision is None
             else f"was parallelized with {model_precision!r}"
         )

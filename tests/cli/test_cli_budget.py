@@ -73,7 +73,7 @@ def test_the_same_text(folder, least, capsys, monkeypatch) -> None:
         _, want, _ = run(capsys, monkeypatch, *words)
         status, got, err = run(capsys, monkeypatch, *words, "--device-budget", least)
         assert (status, got) == (0, want)
-        assert "slots for blocks that move" in err
+        assert "slots for streamed blocks" in err
 
 
 @pytest.mark.parametrize("name", ["--max-tokens", "--max_tokens", "--max-tokens="])
@@ -164,7 +164,7 @@ def test_a_delta_beside_blocks_that_come_and_go(
     budget = int(least) + delta_bytes([str(tmp_path)])
     status, got, err = run(capsys, monkeypatch, *words, "--device-budget", str(budget))
     assert (status, got) == (0, want)
-    assert "slots for blocks that move" in err
+    assert "slots for streamed blocks" in err
     assert run(capsys, monkeypatch, *words, "--device-budget", least)[0] == 2
     _, got, _ = run(capsys, monkeypatch, *words[:-1], f"{tmp_path}=0", "--device-budget", "1GiB")
     assert got == plain

@@ -250,7 +250,7 @@ def random_states() -> None:
                 assert torch.equal(torch.randn(12), others[row])
         with pytest.raises(ConfigError, match="already exists"):
             tracker.add("test", 5)
-        with pytest.raises(ConfigError, match="no generator 'else'"), tracker.fork("else"):
+        with pytest.raises(ConfigError, match="no random generator 'else'"), tracker.fork("else"):
             pass
         kept = tracker.get_states()
         with tracker.fork("test"):

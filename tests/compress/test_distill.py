@@ -360,9 +360,9 @@ def test_both_stacks_of_an_encoder_decoder() -> None:
 @pytest.mark.parametrize(
     ("teacher", "losses", "said"),
     [
-        ({"vocab_size": 31}, ALL[:1], "vocab_size=29, but the teacher 31"),
-        ({"layers": 3}, ALL[1:2], "2 layers and the teacher 3"),
-        ({"num_heads": 2}, ALL[3:4], "has 4 heads, but the teacher's layers.0 2"),
+        ({"vocab_size": 31}, ALL[:1], "vocab_size=29, but the teacher has 31"),
+        ({"layers": 3}, ALL[1:2], "2 layers and the teacher has 3"),
+        ({"num_heads": 2}, ALL[3:4], "has 4 heads, but the teacher's layers.0 has 2"),
         ({"num_kv_heads": 4}, ALL[5:], "values of 8 channels"),
         ({}, (DistillLoss(kind="hidden", pairs=(("layers.7", "layers.0"),)),), "no module"),
         ({}, (DistillLoss(kind="relation", relation_heads=3),), "relation_heads=3 does not divide"),

@@ -87,7 +87,9 @@ def test_end_to_end_rerun_and_conflict(tmp_path: Path, inputs: Path) -> None:
     )  # fmt: skip
     os.utime(inputs / "b.txt", (1, 1))  # another time, the same bytes
     assert prepare(inputs, out, SMALL).reused
-    with pytest.raises(ConfigError, match=r"out.*vocab_size=400 there, 500 now.*overwrite"):
+    with pytest.raises(
+        ConfigError, match=r"out.*vocab_size=400 in that corpus, 500 now.*overwrite"
+    ):
         prepare(inputs, out, PrepareConfig(vocab_size=500, validation_fraction=0.2))
     with pytest.raises(ConfigError, match="other input text"):
         prepare(inputs / "a.jsonl", out, SMALL)

@@ -135,7 +135,7 @@ def test_a_record_of_the_first_form_is_read(tmp_path: Path) -> None:
     report = prepare(source, out, config)
     assert report == replace(now, reused=True, funnel=None, summary=None, outputs=())
     assert (report.documents, report.duplicates, report.train.documents) == (2, 1, 2)
-    with pytest.raises(ConfigError, match=r"rules='none' there, 'english' now"):
+    with pytest.raises(ConfigError, match=r"rules='none' in that corpus, 'english' now"):
         prepare(source, out, replace(config, rules="english"))
     source.write_text(source.read_text() + '{"text": "more"}\n')
     with pytest.raises(ConfigError, match="other input text"):

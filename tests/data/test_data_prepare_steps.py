@@ -65,7 +65,7 @@ def test_rules_drop_what_they_drop_alone(corpus: Path, tmp_path: Path) -> None:
     (short, *_) = (line for line in lines if line["rule"] == "gopher_quality.short_doc")
     assert (short["value"], short["bound"]) == (1, 50)
     assert prepare(corpus, tmp_path, config).reused
-    with pytest.raises(ConfigError, match="rules='english' there, 'none' now"):
+    with pytest.raises(ConfigError, match="rules='english' in that corpus, 'none' now"):
         prepare(corpus, tmp_path, CONFIG)
 
 

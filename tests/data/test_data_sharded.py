@@ -125,7 +125,7 @@ def test_a_list_that_does_not_fit_is_refused(
         with pytest.raises(DataError, match="not a list of shards"):
             open_store(tmp_path / "tokens")
     path.write_text(json.dumps({"format": 1, "shards": [{**record["shards"][0], "name": "../x"}]}))
-    with pytest.raises(DataError, match="outside of its directory"):
+    with pytest.raises(DataError, match="outside of the directory"):
         open_store(tmp_path / "tokens")
 
 

@@ -85,7 +85,7 @@ def test_a_flipped_byte_is_found_with_its_shard(copy: Path, share: float) -> Non
 
 
 DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
-    ("gone", lambda out: (out / "train" / "tokens.idx").unlink(), "tokens.idx is not there"),
+    ("gone", lambda out: (out / "train" / "tokens.idx").unlink(), "tokens.idx does not exist"),
     (
         "cut",
         lambda out: (out / "dropped.jsonl").write_bytes((out / "dropped.jsonl").read_bytes()[:99]),

@@ -177,4 +177,4 @@ def test_a_part_called_outside_of_its_block_is_named() -> None:
     assert run_distributed(call_outside, 1) == ["taken"]
     for said in run_distributed(call_outside, 2):
         assert "parameter blocks.0.proj.weight is sharded" in said
-        assert "Leave blocks.0 out of zero_units" in said
+        assert "Do not make blocks.0 a ZeRO unit" in said

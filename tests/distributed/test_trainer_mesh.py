@@ -303,7 +303,7 @@ def tell(laid_out: str | None, told: str) -> str:
     ("laid_out", "told", "words"),
     [
         (None, "fp32", "taken"),
-        (None, "bf16", "'bf16', but the model is not laid out. .*precision='bf16'.*='fp32'"),
+        (None, "bf16", "'bf16', but the model is not parallelized. .*precision='bf16'.*='fp32'"),
         ("bf16", "bf16", "taken"),
         ("bf16", "fp32", "'fp32', but the model was parallelized with 'bf16'. .*='fp32'.*='bf16'"),
         ("fp32", "fp16", "'fp16', but the model was parallelized with 'fp32'. .*='fp16'.*='fp32'"),

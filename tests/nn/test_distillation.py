@@ -188,7 +188,7 @@ def test_bad_input() -> None:
     with pytest.raises(ShapeError, match="11 rows, but the teacher's has 5"):
         linear_distillation(student, fewer, make_labels())
     short = teacher._replace(hidden=teacher.hidden[:3])
-    with pytest.raises(ShapeError, match="predicts 8 tokens, but the teacher 3"):
+    with pytest.raises(ShapeError, match="predicts 8 tokens, but the teacher predicts 3"):
         linear_distillation(student, short, make_labels())
     with pytest.raises(ConfigError, match="temperature=0"):
         linear_distillation(student, teacher, make_labels(), temperature=0)

@@ -169,7 +169,7 @@ def test_scores_depend_on_distance_only() -> None:
         ({"kind": "lama3"}, "Did you mean 'llama3'"),
         (
             {"kind": "longrope", "original_seq_len": 8, "short_factor": (1.0,)},
-            r"short_factor has 1 numbers.*8",
+            r"short_factor has 1 entries.*8",
         ),
     ],
 )

@@ -127,5 +127,5 @@ def test_more_spans_than_sentinels_is_refused(tmp_path: Path) -> None:
         data=examples([store], folder, seq_len=40),
         train=settings(1),
     )
-    with pytest.raises(ConfigError, match=r"2 spans.*too few sentinel tokens \(2: <s_0>"):
+    with pytest.raises(ConfigError, match=r"2 spans.*the tokenizer has 2 \(<s_0>"):
         train_spans(config)

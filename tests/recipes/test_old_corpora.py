@@ -131,7 +131,7 @@ def test_part_of_a_store(tmp_path: Path) -> None:
     assert [part.num_documents for part in parts] == [19, 1]
     assert parts[1].map_for_random_access().tolist() == documents[19]
     assert sum(part.num_tokens for part in parts) == store.num_tokens
-    with pytest.raises(DataError, match=r"20 documents, of which .* leaves none for part 2"):
+    with pytest.raises(DataError, match=r"20 documents, too few for .*: entry 2 selects none"):
         StorePart(store.prefix, (949, 50, 1), 2)
 
 

@@ -219,7 +219,7 @@ def test_teachers_of_other_vocabularies_are_refused(place: Path, tmp_path: Path)
     base = make_config(place, "refused", 2)
     larger = write_model(tmp_path / "larger", more="xyz")
     given = {"run_dir": base.run_dir, "data": base.data, "rollout": base.rollout}
-    with pytest.raises(ConfigError, match="vocab_size=23, but the teacher vocab_size=26"):
+    with pytest.raises(ConfigError, match="vocab_size=23, but the teacher has vocab_size=26"):
         recipe.run(recipe.config(**given, teacher=str(larger)))
     with pytest.raises(ConfigError, match="needs a teacher"):
         recipe.run(recipe.config(**given))

@@ -63,7 +63,11 @@ def test_an_export_says_what_it_was_made_of(
     assert known.license == "MIT"
     assert licenses(known) == {"CC-BY-SA-4.0": 8, "CC-BY-NC-4.0": 8, "unknown": 8}
     log = (place / "first" / "log.txt").read_text("utf-8")
-    for clause in ("section 3(b)", "section 2(a)(1)", "MIT (non-commercial, which does not ask"):
+    for clause in (
+        "section 3(b)",
+        "section 2(a)(1)",
+        "MIT (non-commercial, which does not require",
+    ):
         assert clause in log
     assert "the license of data corpus is unknown" in log
     card = (place / "first" / "export" / "README.md").read_text("utf-8")

@@ -44,8 +44,8 @@ def test_rules_that_can_be_kept(rule: Constraint) -> None:
         (Constraint.json_schema({"type": "array", "uniqueItems": True}), "is not supported"),
         (Constraint.regex("(a"), "is not supported"),
         (Constraint.lark("start: nothing"), "is not supported"),
-        (Constraint.json_schema({"$ref": "https://example.org/a"}), "is not fetched"),
-        (Constraint.json_schema({"a": [{"$ref": "file:///etc/passwd"}]}), "is not fetched"),
+        (Constraint.json_schema({"$ref": "https://example.org/a"}), "another document"),
+        (Constraint.json_schema({"a": [{"$ref": "file:///etc/passwd"}]}), "another document"),
         (Constraint.regex("a" * 70_000), "at most 65536"),
         (Constraint.json_schema(json.dumps({"a": 1})[:-1] + ', "b": ' + "[" * 40 + "]" * 40 + "}"),
          "at most 24"),
@@ -61,7 +61,7 @@ def test_rules_that_cannot(rule: Constraint, problem: str) -> None:
 @pytest.mark.long
 def test_a_rule_that_takes_too_much_is_stopped() -> None:
     rule = Constraint.json_schema(HEAVY)
-    with pytest.raises(RequestError, match="cannot be kept: compiling it takes"):
+    with pytest.raises(RequestError, match="its compilation takes longer than"):
         check(rule, schema_cpu_s=1, schema_s=20)
 
 

@@ -220,7 +220,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     (
         {"response_format": {"type": "json_schema", "json_schema": ELSEWHERE}},
         "response_format",
-        "is not fetched",
+        "refers to another document",
     ),
     ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs", "not supported"),
     ({"extra_body": {"structured_outputs": {}}}, "structured_outputs", "no constraint"),

@@ -133,7 +133,7 @@ def test_names_are_each_ones_own(model_directory: Path, given: list[str], tmp_pa
     where = given[0].partition("=")[2]
     assert find_names([where, f"{where}=0.5"]) == {}
     for wrong in ([*given, where], [given[0], given[0]]):
-        with pytest.raises(ConfigError, match="its own name"):
+        with pytest.raises(ConfigError, match="Name each of them differently"):
             find_names(wrong)
     with pytest.raises(ConfigError, match="'nowhere' is neither a weight nor an adapter directory"):
         find_names(["ann=nowhere"])

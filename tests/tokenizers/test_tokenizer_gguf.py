@@ -215,7 +215,7 @@ def test_refused_by_name(tmp_path):
         ({"tokens": ["a", "b"]}, "2 tokens, but 700 types"),
         ({"merges": ["ab"]}, "a merge is not a pair"),
         ({"merges": ["a nosuchtoken"]}, "damaged"),
-        ({"eos_token_id": 10**6}, "its eos token has the unknown id 1000000"),
+        ({"eos_token_id": 10**6}, "the eos token has the unknown id 1000000"),
     ):
         changed = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
         path = write_metadata(tmp_path / "a.gguf", {**usual, **changed})

@@ -64,7 +64,7 @@ class Block(Facade):
                 f"zero_level={level} must be 2 or 3, and mode={mode!r} must be 'BLOCK' or 'PIPE'."
             )
         if isinstance(inner_module, Block):
-            raise BlockError("Block was given a Block. Pass the module itself.")
+            raise BlockError("inner_module is already a Block. Pass the module inside it.")
         _check(inner_module)
         super().__init__()
         # Share the module's tables, so that changes through the block are changes of the module.

@@ -66,9 +66,9 @@ def _pair(src: Any, dst: Any, src_parts: int = 1, dst_parts: int = 1) -> tuple[T
         or source.numel() * dst_parts != destination.numel() * src_parts
     ):
         raise ShapeError(
-            f"src has {source.numel()} x {source.dtype}, and dst {destination.numel()} x "
-            f"{destination.dtype} (dst must have {source.numel() * dst_parts / src_parts:g} of "
-            "the same dtype)."
+            f"src has {source.numel()} elements of {source.dtype}, but dst has "
+            f"{destination.numel()} of {destination.dtype} (needed: "
+            f"{source.numel() * dst_parts / src_parts:g} elements of the same dtype)."
         )
     return source, destination
 

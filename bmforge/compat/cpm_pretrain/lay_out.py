@@ -44,10 +44,10 @@ def lay_out_(
         return parallelize(model, layout, mesh=mesh, precision=precision, recompute=recompute)
     if layout.pp > 1 or recompute:
         raise ConfigError(
-            f"{type(model).__name__} has layers of mpu, which are sharded by their own code: "
-            f"--model-parallel-size {layout.tp} supports neither a pipeline nor "
-            "--checkpoint-activations with them (use mpu.checkpoint). For these, use ordinary "
-            "layers, which bmforge shards: examples/own_model_pipeline.py."
+            f"{type(model).__name__} has mpu layers, which with --model-parallel-size "
+            f"{layout.tp} support neither a pipeline nor --checkpoint-activations. Use "
+            "mpu.checkpoint for recomputation, or replace the mpu layers by ordinary layers, "
+            "which bmforge shards (examples/own_model_pipeline.py)."
         )
     _hold_parts_(model, mesh["tp"])
     dtype = None if precision == "fp32" else parse_dtype(precision)

@@ -320,9 +320,7 @@ class _Places:
             self.out.put("data.tokenizer", str(path.parent if path.suffix else path))
         count = _count_tokens(vocabulary)
         if count is None:
-            self.say(
-                "--vocab-file", "the size of its vocabulary is not known here: set model.vocab_size"
-            )
+            self.say("--vocab-file", "its vocabulary size is unknown: set model.vocab_size")
             return
         step = self.number("--make-vocab-size-divisible-by", int)
         step *= self.number("--model-parallel-size", int)
@@ -331,7 +329,7 @@ class _Places:
     def _place_saving(self) -> None:
         load = self.given.get("--load")
         if load and load == self.given.get("--save"):
-            self.out.dropped.append((f"--load {load}", "a run goes on by itself"))
+            self.out.dropped.append((f"--load {load}", "runs resume automatically"))
         elif load:
             self.say(
                 "--load",

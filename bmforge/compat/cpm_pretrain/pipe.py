@@ -35,7 +35,7 @@ class LayerSpec:
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise ConfigError(f"LayerSpec({typename!r}) must be given a module class.")
+            raise ConfigError(f"LayerSpec: typename={typename!r} must be a subclass of nn.Module.")
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def __repr__(self) -> str:

@@ -271,7 +271,9 @@ class _Reader:
                 first, last = seeds[0], seeds[0] + len(seeds) - 1
                 self.miss("sampling_from_train.seed", f"{seeds}: a run uses {first} to {last}")
             if total is not None:
-                self.miss("sampling_from_train.num_examples_total", "data.shots is of every label")
+                self.miss(
+                    "sampling_from_train.num_examples_total", "data.shots counts examples per label"
+                )
         elif setting == "zero_shot" and self.out.task == "prompt-classify":
             self.put("zero_shot", True)
         elif setting != "full":

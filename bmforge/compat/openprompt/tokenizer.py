@@ -34,7 +34,8 @@ class TheirTokenizer(Tokenizer):
 
     def _files(self) -> dict[str, bytes]:
         raise ConfigError(
-            "a transformers tokenizer cannot be saved here. Call its save_pretrained."
+            f"{type(self).__name__} cannot save the transformers tokenizer that it wraps. Call "
+            "that tokenizer's save_pretrained."
         )
 
     def _role_tokens(self) -> Mapping[str, str]:

@@ -35,7 +35,7 @@ def check_teacher(student: nn.Module, teacher: nn.Module, config: DistillConfig)
             and student_value != teacher_value
         ):
             problems.append(
-                f"the student has {what}={student_value!r}, but the teacher {teacher_value!r}"
+                f"the student has {what}={student_value!r}, but the teacher has {teacher_value!r}"
             )
     for loss in config.losses:
         if loss.kind == "logits":
@@ -89,7 +89,7 @@ def _attention_problems(
         if loss.kind == "attention" and own_attention.num_heads != others.num_heads:
             problems.append(
                 f"{student_name} has {own_attention.num_heads} heads, but the teacher's "
-                f'{teacher_name} {others.num_heads}: use kind="relation"'
+                f'{teacher_name} has {others.num_heads}: use kind="relation"'
             )
         if loss.kind == "value" and _value_width(own_attention) != _value_width(others):
             problems.append(

@@ -102,8 +102,8 @@ def compare_attention(student: AttentionInput, teacher: AttentionInput, heads: i
     if student.query.shape[:3] != teacher.query.shape[:3]:
         raise ShapeError(
             f"the queries of the student have (B, N, T) = {tuple(student.query.shape[:3])}, but "
-            f"the teacher's {tuple(teacher.query.shape[:3])}. For different numbers of heads "
-            'use kind="relation".'
+            f"those of the teacher have {tuple(teacher.query.shape[:3])}. For different "
+            'numbers of heads use kind="relation".'
         )
 
     def compare(start: int, stop: int) -> Tensor:
@@ -157,8 +157,8 @@ def compare_logits(student: Tensor, teacher: Tensor, temperature: float) -> Tens
     """
     if student.shape != teacher.shape:
         raise ShapeError(
-            f"the logits of the student have shape {tuple(student.shape)}, but the teacher's "
-            f"{tuple(teacher.shape)}. Use models with the same classes."
+            f"the logits of the student have shape {tuple(student.shape)}, but those of the "
+            f"teacher have {tuple(teacher.shape)}. Use models with the same classes."
         )
     wide = wide_dtype(student.dtype)
     student_wide, teacher_wide = student.to(wide), teacher.to(wide)

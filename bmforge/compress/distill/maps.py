@@ -34,7 +34,7 @@ def pair_layers(student: int, teacher: int, layers: str) -> list[tuple[int, int]
     if layers == "same":
         if student != teacher:
             raise ConfigError(
-                f"the student has {student} layers and the teacher {teacher}, so a mapping is "
+                f"the student has {student} layers and the teacher has {teacher}, so a mapping is "
                 'needed. Give layers="uniform", "last" or "skip", or pairs of module names.'
             )
         return [(layer, layer) for layer in range(student)]
@@ -93,7 +93,7 @@ def find_pairs(student: nn.Module, teacher: nn.Module, loss: DistillLoss) -> Pai
     student_stacks, teacher_stacks = find_stacks(student), find_stacks(teacher)
     if len(student_stacks) != len(teacher_stacks):
         raise ConfigError(
-            f"the student has the stacks {', '.join(student_stacks)}, but the teacher "
+            f"the student has the stacks {', '.join(student_stacks)}, but the teacher has "
             f"{', '.join(teacher_stacks)}. Give pairs of module names."
         )
     if loss.stack:

@@ -191,7 +191,7 @@ def _problems(block: Block, part: Kept) -> list[str]:
     elif part.features is not None or part.experts is not None:
         problems += _feature_problems(block, part)
     if not part.attn and block.attn is None:
-        problems.append("it has no attention to lose")
+        problems.append("the layer has no attention that could be removed")
     if not part.mlp and block.mlp is None:
         problems.append("it has no MLP to lose")
     return problems
@@ -269,9 +269,9 @@ def _feature_problems(block: Block, part: Kept) -> list[str]:
 
 def _numbers(numbers: Sequence[int], count: int, what: str) -> list[str]:
     if not numbers:
-        return [f"{what}: at least one must stay"]
+        return [f"{what}: at least one must remain"]
     if len(set(numbers)) < len(numbers):
-        return [f"{what} has a number twice"]
+        return [f"{what} contains an index twice"]
     if not 0 <= min(numbers) <= max(numbers) < count:
         return [f"{what} must be from 0 to {count - 1}, not from {min(numbers)} to {max(numbers)}"]
     return []

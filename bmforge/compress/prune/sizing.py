@@ -213,7 +213,7 @@ def _changes_to(config: Any, wanted_sizes: Mapping[str, LayerSizes]) -> list[Cha
     groups: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     for name, want in wanted_sizes.items():
         if name not in layers:
-            raise ConfigError(f"{name} is not among the layers of {type(config).__name__}.")
+            raise ConfigError(f"{type(config).__name__} has no layer {name!r}.")
         if options := _options_to(layers[name], want):
             groups.setdefault(tuple(options.items()), []).append(name)
     return [Change("resize", tuple(names), dict(options)) for options, names in groups.items()]
@@ -234,7 +234,7 @@ def _options_to(have: LayerSizes, want: LayerSizes) -> dict[str, Any]:
         if getattr(want, name) != getattr(have, name)
     }
     if (have.resized(Sizes(**options)) if options else have) != want:
-        raise ConfigError(f"{have} cannot be changed into {want}.")
+        raise ConfigError(f"a layer of the sizes {have} cannot be resized to {want}.")
     return options
 
 

@@ -81,7 +81,7 @@ def _config_of(
         clash = [name for name in options if getattr(spec, name) != options[name]]
         if clash:
             raise ConfigError(
-                f"{clash[0]} is given both in the config and as an argument. Give it once."
+                f"{clash[0]} is given both in the config and as an argument. Leave one of them out."
             )
         return spec
     if isinstance(spec, QuantSpec):

@@ -193,8 +193,8 @@ def _run_int8(
         y: Tensor = inner(x)
     if not products.count:
         raise ConfigError(
-            f"{type(module).__name__} has no product with its weight by F.linear, which "
-            'training="int8-both" replaces. Leave it out of `where`, or take training="fake".'
+            f'training="int8-both" replaces F.linear, which {type(module).__name__} does not '
+            'call with its weight. Leave it out of `where`, or use training="fake".'
         )
     return y
 

@@ -274,7 +274,7 @@ def _find_phones(text: str, regions: tuple[str, ...]) -> Iterator[Found]:
     try:
         from phonenumbers import Leniency, PhoneNumberMatcher
     except ImportError as error:
-        raise MissingDependencyError("phonenumbers", "data", "Finding phone numbers") from error
+        raise MissingDependencyError("phonenumbers", "data", "detecting phone numbers") from error
     for region in regions or (None,):
         for match in PhoneNumberMatcher(text, region, leniency=Leniency.VALID):
             yield Found("phone", match.start, match.end)
@@ -284,7 +284,7 @@ def _check_regions(regions: tuple[str, ...]) -> None:
     try:
         from phonenumbers import SUPPORTED_REGIONS
     except ImportError as error:
-        raise MissingDependencyError("phonenumbers", "data", "Finding phone numbers") from error
+        raise MissingDependencyError("phonenumbers", "data", "detecting phone numbers") from error
     for region in regions:
         if region not in SUPPORTED_REGIONS:
             raise ConfigError(

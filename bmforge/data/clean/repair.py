@@ -48,7 +48,7 @@ def repair_text(text: str) -> str:
         from ftfy import fix_encoding
         from ftfy.badness import is_bad
     except ImportError as error:
-        raise MissingDependencyError("ftfy", "data", "Repairing text") from error
+        raise MissingDependencyError("ftfy", "data", "repairing wrongly decoded text") from error
     while redecoded := _read_again(text):  # repeated, as a text may have been decoded wrongly twice
         text = redecoded
     lines = text.split("\n")

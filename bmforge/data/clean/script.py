@@ -107,7 +107,9 @@ def _converter(name: str) -> Any:
     try:
         import opencc
     except ImportError as error:
-        raise MissingDependencyError("opencc", "data", "Telling Chinese scripts apart") from error
+        raise MissingDependencyError(
+            "opencc", "data", "detecting simplified and traditional Chinese"
+        ) from error
     return opencc.OpenCC(name)
 
 
@@ -118,7 +120,7 @@ def convert_chinese(text: str, script: str) -> str:
         ConfigError: `script` is neither ``"Hans"`` nor ``"Hant"``.
     """
     if script not in _CONVERSIONS:
-        raise ConfigError(f"script={script!r} (needed: one of {', '.join(_CONVERSIONS)}).")
+        raise ConfigError(f"script={script!r} must be one of {', '.join(_CONVERSIONS)}.")
     return _converter(_CONVERSIONS[script]).convert(replace_surrogates(text))
 
 

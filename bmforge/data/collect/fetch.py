@@ -52,7 +52,7 @@ def find_address(host: str, port: int, is_private_allowed: bool) -> str:
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise FetchError(f"{host} does not resolve ({error})") from error
+        raise FetchError(f"the host name {host} cannot be resolved ({error})") from error
     addresses = [str(info[4][0]) for info in infos]
     for address in addresses:
         if not is_private_allowed and not _is_public(address):
@@ -127,7 +127,7 @@ def fetch(
             body = _read(answer, most_bytes)
     except (OSError, http.client.HTTPException, ValueError) as error:
         watch.check(url)
-        raise FetchError(f"{url}: {type(error).__name__} {error}") from error
+        raise FetchError(f"{url} cannot be fetched ({type(error).__name__}: {error})") from error
     finally:
         connection.close()
     watch.check(url)

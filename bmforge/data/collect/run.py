@@ -113,7 +113,7 @@ def _check(config: CollectConfig) -> None:
     for name in ("most_pages", "most_bytes", "most_page_bytes", "delay_s", "page_seconds"):
         value = getattr(config, name)
         if not value > 0:
-            raise ConfigError(f"{name}={value} (needed: a positive number).")
+            raise ConfigError(f"{name}={value} must be above 0.")
 
 
 def clean_url(url: str) -> str:

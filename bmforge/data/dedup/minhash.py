@@ -50,7 +50,7 @@ class DedupConfig:
     def __post_init__(self) -> None:
         """Raise `ConfigError` if a setting is out of range."""
         if not 0.3 <= self.threshold <= 1:
-            raise ConfigError(f"threshold={self.threshold} (needed: 0.3 <= threshold <= 1).")
+            raise ConfigError(f"threshold={self.threshold} must be from 0.3 to 1.")
         if self.ngram < 1 or self.hashes < 1:
             raise ConfigError(
                 f"ngram={self.ngram} and hashes={self.hashes} must both be at least 1."

@@ -307,9 +307,9 @@ def _eos_id(dataset: Dataset, reset_at_documents: bool) -> int | None:
 def _check_at_least(least: int, **numbers: int) -> None:
     for name, value in numbers.items():
         if value < least:
-            raise ConfigError(f"{name}={value} (needed: at least {least}).")
+            raise ConfigError(f"{name}={value} must be at least {least}.")
 
 
 def _check_rank(rank: int, world: int) -> None:
     if world < 1 or not 0 <= rank < world:
-        raise ConfigError(f"rank={rank}, world={world} (needed: 0 <= rank < world).")
+        raise ConfigError(f"rank={rank} must be from 0 to {world - 1}, because world={world}.")

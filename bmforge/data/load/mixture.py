@@ -127,7 +127,7 @@ def integer_shares(weights: Mapping[str, float]) -> list[int]:
     """
     for name, weight in weights.items():
         if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(f"Mixture: weight={weight} of {name!r} (needed: a number above 0).")
+            raise ConfigError(f"Mixture: weight={weight} of {name!r} must be above 0.")
     exact = [Fraction(str(float(weight))) for weight in weights.values()]
     total = sum(exact)
     shares = [weight / total for weight in exact]

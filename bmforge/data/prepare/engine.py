@@ -256,7 +256,7 @@ class _Pool:
 def describe_blame(blame: Blame) -> str:
     """Describe the limit that a skipped entry exceeded."""
     if blame.rule == "time":
-        return f"it took over {blame.bound:g} s"
+        return f"it took longer than {blame.bound:g} s"
     if blame.rule == "memory":
         return f"a worker used {blame.value / 1000000000.0:.2f} GB for it (limit: {blame.bound})"
     return (

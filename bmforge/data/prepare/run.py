@@ -199,7 +199,7 @@ def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> N
         raise ConfigError(f"out_dir={str(out_dir)!r} is a file. Choose a directory.")
     workers, memory_bytes = config.execution.workers, config.execution.worker_memory_bytes
     if workers < 0:
-        raise ConfigError(f"workers={workers} (needed: at least 0 processes).")
+        raise ConfigError(f"workers={workers} must be at least 0.")
     if workers and memory_bytes < _LEAST_MEMORY_BYTES:
         raise ConfigError(
             f"worker_memory_bytes={memory_bytes} is too small (a worker needs at "
@@ -242,9 +242,11 @@ def _check_same(
     was, requested = (
         ungrouped_values(replace(c, execution=config.execution)) for c in (report.config, config)
     )
-    changes = [f"{k}={was[k]!r} there, {v!r} now" for k, v in requested.items() if was[k] != v]
+    changes = [
+        f"{k}={was[k]!r} in that corpus, {v!r} now" for k, v in requested.items() if was[k] != v
+    ]
     if report.steps != _step_names(steps):
-        changes.append(f"the steps are {report.steps} there and {_step_names(steps)} now")
+        changes.append(f"the steps are {report.steps} in that corpus, {_step_names(steps)} now")
     if [f.digest for f in recorded] != [f.digest for f in now]:
         recorded_names, current_names = (
             [Path(f.path).name for f in files][:4] for files in (recorded, now)

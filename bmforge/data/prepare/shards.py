@@ -97,7 +97,7 @@ def plan_shards(
         DataError: an input cannot be read.
     """
     if shard_bytes < 1:
-        raise ConfigError(f"shard_bytes={shard_bytes} (needed: a positive number of bytes).")
+        raise ConfigError(f"shard_bytes={shard_bytes} must be above 0.")
     if files is None:
         text = "\0".join(f"{document.source}\0{document.text}" for document in python_topics())
         topics = InputFile(TOPICS, len(text.encode()), 0, text_digest(text).hex())

@@ -80,7 +80,7 @@ def split_documents(
 def check_fraction(fraction: float) -> None:
     """Raise `ConfigError` if the held-out fraction is not in [0, 1)."""
     if not 0 <= fraction < 1:
-        raise ConfigError(f"validation_fraction={fraction} (needed: 0 <= validation_fraction < 1).")
+        raise ConfigError(f"validation_fraction={fraction} must be at least 0 and below 1.")
 
 
 def split_keys(digests: Iterable[bytes], seed: int) -> list[bytes]:

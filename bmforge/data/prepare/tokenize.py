@@ -105,9 +105,9 @@ def check_bpe(vocab_size: int, config: BpeConfig) -> None:
             f"bytes and {1 + len(special)} special tokens)."
         )
     if config.min_frequency < 1:
-        raise ConfigError(f"bpe.min_frequency={config.min_frequency} (needed: at least 1).")
+        raise ConfigError(f"bpe.min_frequency={config.min_frequency} must be at least 1.")
     if config.max_token_length is not None and config.max_token_length < 1:
-        raise ConfigError(f"bpe.max_token_length={config.max_token_length} (needed: at least 1).")
+        raise ConfigError(f"bpe.max_token_length={config.max_token_length} must be at least 1.")
 
 
 def _make_pre_tokenizer(config: BpeConfig) -> tokenizers.pre_tokenizers.PreTokenizer:

@@ -47,7 +47,7 @@ def verify_store(out_dir: str | os.PathLike[str]) -> list[str]:
 def _check_file(out: Path, output: OutputFile) -> Iterator[str]:
     path = out / output.path
     if not path.is_file():
-        yield f"{output.path} is not there"
+        yield f"{output.path} does not exist"
         return
     if digest_part(path, 0, path.stat().st_size) == output.digest:
         return
@@ -61,7 +61,7 @@ def _check_file(out: Path, output: OutputFile) -> Iterator[str]:
         if digest_part(path, begin, part.end) != part.digest:
             yield (
                 f"{output.path}: shard {part.shard} is damaged, bytes {begin} to "
-                f"{part.end}; it was made of {part.inputs}"
+                f"{part.end}; its inputs are {part.inputs}"
             )
         begin = part.end
 

@@ -65,7 +65,7 @@ def _find_package(parts: ZipParts) -> str:
 
     walk_xml(parts.read(_CONTAINER), begin, lambda name: None, lambda data: None)
     if not places:
-        raise DataError(f"{_CONTAINER} does not list a book.")
+        raise DataError(f"the EPUB's {_CONTAINER} lists no package file.")
     return places[0]
 
 

@@ -116,7 +116,7 @@ def _trafilatura_text(page: str) -> str:
     try:
         import trafilatura
     except ImportError as error:
-        raise MissingDependencyError("trafilatura", "data", "reading pages with it") from error
+        raise MissingDependencyError("trafilatura", "data", "html_reader='trafilatura'") from error
     return trafilatura.extract(page, include_comments=False) or ""
 
 

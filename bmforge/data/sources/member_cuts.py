@@ -60,7 +60,7 @@ def _tar_places(file: BinaryIO) -> Iterator[tuple[int, int]]:
     with tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
             if archive.pax_headers:  # global headers apply to all later members
-                raise tarfile.TarError("the archive has one header for all its members")
+                raise tarfile.TarError("the archive has a global header")
             yield member.offset, member.size + 2 * tarfile.BLOCKSIZE
 
 

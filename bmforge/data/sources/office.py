@@ -72,7 +72,7 @@ class ZipParts:
             raw = part.read(self._left_bytes + 1)
         self._left_bytes -= len(raw)
         if self._left_bytes < 0:
-            raise ValueError("its parts are too large after decompression")
+            raise ValueError("the files in the document are too large after decompression")
         return raw
 
 

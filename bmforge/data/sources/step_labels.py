@@ -69,7 +69,7 @@ def _read_record(location: str, record: Any) -> StepExample:
             "of the steps, and 'labels' with true or false for each)."
         )
     if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
-        raise DataError(f"{location}: 'completions' must be a list of texts that are not empty.")
+        raise DataError(f"{location}: 'completions' must be a list of non-empty texts.")
     if len(steps) != len(labels):
         raise DataError(
             f"{location}: 'labels' has {len(labels)} entries for {len(steps)} steps. Give one "

@@ -206,10 +206,10 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
     try:
         record = next(iter(warc.ArchiveIterator(io.BytesIO(raw), parse_http=False)), None)
         if record is None:
-            raise DataError(f"{record_where}: not a WARC record.")
+            raise DataError(f"{record_where} is not a WARC record.")
         stated = int(record.headers.get("Content-Length", "0"))
         if record.headers.get("WARC-Block-Digest") and not record.verify_block_digest():
-            raise DataError(f"{record_where}: its digest does not match its content.")
+            raise DataError(f"{record_where}: the digest does not match the content of the record.")
         url = record.headers.get("WARC-Target-URI", "")
         date = record.headers.get("WARC-Date", "")[:10]
         kind = record.headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -228,7 +228,7 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
             body = record.reader.read()
             if len(body) != stated:
                 raise DataError(
-                    f"{record_where}: it has {len(body)} bytes, but its header states {stated}."
+                    f"{record_where} has {len(body)} bytes, but its header states {stated}."
                 )
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, DataError):

@@ -53,7 +53,7 @@ def walk_xml(
     try:
         parser.Parse(raw, True)
     except (expat.ExpatError, ValueError) as error:
-        raise DataError(f"it is not well-formed XML ({error}).") from error
+        raise DataError(f"the XML is not well-formed ({error}).") from error
 
 
 class TextRules:

@@ -172,7 +172,7 @@ class BlockDataset:
             try:
                 if mark != bytes([_RECORD]):
                     raise DataError(
-                        f"it begins with {mark!r} instead of 0x1f: the file is damaged."
+                        f"the record begins with {mark!r} instead of 0x1f, so the file is damaged."
                     )
                 record = read_plain(stream)
             except DataError as error:
@@ -240,7 +240,7 @@ def _load_json(content: bytes) -> Any:
         return json.loads(content)
     except ValueError as error:
         raise DataError(
-            f"it is not JSON ({error}). The file may have been written with form='pickle'."
+            f"the record is not JSON ({error}). The file may have been written with form='pickle'."
         ) from error
 
 

@@ -165,7 +165,7 @@ def _read(path: Path) -> Columns:
         rows = np.fromfile(path, dtype=_ROW, offset=len(line))
         for name in NAMED:
             if len(rows) and int(rows[name].max()) >= len(names[name]):
-                raise ValueError(f"a {name} has an empty name")
+                raise ValueError(f"a document has an unknown {name}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{str(path)!r} is damaged ({error}). Copy it again.") from error
     return Columns(names, rows)

@@ -71,7 +71,7 @@ class _Name:
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
-        raise DataError("the pickle modifies an object that it names, which is not allowed.")
+        raise DataError("the pickle sets the state of a class or function, which is not allowed.")
 
 
 class _ArrayClass(_Name):
@@ -325,7 +325,7 @@ def _finish(record: Any, done: dict[int, Any]) -> Any:
         return record
     finished = done.get(id(record))
     if finished is _OPEN:
-        raise DataError("the pickle contains a record that contains itself, which is not allowed.")
+        raise DataError("the pickle contains a list or dict that contains itself.")
     if finished is None:
         done[id(record)] = _OPEN
         finished = done[id(record)] = _finish_container(record, done)

@@ -140,7 +140,7 @@ def _open_all(path: Path) -> list[TokenStore]:
             raise ValueError(f"format {record['format']}, but the supported format is {_FORMAT}")
         entries = [(e["name"], int(e["tokens"]), int(e["sequences"])) for e in record["shards"]]
         if not entries or any(Path(name).is_absolute() or ".." in name for name, *_ in entries):
-            raise ValueError("it lists no shards, or shards outside of its directory")
+            raise ValueError("no shards are listed, or shards outside of the directory")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{str(path)!r} is not a list of shards ({error}). Copy or write it again."

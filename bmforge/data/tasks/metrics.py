@@ -60,7 +60,7 @@ def class_f1(predicted: Sequence[int], labels: Sequence[int], average: str = "ma
     try:
         from sklearn.metrics import f1_score
     except ImportError as error:
-        raise MissingDependencyError("scikit-learn", "tasks", "F1 of classes") from error
+        raise MissingDependencyError("scikit-learn", "tasks", "the metric F1 of classes") from error
     return float(f1_score(list(labels), list(predicted), average=average, zero_division=0.0))
 
 
@@ -222,7 +222,9 @@ def score_task(
         ShapeError: the number of predictions differs from the number of examples.
     """
     if any(example.label is None for example in examples):
-        raise ConfigError(f"these examples of {name} have no labels. Evaluate another split.")
+        raise ConfigError(
+            f"the split of {name} has examples without labels. Evaluate another split."
+        )
     score = _SCORES.get(name, _score_labels)
     return score(predicted, examples)
 

@@ -151,8 +151,8 @@ def plan_weights(
         smallest, fixed = divided.smallest_bytes, divided.outside_bytes
         raise ConfigError(
             f"{option}={limit_bytes} ({format_bytes(limit_bytes)}) is too small: {smallest} "
-            f"({format_bytes(smallest)}) is the smallest that works. Weights and buffers "
-            f"outside of the blocks take {format_bytes(fixed)} of it. Raise it."
+            f"({format_bytes(smallest)}) is the smallest that works, of which weights and "
+            f"buffers outside of the blocks take {format_bytes(fixed)}. Raise it."
         )
     return divided.plan
 
@@ -209,10 +209,10 @@ def _too_small(
     smallest = divided.smallest_bytes + beside
     enough = "is the smallest that works" if count == 1 else "on every device is enough"
     return (
-        f"{budget} is too small: {smallest} ({format_bytes(smallest)}) {enough}. Weights "
-        f"outside of the blocks take {format_bytes(divided.outside_bytes)} of it, and a "
-        f"step of {tokens} tokens {format_bytes(work.cache_bytes + work.step_bytes)}. Raise "
-        "the budget, or set a smaller EngineConfig(max_tokens=)."
+        f"{budget} is too small: {smallest} ({format_bytes(smallest)}) {enough}, of which "
+        f"weights outside of the blocks take {format_bytes(divided.outside_bytes)} and a step of "
+        f"{tokens} tokens takes {format_bytes(work.cache_bytes + work.step_bytes)}. Raise the "
+        "budget, or set a smaller EngineConfig(max_tokens=)."
     )
 
 

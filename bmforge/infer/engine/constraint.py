@@ -199,7 +199,7 @@ def _import() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise MissingDependencyError("llguidance", "constrain", "A constraint") from error
+        raise MissingDependencyError("llguidance", "constrain", "constrained generation") from error
     return llguidance
 
 

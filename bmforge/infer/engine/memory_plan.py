@@ -78,13 +78,13 @@ class MemoryPlan:
     def parts(self) -> list[tuple[str, int]]:
         """Return the categories of the budget with their sizes in bytes."""
         return [
-            ("weights that stay", self.weights_bytes),
-            ("slots for blocks that move", self.slots_bytes),
-            *([("experts that are here", self.experts_bytes)] if self.experts_bytes else []),
-            ("keys and values", self.cache_bytes),
+            ("resident weights", self.weights_bytes),
+            ("slots for streamed blocks", self.slots_bytes),
+            *([("cached experts", self.experts_bytes)] if self.experts_bytes else []),
+            ("KV cache", self.cache_bytes),
             ("largest step", self.step_bytes),
             ("runtime", self.runtime_bytes),
-            *([("beside the model", self.beside_bytes)] if self.beside_bytes else []),
+            *([("later adapters", self.beside_bytes)] if self.beside_bytes else []),
         ]
 
     def line(self) -> str:
@@ -111,7 +111,7 @@ class MemoryPlan:
         table = Table(title=title, title_justify="left")
         table.add_column("part")
         table.add_column("size", justify="right")
-        table.add_column("share of the budget", min_width=24)
+        table.add_column("fraction of the budget", min_width=24)
         begin = 0
         for name, size in [*self.parts(), ("free", self.budget_bytes - self.used_bytes)]:
             bar = Bar(self.budget_bytes, begin, begin + size, width=24)

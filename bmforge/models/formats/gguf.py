@@ -138,7 +138,7 @@ class GgufFile(CheckedFile):
         if ".attn_k." in name:
             heads = metadata.get(f"{kind}.attention.head_count_kv", heads)
         if type(heads) is not int or heads < 1 or rows % (2 * heads):
-            raise self.damaged(f"{name} has {rows} rows, which do not divide into {heads} heads")
+            raise self.damaged(f"{name} has {rows} rows, which is not a multiple of {heads} heads")
         return rows // heads
 
     def _row_bytes(self, name: str) -> int:

@@ -206,7 +206,7 @@ class _Metadata:
         for tensor, (dim, expected) in sizes.items():
             if self.size(tensor, dim) != expected:
                 raise CheckpointError(
-                    f"{str(self.header.path)!r} is damaged: its metadata need {expected} for "
+                    f"{str(self.header.path)!r} is damaged: its metadata require {expected} for "
                     f"{tensor}, but its shape is {self.header.tensors[tensor].shape}. Download "
                     "it again."
                 )

@@ -201,10 +201,10 @@ class _LayoutEstimator:
         _, replicas = self.estimator.shards(layout)
         if batch % replicas:
             near = batch // replicas * replicas
-            would = " or ".join(str(n) for n in (near, near + replicas) if n)
+            nearest = " or ".join(str(n) for n in (near, near + replicas) if n)
             raise ConfigError(
-                f"a batch of {batch} rows does not divide into {replicas} data-parallel "
-                f"processes; {would} would."
+                f"a batch of {batch} rows does not divide evenly among {replicas} data-parallel "
+                f"processes (nearest: {nearest})."
             )
         return batch // replicas
 

@@ -296,7 +296,10 @@ class _Marks:
         rules: Any = getattr(model, "layout_rules", None)
         names = rules().stacks if callable(rules) else ()
         if not names:
-            raise ConfigError(f"{type(model).__name__} has no layout rules that list its blocks.")
+            raise ConfigError(
+                f"{type(model).__name__} has no layout rules that list its blocks. Define "
+                "layout_rules() with stacks=..."
+            )
         self.stacks = {name: list(model.get_submodule(name).children()) for name in names}
         for stack, blocks in self.stacks.items():
             for number, block in enumerate(blocks):

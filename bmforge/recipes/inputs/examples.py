@@ -43,15 +43,15 @@ class ExampleConfig:
     Args:
         paths: data files, or token stores if the recipe reads them.
         validation: held-out files in the same format.
-        tokenizer: directory of the tokenizer; None selects that of `init_from`.
-        seq_len: maximum row length in tokens.
-        global_batch_size: rows per optimizer step over all processes.
-        micro_batch_size: rows per forward pass on one process.
+        tokenizer: directory of the tokenizer (default: that of `init_from`).
+        seq_len: maximum sequence length in tokens.
+        global_batch_size: sequences per optimizer step over all processes.
+        micro_batch_size: sequences per forward pass on one process.
         grad_accum_steps: gradient accumulation steps; sets global_batch_size to micro_batch_size x
-            this x processes / tp / pp / cp. None derives it from global_batch_size.
-        split: shares of a bare token store's documents for training, for validation, and left
-            unused, such as 949 50 1; empty trains on all.
-        validation_batches: maximum number of micro-batches of an evaluation; None reads all.
+            this x processes / tp / pp / cp (default: derived from global_batch_size).
+        split: weights by which the documents of a token store are split into training, validation
+            and unused documents, such as 949 50 1 (default: train on all).
+        validation_batches: maximum number of micro-batches of an evaluation (default: all).
         seed: random seed of the order and of the examples' random choices.
     """
 

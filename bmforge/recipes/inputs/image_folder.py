@@ -43,12 +43,12 @@ class ImageConfig:
         global_batch_size: images per optimizer step over all processes.
         micro_batch_size: images per forward pass on one process.
         grad_accum_steps: gradient accumulation steps; see `ExampleConfig`.
-        smallest_crop: minimum area of a training crop as a share of the image, 0.08 in ViT's
-            training; 1 disables cropping.
+        smallest_crop: minimum area of a random training crop, as a fraction of the image (0.08 in
+            ViT's training); 1 disables cropping.
         mirror: flip half of the training images horizontally.
         mean: mean of every channel for normalization, of values from 0 to 1.
         std: standard deviation of every channel for normalization.
-        validation_batches: maximum number of micro-batches of an evaluation; None reads all.
+        validation_batches: maximum number of micro-batches of an evaluation (default: all).
         seed: random seed of the order and of the crops.
     """
 

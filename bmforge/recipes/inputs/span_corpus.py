@@ -91,7 +91,8 @@ class SpanCorpus:
         self._bounds = [0, *accumulate(part.rows for part in self._parts)]
         if self._bounds[-1] == 0:
             raise DataError(
-                f"{list(prefixes)} contain less than one row of data.seq_len={self._length} tokens."
+                f"{list(prefixes)} do not fill one row of data.seq_len={self._length} tokens. Give "
+                "more text, or reduce data.seq_len."
             )
         self.columns: Mapping[str, tuple[int, int]] = {
             "input_ids": (self._length, config.model.pad_token_id),

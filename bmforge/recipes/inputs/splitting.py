@@ -39,9 +39,8 @@ class StorePart(TokenStore):
         first, last = (min(bound, len(spans)) for bound in bounds[index : index + 2])
         if first == last:
             raise DataError(
-                f"token store {str(prefix)!r} has {len(spans)} documents, of which "
-                f"data.split={tuple(split)} leaves none for part {index}. Raise the share of "
-                "that part."
+                f"token store {str(prefix)!r} has {len(spans)} documents, too few for "
+                f"data.split={tuple(split)}: entry {index} selects none. Raise that entry."
             )
         self._spans = spans[first:last].copy()
         self._begin, self._end = int(spans[first, 0]), int(spans[last - 1, 1])
@@ -68,7 +67,7 @@ def check_split(split: Sequence[float], validation: object, paths: Sequence[str]
         return
     if len(split) > 3 or min(split) < 0 or split[0] <= 0:
         raise ConfigError(
-            f"data.split={tuple(split)} must be at most three shares (training, validation, "
+            f"data.split={tuple(split)} must be at most three weights (training, validation, "
             "unused), none below 0 and the first above 0, such as 949 50 1."
         )
     if validation:

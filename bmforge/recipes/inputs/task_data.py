@@ -18,16 +18,16 @@ class TaskDataConfig(ExampleConfig):
     """Task to train on; other fields are `ExampleConfig`'s.
 
     Args:
-        task: published task, such as BoolQ or ag_news; None with `labels`.
+        task: name of a published task, such as BoolQ or ag_news; omit it for user data.
         labels: labels of user data.
-        fields: names of the text fields of user data, in reading order; empty selects the text
-            fields of the first line.
+        fields: names of the text fields of user data, in reading order (default: the text fields
+            of the first line).
         paths: folder with the task's files, or a folder with a subfolder named like the task. For
             user data .jsonl files with {"text": "...", "label": "..."} on each line.
         validation: held-out files of user data in the same format.
         train_split: training split of a published task.
-        dev_split: evaluation split of a published task; None evaluates nothing.
-        seq_len: maximum row length in tokens; longer texts are truncated.
+        dev_split: evaluation split of a published task; None disables evaluation.
+        seq_len: maximum sequence length in tokens; longer texts are truncated.
     """
 
     task: str | None = None
@@ -58,8 +58,8 @@ class TaskDataConfig(ExampleConfig):
             )
         if self.split:
             raise ConfigError(
-                "data.split divides token stores, but this task reads files. Give validation "
-                "files with data.validation."
+                "data.split divides token stores, but this task reads files. Leave it out, and "
+                "give validation files with data.validation."
             )
 
     def _check_published(self, task: str) -> None:

@@ -176,7 +176,7 @@ def sweep_frozen(directory: Path, newest: Path) -> None:
         try:
             left -= set(_shared(read_manifest(path)))
         except CheckpointError as error:
-            get_logger().debug("%s; frozen tensors stay", error)
+            get_logger().debug("%s; the files of frozen tensors are kept", error)
             return
     for name in left:
         (folder / name).unlink()

@@ -61,10 +61,10 @@ class OptimConfig:
             vectors have none.
         betas: decay rates of AdamW's moments (for muon: of its AdamW parameters).
         eps: epsilon of AdamW (for muon: of its AdamW parameters).
-        momentum: momentum of Muon (None uses 0.95) or SGD (None takes 0.9).
-        muon_lr: peak learning rate of the hidden matrices (muon only); None uses `lr`. Updates
-            are scaled to the size of AdamW's, so that AdamW's learning rate fits.
-        ns_steps: number of Newton-Schulz iterations (muon only; None uses 5).
+        momentum: momentum of Muon (default: 0.95) or SGD (default: 0.9).
+        muon_lr: peak learning rate of the hidden matrices (muon only; default: `lr`). Updates
+            are scaled to the RMS of AdamW's updates, so that AdamW's learning rate is suitable.
+        ns_steps: number of Newton-Schulz iterations (muon only; default: 5).
         groups: parameter groups, selected by name globs, with their own learning rate or weight
             decay.
     """
@@ -122,7 +122,7 @@ class OptimConfig:
             ConfigError: the settings differ, and the resumed optimizers would keep the old ones.
         """
         changed = [
-            f"optim.{name}={value!r}, but {before[name]!r} there"
+            f"optim.{name}={value!r}, but {before[name]!r} in that run"
             for name, value in self.to_record().items()
             if before.get(name, value) != value
             and not {"train", "train.optim", f"train.optim.{name}"} & set(overridden)

@@ -317,7 +317,9 @@ class AttachedDelta:
             if getattr(self.model.get_submodule(entry.owner), entry.slot, None) is not None
         ]
         if taken:
-            raise ConfigError(f"{taken[0]} was replaced, so it no longer has {self.name!r}.")
+            raise ConfigError(
+                f"{taken[0]} already has another adapter {self.name!r}. Detach that adapter first."
+            )
         for owner, slot, part in self.held:
             module = self.model.get_submodule(owner)
             if isinstance(part, BesidePart):

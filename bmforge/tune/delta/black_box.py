@@ -144,7 +144,7 @@ def _open_strategy(config: BlackBoxConfig, rng: np.random.Generator) -> Any:
     try:
         import cma
     except ImportError as error:
-        raise MissingDependencyError("cma", "tune", "tuning a black box") from error
+        raise MissingDependencyError("cma", "tune", "black-box tuning") from error
     options: dict[str, Any] = {
         "verbose": -9,
         "seed": np.nan,  # do not reseed numpy's global generator

@@ -181,7 +181,7 @@ def _target(model: nn.Module, attached: Held) -> str | None:
 
 
 def _refuse_part(delta: AttachedDelta, part: Any) -> None:
-    why = "it has an activation" if isinstance(part, Bottleneck) else "it is no matrix product"
+    why = "it has an activation" if isinstance(part, Bottleneck) else "it is not a matrix product"
     raise ConfigError(
         f"a {type(delta).__name__} cannot be merged into weights, because {why}. Save it next to "
         "the model."

@@ -244,7 +244,10 @@ def to_our_names(
         published_name, what, leaf = match.groups()
         key = LEAVES.get(leaf)
         if key is None:
-            raise CheckpointError(f"{name} is not a known tensor of OpenDelta.")
+            raise CheckpointError(
+                f"the adapter has the tensor {name!r}, which no supported delta type of OpenDelta "
+                "has. Check that delta_type in its config is the type of the saved delta."
+            )
         if what == "soft_prompt_layer":
             renamed[f"{_place(delta, 'embed')}.{key}"] = tensor
         elif what == "lora":
@@ -337,7 +340,10 @@ def _biases(
     published_name, _, leaf = name.rpartition(".")
     names = published.get(published_name, [published_name])
     if leaf != "bias":
-        raise CheckpointError(f"{name} is not a known tensor of OpenDelta.")
+        raise CheckpointError(
+            f"the adapter has the tensor {name!r}, but a bias delta has only biases. Check that "
+            "delta_type in its config is the type of the saved delta."
+        )
     modules: list[Any] = [model.get_submodule(n) for n in names]
     rows = [len(module.bias) for module in modules]
     biases = {}

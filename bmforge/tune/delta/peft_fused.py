@@ -33,7 +33,10 @@ def split_fused(
         ranks: rank of each adapter module, if they were written as one block-diagonal LoRA.
     """
     if leaf not in _LEAVES:
-        raise CheckpointError(f"lora_{leaf} is not a known tensor of PEFT.")
+        raise CheckpointError(
+            f"the adapter has the unsupported tensor lora_{leaf}. Merge the adapter with PEFT, and "
+            "load the merged model."
+        )
     key = _LEAVES[leaf]
     tensor = tensor.flatten() if key == "weight" else tensor
     pieces = [tensor] * len(parts)

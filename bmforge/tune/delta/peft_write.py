@@ -303,8 +303,8 @@ def _join_low_rank(
         if pieces[0] is not None:
             if len(present) != len(parts):
                 raise ConfigError(
-                    f"{key}: it must be set for all of {', '.join(owners)}, because they are "
-                    "one layer in the file."
+                    f"{key} is set for only some of {', '.join(owners)}, which are one layer in "
+                    "PEFT's format. Set it for all of them, or for none."
                 )
             factors[leaf] = torch.cat([p.detach() for p in pieces])
     return {f"{start}{leaf}": tensor.contiguous() for leaf, tensor in factors.items()}, split

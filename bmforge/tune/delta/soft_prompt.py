@@ -80,7 +80,7 @@ class SoftPrompt(Delta):
         if not isinstance(getattr(model, "embed", None), nn.Embedding):
             raise ConfigError(
                 f"a {type(model).__name__} has no bmforge token embedding (`embed`), so a soft "
-                "prompt cannot be attached. Open the model with bmforge's AutoModel."
+                "prompt cannot be attached. Load the model with bmforge's AutoModel."
             )
         length = options.get("length", self.defaults["length"])
         limit = getattr(model, "position_limit", None)

@@ -30,7 +30,7 @@ function write() {
   const listed = targets.map(target => JSON.stringify(target)).join(", ");
   const name = type.value;
   line.textContent = `from bmforge.tune.delta import ${name}\\n\\ndelta = ${name}(model` +
-    (targets.length ? `, targets=[${listed}])` : ")  # where it usually stands");
+    (targets.length ? `, targets=[${listed}])` : ")  # default targets");
 }
 function toggle(row) {
   row.classList.toggle("marked");
@@ -61,12 +61,12 @@ def write_tree_page(path: Path, row: ModuleRun, title: str) -> Path:
     counts = row.counts
     summary = f"{counts.total:,} parameters, {counts.trained:,} of them trained"
     if counts.delta:
-        summary += f"; {counts.delta:,} are deltas'"
+        summary += f"; {counts.delta:,} belong to deltas"
     types = "".join(f"<option>{name}</option>" for name in _TYPES)
     body = "".join(_line(depth, line_row) for depth, line_row in walk_rows(row))
     section = (
-        f"<p>{html.escape(summary)}. Click on rows: the line below puts a delta beside what they "
-        'name. <span class="trained">trained</span> <span class="frozen">frozen</span> '
+        f"<p>{html.escape(summary)}. Click rows to select targets: the code below attaches a delta "
+        'to them. <span class="trained">trained</span> <span class="frozen">frozen</span> '
         f'<span class="delta">delta</span></p><div id="say"><select id="type">{types}</select> '
         '<button id="copy">copy</button><pre><code id="line"></code></pre></div>'
         f"<table><tbody>{body}</tbody></table>"

@@ -89,8 +89,8 @@ def _order(words: Any, file: Path, classes: Sequence[str]) -> list[list[str]]:
         words = [words[str(name)] for name in classes] if classes else list(words.values())
     if not isinstance(words, list) or not all(isinstance(row, (str, list)) for row in words):
         raise ConfigError(
-            f"{str(file)!r} is not a verbalizer (needed: the words of every class, as a list or "
-            "as a table from class to words)."
+            f"{str(file)!r} is not a verbalizer (needed: a list with the words of every class, or "
+            "an object from class name to words)."
         )
     rows = [[row] if isinstance(row, str) else row for row in words]
     if classes and len(rows) != len(classes):

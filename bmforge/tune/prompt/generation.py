@@ -49,7 +49,7 @@ class GenerationVerbalizer(nn.Module):
         kinds = {p.kind for rule in self._rules or () for p in rule}
         if kinds & {"mask", "soft", "special"}:
             raise ConfigError(
-                "the text of a class must not contain mask, soft or special pieces, because "
+                'the text of a class must not contain {"mask"}, {"soft"} or {"special"}, because '
                 "the model generates it."
             )
 

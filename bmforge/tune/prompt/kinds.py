@@ -49,7 +49,7 @@ class PTuning(Template):
     ) -> None:
         super().__init__(text, tokenizer, model, encoder=encoder, **options)
         if not self.rows:
-            raise ConfigError(f'the template {text!r} has no soft piece. Add {{"soft"}} to it.')
+            raise ConfigError(f'the template {text!r} has no soft token. Add {{"soft"}} to it.')
 
 
 class PTRTemplate(Template):

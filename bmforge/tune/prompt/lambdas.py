@@ -34,7 +34,7 @@ def read_lambda(node: ast.Lambda) -> Callable[[Any], str]:
     spec = node.args
     names = [argument.arg for argument in spec.args]
     if len(names) != 1 or spec.defaults or spec.vararg or spec.kwarg or spec.kwonlyargs:
-        raise ValueError("it needs exactly one argument")
+        raise ValueError("a lambda needs exactly one argument")
     body = _compile(node.body, {*names})
 
     def process(value: Any) -> str:

@@ -100,7 +100,7 @@ def _find_end(text: str, begin: int) -> int:
             if depth == 0:
                 return at + 1
         at += 1
-    kind = f"the quote {quote}" if quote else "the brace that opens here"
+    kind = f"the quote {quote}" if quote else "the opening brace"
     raise TemplateError(f"{kind} is not closed. Add {quote or '}'}", text, begin)
 
 
@@ -171,9 +171,9 @@ def _read_literal(piece: str, fail: Callable[[str], TemplateError]) -> Mapping[A
                     for key, value in pairs
                 }
     except SyntaxError as error:
-        raise fail(f"this is not a literal ({error.msg}); put texts in quotes") from None
+        raise fail(f"a value is not a literal ({error.msg}); put texts in quotes") from None
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise fail(f"only literals are allowed here ({error!s:.60})") from None
+        raise fail(f"values must be literals ({error!s:.60})") from None
     raise fail('a piece must be {"key": value, ...} or {"key"}')
 
 

@@ -57,8 +57,9 @@ def search_templates(
     """
     if not examples or len(examples) != len(words) or min(beams, keep) < 1:
         raise ConfigError(
-            f"{len(examples)} examples have {len(words)} words, and beams={beams} (needed: one "
-            "word per example, and at least one beam)."
+            f"there are {len(examples)} examples and {len(words)} words, with beams={beams} and "
+            f"keep={keep} (needed: at least one example, one word per example, and beams and keep "
+            "of at least 1)."
         )
     template = Template(_SHAPES[pairs], tokenizer, model)
     if template.asking.kind != "spans":

@@ -45,8 +45,9 @@ def search_label_words(
     missing = [number for number in range(classes) if not bool((labels == number).any())]
     if missing or min(num_candidates, keep, max_tries) < 1:
         raise ConfigError(
-            f"classes {missing} have no examples, or num_candidates={num_candidates}, "
-            f"keep={keep}, max_tries={max_tries} are not all at least 1."
+            f"classes without examples: {missing} (allowed: none); "
+            f"num_candidates={num_candidates}, keep={keep} and max_tries={max_tries} must be at "
+            "least 1."
         )
     count = min(num_candidates, max(1, int(max_tries ** (1 / classes))), logits.shape[1])
     chances = logits.float().softmax(-1)

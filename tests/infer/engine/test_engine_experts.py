@@ -66,7 +66,7 @@ def test_bits_budget_and_bytes(directory: Path, scheme: str | None) -> None:
         ) as engine:
             assert engine.plan.used_bytes <= budget
             assert engine.plan.experts_bytes == min(2 + more, 24) * one
-            assert "experts that are here" in str(engine.plan)
+            assert "cached experts" in str(engine.plan)
             assert torch.equal(engine.generate(IDS, **options), want)
             streamer: Any = next(iter(engine._streamers))
             assert streamer.num_slots * one == engine.plan.experts_bytes

@@ -262,7 +262,7 @@ def test_room_for_what_comes_later(six_layers: None) -> None:
     with Engine(make("gpt2"), device_budget_bytes=least + 50_000, config=more) as engine:
         assert len(engine.plan.on_disk) == 6
         assert engine.plan.used_bytes <= engine.plan.budget_bytes == engine.plan.smallest_bytes
-        assert "beside the model" in str(engine.plan)
+        assert "later adapters" in str(engine.plan)
     with pytest.raises(ConfigError, match="beside_bytes=-1"):
         EngineConfig(beside_bytes=-1)
 

@@ -56,7 +56,7 @@ def test_what_the_original_stumbles_over_is_refused_with_its_place(text):
         ('{"soft":None,"duplicate":0}', "duplicate=0", 3),
         ('{"mask":"x"}', "a mask has no value", 3),
         ('{"meta":"a","placeholder":"b"}', "one of", 3),
-        ('{"text":open("f")}', "only literals", 3),
+        ('{"text":open("f")}', "values must be literals", 3),
         ('{"placeholder":"a","post_processing":"nothing"}', "known: .*strip", 3),
         ('{"meta":"a","post_processing":lambda x: eval(x)}', "is not supported", 3),
         ("{" * 40 + "}" * 40, "nest deeper", 19),

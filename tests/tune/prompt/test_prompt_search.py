@@ -34,7 +34,7 @@ def test_words_are_the_best_of_all_sets():
     assert found[0][1] == pytest.approx(judge(best[0])[0] / 12)
     few = search_label_words(logits, labels, max_tries=8, keep=1)  # two candidates a class
     assert judge(few[0][0])[0] <= judge(best[0])[0]
-    with pytest.raises(ConfigError, match=r"classes \[0\]"):
+    with pytest.raises(ConfigError, match=r"classes without examples: \[0\]"):
         search_label_words(logits, torch.ones(12, dtype=torch.long))
 
 
@@ -79,5 +79,5 @@ def test_templates_are_the_likeliest_of_all(letters: LetterTokenizer) -> None:
     causal = GPT2.from_config(GPT2Config(vocab_size=43, hidden_size=16, num_layers=1, num_heads=2))
     with pytest.raises(ConfigError, match="after its mask"):
         search_templates(causal, LETTERS, EXAMPLES, WORDS)
-    with pytest.raises(ConfigError, match="2 examples have 1 words"):
+    with pytest.raises(ConfigError, match="2 examples and 1 words"):
         search_templates(model, LETTERS, EXAMPLES, WORDS[:1])

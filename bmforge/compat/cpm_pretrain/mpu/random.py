@@ -75,8 +75,8 @@ class CudaRNGStatesTracker:
         """
         if name not in self._states:
             raise ConfigError(
-                f"there is no generator {name!r}. Call "
-                "mpu.model_parallel_cuda_manual_seed(seed), or add it."
+                f"there is no random generator {name!r}. Call "
+                "mpu.model_parallel_cuda_manual_seed(seed), or add(name, seed)."
             )
         with keep_random():
             restore_torch(self._states[name])

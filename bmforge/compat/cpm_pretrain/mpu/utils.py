@@ -17,7 +17,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
     """
     if numerator % denominator:
         raise ConfigError(
-            f"{numerator} is not divisible by {denominator}. Choose a multiple of it."
+            f"{numerator} is not divisible by {denominator}. Choose a multiple of {denominator}."
         )
 
 

@@ -134,8 +134,8 @@ class FileProcessor(DataProcessor):
                 values["label"] = indices[label]
             elif label is not None:
                 raise DataError(
-                    f"{str(path)!r}, example {number + 1}: label={label!r} is unknown. "
-                    f"Known: {', '.join(map(str, indices))}."
+                    f"{str(path)!r}, example {number + 1}: unknown label: label={label!r} "
+                    f"(known: {', '.join(map(str, indices))})."
                 )
             examples.append(InputExample(**{"guid": str(number), **values}))
         return examples

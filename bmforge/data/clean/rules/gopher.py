@@ -66,7 +66,7 @@ def count_stop_words(text: TextStatistics, stop_words: frozenset[str] = _STOP_WO
     return len(stop_words.intersection(text.words))
 
 
-_REAL_WORDS = "words that are more than marks"
+_REAL_WORDS = "words with more than punctuation"
 _WORD_LENGTH = "mean word length in characters"
 # Name, measure, meaning, and a text that violates the rule; the bounds are in `quality_rules`.
 _QUALITY_RULES = (
@@ -79,19 +79,19 @@ _QUALITY_RULES = (
     (
         "too_many_bullets",
         _bullets,
-        "share of lines that begin with a bullet or a hyphen",
+        "fraction of lines that begin with a bullet or a hyphen",
         "- Home\n- Shop\n- Contact",
     ),
     (
         "too_many_end_ellipsis",
         _cut_lines,
-        "share of lines that end in an ellipsis",
+        "fraction of lines that end in an ellipsis",
         "Shares fall as ...\nMinister says ...",
     ),
     (
         "below_alpha_threshold",
         _letters,
-        "share of words with a letter",
+        "fraction of words with a letter",
         "12 : 30 | 14 : 45 | 17 : 00",
     ),
 )
@@ -157,15 +157,15 @@ def _repeated_line_characters(text: TextStatistics) -> float:
 
 
 _LINE_RULES = {
-    "dup_para_frac": (_repeated_paragraphs, "share of paragraphs that occurred before"),
+    "dup_para_frac": (_repeated_paragraphs, "fraction of paragraphs that occurred before"),
     "dup_para_char_frac": (
         _repeated_paragraph_characters,
-        "share of the text's characters in paragraphs that occurred before",
+        "fraction of the text's characters in paragraphs that occurred before",
     ),
-    "dup_line_frac": (_repeated_lines, "share of lines that occurred before"),
+    "dup_line_frac": (_repeated_lines, "fraction of lines that occurred before"),
     "dup_line_char_frac": (
         _repeated_line_characters,
-        "share of the text's characters in lines that occurred before",
+        "fraction of the text's characters in lines that occurred before",
     ),
 }
 
@@ -191,7 +191,7 @@ def repetition_rules(
             Rule(name, measure, Bounds(None, high), meaning, source, "Home\nShop\nHome\nShop")
         )
     for n, high in top:
-        meaning = f"share of the text's characters in its most frequent run of {n} words"
+        meaning = f"fraction of the text's characters in its most frequent run of {n} words"
         example = " ".join(["buy now"] * 2 * n)
         rules.append(
             Rule(
@@ -205,7 +205,7 @@ def repetition_rules(
         )
     for n, high in repeated:
         name = f"duplicated_{n}_n_grams"
-        meaning = f"share of the text's characters in runs of {n} words that occurred before"
+        meaning = f"fraction of the text's characters in runs of {n} words that occurred before"
         example = "a paragraph that was pasted twice"
         rules.append(
             Rule(
