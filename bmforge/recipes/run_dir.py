@@ -78,7 +78,8 @@ def claim_run_dir(run_dir: Path, config: Any, *, new_only: bool = False) -> bool
     def write() -> bool:
         is_new = not (run_dir / _FILE).exists()
         if is_new or not new_only:
-            save_toml(config, run_dir / _FILE)
+            save_toml(config, run_dir / _FILE)  # leaves a file with the same content as it is
+            os.utime(run_dir / _FILE)  # tells `_log_undo` that the run has begun
         return is_new
 
     return run_on_first(write) or False
@@ -121,7 +122,7 @@ def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator
 
 
 def _log_undo(run_dir: Path) -> Callable[[], None]:
-    """Return a function that removes new log lines if ``run.toml`` was not written since."""
+    """Return a function that removes new log lines unless `claim_run_dir` was called since."""
     record, log = run_dir / _FILE, run_dir / _LOG
     written, size = _write_stamp(record), log.stat().st_size if log.exists() else 0
 
@@ -137,7 +138,7 @@ def _log_undo(run_dir: Path) -> Callable[[], None]:
 
 
 def _write_stamp(file: Path) -> tuple[int, int] | None:
-    """Return values that change whenever a file is replaced; None if there is no file."""
+    """Return values that change whenever a file is replaced or touched; None if there is none."""
     if not file.exists():
         return None
     status = file.stat()

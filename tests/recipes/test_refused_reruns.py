@@ -61,6 +61,16 @@ def test_a_refused_rerun_changes_no_file(
     assert contents(start / "run") == before
 
 
+def test_a_rerun_with_the_same_config_keeps_its_log(start: Path) -> None:  # noqa: F811
+    """run.toml then stays as it is, which does not mean that the run was refused."""
+    file = start / "run" / "log.txt"
+    run(make_config(start, "run", 2))
+    first = file.read_text()
+    run(make_config(start, "run", 2))
+    assert file.read_text().startswith(first)
+    assert "resumed at step 2 of 2" in file.read_text()[len(first) :]
+
+
 def test_a_changed_file_is_accepted_on_purpose(start: Path) -> None:  # noqa: F811
     run(make_config(start, "run", 2))
     edit_data(start)
