@@ -88,8 +88,9 @@ class Change:
             raise ConfigError(f"a change must be an object with kind and where, not {value!r}.")
         fields = {"kind", "where", "options", "name", "weight"}
         if set(value) - fields or not {"kind", "where"} <= set(value):
+            wrong = sorted(set(value) - fields) or sorted({"kind", "where"} - set(value))
             raise ConfigError(
-                f"a change has wrong fields: {', '.join(sorted(value))} (allowed: "
+                f"a change has unknown or missing fields: {', '.join(wrong)} (allowed: "
                 f"{', '.join(sorted(fields))}; kind and where are required)."
             )
         change = config_from_dict(cls, {**value, "where": _listed(value["where"])}, "change.")

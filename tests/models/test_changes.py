@@ -70,7 +70,7 @@ def test_places_that_are_no_names(where: Any) -> None:
         ({"kind": "low_rank"}, "kind and where are"),
         (
             {"kind": "low_rank", "where": "a", "rank": 2},
-            "wrong fields: kind, rank, where",
+            "unknown or missing fields: rank",
         ),
         (["low_rank"], "must be an object with kind and where"),
         ({"kind": "lowrank", "where": "a"}, "Did you mean 'low_rank'"),

@@ -255,7 +255,8 @@ def _read_meta(path: Path, block_bytes: int) -> list[BlockFile]:
     """Read the file list ``meta.bin``, and check that the blocks of its files are contiguous."""
     try:
         content = path.read_bytes()
-        lines = _old_lines(content) if content[:1] == _PICKLE else content.decode().splitlines()
+        is_old = content[:1] == _PICKLE
+        lines = _old_lines(path, content) if is_old else content.decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"cannot read {str(path)!r} ({error}). A block dataset is a directory with a "
@@ -277,10 +278,13 @@ def _read_meta(path: Path, block_bytes: int) -> list[BlockFile]:
     return files
 
 
-def _old_lines(content: bytes) -> list[str]:
+def _old_lines(path: Path, content: bytes) -> list[str]:
     """Convert a pickled ``meta.bin`` to the lines of the current format."""
     names = ("file_name", "block_begin", "block_end", "nbytes", "nlines", "mask")
-    rows = (dict(zip(names, row, strict=True)) for row in load_block_files(content))
+    try:
+        rows = [dict(zip(names, row, strict=True)) for row in load_block_files(content)]
+    except DataError as error:
+        raise DataError(f"{str(path)!r}: {error}") from error
     return [json.dumps({**row, "has_lengths": False}) for row in rows]
 
 

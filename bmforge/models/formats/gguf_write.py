@@ -261,7 +261,7 @@ class _Plan:
     ) -> None:
         self.values = values
         self.tensors = persistent_tensors(model)
-        self.found, self.groups, self.kind = architecture, groups, kind
+        self.architecture, self.groups, self.kind = architecture, groups, kind
         self.head_dim = model.config.head_dim
         self.extra: dict[str, Tensor] = {}
         self.scales: Callable[[str], Tensor | None] = lambda name: None
@@ -292,10 +292,10 @@ class _Plan:
 
     def _assemble(self, name: str, values: Callable[[str], Tensor]) -> Tensor:
         tensor = assemble_source(self.groups[name], values)
-        if self.found.permutes and is_permuted(name):
+        if self.architecture.permutes and is_permuted(name):
             tensor = permute_rows(tensor, self.head_dim)
-        if self.found.norm_offset and is_norm(name):
-            tensor = tensor.float() + self.found.norm_offset
+        if self.architecture.norm_offset and is_norm(name):
+            tensor = tensor.float() + self.architecture.norm_offset
         return tensor
 
     def _shape(self, name: str) -> tuple[int, ...]:
