@@ -36,7 +36,7 @@ __all__ = [
 
 C = TypeVar("C")
 _NONE = "none"
-# Metadata of a field that holds a group of options, such as the limits of a server.
+# Metadata of a field that contains a group of options, such as the limits of a server.
 GROUP: Mapping[str, bool] = types.MappingProxyType({"is_group": True})
 
 
@@ -73,7 +73,7 @@ def accept_ungrouped(cls: type[C]) -> type[C]:
 
 
 def ungrouped_values(config: Any) -> dict[str, Any]:
-    """Return a flat dict from field name to value, in which groups are replaced by their fields."""
+    """Return a flat dict from field name to value; the fields of groups are listed individually."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -163,7 +163,7 @@ def config_from_dict(cls: type[C], values: dict[str, Any], path: str = "") -> C:
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
-    """Check `value` against a type hint and convert values that TOML stores as another type."""
+    """Check `value` against a type hint; convert it if TOML stores it as another type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value, path)

@@ -1,4 +1,4 @@
-"""Options of the preparation of a corpus, in a module without heavy imports."""
+"""Option dataclasses of `bmforge prepare`, in a module without heavy imports."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class BpeConfig:
-    """Options of a BPE tokenizer that is trained during a preparation.
+    """Options of a BPE tokenizer that is trained while a corpus is prepared.
 
     Args:
-        digits: how numbers are split before merges are learned: joined does not split them,
-            single makes each digit a token, triples makes groups of up to three digits.
+        digits: how numbers are split before merges are learned: joined does not split them, single
+            splits off each digit, triples splits them into groups of up to three digits.
         han: single keeps each Chinese character separate, so that it is never merged with others.
         special_tokens: additional special tokens, such as <|im_start|>; their ids start at 1.
         min_frequency: minimum number of occurrences of a pair of tokens that is merged.
@@ -125,8 +125,8 @@ class DuplicatesConfig:
     """Options for removing repeated texts and test examples.
 
     Args:
-        near_duplicates: keep only one of several documents whose sets of word 5-grams have at
-            least this Jaccard similarity, from 0.3 to 1; none drops only exact duplicates.
+        near_duplicates: keep only one of several documents whose sets of word 5-grams have at least
+            this Jaccard similarity, from 0.3 to 1; if none, only exact duplicates are dropped.
         repeated_paragraphs: remove paragraphs of at least this many characters, such as 50,
             that occurred before in any document.
         repeated_spans: remove passages that occurred before in the same or another document;
@@ -149,18 +149,18 @@ class DuplicatesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """Processes of a preparation and their limits; they do not affect the output.
+    """Options for the worker processes and their limits.
 
     Args:
-        workers: number of processes that read, clean and encode; 0 uses only the main process.
-            The output does not depend on it.
-        shard_bytes: approximate input size that a worker processes at a time; if the
-            preparation is killed, at most that much work per worker is lost.
+        workers: number of processes that read, clean and encode; 0 uses only the main process. The
+            output does not depend on this number.
+        shard_bytes: approximate input size that a worker processes at a time; if the run is killed,
+            at most that much work per worker is lost.
         document_seconds: documents that take longer than this are dropped; needs workers.
         worker_memory_bytes: documents for which a worker needs more memory are dropped; needs
             workers.
-        keep_stages: keep the results of all stages, so that another preparation in the same
-            directory, with other settings and overwrite, repeats only what has changed.
+        keep_stages: keep the results of all stages, so that another run in the same directory, with
+            other settings and overwrite, repeats only what has changed.
     """
 
     workers: int = 0
@@ -172,7 +172,7 @@ class ExecutionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFilesConfig:
-    """Optional output files of a preparation.
+    """Options for additional output files.
 
     Args:
         join_stores: copy the token stores of all shards into one; otherwise they stay separate,
@@ -189,24 +189,24 @@ class CorpusFilesConfig:
 @accept_ungrouped
 @dataclass(frozen=True)
 class PrepareConfig:
-    """Options of the preparation of a corpus.
+    """Options for preparing a corpus.
 
     The fields of the groups can also be given without the group: `PrepareConfig(rules="english")`.
 
     Args:
         vocab_size: number of token ids if a BPE tokenizer is trained, at least 257.
-        validation_fraction: fraction of the text's bytes that is held out for validation, from
-            0 to below 1; if there are few documents, the end of one is used.
+        validation_fraction: fraction of the text's bytes that is held out for validation, from 0 to
+            below 1; if there are few documents, the end of a document is held out.
         seed: random seed that selects the documents held out.
-        tokenizer: directory of an existing tokenizer that `bmforge.tokenizers.AutoTokenizer`
-            can open, such as that of a model or of another corpus. Empty trains a new one.
+        tokenizer: directory of an existing tokenizer that `bmforge.tokenizers.AutoTokenizer` can
+            load, such as that of a model or of another corpus (default: train a new one).
         bpe: options of the tokenizer that is trained.
         read: options for reading input files.
         clean: options for changing the text of documents.
         filter: options for selecting documents.
         duplicates: options for removing repeated texts and test examples.
-        execution: processes and their limits.
-        files: optional output files.
+        execution: options for the worker processes and their limits.
+        files: options for additional output files.
     """
 
     vocab_size: int = 8192

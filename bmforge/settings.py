@@ -33,11 +33,11 @@ class MemoryOptions:
     Args:
         device_budget: device memory for weights, KV cache and activations, as a size such as
             2GiB; weights that do not fit are read from disk when needed (default: no limit).
-        max_model_len: longest sequence, including new tokens, that device_budget must be enough
-            for (default: 1024, or the model's maximum).
-        quantize: quantize weights while loading: int8, int8-dynamic, int4 or int4-128; keep
-            loads the integers of a GGUF, GPTQ or AWQ file, and none dequantizes them (default:
-            keep for a file with integers of a native family, else none).
+        max_model_len: maximum sequence length, including new tokens, that must fit into
+            device_budget (default: 1024, or the model's maximum).
+        quantize: quantize weights while loading: int8, int8-dynamic, int4 or int4-128; keep loads
+            the integers of a GGUF, GPTQ or AWQ file, and none dequantizes them (default: keep if a
+            native family's file contains integers, otherwise none).
         devices: accelerators that share the model's blocks, by index or name, such as 0,1; the
             budget applies to each of them (default: one).
         backend: implementation of the architecture: native for the families of bmforge,
@@ -85,7 +85,7 @@ class CollectConfig:
         most_bytes: maximum total size of the responses in a run.
         most_page_bytes: maximum size of a response; larger ones are skipped.
         delay_s: seconds between two requests to a host, unless its robots.txt requires more.
-        page_seconds: maximum seconds of a response; slower ones are skipped.
+        page_seconds: maximum time for a response in seconds; slower ones are skipped.
         again: also request pages that were collected before, if they have changed.
         agent: User-Agent header; include a contact address.
     """
@@ -103,7 +103,7 @@ class CollectConfig:
 
 @dataclass(kw_only=True)
 class QualityConfig:
-    """Options of training a quality classifier and a perplexity model.
+    """Options for training a quality classifier and a perplexity model.
 
     Args:
         good: files or directories of texts of high quality, as examples for the classifier.
@@ -111,8 +111,8 @@ class QualityConfig:
             (default: none, and no classifier is trained).
         labeled: files with a text and its label in each record, instead of good and bad.
         label_field: field of a record that contains the label.
-        good_labels: labels of good texts; all other labels mean the other class.
-        good_from: smallest label of a good text if labels are numbers; none uses good_labels.
+        good_labels: labels of good texts; texts with any other label are negative examples.
+        good_from: smallest label of a good text if labels are numbers (default: use good_labels).
         held_out_fraction: fraction of the texts that is used only to evaluate the classifier.
         out: directory for quality.npz and perplexity.npz.
         most_texts: maximum number of texts per class; they are selected by a hash.
@@ -160,7 +160,7 @@ class QuickstartConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TalkConfig:
-    """Options of a chat; None uses the model's default (for EVA, the original project's).
+    """Options of a chat; if None, the model's default is used (for EVA, the original project's).
 
     Args:
         system: system message.
@@ -173,7 +173,7 @@ class TalkConfig:
         length_penalty: exponent of the length in beam search scores.
         window: for EVA, the maximum number of tokens of the history that the model reads.
         no_repeat_ngram: for EVA, the size of n-grams that may occur only once in an answer.
-        seed: random seed of sampling (default: a different one each time).
+        seed: random seed of sampling (default: a different seed each time).
     """
 
     system: str | None = None
