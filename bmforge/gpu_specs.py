@@ -64,7 +64,7 @@ class Device:
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes of memory that a process can use, excluding the driver's context and fragmentation."""
+        """Bytes that a process can use: the memory minus the driver's context and fragmentation."""
         return _GIB * (self.memory_gib - CONTEXT_GIB) * (1 - FRAGMENTED)
 
 

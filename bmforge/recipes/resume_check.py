@@ -22,7 +22,7 @@ def check_resumed_data(run_dir: Path, loader: Any, overridden: Collection[str]) 
     Args:
         run_dir: directory of the run.
         loader: the run's loader; one without a method `check_state` is not checked here.
-        overridden: fields and tables of the run that are changed intentionally.
+        overridden: fields and tables of the run that the user has changed intentionally.
     """
     check = getattr(loader, "check_state", None)
     if check is None or restarts_order(overridden):

@@ -19,28 +19,28 @@ class TrainConfig:
 
     Args:
         steps: total number of optimizer steps.
-        num_epochs: number of passes over a loader that ends; training ends after the last pass
-            or after `steps`, whichever comes first (default: 1). Loaders of bmforge never end.
+        num_epochs: number of epochs over a loader that ends; training ends after the last epoch or
+            after `steps`, whichever comes first (default: 1). Loaders of bmforge never end.
         seed: random seed of dropout; weights and sample order have separate seeds.
         precision: fp32, or bf16 / fp16 compute with fp32 parameters; must match the model.
-        master_weights: upcast trained 16-bit parameters to fp32 (default: on); off trains them
-            in 16 bits, which loses updates below 1/256 of a bf16 weight.
+        master_weights: upcast trained 16-bit parameters to fp32 (default: on); without it they are
+            trained in 16 bits, which loses updates below 1/256 of a bf16 weight.
         disable_dropout: train in evaluation mode, without dropout and layer drop (default: off).
-        grad_clip: maximum gradient norm; None does not clip.
-        spike_sigmas: skip a step whose loss is this many standard deviations above the recent
-            mean; None skips non-finite steps only.
-        eval_every_steps: number of steps between evaluations; None evaluates only at the end.
+        grad_clip: maximum gradient norm; None to disable clipping.
+        spike_sigmas: skip a step whose loss is this many standard deviations above the recent mean;
+            if None, only steps with non-finite values are skipped.
+        eval_every_steps: number of steps between evaluations; if None, only at the end.
         load_best_model_at_end: keep the checkpoint with the lowest evaluation loss, and end the
             run with its weights (default: off); needs eval_every_steps.
-        early_stopping_patience: number of evaluations without an improvement after which the
-            run ends; None trains all steps.
+        early_stopping_patience: number of evaluations without an improvement after which the run
+            ends; None to disable early stopping.
         early_stopping_threshold: decrease of the loss in nats that counts as an improvement.
-        save_every_steps: number of steps between checkpoints; None saves only at the end.
+        save_every_steps: number of steps between checkpoints; if None, only at the end.
         keep_last: number of newest checkpoints to keep.
         keep_every_steps: also keep checkpoints whose step is a multiple of this number.
         log_every_steps: number of steps between log lines.
-        profile_steps: number of steps, after the third, to profile into ``run_dir/profile``; 0
-            profiles none.
+        profile_steps: number of steps to profile, after the third step; traces are written to
+            ``run_dir/profile`` (default: 0, no profile).
         optim: optimizer settings.
         schedule: learning-rate schedule.
     """

@@ -52,9 +52,9 @@ class ScheduleConfig:
         warmup_steps: steps of linear warm-up; noam needs at least 1.
         min_lr_ratio: final learning rate as a fraction of the peak, 0 to 1 (above 0 for
             exponential).
-        total_steps: length of the schedule; None uses the length of the run.
-        decay_steps: length of the decay (wsd only); None uses a tenth of the total.
-        decay_kind: shape of the decay (wsd only): linear, cosine or 1-sqrt (None uses 1-sqrt).
+        total_steps: length of the schedule (default: length of the run).
+        decay_steps: length of the decay, for wsd only (default: a tenth of the total).
+        decay_kind: shape of the decay, for wsd only: linear, cosine or 1-sqrt (default: 1-sqrt).
     """
 
     kind: str = "cosine"
@@ -189,7 +189,7 @@ def _check_kind(config: ScheduleConfig, total: int) -> None:
 def set_learning_rate_(optimizers: Iterable[torch.optim.Optimizer], multiplier: float) -> None:
     """Set every parameter group's learning rate to its ``base_lr`` times `multiplier`.
 
-    A group without ``base_lr`` takes its current ``lr`` as the base, once.
+    If a group has no ``base_lr``, its current ``lr`` is stored as ``base_lr``.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
