@@ -124,8 +124,8 @@ def select_adapters(model: nn.Module, names: AdapterNames | Selection) -> Iterat
         model: model with adapters, all attached.
         names: name of an adapter for each sample, or None or "__base__" for the base model.
 
-        Raises:
-            ConfigError: a name is unknown, or an adapter cannot be selected per sample.
+    Raises:
+        ConfigError: a name is unknown, or an adapter cannot be selected per sample.
     """
     selection = names if isinstance(names, Selection) else per_sample_selection(model, names)
     with run_with_selection(selection):
@@ -268,8 +268,8 @@ def check_names(model: nn.Module, selection: DeltaChoice) -> DeltaNames:
         model: model with adapters, or without.
         selection: names of adapters to enable; if None, None is returned.
 
-        Raises:
-            ConfigError: a name is unknown, or an adapter is merged or detached.
+    Raises:
+        ConfigError: a name is unknown, or an adapter is merged or detached.
     """
     if selection is None:
         return None

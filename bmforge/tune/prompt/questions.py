@@ -99,8 +99,8 @@ def score_words(logits: Tensor, answers: Tensor, which: Tensor) -> Tensor:
         answers: tokens of the words, padded with -100.
         which: index of the prompt in which each word is scored.
 
-        Shape:
-            logits: (B K, M, V); answers: (B, W, L <= M); which: (B, W); returns (B, W)
+    Shape:
+        logits: (B K, M, V); answers: (B, W, L <= M); which: (B, W); returns (B, W)
     """
     count, _, length = answers.shape
     times = logits.shape[0] // count

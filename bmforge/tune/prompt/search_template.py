@@ -52,9 +52,9 @@ def search_templates(
         keep: number of templates to return.
         max_seq_len: maximum length of an example in tokens.
 
-        Raises:
-            ConfigError: there are no examples, the numbers of words and examples differ, or the
-                model was not trained on span corruption.
+    Raises:
+        ConfigError: there are no examples, the numbers of words and examples differ, or the
+            model was not trained on span corruption.
     """
     if not examples or len(examples) != len(words) or min(beams, keep) < 1:
         raise ConfigError(

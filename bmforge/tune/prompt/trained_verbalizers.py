@@ -192,8 +192,8 @@ class PrototypeVerbalizer(nn.Module):
         Shape:
             hidden: (N, D); labels: (N,)
 
-            Raises:
-                ShapeError: a class has no examples.
+        Raises:
+            ShapeError: a class has no examples.
         """
         missing = sorted(set(range(self.num_classes)) - set(labels.tolist()))
         if missing:
