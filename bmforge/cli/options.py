@@ -140,7 +140,7 @@ class EvaluateCommand:
 
     Args:
         model: directory or hub id of a model, a run's directory, or a preset with --weights.
-        allow_other_base: accept an adapter that was trained on other base weights.
+        allow_other_base: accept an adapter that was trained on a base model with other weights.
         config: texts and tasks to evaluate on.
     """
 

@@ -1,7 +1,7 @@
 """Preference optimization (`bmforge train preferences`): DPO, SimPO, ORPO, CPO, KTO, ...
 
-Answers are rendered and tokenized as in `bmforge train conversations`. The reference model is the
-model with its adapter off, a frozen copy, or log-probabilities that are computed before training.
+Answers are rendered and tokenized as in `bmforge train conversations`. The reference is the model
+with its adapter off, a frozen copy, or log-probabilities that are computed before training.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ ReferenceKind = Literal["adapter", "copy", "precomputed"]
 
 @dataclass(kw_only=True)
 class PairData(ExampleConfig):
-    """Preference data of a run; other fields are `ExampleConfig`'s.
+    """Preference data options of a run; other fields are `ExampleConfig`'s.
 
     Args:
         global_batch_size, micro_batch_size: pairs (two rows each) instead of rows.
         ignore: fields of the records to ignore; any other field that the chat template does not
             read is an error.
-        prefix_sharing: put both answers of a pair behind one copy of their prompt, which is then
-            computed once; same loss and gradients. For `train preferences` with pairs.
+        prefix_sharing: put both answers of a pair into one row after a single copy of their prompt,
+            which is then computed once; loss and gradients are the same. For `train preferences`
+            with pairs.
     """
 
     seq_len: int = 1024
@@ -81,23 +82,22 @@ class PreferencesConfig(RunConfig):
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with `prompt`,
             `chosen` and `rejected` (texts or messages) or, for kto, `prompt`, `completion` and
             `label`.
-        template: chat template: a file, or a name (chatml, llama3, ...); None selects the
-            tokenizer's own, or a plain one. The template is exported with the model.
+        template: chat template: a file, or a name (chatml, llama3, ...) (default: the tokenizer's,
+            or a plain one). The template is exported with the model.
         method: dpo, robust, hinge, ipo, sigmoid_norm, simpo, orpo, cpo or kto.
-        beta: strength of the preference term; None selects the method's default: 0.1, or 2 for
-            simpo.
-        label_smoothing: assumed share of wrong preferences, below 0.5; dpo becomes conservative
+        beta: strength of the preference term (default: 0.1; 2 for simpo).
+        label_smoothing: assumed fraction of wrong preferences, below 0.5; dpo becomes conservative
             DPO (default: 0).
-        simpo_gamma: reward margin of simpo; None is 0.5.
-        nll_weight: factor of the chosen answers' negative log-likelihood per token (`rpo_alpha`
-            or `cpo_alpha`); None selects the method's default: 1 for orpo and cpo, else 0.
+        simpo_gamma: reward margin of simpo (default: 0.5).
+        nll_weight: factor on the chosen answers' negative log-likelihood per token (`rpo_alpha` or
+            `cpo_alpha`; default: 1 for orpo and cpo, otherwise 0).
         nll_on_prompt: compute the negative log-likelihood over the prompt too, as TRL's ORPO does.
-        desirable_weight, undesirable_weight: factors of good and bad answers in kto; None is 1.
+        desirable_weight, undesirable_weight: factors on good and bad answers in kto (default: 1).
         reference: adapter (the model with its adapter off), copy (a frozen second model) or
             precomputed (log-probabilities computed once before training and kept in the run
-            directory); None is adapter with an adapter, else copy.
-        reference_dtype: quantize the linear layers of a copy to int8 or int4; None keeps the
-            weights in fp32.
+            directory); the default is adapter if there is one, otherwise copy.
+        reference_dtype: quantize the linear layers of a copy to int8 or int4 (default: weights
+            in fp32).
         reference_offload: keep a copy's weights in host memory, and on the device only while it
             scores the answers of a step.
     """
@@ -143,7 +143,7 @@ def read_options(config: Any) -> MethodOptions:
     """Return the coefficients of a run's method.
 
     Raises:
-        ConfigError: an unknown method, a coefficient out of range or one without effect.
+        ConfigError: the method is unknown, or a coefficient is out of range or has no effect.
     """
     method = METHODS.get(config.method)
     if method is None:
@@ -212,7 +212,7 @@ def open_template(config: Any) -> tuple[Any, ChatTemplate, Any]:
 def encode_files(
     paths: Sequence[str], config: Any, tokenizer: Any, template: ChatTemplate
 ) -> list[EncodedPair]:
-    """Read the preferences in some files and encode them."""
+    """Read preferences from files and encode them."""
     examples: list[PreferenceExample] = [e for path in paths for e in read_preferences(path)]
     return [encode_preference(e, template, tokenizer, config.data.ignore) for e in examples]
 
@@ -229,7 +229,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         source(encode_files(paths, config, tokenizer, template), data.seq_len) if paths else None
         for paths in (data.paths, data.validation)
     )
-    assert learned is not None  # data.check() refuses a run without paths
+    assert learned is not None  # data.check() raises an error for a run without paths
     for each in filter(None, (learned, held_out)):
         check_shared_width(config, each.width)
     reference = None if kind is None else _open_reference(config, kind, rows)

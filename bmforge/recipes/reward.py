@@ -41,15 +41,15 @@ class RewardConfig(RunConfig):
     Args:
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with `prompt`,
             `chosen` and `rejected` (texts or messages), and optionally `margin` or scores.
-        template: chat template: a file, or a name (chatml, llama3, ...); None selects the
-            tokenizer's own, or a plain one. The template is exported with the model.
-        supervision: outcome (pairs of answers), or process (reasoning steps): then the records of
-            `data.paths` have `prompt`, `completions` (the texts of the steps) and `labels` (true
-            or false for each step), and batch sizes count answers.
-        step_separator: text after each step in process supervision; None is a line break. It is
+        template: chat template: a file, or a name (chatml, llama3, ...) (default: the tokenizer's,
+            or a plain one). The template is exported with the model.
+        supervision: outcome (pairs of answers) or process (reasoning steps). For process, the
+            records of `data.paths` have `prompt`, `completions` (the texts of the steps) and
+            `labels` (true or false for each step), and batch sizes count answers.
+        step_separator: text after each step in process supervision (default: a line break). It is
             exported with the model.
-        center_rewards_coefficient: factor of the squared sum of both rewards, which keeps
-            rewards near 0 (default: 0; 0.01 is usual).
+        center_rewards_coefficient: factor on the squared sum of both rewards, which keeps rewards
+            near 0 (default: 0; a typical value is 0.01).
     """
 
     new_head: bool = True
@@ -171,7 +171,7 @@ def _open_steps(config: Any, rows: World) -> TrainingData:
 
 
 def _padding(tokenizer: Any) -> dict[str, Any]:
-    """Return the padding token for the exported config, as a dict; empty without a usable one.
+    """Return a config dict with the padding token to export; empty without a usable token.
 
     transformers reads the reward at the last token that is not padding. The model is trained at the
     EOS token, so the padding token must be another one.

@@ -1,7 +1,8 @@
 """Supervised fine-tuning on conversations (`bmforge train conversations`).
 
-The loss is on the answers. Conversations are rendered with the model's chat template. For a decoder
-several are packed into one row; for an encoder-decoder every answer is a row.
+The loss is computed on the answers. Conversations are rendered with the model's chat template. For
+a decoder, several conversations are packed into one row; for an encoder-decoder, every answer is a
+row.
 """
 
 from __future__ import annotations
@@ -50,16 +51,17 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class ConversationData(ExampleConfig):
-    """Conversations to train on; other fields are `ExampleConfig`'s.
+    """Options for the conversations to train on; other fields are `ExampleConfig`'s.
 
     Args:
-        seq_len: maximum tokens of a row (default: 2048). Rows are shorter where the data would fill
-            fewer than ten steps per epoch, but hold the longest conversation.
-        answers: train on all answers of a conversation, or on the last one only.
+        seq_len: maximum sequence length in tokens (default: 2048). Rows are shorter if the data
+            would fill fewer than ten steps per epoch, but not shorter than the longest
+            conversation.
+        answers: train on all answers of a conversation, or only on the last answer.
         ignore: fields of the records to ignore; any other field that the chat template does not
             read is an error.
-        validation_fraction: share of the conversations held out for evaluation, selected by `seed`
-            (default: 0); for data without `validation` files.
+        validation_fraction: fraction of the conversations that is held out for evaluation, selected
+            by `seed` (default: 0); for data without `validation` files.
     """
 
     seq_len: int = 2048
@@ -92,9 +94,9 @@ class ConversationsConfig(RunConfig):
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with one conversation
             per record: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
             "content": "..."}], "tools": [...]}; ShareGPT's, Alpaca's and prompt/completion forms
-            are read as well. Longer conversations than `seq_len` are truncated.
-        template: chat template: a file, or a name (chatml, llama3, ...); None selects the
-            tokenizer's own, or a plain one. The template is exported with the model.
+            are read as well. Conversations longer than `seq_len` are truncated.
+        template: chat template: a file, or a name (chatml, llama3, ...) (default: the tokenizer's,
+            or a plain one). The template is exported with the model.
     """
 
     data: ConversationData = field(default_factory=ConversationData)
@@ -165,7 +167,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
 
 
 def read_template(config: Any, folder: Path) -> str | None:
-    """Return the source of the run's chat template; None for the plain one."""
+    """Return the source of the run's chat template; None for the plain template."""
     if config.template is not None:
         name = str(config.template)
         if name in NAMED_TEMPLATES:

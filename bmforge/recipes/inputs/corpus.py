@@ -1,4 +1,4 @@
-"""Opens prepared text for a run: directories of `bmforge prepare`, or bare token stores.
+"""Opens the text of a run: directories of `bmforge prepare`, or bare token stores.
 
 A bare token store is a pair of files .bin and .idx (Megatron-LM's format) without the record of
 its tokenizer, splits and licenses that `bmforge prepare` writes.
@@ -56,21 +56,21 @@ class CorpusConfig:
             documents.
         where: conditions on the documents of all paths, including held-out ones: source, language,
             license (with * and commas), date, quality; such as language=zh or quality>=0.5.
-        weights: relative share of each path (default: equal shares).
-        seq_len: tokens per row.
+        weights: relative sampling weight of each path (default: equal weights).
+        seq_len: sequence length in tokens.
         global_batch_size: rows per optimizer step over all processes.
         grad_accum_steps: gradient accumulation steps; sets global_batch_size to micro_batch_size x
-            this x processes / tp / pp / cp. None derives it from global_batch_size.
+            grad_accum_steps x processes / tp / pp / cp (default: derived from global_batch_size).
         micro_batch_size: rows per forward pass on one process.
         reset_at_documents: restart positions and attention at every document.
-        tokenizer: directory of the tokenizer of bare stores, which is exported with the model;
-            None selects the prepared directory's.
-        eos_id: id of the token at the end of every document; None selects the one that the
-            prepared directory records, or else the tokenizer's.
-        validation: prefix of a validation store; None selects the first prepared directory's.
-        split: shares of a bare store's documents for training, for validation, and left unused,
-            such as 949 50 1; empty trains on all.
-        validation_batches: maximum number of micro-batches of an evaluation; None reads all.
+        tokenizer: directory of the tokenizer of bare stores, which is exported with the model
+            (default: the prepared directory's).
+        eos_id: id of the token at the end of every document (default: recorded in the prepared
+            directory, or else the tokenizer's).
+        validation: prefix of a validation store (default: the first prepared directory's).
+        split: relative sizes of the training, validation and unused splits of a bare store's
+            documents, such as 949 50 1 (default: train on all documents).
+        validation_batches: maximum number of micro-batches of an evaluation (default: all).
         seed: random seed of the sample order.
         prefetch_steps: optimizer steps whose batches are loaded ahead.
     """
@@ -104,7 +104,7 @@ class Corpus:
     config: CorpusConfig
 
     def held_out_batches(self, world: World) -> Iterator[Batch]:
-        """Yield this process's batches of one pass over the held-out rows."""
+        """Yield this process's batches of one epoch over the held-out rows."""
         assert self.validation is not None
         return iter_once(
             self.validation,
@@ -128,8 +128,8 @@ def open_corpus(
         init_from: initial model of the run; its tokenizer must be that of the corpora.
 
     Raises:
-        ConfigError: no paths, weights that do not fit the paths, or corpora of different
-            tokenizers.
+        ConfigError: there are no paths, the numbers of weights and paths differ, or the corpora
+            have different tokenizers.
         DataError: a store is missing, damaged, too short, or has ids beyond `vocab_size`.
     """
     _check_paths(config)
@@ -139,7 +139,8 @@ def open_corpus(
     weights = config.weights or (1.0,) * len(config.paths)
     stores = [open_text(path, config.where, config.split) for path in config.paths]
     datasets = [PackedDataset(store, config.seq_len, eos_id) for store in stores]
-    # The order depends on these names; they omit the path, since a corpus may be moved.
+    # The sample order depends on these names; they do not contain the path, since a corpus may be
+    # moved.
     names = [f"data.paths[{number}]" for number in range(len(datasets))]
     parts = dict(zip(names, zip(datasets, weights, strict=True), strict=True))
     loader = DataLoader(
@@ -172,7 +173,7 @@ def open_corpus(
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out token store, to be read once in rows of the training length.
+    """Held-out token store, to be read once in rows of a given length.
 
     Attributes:
         dataset: rows of the store.
@@ -183,7 +184,7 @@ class HeldOut:
     text_bytes: int | None
 
     def batches(self, size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Yield one process's batches of one pass, with `size` rows each."""
+        """Yield the batches of one epoch for this rank, with `size` rows each."""
         return iter_once(self.dataset, size, rank, world)
 
 
@@ -192,12 +193,12 @@ def open_held_out(path: str, seq_len: int, vocab_size: int, model: str | None) -
 
     Args:
         path: the directory, or the store without ``.bin`` or ``.idx``.
-        seq_len: tokens of a row.
+        seq_len: sequence length in tokens.
         vocab_size: vocabulary size of the model.
-        model: directory of the model; its tokenizer must be the text's.
+        model: directory of the model, whose tokenizer must be that of the text.
 
     Raises:
-        ConfigError: nothing was held out, or the text was prepared with another tokenizer.
+        ConfigError: there is no held-out split, or the text was prepared with another tokenizer.
         DataError: a store is missing or damaged, too short, or has ids beyond `vocab_size`.
     """
     report = read_report(path)
@@ -215,7 +216,7 @@ def open_held_out(path: str, seq_len: int, vocab_size: int, model: str | None) -
 
 
 def _find_end(config: CorpusConfig, report: PrepareReport | None) -> tuple[Path | None, int | None]:
-    """Return the run's tokenizer directory and its end-of-document token."""
+    """Return the run's tokenizer directory and the id of its end-of-document token."""
     tokenizer_dir = None if report is None else report.tokenizer_dir
     eos_id = config.eos_id
     if config.tokenizer is not None:
@@ -228,7 +229,7 @@ def _find_end(config: CorpusConfig, report: PrepareReport | None) -> tuple[Path 
 
 
 def _open_validation(prefix: str, config: CorpusConfig, eos_id: int | None) -> PackedDataset | None:
-    """Open the held-out documents that match the conditions; None if none matches."""
+    """Open the held-out documents that match the conditions; return None if there are none."""
     try:
         store = select_store(open_store(prefix), parse_conditions(config.where))
     except DataError as error:

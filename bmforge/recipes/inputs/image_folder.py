@@ -2,7 +2,7 @@
 
 An image is converted to RGB (or gray), resized to a square, and normalized from 0..255 to -1..1, as
 transformers' ViTImageProcessor does. Training uses a random resized crop and mirrors half of the
-images; the random choices depend on the seed and the global sample number alone.
+images; the random choices depend only on the seed and the global sample index.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _MODES = {1: "L", 3: "RGB"}
 
 @dataclass(kw_only=True)
 class ImageConfig:
-    """Data of a run that trains on images.
+    """Data options of a run that trains on images.
 
     Args:
         paths: one folder, with a subfolder of images for every class.
-        validation: one folder of the same form with held-out images.
+        validation: one folder with the same structure and held-out images.
         global_batch_size: images per optimizer step over all processes.
         micro_batch_size: images per forward pass on one process.
         grad_accum_steps: gradient accumulation steps; see `ExampleConfig`.
-        smallest_crop: minimum area of a training crop as a share of the image, 0.08 in ViT's
+        smallest_crop: minimum area of a training crop as a fraction of the image, 0.08 in ViT's
             training; 1 disables cropping.
         mirror: flip half of the training images horizontally.
         mean: mean of every channel for normalization, of values from 0 to 1.
         std: standard deviation of every channel for normalization.
-        validation_batches: maximum number of micro-batches of an evaluation; None reads all.
+        validation_batches: maximum number of micro-batches of an evaluation (default: all).
         seed: random seed of the order and of the crops.
     """
 
@@ -90,9 +90,9 @@ class ImageFolder:
     Args:
         folder: folder whose subfolders are the classes, in the order of their names.
         config: preprocessing options.
-        model: a ViT's config: size and channels.
-        classes: required names of the subfolders; None accepts any.
-        learns: True to apply random crops and flips (training).
+        model: a ViT's config, with the image size and the number of channels.
+        classes: required names of the subfolders (default: any names).
+        learns: True to apply random crops and flips, for training.
 
     Raises:
         DataError: the folder does not exist, has no images, or has other classes than `classes`.
@@ -142,7 +142,7 @@ class ImageFolder:
         return len(self._files)
 
     def label(self, index: int) -> int:
-        """Return the class of the image at `index`."""
+        """Return the class index of the image at `index`."""
         return self._files[index][1]
 
     def make(self, index: int, seed: Seed) -> Any:

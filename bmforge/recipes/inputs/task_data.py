@@ -1,4 +1,4 @@
-"""Opens the examples of a published task, or of the user's own files with labels."""
+"""Loads the examples of a published task, or of the user's own files with labels."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class TaskDataConfig(ExampleConfig):
     """Task to train on; other fields are `ExampleConfig`'s.
 
     Args:
-        task: published task, such as BoolQ or ag_news; None with `labels`.
+        task: published task, such as BoolQ or ag_news; not set for user data.
         labels: labels of user data.
-        fields: names of the text fields of user data, in reading order; empty selects the text
-            fields of the first line.
+        fields: names of the text fields of user data, in reading order (default: the text fields of
+            the first line).
         paths: folder with the task's files, or a folder with a subfolder named like the task. For
-            user data .jsonl files with {"text": "...", "label": "..."} on each line.
+            user data, .jsonl files with {"text": "...", "label": "..."} on each line.
         validation: held-out files of user data in the same format.
         train_split: training split of a published task.
-        dev_split: evaluation split of a published task; None evaluates nothing.
-        seq_len: maximum row length in tokens; longer texts are truncated.
+        dev_split: evaluation split of a published task; none for no evaluation.
+        seq_len: maximum sequence length in tokens; longer texts are truncated.
     """
 
     task: str | None = None
