@@ -199,7 +199,7 @@ class PrepareConfig:
             below 1; if there are few documents, the end of a document is held out.
         seed: random seed that selects the documents held out.
         tokenizer: directory of an existing tokenizer that `bmforge.tokenizers.AutoTokenizer` can
-            load, such as that of a model or of another corpus (default: train a new one).
+            load, such as that of a model or of another corpus; if empty, a new one is trained.
         bpe: options of the tokenizer that is trained.
         read: options for reading input files.
         clean: options for changing the text of documents.

@@ -36,8 +36,8 @@ class MemoryOptions:
         max_model_len: maximum sequence length, including new tokens, that must fit into
             device_budget (default: 1024, or the model's maximum).
         quantize: quantize weights while loading: int8, int8-dynamic, int4 or int4-128; keep loads
-            the integers of a GGUF, GPTQ or AWQ file, and none dequantizes them (default: keep if a
-            native family's file contains integers, otherwise none).
+            the integers of a GGUF, GPTQ or AWQ file, and none dequantizes them (default: keep for a
+            native family's file with integers, otherwise none).
         devices: accelerators that share the model's blocks, by index or name, such as 0,1; the
             budget applies to each of them (default: one).
         backend: implementation of the architecture: native for the families of bmforge,
@@ -112,7 +112,8 @@ class QualityConfig:
         labeled: files with a text and its label in each record, instead of good and bad.
         label_field: field of a record that contains the label.
         good_labels: labels of good texts; texts with any other label are negative examples.
-        good_from: smallest label of a good text if labels are numbers (default: use good_labels).
+        good_from: smallest label of a good text if labels are numbers; if None, good_labels is
+            used.
         held_out_fraction: fraction of the texts that is used only to evaluate the classifier.
         out: directory for quality.npz and perplexity.npz.
         most_texts: maximum number of texts per class; they are selected by a hash.

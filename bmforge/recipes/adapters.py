@@ -75,9 +75,9 @@ class AdapterConfig:
 
     Args:
         kind: lora, adapter, low-rank, compacter, parallel-adapter, bitfit, ia3, prefix or
-            soft-prompt (default: train the model itself).
+            soft-prompt; None to train the model itself.
         target_modules: layers that get an adapter: all-linear, generic names (attn.q), suffixes or
-            globs (default: all-linear for lora, otherwise the default of the type).
+            globs; if empty, all-linear for lora, otherwise the default of the type.
         exclude_modules: name prefixes, or targets, of layers without an adapter.
         modules_to_save: modules that are trained in full and saved with the adapter; a new head is
             included automatically.

@@ -82,22 +82,22 @@ class PreferencesConfig(RunConfig):
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with `prompt`,
             `chosen` and `rejected` (texts or messages) or, for kto, `prompt`, `completion` and
             `label`.
-        template: chat template: a file, or a name (chatml, llama3, ...) (default: the tokenizer's,
-            or a plain one). The template is exported with the model.
+        template: chat template: a file, or a name (chatml, llama3, ...); if None, the tokenizer's
+            template, or a plain one. The template is exported with the model.
         method: dpo, robust, hinge, ipo, sigmoid_norm, simpo, orpo, cpo or kto.
-        beta: strength of the preference term (default: 0.1; 2 for simpo).
+        beta: strength of the preference term; if None, 0.1, or 2 for simpo.
         label_smoothing: assumed fraction of wrong preferences, below 0.5; dpo becomes conservative
             DPO (default: 0).
-        simpo_gamma: reward margin of simpo (default: 0.5).
+        simpo_gamma: reward margin of simpo; if None, 0.5.
         nll_weight: factor on the chosen answers' negative log-likelihood per token (`rpo_alpha` or
-            `cpo_alpha`; default: 1 for orpo and cpo, otherwise 0).
+            `cpo_alpha`); if None, 1 for orpo and cpo, otherwise 0.
         nll_on_prompt: compute the negative log-likelihood over the prompt too, as TRL's ORPO does.
-        desirable_weight, undesirable_weight: factors on good and bad answers in kto (default: 1).
+        desirable_weight, undesirable_weight: factors on good and bad answers in kto; if None, 1.
         reference: adapter (the model with its adapter off), copy (a frozen second model) or
             precomputed (log-probabilities computed once before training and kept in the run
-            directory); the default is adapter if there is one, otherwise copy.
-        reference_dtype: quantize the linear layers of a copy to int8 or int4 (default: weights
-            in fp32).
+            directory); if None, adapter for a run that trains an adapter, otherwise copy.
+        reference_dtype: quantize the linear layers of a copy to int8 or int4; None for fp32
+            weights.
         reference_offload: keep a copy's weights in host memory, and on the device only while it
             scores the answers of a step.
     """

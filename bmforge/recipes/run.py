@@ -102,9 +102,9 @@ class RunConfig:
     Args:
         run_dir: directory of the run.
         init_from: initial model: directory, hub id or short name; its sizes apply, except for
-            fields that are set in `model` (default: random weights).
+            fields that are set in `model`. None for random weights.
         model_changes: names of the `model` fields that override `init_from`, set by the command
-            line (default: the fields that differ from the recipe's defaults).
+            line; if None, the fields that differ from the recipe's defaults.
         new_head: initialize the task's head if the initial model does not have it.
         family: family of `model`; set by the command line, and recorded in `run.toml`.
         changes: structural changes of the model, such as adapters or pruning, that are applied
@@ -112,9 +112,9 @@ class RunConfig:
             are initialized with `seed`.
         adapter: train an adapter instead of the model; see `adapters.AdapterConfig`.
         base_dtype: dtype in which an adapter run stores the frozen base weights: fp32, bf16,
-            fp16, or int8 and int4 (QLoRA) (default: the precision of the computation).
-        epochs: number of epochs, which determines train.steps (default: use train.steps; on the
-            command line, `conversations` defaults to 3 epochs if neither is set).
+            fp16, or int8 and int4 (QLoRA); if None, the precision of the computation.
+        epochs: number of epochs, which determines train.steps; if None, train.steps is used. On the
+            command line, `conversations` defaults to 3 epochs if neither is set.
         freeze_base: train only modules attached by changes, and with `new_head` the head.
         seed: random seed of the weight initialization.
         train: options for the training loop.
@@ -125,8 +125,8 @@ class RunConfig:
         compile: compile the blocks.
         prefetch: number of sharded units whose parameters are gathered ahead.
         export: write a Hugging Face directory ``run_dir/export`` at the end.
-        export_dtype: dtype of the exported weights (default: that of the initial model's weights,
-            or fp32).
+        export_dtype: dtype of the exported weights; if None, that of the initial model's weights,
+            or fp32 without an initial model.
         push_to_hub: repository OWNER/NAME on the Hugging Face hub to upload the export to (default:
             none). A new repository is private.
         license: SPDX id of the export's license (default: none).

@@ -95,8 +95,8 @@ class ConversationsConfig(RunConfig):
             per record: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
             "content": "..."}], "tools": [...]}; ShareGPT's, Alpaca's and prompt/completion forms
             are read as well. Conversations longer than `seq_len` are truncated.
-        template: chat template: a file, or a name (chatml, llama3, ...) (default: the tokenizer's,
-            or a plain one). The template is exported with the model.
+        template: chat template: a file, or a name (chatml, llama3, ...); if None, the tokenizer's
+            template, or a plain one. The template is exported with the model.
     """
 
     data: ConversationData = field(default_factory=ConversationData)

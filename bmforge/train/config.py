@@ -39,8 +39,8 @@ class TrainConfig:
         keep_last: number of newest checkpoints to keep.
         keep_every_steps: also keep checkpoints whose step is a multiple of this number.
         log_every_steps: number of steps between log lines.
-        profile_steps: number of steps to profile, after the third step; traces are written to
-            ``run_dir/profile`` (default: 0, no profile).
+        profile_steps: number of steps to profile, after the third step; 0 for no profile. Traces
+            are written to ``run_dir/profile``.
         optim: optimizer settings.
         schedule: learning-rate schedule.
     """

@@ -52,9 +52,9 @@ class ScheduleConfig:
         warmup_steps: steps of linear warm-up; noam needs at least 1.
         min_lr_ratio: final learning rate as a fraction of the peak, 0 to 1 (above 0 for
             exponential).
-        total_steps: length of the schedule (default: length of the run).
-        decay_steps: length of the decay, for wsd only (default: a tenth of the total).
-        decay_kind: shape of the decay, for wsd only: linear, cosine or 1-sqrt (default: 1-sqrt).
+        total_steps: length of the schedule; if None, the length of the run.
+        decay_steps: length of the decay, for wsd only; if None, a tenth of the total.
+        decay_kind: shape of the decay, for wsd only: linear, cosine or 1-sqrt; if None, 1-sqrt.
     """
 
     kind: str = "cosine"

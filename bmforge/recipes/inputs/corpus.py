@@ -56,21 +56,21 @@ class CorpusConfig:
             documents.
         where: conditions on the documents of all paths, including held-out ones: source, language,
             license (with * and commas), date, quality; such as language=zh or quality>=0.5.
-        weights: relative sampling weight of each path (default: equal weights).
+        weights: relative sampling weight of each path; if empty, all weights are equal.
         seq_len: sequence length in tokens.
         global_batch_size: rows per optimizer step over all processes.
         grad_accum_steps: gradient accumulation steps; sets global_batch_size to micro_batch_size x
-            grad_accum_steps x processes / tp / pp / cp (default: derived from global_batch_size).
+            grad_accum_steps x processes / tp / pp / cp. If None, it follows from global_batch_size.
         micro_batch_size: rows per forward pass on one process.
         reset_at_documents: restart positions and attention at every document.
-        tokenizer: directory of the tokenizer of bare stores, which is exported with the model
-            (default: the prepared directory's).
-        eos_id: id of the token at the end of every document (default: recorded in the prepared
-            directory, or else the tokenizer's).
-        validation: prefix of a validation store (default: the first prepared directory's).
+        tokenizer: directory of the tokenizer of bare stores, which is exported with the model; if
+            None, the prepared directory's.
+        eos_id: id of the token at the end of every document; if None, the id that is recorded in
+            the prepared directory, or else the tokenizer's.
+        validation: prefix of a validation store; if None, the first prepared directory's.
         split: relative sizes of the training, validation and unused splits of a bare store's
-            documents, such as 949 50 1 (default: train on all documents).
-        validation_batches: maximum number of micro-batches of an evaluation (default: all).
+            documents, such as 949 50 1; if empty, all documents are for training.
+        validation_batches: maximum number of micro-batches of an evaluation; None for all.
         seed: random seed of the sample order.
         prefetch_steps: optimizer steps whose batches are loaded ahead.
     """

@@ -43,15 +43,15 @@ class ExampleConfig:
     Args:
         paths: data files, or token stores if the recipe reads them.
         validation: held-out files in the same format.
-        tokenizer: directory of the tokenizer (default: that of `init_from`).
+        tokenizer: directory of the tokenizer; if None, that of `init_from`.
         seq_len: maximum sequence length in tokens.
         global_batch_size: rows per optimizer step over all processes.
         micro_batch_size: rows per forward pass on one process.
         grad_accum_steps: gradient accumulation steps; sets global_batch_size to micro_batch_size x
-            grad_accum_steps x processes / tp / pp / cp (default: derived from global_batch_size).
+            grad_accum_steps x processes / tp / pp / cp. If None, it follows from global_batch_size.
         split: relative sizes of the training, validation and unused splits of a bare token
-            store's documents, such as 949 50 1 (default: train on all documents).
-        validation_batches: maximum number of micro-batches of an evaluation (default: all).
+            store's documents, such as 949 50 1; if empty, all documents are for training.
+        validation_batches: maximum number of micro-batches of an evaluation; None for all.
         seed: random seed of the order and of the examples' random choices.
     """
 

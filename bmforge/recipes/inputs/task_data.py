@@ -20,8 +20,8 @@ class TaskDataConfig(ExampleConfig):
     Args:
         task: published task, such as BoolQ or ag_news; not set for user data.
         labels: labels of user data.
-        fields: names of the text fields of user data, in reading order (default: the text fields of
-            the first line).
+        fields: names of the text fields of user data, in reading order; if empty, the text fields
+            of the first line.
         paths: folder with the task's files, or a folder with a subfolder named like the task. For
             user data, .jsonl files with {"text": "...", "label": "..."} on each line.
         validation: held-out files of user data in the same format.
