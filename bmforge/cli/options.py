@@ -35,7 +35,7 @@ __all__ = [
 
 Inputs = Annotated[tuple[str, ...], tyro.conf.Positional]
 Memory = Annotated[MemoryOptions, tyro.conf.arg(name="")]
-# A group of options: a panel of the help, but no part of the options' names.
+# A group of options: it is a panel of the help, but not a prefix of the options' names.
 Panel = tyro.conf.OmitArgPrefixes
 
 
@@ -47,7 +47,7 @@ class GenerateCommand:
 
     Args:
         model: directory or hub id of a model with its tokenizer.
-        prompt: text to continue; none reads it from standard input.
+        prompt: text to continue; if None, it is read from standard input.
         chat: render the prompt with the model's chat template, and print only the answer.
         document: file of documents for CPM-Bee, one {"input": "...", "<ans>": ""} per line;
             they are printed with their answers.
@@ -74,7 +74,7 @@ class GenerateCommand:
         seed: random seed of sampling.
         adapter: adapter directories to attach to the model; DIR=0.5 scales the adapter's
             output by 0.5.
-        allow_other_base: accept adapters that were trained on other base weights.
+        allow_other_base: accept adapters that were trained on a base model with other weights.
         memory: memory limits of the model.
     """
 
@@ -121,7 +121,7 @@ class ChatCommand:
         config: generation options.
         adapter: adapter directories to attach to the model; DIR=0.5 scales the adapter's
             output by 0.5.
-        allow_other_base: accept adapters that were trained on other base weights.
+        allow_other_base: accept adapters that were trained on a base model with other weights.
         hide_thoughts: do not print the text between <think> and </think>.
         memory: memory limits of the model.
     """
@@ -161,7 +161,7 @@ class ConvertCommand:
             GGUF file.
         target: directory to write, or a file that ends in .gguf; also as --out.
         type: tensor type of the matrices in a GGUF file (default: q8_0).
-        dtype: dtype of the written weights; none keeps the dtype in the file.
+        dtype: dtype of the written weights; if None, the dtype in the file.
         max_file_gb: maximum size of a weight file in GB (1e9 bytes).
         family: family of a ModelCenter checkpoint, if its tensors are ambiguous.
         allow_unknown: names of unknown config fields to ignore.
@@ -190,9 +190,9 @@ class QuantizeCommand:
         scheme: int8 and int4 have one scale per 32 columns, int4-128 one per 128 columns, and
             int8-dynamic one per row; keep uses the integers of a GGUF, GPTQ or AWQ file.
         float_activations: keep activations in floating point instead of rounding them to int8.
-        outlier_ratio: share of the input columns, those with the largest error, that stays in
-            16 bits; not supported for models with experts.
-        dtype: dtype of the unquantized weights; none keeps the dtype in the file.
+        outlier_ratio: fraction of the input columns, those with the largest error, that stays in 16
+            bits; not supported for models with experts.
+        dtype: dtype of the unquantized weights; if None, the dtype in the file.
         max_file_gb: maximum size of a weight file in GB (1e9 bytes).
         allow_unknown: names of unknown config fields to ignore.
         report: text files or directories on which both models are evaluated afterwards.
@@ -214,13 +214,14 @@ class MergeCommand:
     """Merge an adapter into its base model and save the result as a normal model directory.
 
     Args:
-        adapter: adapter directory, or the directory of a run that trained one.
+        adapter: adapter directory, or the directory of a run that trained an adapter.
         out: directory to write.
-        base: directory, hub id or short name of the base model (default: the one named in the
-            adapter's config). If the adapter was trained on a quantized model, give the 16-bit one.
-        dtype: dtype of the written weights (default: that of the base model).
-        allow_other_base: accept a base with other weights than those that the adapter was trained
-            on, such as a later version of the model.
+        base: directory, hub id or short name of the base model; if None, the model named in the
+            adapter's config. If the adapter was trained on a quantized model, give the 16-bit
+            model.
+        dtype: dtype of the written weights; if None, that of the base model.
+        allow_other_base: accept a base model with other weights than the adapter was trained on,
+            such as a later version of the model.
     """
 
     adapter: Annotated[str, tyro.conf.Positional]
@@ -234,8 +235,8 @@ class MergeCommand:
 class CompletionCommand:
     """Print a script that makes a shell complete commands, tasks and options.
 
-    Bash: add `eval "$(bmforge completion bash)"` to ~/.bashrc. Zsh: the same with zsh, in ~/.zshrc
-    after compinit. Fish: `bmforge completion fish | source`, in config.fish.
+    Bash: add `eval "$(bmforge completion bash)"` to ~/.bashrc. Zsh: add the same line with zsh to
+    ~/.zshrc, after compinit. Fish: add `bmforge completion fish | source` to config.fish.
 
     Args:
         shell: name of the shell.
@@ -257,7 +258,7 @@ class DoctorCommand:
 
 @dataclass(kw_only=True)
 class MigrateCommand:
-    """Convert a start script of CPM-Pretrain, or a config of OpenPrompt, to a config of bmforge.
+    """Convert a launch script of CPM-Pretrain, or a config of OpenPrompt, to a config of bmforge.
 
     Args:
         script: run_gpt2.sh, run_t5.sh, or a whole command line in quotes (they are read, not
@@ -286,7 +287,7 @@ class InfoCommand:
 
     Args:
         name: name of a preset, or a model directory.
-        seq_len: tokens per row, for the FLOPs of attention; none uses the model's maximum.
+        seq_len: sequence length for the FLOPs of attention; if None, the model's maximum.
         json: print the config and the measurements, or an adapter's config, as JSON.
         backend: implementation of the architecture: native for the families of bmforge,
             transformers for that library, auto for a native family if there is one.
@@ -307,11 +308,11 @@ class PlanCommand:
         task: task whose training step is planned. With preferences and reward, a row is a pair
             of answers; rl and distill also generate rollouts.
         reference: reference model of preferences, or of rl with rl.beta above 0: adapter (the
-            base model without the adapter), copy or precomputed; none uses the task's default.
-        reference_dtype: quantize the reference copy of preferences to int8 or int4; none keeps
+            base model without the adapter), copy or precomputed; if None, the task's default.
+        reference_dtype: quantize the reference copy of preferences to int8 or int4; None for
             fp32.
         reference_offload: keep the reference copy of preferences in host memory during steps.
-        value_model: count the value model of --task rl with --method ppo (default: off).
+        value_model: include the value model of --task rl with --method ppo (default: off).
         teacher: model of --task distill: a preset, or a model directory.
         max_num_seqs: number of answers that rl and distill generate at once (default: 64).
         set: fields of the model's config to change, each as field=value.
@@ -320,7 +321,7 @@ class PlanCommand:
         freeze_base: train only the modules that `changes` adds; freeze the other weights.
         adapter: train an adapter of this kind, such as lora, on all linear layers.
         adapter_rank: rank of the adapter (default: 8).
-        base_dtype: quantize the frozen base of the adapter (QLoRA); none keeps the precision.
+        base_dtype: quantize the frozen base of the adapter (QLoRA); if None, the precision is kept.
         gpus: number of GPUs.
         gpu: GPU model; an unknown one needs gpu_memory and gpu_tflops.
         gpu_memory: memory of a GPU in GiB, instead of the value in the table.
@@ -329,10 +330,11 @@ class PlanCommand:
         gpus_per_node: GPUs per node.
         interconnect: network between nodes: a name such as ib-200, or Gb/s per GPU.
         host_memory: host memory of a node in GiB, for offloading.
-        batch: sequences per optimizer step over all GPUs; none uses the smallest total of at
-            least 8 that divides evenly among the GPUs.
-        seq: tokens per sequence; none uses the model's maximum, but at most 4,096.
-        precision: precision of the computation; none uses bf16 if the GPU supports it, else fp16.
+        batch: sequences per optimizer step over all GPUs; if None, the smallest number of at least
+            8 that is divisible among the GPUs.
+        seq: sequence length in tokens; if None, the model's maximum, but at most 4,096.
+        precision: precision of the computation; if None, bf16 if the GPU supports it, otherwise
+            fp16.
         offload: also consider offloading the optimizer states.
         compile: compile the blocks.
         tokens: training tokens of the whole run, to estimate hours and cost.

@@ -26,7 +26,7 @@ __all__ = ["ServeCommand", "ServeOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServeConfig):
-    """Options of a server, with the groups as panels of the help."""
+    """Options of `bmforge serve`, with the groups as panels of the help."""
 
     access: Panel[AccessConfig] = field(default_factory=AccessConfig, metadata=GROUP)
     chat: Panel[ConversationConfig] = field(default_factory=ConversationConfig, metadata=GROUP)
@@ -47,9 +47,9 @@ class ServeCommand:
         adapter: adapter directories to attach to the model; DIR=0.5 scales the adapter's
             output by 0.5. With NAME=DIR, requests select the adapter by giving NAME as the model;
             other requests use the base model.
-        allow_other_base: accept adapters that were trained on other base weights.
-        context: maximum number of tokens of prompt and answer together, also as --max-model-len;
-            none uses the model's maximum sequence length, or the longest that fits into memory.
+        allow_other_base: accept adapters that were trained on a base model with other weights.
+        context: maximum number of tokens of prompt and answer together, also as --max-model-len; if
+            None, the model's maximum sequence length, or less to fit into memory.
         max_num_seqs: maximum number of concurrent sequences; further requests wait.
         speculate: use speculative decoding with tokens proposed by n-gram lookup.
         draft: small model with the same vocabulary that proposes tokens for speculative decoding.
