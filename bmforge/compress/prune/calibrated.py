@@ -25,7 +25,7 @@ __all__ = ["prune_by_texts_", "prune_sparsegpt"]
 
 
 def prune_by_texts_(model: nn.Module, config: PruneConfig, batches: Sequence[Any]) -> None:
-    """Prune a model by Wanda or SparseGPT, each block calibrated on the pruned blocks before it.
+    """Prune a model by Wanda or SparseGPT, with inputs from the pruned blocks before each block.
 
     Raises:
         ConfigError: see `calibrate_blocks`; or a Hessian is not positive definite.
