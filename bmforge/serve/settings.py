@@ -39,14 +39,14 @@ class AccessConfig:
     """Options for access control.
 
     Args:
-        keys_file: file with one API key per line; more keys come from the environment variable
-            BMFORGE_API_KEYS, separated by commas.
+        keys_file: file with one API key per line; further keys are read from the environment
+            variable BMFORGE_API_KEYS, separated by commas.
         allow_no_key: serve all clients without a key.
         allow_hosts: host names that requests without a key may use, in addition to localhost.
         allowed_origins: origins of other sites whose pages may send requests, such as
-            https://chat.example.org; * is all and needs keys.
-        allow_runtime_lora_updating: let the holder of the admin key, the environment variable
-            BMFORGE_ADMIN_KEY, load and remove adapters of the model with /v1/load_lora_adapter and
+            https://chat.example.org; * allows all and needs keys.
+        allow_runtime_lora_updating: allow requests with the admin key (environment variable
+            BMFORGE_ADMIN_KEY) to load and remove adapters with /v1/load_lora_adapter and
             /v1/unload_lora_adapter.
     """
 
@@ -62,8 +62,8 @@ class ConversationConfig:
     """Options for chat templates, tool calls and reasoning.
 
     Args:
-        tool_call_parser: format of tool calls (default: found from the chat template):
-            deepseek_v3, glm45, hermes, llama3_json, minicpm, mistral or qwen3_coder.
+        tool_call_parser: format of tool calls: deepseek_v3, glm45, hermes, llama3_json, minicpm,
+            mistral or qwen3_coder (default: the format of the chat template).
         split_reasoning: return the reasoning of thinking models in reasoning_content instead of
             in the text.
         parse_special: encode names of special tokens in messages, such as <|im_end|>, as these
@@ -82,11 +82,11 @@ class TimeoutConfig:
     """Time limits of requests and connections.
 
     Args:
-        grace_s: time in seconds for running requests when the server is stopped.
+        grace_s: time in seconds that running requests have to finish when the server is stopped.
         receive_s: time limit in seconds for receiving a request.
         idle_s: time in seconds after which an idle connection is closed.
         send_s: time in seconds after which a client that reads nothing is disconnected.
-        request_s: time limit in seconds of a request; the answer ends with the text so far.
+        request_s: time limit in seconds for a request; then the answer ends with the text so far.
     """
 
     grace_s: float = 20.0
@@ -126,7 +126,7 @@ class RequestLimits:
         max_stops: maximum number of stop strings.
         max_stop_chars: maximum length of a stop string in characters.
         max_logit_bias: maximum number of tokens in logit_bias.
-        max_logprobs: maximum number of top_logprobs per token.
+        max_logprobs: maximum value of top_logprobs.
         max_tools: maximum number of tools per request.
     """
 
@@ -144,14 +144,14 @@ class RequestLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaLimits:
-    """Limits on constraints of answers: schemas, regular expressions and grammars.
+    """Limits on constraints on answers: schemas, regular expressions and grammars.
 
     Args:
         max_schema_bytes: maximum size of a schema, regular expression or grammar in bytes.
         max_schema_depth: maximum nesting depth of a schema.
         schema_cpu_s: CPU time limit in seconds for compiling a schema.
         schema_memory_bytes: memory limit in bytes for compiling a schema.
-        schema_s: time limit in seconds for compiling a schema, waiting included.
+        schema_s: time limit in seconds for compiling a schema, including waiting.
     """
 
     max_schema_bytes: int = 64 << 10
@@ -167,11 +167,13 @@ class LoadLimits:
 
     Args:
         max_connections: maximum number of open connections.
-        max_requests: maximum number of running and waiting requests; more are rejected (503).
+        max_requests: maximum number of running and waiting requests; further ones are rejected
+            (503).
         max_requests_per_key: maximum number of running and waiting requests per key, or per
             address without keys.
         max_rate_per_min: maximum number of requests per key or address and minute.
-        max_unread_bytes: generated text buffered for a slow client before its request is cancelled.
+        max_unread_bytes: size of the text buffered for a slow client at which its request is
+            cancelled.
     """
 
     max_connections: int = 512
@@ -189,8 +191,8 @@ class ServeConfig:
     The fields of the groups can also be given without the group: `ServeConfig(max_tools=8)`.
 
     Args:
-        host: address to listen on; other than loopback needs keys, or allow_no_key.
-        port: port to listen on; 0 is a free port, which the log names.
+        host: address to listen on; addresses other than loopback need keys, or allow_no_key.
+        port: port to listen on; 0 for any free port, which is logged.
         uds: path of a Unix socket to listen on instead of host and port.
         ssl_certfile: file with the TLS certificate chain in PEM format; needs ssl_keyfile.
         ssl_keyfile: file with the private key of the TLS certificate in PEM format.
@@ -203,7 +205,7 @@ class ServeConfig:
         timeouts: time limits of requests and connections.
         body: limits on the bodies of requests.
         limits: limits on the contents of a request.
-        schema: limits on constraints of answers: schemas, regular expressions and grammars.
+        schema: limits on constraints on answers: schemas, regular expressions and grammars.
         load: limits on concurrent requests and connections.
     """
 
@@ -225,7 +227,7 @@ class ServeConfig:
     load: LoadLimits = field(default_factory=LoadLimits, metadata=GROUP)
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` that lists all fields out of range or without effect."""
+        """Raise a `ConfigError` that lists all fields out of range or without effect."""
         problems = []
         for name, value in ungrouped_values(self).items():
             if isinstance(value, bool) or not isinstance(value, int | float):
