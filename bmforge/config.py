@@ -41,7 +41,7 @@ GROUP: Mapping[str, bool] = types.MappingProxyType({"is_group": True})
 
 
 def _find_groups(cls: Any) -> dict[str, str]:
-    """Map the name of each field that belongs to a group to the name of the group."""
+    """Return a dict from the name of each field in a group to the name of the group."""
     return {
         field.name: group.name
         for group in dataclasses.fields(cls)

@@ -54,7 +54,7 @@ def default_device(local_rank: int = 0) -> torch.device:
 
 
 def device_at(index: int | None = None) -> torch.device:
-    """Return accelerator `index`; None selects the current one, or the CPU without accelerators.
+    """Return accelerator `index`, or by default the current one (the CPU if there is none).
 
     Raises:
         ConfigError: the machine has fewer accelerators.

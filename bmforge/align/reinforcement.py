@@ -236,7 +236,7 @@ def open_reference(model: Any, trains_base: bool) -> Reference:
 
     Args:
         model: trained model with its initial weights.
-        trains_base: True if other modules than an adapter are trained.
+        trains_base: True if modules that are not part of an adapter are trained.
 
     Raises:
         ConfigError: the model is sharded, so that it cannot be copied.

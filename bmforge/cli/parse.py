@@ -59,7 +59,7 @@ def parse_options(
 
 
 def _check_names(kind: Any, arguments: Sequence[str], command: str) -> None:
-    """Raise `ConfigError` for an unknown option; the message suggests the most similar one."""
+    """Raise `ConfigError` for an unknown option; the message suggests the most similar option."""
     options = {f"--{path}" for path, _ in find_options(kind, positional=False)}
     # An annotation can rename a field with a dot: `data_task` is --data.task.
     plain = {option.replace(".", "-") for option in options} | {"--help"}

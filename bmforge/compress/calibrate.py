@@ -226,7 +226,7 @@ def _calibrate_stack(
 
 
 class _Inputs:
-    """Map from input tensor to the name of the first matrix whose layer was called with it."""
+    """Finds the first matrix whose layer was called with a given input tensor."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[weakref.ref[Tensor], str]] = []

@@ -6,11 +6,12 @@ ranks or micro-batches, and every layout gets the same mean.
 
 An objective may also have any of the following attributes (`ItemObjective` has the first three):
 
-- ``count(batch)``: number of items of a micro-batch, such as pairs or answers (default: labels). -
-``metrics``: dict from the name of each metric that it returns with the loss (`LossAndMetrics`) to
-the metric's kind. - ``prepare(model, micro_batches)``: called before the forward of a step; returns
-the micro-batches with further tensors, such as log-probabilities of a reference model. -
-``companion``: second model that the objective trains (`Companion`); it is saved with the run.
+- ``count(batch)``: number of items of a micro-batch, such as pairs or answers (default: labels).
+- ``metrics``: dict from the name of each metric that is returned with the loss (`LossAndMetrics`)
+  to the metric's kind.
+- ``prepare(model, micro_batches)``: called before the forward pass of a step; returns the
+  micro-batches with further tensors, such as log-probabilities of a reference model.
+- ``companion``: second model that the objective trains (`Companion`); it is saved with the run.
 """
 
 from __future__ import annotations

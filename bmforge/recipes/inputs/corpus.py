@@ -94,7 +94,7 @@ class CorpusConfig:
 
 @dataclass(frozen=True)
 class Corpus:
-    """An opened corpus, with its loader, held-out rows, tokenizer, and end-of-document token."""
+    """Corpus of a run, with its loader, held-out rows, tokenizer, and end-of-document token."""
 
     loader: DataLoader
     validation: PackedDataset | None

@@ -225,7 +225,7 @@ def take_snapshot(
     away = frozenset(() if base is None else base["names"])
 
     def is_first_stage(name: str) -> bool:
-        """Return True if this is the first pipeline stage with the tensor: only it writes it."""
+        """Return True on the first pipeline stage that has the tensor and therefore writes it."""
         plain = name.removeprefix("model/")
         return pipeline is None or pipeline.rank_of(plain) == pipeline.rank
 
