@@ -137,7 +137,7 @@ def config_from_dict(cls: type[C], values: dict[str, Any], path: str = "") -> C:
     Args:
         cls: the dataclass.
         values: dictionary from field name to value; missing fields get their default.
-        path: position of the dictionary in the whole config, for error messages.
+        path: dotted name of the dictionary in the whole config, for error messages.
 
     Raises:
         ConfigError: a field is unknown, has the wrong type, or is missing.

@@ -91,7 +91,7 @@ class FilterConfig:
 
     Args:
         languages: keep only documents in these languages, given as codes such as en and zh; any
-            keeps all documents and records their language. Empty does not detect languages.
+            keeps all documents and records their language. If empty, languages are not detected.
         by_paragraph: also remove paragraphs in other languages from the documents that are
             kept; needs languages.
         rules: published filter rules to apply: those for English, for Chinese, or (mixed) those
@@ -103,8 +103,8 @@ class FilterConfig:
         scores: files written by `bmforge data quality`: quality.npz records the score,
             quality.npz>=0.5 drops documents with a lower score, and perplexity.npz=head,middle
             drops the third of the documents with the highest perplexity.
-        license: license of texts whose source states none: an SPDX id for all texts, or PATH=ID
-            for those of a file or directory.
+        license: license of texts whose source does not state a license: an SPDX id for all texts,
+            or PATH=ID for the texts of a file or directory.
         license_policy: allowed licenses of documents: any, known (recognized licenses),
             commercial (commercial use is allowed) or permissive (only attribution and notices
             are required).

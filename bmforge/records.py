@@ -130,7 +130,7 @@ def find_units(model: nn.Module, rules: Cuts | None) -> tuple[Unit, ...]:
 
 
 def units_of(model: nn.Module) -> tuple[Unit, ...]:
-    """Return the units of a model: the recorded ones, or without a record those of `find_units`."""
+    """Return the recorded units of a model, or without a record the result of `find_units`."""
     record = laid_out(model)
     if record is not None and record.units is not None:
         return record.units

@@ -39,7 +39,7 @@ def parse_options(
         kind: dataclass of the options.
         arguments: arguments after the command name.
         command: name of the command, for error messages.
-        default: default values (default: those of the dataclass).
+        default: values of options that are not given (default: those of the dataclass).
         about: text above the options in the help (default: the dataclass's docstring).
 
     Raises:

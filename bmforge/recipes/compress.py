@@ -75,7 +75,7 @@ class CompressRunConfig:
         run: training options of the task (`data`, `train`, `layout`, ...), as for `bmforge train`.
         calibration: texts for methods that need activations of the model.
         evaluate: tasks and texts to evaluate on before and after each phase.
-        speed: measure the prefill and decoding speed of the original model and of each phase's.
+        speed: measure the prefill and decoding speed before compression and after each phase.
         format: file format of the compressed model: "bmforge" (native) or "compressed-tensors"
             (vLLM's, for models with one quantization scheme for all linear layers).
     """

@@ -38,7 +38,7 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
     Models without a tokenizer are not checked.
 
     Raises:
-        ConfigError: no teacher is named, or a token of the student has another id in the teacher.
+        ConfigError: no teacher is set, or a token of the student has another id in the teacher.
     """
     if config.answers is not None:
         answers, own_vocabulary = TeacherAnswers(config.answers), read_vocabulary(source)

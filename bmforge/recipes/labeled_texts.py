@@ -117,7 +117,7 @@ def _is_number(label: object) -> bool:
 def hold_out(texts: Sequence[str], share: float, seed: int) -> tuple[list[str], list[str]]:
     """Divide texts by a hash into training texts and held-out texts.
 
-    Equal texts are in the same part, and adding new texts does not move others to the other part.
+    Equal texts are in the same part, and adding texts does not move any other text.
     """
     sides: tuple[list[str], list[str]] = ([], [])
     for text in texts:

@@ -1,4 +1,4 @@
-"""`create_app`, which builds the server as an ASGI application."""
+"""Builds the server as an ASGI application (`create_app`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`serve`, which runs the server until the process is stopped, with a graceful shutdown."""
+"""Runs the server until the process is stopped, with a graceful shutdown (`serve`)."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ class QuantizeConfig:
         scheme: name in `nn.packing.PRESETS`, or "auto" to choose "int4" or "int8" per module by
             sensitivity, within `average_bits`.
         spec: explicit `QuantSpec` that replaces `scheme`.
-        method: "absmax": round to nearest; "smooth" (SmoothQuant) and "awq": scale input
-            channels first; "gptq": error compensation in later columns. All but "absmax" need
-            calibration batches.
+        method: "absmax": round to nearest; "smooth" (SmoothQuant) and "awq": scale input channels
+            before rounding; "gptq": compensate errors in later columns. All methods except "absmax"
+            need calibration batches.
         where: name globs of modules; if empty, the blocks' linear layers and experts.
         average_bits: mean bits per weight for "auto", including scales.
         training: quantization during training: "none"; "fake" for fake quantization of weights and

@@ -32,7 +32,7 @@ def split_path(path: str) -> tuple[str, tuple[Condition, ...]]:
 
 
 def place_of(path: str) -> str:
-    """Remove the conditions from a path."""
+    """Return a path without its conditions."""
     return split_path(path)[0]
 
 

@@ -152,7 +152,7 @@ def restore_settings_(
 def build_optimizers(
     model: nn.Module, config: OptimConfig, *, offloaded: bool = False
 ) -> list[torch.optim.Optimizer]:
-    """Build the optimizers of a run, after `parallelize`; every training step must step them all.
+    """Build the optimizers of a run, after `parallelize`; call `step` on all of them.
 
     Each parameter group has its peak learning rate in ``base_lr`` and its parameter names in
     ``param_names``. In a pipeline a process has optimizers for its own stages only, possibly fewer
