@@ -43,7 +43,7 @@ class SoftRow:
 def number_rows(
     pieces: Sequence[Piece], tokenizer: Tokenizer
 ) -> tuple[tuple[SoftRow, ...], list[tuple[int, ...]]]:
-    """Assign soft tokens to pieces; return the soft tokens, and each piece's indices of them.
+    """Assign soft tokens to pieces; return all soft tokens, and their indices for each piece.
 
     Indices start at 1. Pieces with the same soft_id share soft tokens; a word has one soft token
     per token.
