@@ -63,8 +63,7 @@ class AttachedDelta:
             begins with BMFORGE.
         peft_reads: further PEFT types with equivalent tensors, which are loaded as this type.
         origin: config of the loaded PEFT directory; it is saved again with the adapter.
-        extra: tensors of the loaded directory that do not belong to the adapter; they are saved
-            again with it.
+        extra: other tensors in the loaded directory; they are saved again with the adapter.
         provenance: training data of a loaded adapter, and the licenses of these data.
 
     Raises:

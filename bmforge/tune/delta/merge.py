@@ -49,9 +49,7 @@ Values = dict[str, dict[str, Tensor]]
 def merge_deltas(
     model: nn.Module, names: Sequence[str] | None = None, dequantize: bool = False
 ) -> None:
-    """Merge several adapters at once.
-
-    DoRA and IA3 adapters that share layers with other adapters can only be merged in this way.
+    """Merge several adapters at once, as DoRA and IA3 require if others share their layers.
 
     Args:
         model: model with adapters.
@@ -228,9 +226,8 @@ def _is_additive(part: Any) -> bool:
 def _check_exact(model: nn.Module, target: str, merged: Sequence[AttachedDelta]) -> None:
     """Raise `ConfigError` if merging would change the joint result of the adapters.
 
-    Adapters that only add to the output can be merged in any order. Otherwise the merged modules
-    must be the first of the chain: DoRA uses the norms of the base's rows, and a factor on the
-    input affects all adapter modules of the layer.
+    Adapters that only add to the output can be merged in any order. Others must be the first of the
+    chain: DoRA uses the norms of the base's rows, and a factor on the input affects all adapters.
     """
     chain = _chain(model, target)
     inside = [any(link.delta is delta for delta in merged) for link in chain]

@@ -105,8 +105,7 @@ def _is_of_a_part(delta: AttachedDelta) -> Callable[[str], bool]:
 def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
     """Return True if PEFT can represent the parameters that are trained in full.
 
-    They must form complete published modules. For prompts, PEFT supports only the classification
-    head.
+    They must form complete published modules; for prompts, PEFT supports only the task's head.
     """
     wholes = set(delta.wholes())
     if delta.peft_type == "LN_TUNING":
@@ -155,13 +154,12 @@ def write_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, list[int]], dict[str, Any]]:
     """Return an adapter's tensors and the config fields that depend on them.
 
-    Returns:
-        dict from PEFT's name to tensor; dict from fused layer to the ranks of its bmforge layers;
-        and the config fields `rank_pattern` and `alpha_pattern`
-
     Args:
         delta: adapter with all its modules, unsharded.
         wholes: parameters trained in full (`modules_to_save`).
+
+    Returns:
+        dict from PEFT's name to tensor; dict from fused layer to ranks; rank and alpha patterns
     """
     names = Names(whole_model(delta.model))
     if delta.peft_type in _PROMPTS:
