@@ -1,8 +1,9 @@
 """Load-balancing loss of a mixture of experts over all tokens of an optimizer step.
 
 The loss is a product of means over all tokens, so its gradient needs the number of tokens that each
-expert receives in the whole step, before the backward of the first micro-batch. A step with several
-micro-batches therefore runs one additional forward without gradients to count them.
+expert receives in the whole step, before the backward pass of the first micro-batch. A step with
+several micro-batches therefore runs an additional forward pass without gradients to count these
+tokens.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ def balance_whole_step(
 ) -> Iterator[None]:
     """Context manager that computes the load-balancing loss over all micro-batches and ranks.
 
-    It does nothing for models without such a loss. A single micro-batch needs no additional pass
-    either, because its own forward sums the statistics over the processes.
+    It does nothing for models without a load-balancing loss. A single micro-batch needs no
+    additional forward pass, because its own one sums the statistics over the processes.
 
     Args:
         model: model; its load is balanced if its attribute `balances` is True.
-        run_all: function that runs the forward of all micro-batches.
+        run_all: function that runs the forward pass of all micro-batches.
         num_micro_batches: number of micro-batches; the same on every process.
 
-    Comm: collectives of one more forward, then one all-reduce of 2 E + 3 numbers for E experts.
+    Comm: collectives of one more forward pass, then one all-reduce of 2 E + 3 numbers for E
+    experts.
     """
     if num_micro_batches == 1 or not getattr(model, "balances", False):
         yield
@@ -67,7 +69,7 @@ def leave_out_balance(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _filled(model: nn.Module, value: Any) -> Iterator[Any]:
-    """Context manager that temporarily sets the model's attribute for load statistics."""
+    """Context manager that temporarily replaces the model's load-statistics attribute."""
     before = getattr(model, _SLOT)
     fill_slot_(model, _SLOT, value)
     try:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # preparing a corpus needs no tensors and does not import tor
 
 __all__ = ["IGNORE_INDEX", "Batch", "count_labels"]
 
-# Label of a token without a loss, as in torch and transformers.
+# Label of a token that is excluded from the loss, as in torch and transformers.
 IGNORE_INDEX = -100
 
 # Keyword arguments of a model.

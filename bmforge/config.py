@@ -36,12 +36,12 @@ __all__ = [
 
 C = TypeVar("C")
 _NONE = "none"
-# Metadata of a field that holds a group of options, such as the limits of a server.
+# Metadata of a field that contains a group of options, such as the limits of a server.
 GROUP: Mapping[str, bool] = types.MappingProxyType({"is_group": True})
 
 
 def _find_groups(cls: Any) -> dict[str, str]:
-    """Map the name of each field that belongs to a group to the name of the group."""
+    """Return a dict from the name of each field in a group to the name of the group."""
     return {
         field.name: group.name
         for group in dataclasses.fields(cls)
@@ -73,7 +73,7 @@ def accept_ungrouped(cls: type[C]) -> type[C]:
 
 
 def ungrouped_values(config: Any) -> dict[str, Any]:
-    """Return a flat dict from field name to value, in which groups are replaced by their fields."""
+    """Return a flat dict from field name to value; the fields of groups are listed individually."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -137,7 +137,7 @@ def config_from_dict(cls: type[C], values: dict[str, Any], path: str = "") -> C:
     Args:
         cls: the dataclass.
         values: dictionary from field name to value; missing fields get their default.
-        path: position of the dictionary in the whole config, for error messages.
+        path: dotted name of the dictionary in the whole config, for error messages.
 
     Raises:
         ConfigError: a field is unknown, has the wrong type, or is missing.
@@ -163,7 +163,7 @@ def config_from_dict(cls: type[C], values: dict[str, Any], path: str = "") -> C:
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
-    """Check `value` against a type hint and convert values that TOML stores as another type."""
+    """Check `value` against a type hint; convert it if TOML stores it as another type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value, path)

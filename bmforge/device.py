@@ -1,4 +1,4 @@
-"""The only module that distinguishes between kinds of devices.
+"""Device-dependent functions; no other module distinguishes between kinds of devices.
 
 Its functions choose the device, the collective backend and fast matrix products, and return the
 allocated memory and the peak speed. Without an accelerator they use the CPU.
@@ -54,7 +54,7 @@ def default_device(local_rank: int = 0) -> torch.device:
 
 
 def device_at(index: int | None = None) -> torch.device:
-    """Return accelerator `index`; None selects the current one, or the CPU without accelerators.
+    """Return accelerator `index`, or by default the current one (the CPU if there is none).
 
     Raises:
         ConfigError: the machine has fewer accelerators.
@@ -73,7 +73,7 @@ def device_at(index: int | None = None) -> torch.device:
 def find_devices(
     names: Sequence[int | str | torch.device] | None = None,
 ) -> tuple[torch.device, ...]:
-    """Return devices by index or name, such as 0, "cuda:1" or "cpu"; the default one for None.
+    """Return devices by index or name, such as 0, "cuda:1" or "cpu"; if None, the default device.
 
     Raises:
         ConfigError: the list is empty, a device does not exist, or a device is listed twice.
@@ -166,7 +166,7 @@ def has_fast_half(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def triton_features(device: torch.device) -> tuple[bool, bool] | None:
-    """Return two flags: Triton can use dp4a, and tensor cores, on `device`; None without Triton.
+    """Return the flags (has_dp4a, has_tensor_cores) of Triton on `device`; None without Triton.
 
     Triton has no tensor cores on Turing (sm_75), which has NVIDIA's dot product of bytes. AMD's and
     Intel's GPUs have matrix cores and no such instruction in Triton.
@@ -210,7 +210,7 @@ def reads_are_free(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def fork_random(number: int) -> Iterator[None]:
-    """Context manager with a separate random state per `number`; restores the generators on exit.
+    """Context manager that seeds the generators from `number` and restores them on exit.
 
     The seed also depends on one sample of the global generator, so runs are reproducible.
     """
@@ -230,14 +230,14 @@ def keep_random() -> Iterator[None]:
 
 
 def device_memory_bytes(device: torch.device) -> int | None:
-    """Return the accelerator's peak of allocated bytes, or None on the CPU."""
+    """Return the accelerator's peak allocated memory in bytes, or None on the CPU."""
     if device.type == "cpu":
         return None
     return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
 def memory_room_bytes(device: torch.device) -> int:
-    """Return the memory left on `device` at the peak so far, minus 3 % that cannot be used.
+    """Return the bytes left on `device` at peak memory use so far, minus 3 % that cannot be used.
 
     Limits by torch's per-process memory fraction, by ``ulimit -d`` and by a container are taken
     into account. On an accelerator, memory that other processes use now is not counted as free.
@@ -258,7 +258,7 @@ def memory_room_bytes(device: torch.device) -> int:
 
 
 def device_size_bytes(device: torch.device) -> int:
-    """Return the total memory of `device`; for a CPU, that of the host or its container."""
+    """Return the total bytes of memory of `device`; for a CPU, of the host or its container."""
     if device.type == "cpu":
         return host_memory_bytes()
     return int(torch.get_device_module(device).mem_get_info(device)[1])
@@ -282,8 +282,8 @@ def fast_products() -> Iterator[bool]:
 
     It yields True if oneDNN is used. On CPUs of other vendors than Intel, MKL does not use AVX512;
     oneDNN does, and is twice as fast for all but the smallest products. Torch uses oneDNN if bf16
-    is allowed in place of fp32. CPUs without bf16 instructions still compute in fp32, which is
-    verified first. Only the order of summation differs.
+    is allowed in place of fp32. CPUs without bf16 instructions still compute in fp32, which this
+    function verifies first. Only the order of summation differs.
     """
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision

@@ -25,7 +25,7 @@ __all__ = ["BLOCKS", "GgufHeader", "GgufTensor", "is_gguf", "read_gguf_header"]
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
-# Larger than any vocabulary's; in a longer file the rest is tensors.
+# Larger than the header of any known vocabulary; the rest of a larger file is tensors.
 _MAX_HEADER_BYTES = 1 << 30
 _MAX_ALIGNMENT = 1 << 16
 _DEFAULT_ALIGNMENT = 32
@@ -38,7 +38,7 @@ _NUMBERS = {
     **{0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f"},
     **{7: "<?", 10: "<Q", 11: "<q", 12: "<d"},
 }
-# supported kind -> (its number, values per block, bytes per block)
+# supported tensor type -> (its GGUF type number, values per block, bytes per block)
 _KINDS = {
     "F32": (0, 1, 4),
     "F16": (1, 1, 2),
@@ -69,7 +69,7 @@ _KINDS = {
 }
 BLOCKS: dict[str, tuple[int, int]] = {kind: layout[1:] for kind, layout in _KINDS.items()}
 _BY_NUMBER = {number: kind for kind, (number, _, _) in _KINDS.items()}
-# Names of unsupported kinds, for error messages.
+# Names of unsupported tensor types, for error messages.
 _OTHERS = {
     **{9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
 }
@@ -116,7 +116,7 @@ def is_gguf(path: str | Path) -> bool:
 def read_gguf_header(path: str | Path) -> GgufHeader:
     """Read the header of a GGUF file.
 
-    Reading needs a few times the header's size in memory; headers above 1 GiB raise an error.
+    Memory use is a few times the header's size; headers above 1 GiB raise an error.
 
     Raises:
         CheckpointError: the file does not exist, is not a GGUF file, is truncated, or is
@@ -286,7 +286,7 @@ class _Cursor:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def count(self, least_bytes: int, what: str) -> int:
-        """Read a number of items, and check that the remaining bytes of the file can contain them.
+        """Read an item count, and check that the rest of the file can contain that many items.
 
         An item has at least `least_bytes` bytes.
         """
@@ -304,7 +304,7 @@ class _Cursor:
             raise self.damaged(f"a text in the header is not UTF-8 ({error})") from error
 
     def value(self, key: str, kind: int) -> Any:
-        """Return a metadata value of type `kind`."""
+        """Read and return a metadata value of type `kind`."""
         if kind == _STRING:
             return self.text()
         if kind in _NUMBERS:

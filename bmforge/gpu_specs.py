@@ -34,8 +34,8 @@ class Device:
         efficiency: fraction of the half-precision peak that matrix products reach in training.
         source: source of the figures.
         measured: source of the efficiency.
-        is_host: whether the device is a CPU: gloo collectives then allocate buffers of their
-            own, and everything offloaded except gradients goes to disk.
+        is_host: whether the device is a CPU; gloo collectives then allocate buffers, and everything
+            that is offloaded, except gradients, goes to disk.
         full_efficiency: fraction of the fp32 peak that matrix products reach; it is higher
             because fp32 does not use tensor cores.
     """
@@ -64,7 +64,7 @@ class Device:
 
     @property
     def memory_bytes(self) -> float:
-        """Memory that one process can use, without the driver's context and fragmentation."""
+        """Bytes that a process can use: the memory minus the driver's context and fragmentation."""
         return _GIB * (self.memory_gib - CONTEXT_GIB) * (1 - FRAGMENTED)
 
 
@@ -226,8 +226,8 @@ _TABLE = (
 )  # fmt: skip
 DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 
-# Pattern of the name that the driver reports -> names in the table, of which the memory decides.
-# The first match counts, so a variant comes before the plain name.
+# Pattern of the name that the driver reports -> table entries, of which the one with the device's
+# memory size applies. The first match counts, so a variant comes before the plain name.
 _PATTERNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"4090 laptop", ("4090-laptop",)),
     (r"laptop|max-q|mobile|4090 d\b|5090 d\b", ()),  # slower variants without published peaks
@@ -248,15 +248,15 @@ _PATTERNS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "h200", "b200", "5080", "5070", "mi300x", "mi325x", "mi210", "mi250x",
     )),
 )  # fmt: skip
-# Part of a GPU's multiprocessors in one compute slice of a MIG instance: 14 of 108, 16 of 132.
+# Fraction of a GPU's multiprocessors in one compute slice of a MIG instance.
 _MIG_SLICE = {"a100": 14 / 108, "a800": 14 / 108, "h100": 16 / 132, "h200": 16 / 132}
 
 
 def find_devices_by_name(name: str) -> tuple[Device, ...]:
     """Return the table entries for a device name from the driver; () for an unknown GPU.
 
-    If there are several entries, they differ only in memory. A MIG instance has the peak of its
-    compute slices.
+    If there are several entries, they differ only in memory. The entry for a MIG instance has the
+    peak throughput of its compute slices.
 
     Args:
         name: name of the device, such as "NVIDIA H100 80GB HBM3 MIG 1g.10gb".

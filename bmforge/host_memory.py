@@ -27,8 +27,8 @@ except ImportError:  # Windows has none
     resource = None
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# Names of a control group's limit, its use, and the reclaimable file cache in its use: in version
-# 2, and in version 1 under memory/.
+# Files and fields with a control group's limit, its use, and the reclaimable file cache in that
+# use: in cgroup version 2, and in version 1 (under memory/).
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 

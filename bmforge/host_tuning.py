@@ -83,7 +83,7 @@ def return_freed_memory() -> bool:
 
 
 def give_back_memory() -> None:
-    """Make glibc return all freed memory of this process to the system."""
+    """Make glibc return all freed memory of this process to the operating system."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
@@ -136,7 +136,7 @@ def tuned_host(device: torch.device) -> Iterator[MemoryWatch | None]:
     The setting of matrix products is restored on exit; freed memory is still kept afterwards.
 
     Args:
-        device: device of the computation; for other devices than the CPU nothing is changed.
+        device: device of the computation; only for the CPU are settings changed.
 
     Yields:
         a `MemoryWatch` to call after every step, if freed memory is kept.

@@ -193,7 +193,7 @@ def _parse_operand(tokens: list[str]) -> tuple[Alternatives, list[str]]:
     if first in (")", "AND", "OR", "WITH"):
         raise ValueError("an operand is missing")
     license = _find_one(first)
-    if tokens and tokens[0] == "WITH":  # an exception gives rights, it takes none
+    if tokens and tokens[0] == "WITH":  # an exception only grants additional rights
         if not _EXCEPTION.fullmatch(tokens[1]):
             raise ValueError("no exception follows WITH")
         tokens = tokens[2:]
@@ -274,7 +274,7 @@ def merge_licenses(licenses: Iterable[str], handed_on: str = "") -> list[Conflic
 
     Args:
         licenses: licenses of the parts, as their sources state them.
-        handed_on: license of the whole work when it is distributed; it must contain the
+        handed_on: license under which the whole work is distributed; it must contain the
             restrictions of all parts.
     """
     by_id = {part.id: part for reported in licenses for part in _choose_parts(reported) or ()}

@@ -1,4 +1,4 @@
-"""Options of the preparation of a corpus, in a module without heavy imports."""
+"""Option dataclasses of `bmforge prepare`, in a module without heavy imports."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class BpeConfig:
-    """Options of a BPE tokenizer that is trained during a preparation.
+    """Options of a BPE tokenizer that is trained while a corpus is prepared.
 
     Args:
-        digits: how numbers are split before merges are learned: joined does not split them,
-            single makes each digit a token, triples makes groups of up to three digits.
+        digits: how numbers are split before merges are learned: joined does not split them, single
+            splits off each digit, triples splits them into groups of up to three digits.
         han: single keeps each Chinese character separate, so that it is never merged with others.
         special_tokens: additional special tokens, such as <|im_start|>; their ids start at 1.
         min_frequency: minimum number of occurrences of a pair of tokens that is merged.
@@ -103,8 +103,8 @@ class FilterConfig:
         scores: files written by `bmforge data quality`: quality.npz records the score,
             quality.npz>=0.5 drops documents with a lower score, and perplexity.npz=head,middle
             drops the third of the documents with the highest perplexity.
-        license: license of texts whose source states none: an SPDX id for all texts, or PATH=ID
-            for those of a file or directory.
+        license: license of texts whose source does not state a license: an SPDX id for all texts,
+            or PATH=ID for the texts of a file or directory.
         license_policy: allowed licenses of documents: any, known (recognized licenses),
             commercial (commercial use is allowed) or permissive (only attribution and notices
             are required).
@@ -149,7 +149,7 @@ class DuplicatesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """Processes of a preparation and their limits; they do not affect the output.
+    """Options for the worker processes and their limits.
 
     Args:
         workers: number of processes that read, clean and encode; 0 uses only the main process.
@@ -172,7 +172,7 @@ class ExecutionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFilesConfig:
-    """Optional output files of a preparation.
+    """Options for additional output files.
 
     Args:
         join_stores: copy the token stores of all shards into one; if False, they stay separate
@@ -189,14 +189,14 @@ class CorpusFilesConfig:
 @accept_ungrouped
 @dataclass(frozen=True)
 class PrepareConfig:
-    """Options of the preparation of a corpus.
+    """Options for preparing a corpus.
 
     The fields of the groups can also be given without the group: `PrepareConfig(rules="english")`.
 
     Args:
         vocab_size: number of token ids if a BPE tokenizer is trained, at least 257.
-        validation_fraction: fraction of the text's bytes that is held out for validation, from
-            0 to below 1; if there are few documents, the end of one is used.
+        validation_fraction: fraction of the text's bytes that is held out for validation, from 0 to
+            below 1; if there are few documents, the end of a document is held out.
         seed: random seed that selects the documents held out.
         tokenizer: directory of an existing tokenizer that `bmforge.tokenizers.AutoTokenizer`
             can load, such as that of a model or of another corpus (default: train a new one).
@@ -205,8 +205,8 @@ class PrepareConfig:
         clean: options for changing the text of documents.
         filter: options for selecting documents.
         duplicates: options for removing repeated texts and test examples.
-        execution: processes and their limits.
-        files: optional output files.
+        execution: options for the worker processes and their limits.
+        files: options for additional output files.
     """
 
     vocab_size: int = 8192

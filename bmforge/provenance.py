@@ -43,7 +43,7 @@ __all__ = [
 LICENSE_FILE, _CARD = "LICENSE.json", "README.md"
 _FORMAT = 1
 _MARK = "<!-- written by bmforge from LICENSE.json -->"
-# Earlier versions spelled the file, the key in it and the key of a GGUF file in British English.
+# Earlier versions spelled the file name, the key in the file and the GGUF key in British English.
 _OLD_FILE, _OLD_KEY, _OLD_MARK = "LICENCE.json", "licence", _MARK.replace("LICENSE", "LICENCE")
 _OLD_METADATA_KEY = "bmforge.licence"
 _MOST_SOURCES, _FEW = 20, 5
@@ -92,11 +92,14 @@ class Provenance:
         return bool(self.license or self.parts)
 
     def as_parts(self, kind: str, name: str) -> tuple[ProvenanceSource, ...]:
-        """Return the parts that a model derived from this one inherits: the model and its parts."""
+        """Return the parts of a model that is derived from this one.
+
+        They are this model itself, recorded as `kind` and `name`, and its own parts.
+        """
         return (ProvenanceSource(kind, name, self.license or UNKNOWN), *self.parts)
 
     def joined(self, parts: Iterable[ProvenanceSource]) -> Provenance:
-        """Return a copy to which new parts are added; duplicates are omitted."""
+        """Return a copy with `parts` appended; duplicates are omitted."""
         return replace(self, parts=tuple(dict.fromkeys((*self.parts, *parts))))
 
     def conflicts(self) -> list[Conflict]:
@@ -206,7 +209,7 @@ def write_provenance(directory: str | Path, provenance: Provenance, name: str = 
     Args:
         directory: directory of the model.
         provenance: record to write; an empty one removes an earlier record.
-        name: name of the model in the card; "" uses the directory's name.
+        name: name of the model in the card; if "", the directory's name.
     """
     folder = Path(directory)
     file, card = folder / LICENSE_FILE, folder / _CARD
@@ -229,8 +232,8 @@ def warn_of_licenses(where: object, provenance: Provenance, *sources: Provenance
     Args:
         where: model or run that the provenance belongs to.
         provenance: the provenance.
-        sources: records of the models from which it was combined. Their own conflicts and unknown
-            parts were logged when these records were made, and `bmforge info` shows them.
+        sources: records of the models that it was made from. Their own conflicts and unknown parts
+            were logged when these records were written, and `bmforge info` shows them.
     """
     old = [conflict for source in sources for conflict in source.conflicts()]
     for conflict in provenance.conflicts():
@@ -316,7 +319,7 @@ def _by_license(parts: Iterable[ProvenanceSource]) -> list[str]:
 
 
 def _use(provenance: Provenance) -> list[str]:
-    """Return the duties of people who use or distribute the model, from the license table."""
+    """Return card lines with the duties of people who use or distribute the model."""
     by_term: dict[str, list[str]] = {}
     for license in provenance.licenses():
         for term in license.terms:

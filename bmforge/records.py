@@ -39,7 +39,7 @@ __all__ = [
 
 
 class Span(NamedTuple):
-    """Range of a stack's blocks on this pipeline stage: `first` to `last` - 1, of `total`.
+    """Range of block indices on this pipeline stage: `first` to `last` - 1, of `total` blocks.
 
     Earlier stages compute the input of block `first`; later stages continue with block `last`.
     """
@@ -53,8 +53,8 @@ class _Slots:
     """Attributes of a container of blocks that parallel layouts set.
 
     Attributes:
-        span: blocks that run on this stage; None means all blocks.
-        token_cut: object that shards the tokens over ranks; None means that they are not sharded.
+        span: blocks that run on this stage; if None, all blocks.
+        token_cut: object that shards the tokens over ranks; None if they are not sharded.
     """
 
     span: Span | None = None
@@ -66,7 +66,7 @@ class Stack(_Slots, nn.ModuleDict):
 
 
 def as_stack_(container: nn.Module) -> Any:
-    """Add the layout attributes to a container of blocks, unless it is a `Stack`; return it."""
+    """Add the layout attributes to a container of blocks if they are missing; return it."""
     kind = type(container)
     if not isinstance(container, _Slots):
         container.__class__ = type(kind.__name__, (_Slots, kind), {})
@@ -112,7 +112,7 @@ class Cuts(Protocol):
 
 
 def find_units(model: nn.Module, rules: Cuts | None) -> tuple[Unit, ...]:
-    """Return a model's units in module order, by its rules or else by its repeated blocks.
+    """Return a model's units in module order, by `rules`, or without rules by its repeated blocks.
 
     Raises:
         ConfigError: a rule matches no module.
@@ -130,7 +130,7 @@ def find_units(model: nn.Module, rules: Cuts | None) -> tuple[Unit, ...]:
 
 
 def units_of(model: nn.Module) -> tuple[Unit, ...]:
-    """Return the units of a model; without parallelization, the units that `find_units` finds."""
+    """Return the recorded units of a model, or without a record the result of `find_units`."""
     record = laid_out(model)
     if record is not None and record.units is not None:
         return record.units
@@ -149,7 +149,7 @@ class LaidOut:
         master_weights: whether trained parameters are stored in fp32.
         prefetch: number of units whose parameters are all-gathered in advance.
         pipeline: runner of the pipeline stages, if there are several.
-        whole: the whole model on the meta device if there is a pipeline.
+        whole: the full model on the meta device if there is a pipeline; otherwise None.
         streamers: weight streamers, one per device.
         units: units in module order; with a pipeline only those of this stage.
     """
@@ -191,7 +191,7 @@ class Keeper(Protocol):
 
     Attributes:
         dtype: dtype of the stored values.
-        is_on_disk: whether reading needs the disk; it is then deferred until the values are needed.
+        is_on_disk: whether the values are on disk; they are then read only when they are needed.
     """
 
     dtype: torch.dtype
@@ -201,7 +201,7 @@ class Keeper(Protocol):
         """Copy all values into a contiguous CPU tensor."""
 
     def put(self, start: int, values: Tensor) -> None:
-        """Store `values` from element `start` on."""
+        """Store `values`, beginning at element `start` of the flattened tensor."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ _SIDES = WeakIdKeyDictionary()
 
 
 def side_of(tensor: Tensor) -> Side:
-    """Return the `Side` record of a tensor; an empty one if the tensor has no record."""
+    """Return the `Side` record of a tensor, or an empty `Side` if the tensor has no record."""
     return _SIDES.get(tensor, _NOTHING) if len(_SIDES) else _NOTHING
 
 

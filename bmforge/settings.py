@@ -161,7 +161,7 @@ class QuickstartConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TalkConfig:
-    """Options of a chat; None uses the model's default (for EVA, the original project's).
+    """Options of a chat; if None, the model's default is used (for EVA, the original project's).
 
     Args:
         system: system message.

@@ -1,4 +1,4 @@
-"""The local shard of a global tensor; the only module that reads a DTensor's internals.
+"""Access to the local shard of a tensor; no other module reads a DTensor's internals.
 
 Initialization, loading and checkpointing all need to know which rectangular region (box) of the
 global tensor a rank holds, and where its values are. A box is one (offset, length) pair per tensor
@@ -130,11 +130,11 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def is_first_replica(tensor: Tensor, leads: bool) -> bool:
-    """Return True on exactly one of the ranks that have a copy of the same shard.
+    """Return True on exactly one of the ranks that have the same shard.
 
     Args:
         tensor: a DTensor, or a plain tensor that is replicated over several ranks.
-        leads: whether this rank is the first of those that have a copy of a plain tensor.
+        leads: whether this rank is the first of the ranks that have a plain tensor.
     """
     if not is_distributed(tensor):
         return leads
@@ -154,7 +154,7 @@ class Source:
 
     Args:
         pattern: tensor that defines shape and sharding, and has the values if there is no keeper.
-        keeper: storage of the values; None means the tensor's own memory.
+        keeper: storage of the values; None if they are in the tensor's own memory.
     """
 
     pattern: Tensor
@@ -203,7 +203,7 @@ class Source:
 
 
 def source_of(tensor: Tensor) -> Source:
-    """Return the source of a tensor's values; the master copy if the tensor has several."""
+    """Return the source of a tensor's values: the master copy, if the tensor has one."""
     side = side_of(tensor)
     return Source(tensor, side.master or side.origin)
 

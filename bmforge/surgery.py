@@ -52,7 +52,7 @@ PLACES = (
     "part",  # computes the local part of a product and communicates (tensor parallelism)
     "draws",  # isolates the module's own random numbers
     "rounding",  # rounds local weights and inputs (quantization-aware training)
-    "zeros",  # masks pruned weights
+    "zeros",  # sets pruned weights to zero
     "width",  # ignores hidden dimensions whose gates are closed
     "views",  # replaces parameters by their local shards
     "experts",  # selects the local experts
@@ -120,7 +120,7 @@ def find_modules(
 
 
 def find_parameters(root: nn.Module, globs: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Return a dictionary from name to parameter for the globs; tied ones appear once.
+    """Return a dictionary from name to parameter for the globs; tied parameters appear once.
 
     Raises:
         ConfigError: a glob matches no parameter.
@@ -130,10 +130,10 @@ def find_parameters(root: nn.Module, globs: Iterable[str]) -> dict[str, nn.Param
 
 
 def persistent_tensors(root: nn.Module) -> dict[str, Tensor]:
-    """Return a dictionary from name to tensor with everything that a checkpoint contains.
+    """Return the tensors that a checkpoint contains, as a dictionary from name to tensor.
 
-    It has the parameters, then the persistent buffers. A tied tensor appears once, under its first
-    name. Initialization, loading, saving, checkpoints and the planner all use this function.
+    The parameters come first, then the persistent buffers. A tied tensor appears once, under its
+    first name. Initialization, loading, saving, checkpoints and the planner all use this function.
     """
     tensors: dict[str, Tensor] = dict(root.named_parameters())
     seen = {id(tensor) for tensor in tensors.values()}
@@ -227,7 +227,7 @@ class _Wrapping:
     """The wrappers of a module's forward.
 
     Args:
-        own: instance attribute `forward` before wrapping, if any.
+        own: the module's instance attribute `forward` before wrapping, if it had one.
         wrappers: dictionary from order key (see `PLACES`) to wrapper.
         composed: the forward that calls all wrappers.
     """
@@ -304,7 +304,7 @@ def _wrapping_of(module: nn.Module) -> _Wrapping:
 
 
 def _compose_(module: nn.Module, wrapping: _Wrapping) -> None:
-    """Replace a module's forward by one that calls all wrappers, as nested partials.
+    """Replace a module's forward by nested partials that call all wrappers.
 
     Plain partials add no measurable cost to a call.
     """

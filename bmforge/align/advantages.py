@@ -1,4 +1,4 @@
-"""Computes advantages of answers from their rewards, with one function per method.
+"""Computes the advantages of answers from their rewards, with one function per method.
 
 Rewards are (P, G): P prompts with G answers each; NaN marks an answer without a reward. Such an
 answer is ignored in means and deviations, and its advantage is 0.
@@ -37,13 +37,14 @@ def compute_advantages(rewards: Tensor, name: AdvantageName) -> Tensor:
 
     Args:
         rewards: rewards of the answers.
-        name: key of `ADVANTAGES`; the advantages of gae need values (`align.value`).
+        name: key of `ADVANTAGES`; gae is not supported, because it needs values (`align.value`).
 
     Shape:
         rewards: (P, G) -> (P, G)
 
     Raises:
-        ConfigError: a method that compares the answers of a group gets one answer per prompt.
+        ConfigError: the method compares answers to the same prompt, but there is only one per
+            prompt.
     """
     if rewards.shape[1] == 1 and name not in ("whitened", "batch"):
         raise ConfigError(
@@ -55,7 +56,7 @@ def compute_advantages(rewards: Tensor, name: AdvantageName) -> Tensor:
 
 
 def _center(rewards: Tensor) -> Tensor:
-    """Subtract each group's mean; groups of equal rewards become exactly 0."""
+    """Subtract each group's mean; groups with equal rewards become exactly 0."""
     count = (~rewards.isnan()).sum(1, keepdim=True)
     mean = rewards.nansum(1, keepdim=True) / count
     centered = rewards - mean
@@ -97,7 +98,7 @@ def _whiten(rewards: Tensor) -> Tensor:
     return (flat / (_deviation(flat, 1) + _EPSILON)).view_as(rewards)
 
 
-# Functions of rewards (P, G), by name; NaN is kept.
+# Name -> function from rewards to advantages, (P, G); NaN stays NaN.
 ADVANTAGES: Mapping[AdvantageName, Callable[[Tensor], Tensor]] = {
     "group": _by_group,
     "batch": _by_batch,
@@ -111,7 +112,7 @@ def discount_kl(rewards: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tenso
     """Return REINFORCE++'s token advantages: reward minus the sum of later KL terms, whitened.
 
     Args:
-        rewards: reward of each answer, NaN without one.
+        rewards: reward of each answer; NaN for an answer without a reward.
         kl: estimate of the KL divergence of every token (k1).
         mask: tokens of the answers.
         beta: coefficient of the KL.

@@ -24,9 +24,9 @@ __all__ = ["AnswerWriter"]
 class AnswerWriter:
     """Generates the answers of rollouts with the current weights of the trained model.
 
-    On one process in fp32 the engine runs the trained module itself. A model that is sharded or
+    On one process in fp32, the engine runs the trained module itself. A model that is sharded or
     computes in 16 bits is copied: before each rollout, its weights are gathered, one tensor at a
-    time, into an existing plain model.
+    time, into a plain model.
 
     Args:
         model: trained model.
@@ -34,10 +34,10 @@ class AnswerWriter:
         max_tokens: maximum length of a prompt with its answer.
         options: generation options of every answer, without the seed.
         make_copy: function that returns a plain model of the same structure with allocated weights;
-            with None, a model that needs a copy raises an error.
+            if None, a model that needs a copy raises an error.
 
     Raises:
-        ConfigError: the model cannot be batched, or needs a copy and there is none.
+        ConfigError: the model does not support batching, or needs a copy and `make_copy` is None.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class AnswerWriter:
     def runs_natively(self) -> bool:
         """True if native kernels run all blocks; `score` is then bit-identical to sampling."""
         model = self._copy or self._model
-        with evaluating(model):  # as in `write`: native kernels do not support dropout
+        with evaluating(model):  # like `write`, because native kernels do not support dropout
             return NativeStep().knows(model.layers)
 
     @property
@@ -119,7 +119,7 @@ class AnswerWriter:
     def write_on(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], limits: Sequence[int]
     ) -> list[Completion]:
-        """Generate one more turn for each prompt, with the weights of the last `write`.
+        """Generate one more turn for each prompt, with the weights of the last `write` call.
 
         Args:
             prompts: token ids of prompts and answers so far.
@@ -138,14 +138,14 @@ class AnswerWriter:
             return [handle.wait()[0] for handle in handles]
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probability of every token but the first under the current weights.
+        """Return the log-probability of every token except the first, under the current weights.
 
         With native kernels the values are bit-identical to those of sampling.
 
         Args:
             rows: token ids of prompts with their answers.
 
-        Comm: as `write`.
+        Comm: the same as in `write`.
         """
         options = self._options.replace(
             seed=0, num_return_sequences=1, max_new_tokens=1, prompt_logprobs=0
@@ -157,9 +157,9 @@ class AnswerWriter:
         return [[token.logprob for token in tokens if token is not None] for tokens in scored]
 
     def _load_weights(self) -> int:
-        """Make the engine use the current trained weights, and return their version.
+        """Make the engine use the current trained weights; return the version of the weights.
 
-        The model must be in evaluation mode already, since the engine detects mode changes as well.
+        The model must already be in evaluation mode, since the engine also detects mode changes.
         """
         if self._copy is not None:
             self._fill_copy()
@@ -187,7 +187,7 @@ def _needs_copy(model: Any) -> bool:
 
 
 def _find_owners(model: Any) -> dict[str, int]:
-    """Map the name of each tensor to the first rank that has it; empty without a pipeline.
+    """Return a dict from tensor name to the first rank that has the tensor; {} without a pipeline.
 
     Comm: an all-gather of the tensors' names.
     """

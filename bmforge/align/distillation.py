@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher's distributions are the target on the student's answers."""
+"""On-policy distillation: the teacher's distributions are the targets on the student's answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_vocabularies(student: Any, teacher: Any, vocabularies: tuple[Any, Any]
     Args:
         student: config of the student.
         teacher: config of the teacher.
-        vocabularies: map from token to id for student and teacher.
+        vocabularies: dicts from token to id, for student and teacher.
     """
     sizes = student.vocab_size, teacher.vocab_size
     if sizes[0] != sizes[1]:
@@ -49,7 +49,8 @@ class DistillationObjective:
         teacher: causal language model, which is not trained.
         beta: 0 is the forward KL, 1 the reverse KL; see `generalized_jsd`.
         temperature: divisor of both models' logits.
-        rollout_metrics: names of the rollout's metrics, and a function that returns their values.
+        rollout_metrics: names of the rollout's metrics, and a function that returns their current
+            values.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class DistillationObjective:
 
 
 def _read_head(model: Any, inputs: Any, labels: Tensor) -> HeadInput:
-    """Run a model; return the inputs of its output head at the tokens that predict a label."""
+    """Run a model; return the inputs of its LM head at the positions that predict a label."""
     heads: list[HeadInput] = []
 
     def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:

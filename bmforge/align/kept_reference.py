@@ -53,10 +53,10 @@ def keep_reference_(
     Args:
         sources: examples of the run.
         run_dir: directory of the run.
-        batch_size: examples per forward.
-        model: initial model; all ranks call this together.
+        batch_size: examples per forward pass.
+        model: initial model; all ranks call this function together.
 
-    Comm: the collectives of the forwards, and one all-reduce of two numbers per example.
+        Comm: the collectives of the forward passes, and one all-reduce of two numbers per example.
     """
     path = Path(run_dir) / _FILE
     names = [source.fingerprint for source in sources]
@@ -84,7 +84,7 @@ def _read(path: Path, names: Sequence[str]) -> list[Tensor] | None:
 
 
 def _score(source: _Source, batch_size: int, model: nn.Module) -> Tensor:
-    """Return the summed log-probabilities of each example's two rows, (N, 2) in fp64 on the CPU."""
+    """Return the summed log-probability of each example's two rows, (N, 2) in fp64 on the CPU."""
     mesh, total = mesh_of(model), len(source)
     rank, size = data_parallel_rank(mesh), data_parallel_size(mesh)
     device = next(model.parameters()).device
@@ -93,7 +93,8 @@ def _score(source: _Source, batch_size: int, model: nn.Module) -> Tensor:
         for start in range(0, total, batch_size * size):
             first = start + rank * batch_size
             numbers = [n for n in range(first, first + batch_size) if n < total]
-            # All ranks run each forward; a rank without rows left scores the first row again.
+            # All ranks must run each forward pass; a rank that has no rows left scores the first
+            # row again.
             batch = source.collate([source.make(n, ("kept", n)) for n in numbers or [0]])
             moved = {name: tensor.to(device) for name, tensor in batch.items()}
             scores = score_start(model, moved).double().view(-1, 2)

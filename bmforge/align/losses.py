@@ -1,8 +1,8 @@
 """Losses of preference optimization, as functions of summed log-probabilities.
 
-Notation of the formulas: h is the log-ratio of policy and reference of one answer, summed over its
-tokens; w is the chosen and l the rejected answer; |y| is the number of scored tokens; s is the
-logistic sigmoid.
+Notation of the formulas: h is the log-ratio of policy and reference for an answer, summed over its
+tokens; the index w is the chosen and l the rejected answer; |y| is the number of scored tokens; s
+is the logistic sigmoid.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = [
     "reward_loss",
 ]
 
-# Below it log1p(-exp(a)) is accurate, above it log(-expm1(a)); source: Maechler, "Accurately
-# computing log(1 - exp(-|a|))" (2012).
+# log1p(-exp(a)) is accurate below this value, log(-expm1(a)) above it. Source: Maechler,
+# "Accurately computing log(1 - exp(-|a|))" (2012).
 _LOG_HALF = -0.6931471805599453
 
 
@@ -69,11 +69,11 @@ class MethodOptions:
 
     Args:
         beta: strength of the preference term.
-        label_smoothing: assumed share of wrong preferences, 0 to below 0.5.
+        label_smoothing: assumed fraction of wrong preferences, from 0 to below 0.5.
         simpo_gamma: reward margin of SimPO.
-        nll_weight: factor of the chosen answer's mean negative log-likelihood per token
+        nll_weight: factor on the chosen answer's mean negative log-likelihood per token
             (`rpo_alpha` of DPO, `cpo_alpha` of CPO).
-        desirable_weight, undesirable_weight: factors of good and bad answers in KTO.
+        desirable_weight, undesirable_weight: factors on good and bad answers in KTO.
     """
 
     beta: float
@@ -97,7 +97,7 @@ class LossMethod:
         beta: default of `beta`.
         needs_reference: True if the loss compares with a reference model.
         options: further fields of `MethodOptions` that have an effect.
-        nll_weight: default factor of the negative log-likelihood.
+        nll_weight: default factor on the negative log-likelihood.
     """
 
     loss: PairLoss | None
@@ -132,7 +132,7 @@ def _robust(scores: PairScores, options: MethodOptions) -> Tensor:
 
 
 def _hinge(scores: PairScores, options: MethodOptions) -> Tensor:
-    """Hinge loss: max(0, 1 - beta d), d being the difference of the answers' log-ratios."""
+    """Hinge loss: max(0, 1 - beta d), where d is the difference of the answers' log-ratios."""
     chosen, rejected = scores.ratios()
     return torch.relu(1 - options.beta * (chosen - rejected))
 
@@ -153,14 +153,14 @@ def _normalized_dpo(scores: PairScores, options: MethodOptions) -> Tensor:
 
 
 def _simpo(scores: PairScores, options: MethodOptions) -> Tensor:
-    """SimPO loss: -log s(beta (S_w / |y_w| - S_l / |y_l|) - gamma), S being log-probabilities."""
+    """SimPO loss: -log s(beta (S_w / |y_w| - S_l / |y_l|) - gamma), with log-probabilities S."""
     chosen, rejected = scores.means()
     margin = options.beta * (chosen - rejected) - options.simpo_gamma
     return _smoothed(margin, options.label_smoothing)
 
 
 def _cpo(scores: PairScores, options: MethodOptions) -> Tensor:
-    """CPO loss: -log s(beta (S_w - S_l)), S being summed log-probabilities."""
+    """CPO loss: -log s(beta (S_w - S_l)), where S are summed log-probabilities."""
     margin = options.beta * (scores.chosen - scores.rejected)
     return _smoothed(margin, options.label_smoothing)
 
@@ -179,7 +179,7 @@ def odds_ratio(scores: PairScores) -> Tensor:
 def log1mexp(a: Tensor) -> Tensor:
     """Return log(1 - exp(a)) for a < 0, accurate near 0 and far from it."""
     near = a > _LOG_HALF
-    # `where` evaluates both branches; the unused one gets an input with a finite gradient.
+    # `where` evaluates both branches, so the unused one gets an input with a finite gradient.
     close = torch.log(-torch.expm1(a.where(near, _LOG_HALF)))
     far = torch.log1p(-torch.exp(a.where(~near, _LOG_HALF)))
     return close.where(near, far)
@@ -232,12 +232,12 @@ def preference_loss(name: str, scores: PairScores, options: MethodOptions) -> Te
     """Return the loss of every pair, without the negative log-likelihood.
 
     Args:
-        name: a key of `METHODS` with pairs.
+        name: a key of `METHODS` for pairs.
         scores: scores of the pairs.
         options: coefficients.
 
     Raises:
-        ConfigError: an unknown method, or one of unpaired answers.
+        ConfigError: the method is unknown, or is for unpaired answers.
     """
     method = METHODS.get(name)
     if method is None or method.loss is None:
@@ -253,12 +253,12 @@ def kto_loss(ratio: Tensor, is_good: Tensor, kl: Tensor, options: MethodOptions)
     """Return KTO's loss of every answer.
 
     The loss is w_D (1 - s(beta (h - z))) for good answers, and w_U (1 - s(beta (z - h))) for bad
-    ones.
+    answers, with the weights w_D and w_U of `options`.
 
     Args:
         ratio: log-ratio h of policy and reference.
         is_good: True for answers rated good.
-        kl: estimate z of the divergence of policy and reference, at least 0, without gradient.
+        kl: estimate z of the KL divergence of policy and reference, at least 0, without gradient.
         options: coefficients.
 
     Shape:
@@ -278,7 +278,7 @@ def reward_loss(
     Args:
         chosen, rejected: rewards of the answers.
         margin: difference of rewards at which the loss of a pair is log 2.
-        center_coefficient: factor c that keeps rewards near 0 (Eisenstein et al. 2023).
+        center_coefficient: factor c on the term that keeps rewards near 0 (Eisenstein et al. 2023).
 
     Shape:
         all (B,)

@@ -36,18 +36,19 @@ CorrectionName = Literal["none", "truncate", "mask"]
 
 @dataclass(kw_only=True)
 class PolicyConfig:
-    """Options of a policy loss; None selects the method's default (`METHODS`).
+    """Options of a policy loss; if None, the method's default is used (`METHODS`).
 
     Args:
-        advantage: advantage of an answer, see `ADVANTAGES`; gae is generalized advantage
-            estimation for each token, with a value model (options: ``value``).
-        ratio: probability ratio pi/old: token is the ratio of each token; sequence the mean of the
-            answer's log-ratios (GSPO); sequence_token the answer's mean as value, with per-token
-            gradients (GSPO-token); sequence_sum the sum of the answer's log-ratios.
+        advantage: advantage of an answer, see `ADVANTAGES`; gae is generalized advantage estimation
+            for each token, with a value model (options: ``value``).
+        ratio: probability ratio pi/old: token is the ratio of each token; sequence is computed from
+            the mean of the answer's log-ratios (GSPO); sequence_token has the same value, with
+            per-token gradients (GSPO-token); sequence_sum is computed from the sum of the answer's
+            log-ratios.
         clip: ppo is the clipped surrogate of PPO; cispo clips the weight of a plain policy
             gradient; none is the plain policy gradient.
-        clip_low: the ratio is clipped below at 1 - clip_low; no effect with cispo.
-        clip_high: the ratio is clipped above at 1 + clip_high; with cispo at clip_high.
+        clip_low: the lower bound of the ratio is 1 - clip_low; no effect with cispo.
+        clip_high: the upper bound of the ratio is 1 + clip_high; with cispo, clip_high.
         clip_dual: upper bound of the ratio for negative advantages (dual-clip PPO, arXiv
             1912.09729; default: none).
         normalize: denominator of the loss: sequence is the mean over answers of each answer's token
@@ -66,7 +67,7 @@ class PolicyConfig:
         correction_cap: maximum weight of the correction (default: 2).
         entropy_bonus: coefficient of the entropy that is added to the objective (default: 0).
         gamma: discount factor of later rewards in gae (default: 1).
-        lam: lambda of generalized advantage estimation: 0 uses one-step estimates, 1 whole returns
+        lam: lambda of generalized advantage estimation: 0 means one-step estimates, 1 full returns
             (default: 0.95).
     """
 
@@ -88,7 +89,7 @@ class PolicyConfig:
     lam: float | None = None
 
     def resolve(self, method: str) -> Policy:
-        """Return the complete policy loss of a method, with the options that are set replaced.
+        """Return the complete policy loss of a method, in which the options that are set apply.
 
         Raises:
             ConfigError: the method is unknown, or a number is out of range or has no effect.
@@ -103,7 +104,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Complete policy loss; fields as in `PolicyConfig`, with the defaults of GRPO."""
+    """Complete policy loss, with the fields of `PolicyConfig` and the defaults of GRPO."""
 
     advantage: AdvantageName = "group"
     ratio: RatioName = "token"
@@ -123,7 +124,7 @@ class Policy:
     lam: float = 0.95
 
     def check(self) -> None:
-        """Raise `ConfigError` for a number out of range, or a KL that has no effect."""
+        """Raise `ConfigError` for a number out of range, or a KL option without effect."""
         wrong = [
             f"rl.{name}={getattr(self, name)} must be at least {least}"
             for name, least in (("clip_low", 0), ("clip_high", 0), ("beta", 0))
@@ -147,7 +148,7 @@ class Policy:
             raise ConfigError(f"{'; '.join(wrong)}.")
 
 
-# Published methods: their fields that differ from GRPO's.
+# Published method -> fields that differ from GRPO's.
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {},  # arXiv 2402.03300
     "dr_grpo": {"advantage": "mean", "normalize": "fixed"},  # 2503.20783
@@ -173,10 +174,10 @@ class PolicyInputs(NamedTuple):
 
     Args:
         logprobs: log-probabilities of the trained policy, with gradient.
-        mask: 1 on the tokens of answers that count.
+        mask: 1 on the answer tokens that contribute to the loss.
         advantages: advantage of each token.
-        old: log-probabilities at the beginning of the update; None uses `logprobs`, detached.
-        reference: log-probabilities of the reference.
+        old: log-probabilities at the beginning of the update; if None, detached `logprobs`.
+        reference: log-probabilities of the reference model.
         sampler: log-probabilities of the policy that generated the answers.
         entropy: entropy at each token.
 
@@ -203,7 +204,7 @@ def _mean_in_value(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return mean + log_ratio - log_ratio.detach()
 
 
-# Maps each ratio level to a function (log ratio of tokens, mask) -> log ratio.
+# Name of a ratio -> function (log-ratio of tokens, mask) -> log-ratio.
 RATIOS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda log_ratio, mask: log_ratio,
     "sequence": lambda log_ratio, mask: _mean_of_answer(log_ratio, mask).expand_as(log_ratio),
@@ -288,8 +289,8 @@ def policy_loss(
         max_tokens: maximum length of an answer, for the fixed normalization.
 
     Returns:
-        the loss, and sums over tokens for metrics, without gradient: numbers of clipped tokens,
-        and the KL divergence
+        the loss, and a dict of sums over tokens for metrics, without gradient: numbers of clipped
+        tokens, and the KL divergence
     """
     mask = inputs.mask.to(inputs.logprobs.dtype)
     inputs = inputs._replace(advantages=inputs.advantages.to(inputs.logprobs.dtype))
@@ -298,7 +299,7 @@ def policy_loss(
     ratio = RATIOS[config.ratio](log_ratio, mask).exp()
     loss = CLIPS[config.clip](ratio, inputs, config)
     if config.ratio == "sequence_sum" and config.normalize != "sequence":
-        # The loss of an answer counts once, not once per token.
+        # The loss of an answer is added once, not once per token.
         loss = loss / mask.sum(1, keepdim=True).clamp(min=1)
     if inputs.sampler is not None and config.correction != "none":
         loss = loss * correct_sampling(old, inputs.sampler, config)
@@ -317,7 +318,7 @@ def policy_loss(
 def _count_clipped(
     ratio: Tensor, inputs: PolicyInputs, config: Policy, mask: Tensor
 ) -> dict[str, Tensor]:
-    """Return the number of tokens whose ratio is clipped from below, and from above."""
+    """Return a dict with the numbers of tokens whose ratio is clipped at either bound."""
     is_low = (ratio < 1 - config.clip_low) & (inputs.advantages < 0)
     is_high = (ratio > 1 + config.clip_high) & (inputs.advantages > 0)
     if config.clip != "ppo":

@@ -54,13 +54,14 @@ class PairObjective:
 
     Row 2i of a batch is the chosen and row 2i + 1 the rejected answer of pair i. Batches have
     ``input_ids`` and ``labels``, (2B, T), with labels on the tokens of the answers; a pair without
-    labels is padding. ``reference_logps``, (2B,), are computed if they are missing. Batches of
-    `prefix_sharing` have both answers of a pair in one row.
+    labels is padding. ``reference_logps``, (2B,), are computed if they are missing. In batches of
+    `prefix_sharing`, both answers of a pair are in one row.
 
     Args:
         method: name of the method, a key of `METHODS`.
         options: coefficients of the loss.
-        reference: reference model; None if the method needs none or all batches have its scores.
+        reference: reference model; None if the method needs no reference, or if all batches contain
+            its log-probabilities.
         nll_on_prompt: True if the negative log-likelihood includes the prompt, as in TRL's ORPO.
     """
 
@@ -102,7 +103,7 @@ class PairObjective:
             return None
         is_answer = (labels != IGNORE_INDEX) & _has_score(labels)
         sums = sum_answers(scores.logprobs.where(is_answer, 0), batch)
-        # A placeholder at which the losses of padding pairs are finite.
+        # A placeholder with which the losses of padding pairs are finite.
         sums = sums.where(is_real.repeat_interleave(2), -1.0)
         lengths = sum_answers(is_answer.long(), batch).clamp(min=1)
         reference = batch.get(_REFERENCE, torch.zeros_like(sums)).to(sums.dtype)
@@ -118,7 +119,7 @@ class PairObjective:
         return LossAndMetrics(loss.where(is_real, 0).sum() / num_items, metrics)
 
     def _targets(self, batch: Batch) -> Tensor:
-        """Return the labels to score: answer tokens; with `nll_on_prompt` also chosen prompts."""
+        """Return the labels to score: answer tokens and, with `nll_on_prompt`, chosen prompts."""
         labels = batch["labels"]
         if not (self._nll_on_prompt and self._options.nll_weight):
             return labels
@@ -160,13 +161,14 @@ class UnpairedObjective:
     """Training objective of KTO, for answers rated good or bad.
 
     Row 2i is answer i; row 2i + 1 has the same prompt with the answer to another prompt. The KL
-    divergence z of policy and reference is estimated from the latter: the mean log-ratio over the
-    whole optimizer step, then clamped to at least 0. So z does not depend on the division of the
-    step into micro-batches. Batches have ``is_good``, (B,); see `PairObjective` for the others.
+    divergence z of policy and reference is estimated from the rows 2i + 1, as the mean log-ratio
+    over the whole optimizer step, clamped to at least 0. So z does not depend on the division of
+    the step into micro-batches. Batches have ``is_good``, (B,), and the tensors described in
+    `PairObjective`.
 
     Args:
         options: coefficients of the loss.
-        reference: reference model; None if all batches have its scores.
+        reference: reference model; None if all batches contain its log-probabilities.
     """
 
     def __init__(self, options: MethodOptions, reference: Reference | None = None) -> None:
@@ -238,7 +240,7 @@ def _mean(values: Tensor, is_real: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nll_of_chosen(scores: TokenScores, targets: Tensor, batch: Batch) -> Tensor:
-    """Return the mean negative log-likelihood per token of every chosen row, (B,)."""
+    """Return the mean negative log-likelihood per token of every chosen answer, (B,)."""
     is_scored = chosen_rows((targets != IGNORE_INDEX) & _has_score(targets), batch)
     sums = chosen_rows(scores.logprobs, batch).where(is_scored, 0).sum(1)
     return -sums / is_scored.sum(1).clamp(min=1)

@@ -3,8 +3,8 @@
 The prompt is computed once instead of twice. A row has three segments: the prompt without its last
 token, the last prompt token with the chosen answer, and the last prompt token again with the
 rejected answer. Tokens attend to the prompt and within their segment, and both answers have the
-positions that they would have in separate rows. The last prompt token is repeated so that every
-label is predicted by the token before it, as in other rows.
+same positions as in separate rows. The last prompt token is repeated so that every label is
+predicted by the token before it, as in ordinary rows.
 
 Source: Wang and Hegde, "Accelerating direct preference optimization with prefix sharing" (2024).
 """
@@ -41,7 +41,7 @@ class SharedRow(NamedTuple):
         ids: token ids.
         labels: token ids to score, -100 elsewhere; not shifted.
         segments: 1 for the prompt, 2 for the chosen and 3 for the rejected answer.
-        positions: positions of the tokens in the text of their answer.
+        positions: position of each token in the sequence of prompt and answer.
     """
 
     ids: list[int]
@@ -53,7 +53,7 @@ class SharedRow(NamedTuple):
 def share_prompt(
     answers: Sequence[tuple[Sequence[int], Sequence[int]]],
 ) -> SharedRow:
-    """Join the two rows of a pair into one row with a single copy of their common prompt.
+    """Join the two rows of a pair into one row with a single copy of the common prompt.
 
     Args:
         answers: (ids, labels) of the chosen and of the rejected row.
@@ -91,7 +91,7 @@ def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the arguments with which a model scores a batch, without labels.
 
     Shape:
-        attention_mask of shared rows: (B, 1, T, T), True where a token attends
+        attention_mask of shared rows: (B, 1, T, T), True where a query attends to a key
     """
     if not is_shared(batch):
         return {"input_ids": batch["input_ids"]}
@@ -128,7 +128,7 @@ def pairs_of(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def chosen_rows(values: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the values of the prompts with the chosen answers; 0 elsewhere in shared rows.
+    """Return the values of chosen answers and their prompts; in shared rows, others are 0.
 
     Shape:
         values: (2B, T), or (B, T) if both answers of a pair share a row; returns (B, T)

@@ -1,7 +1,7 @@
 """Reference models of preference optimization.
 
 A reference is a function (model, batch) -> summed log-probabilities of the rows. It is called
-before the forward and backward of a step, so it works on every layout, pipelines included.
+before the forward and backward pass of a step, so it works on every layout, including pipelines.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def score_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """
     with evaluating(model):
         scores = score_tokens(model, model_inputs(batch), batch["labels"])
-    assert scores is not None  # outside of a step every pipeline stage gets the outputs
+    assert scores is not None  # outside of a training step, every pipeline stage gets the outputs
     return sum_answers(scores.logprobs, batch)
 
 
 def adapter_off(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Score rows with the policy's base model, that is, with the trained adapters disabled.
+    """Score rows with the policy's base model, which has the trained adapters disabled.
 
     Raises:
         ConfigError: see `base_adapters`.
@@ -63,20 +63,20 @@ def adapter_off(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def score_start(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Score rows with a policy before its first step, with the adapters to train disabled."""
+    """Score rows with a policy before its first step; adapters to be trained are disabled."""
     with choosing_deltas(model, _frozen_adapters(model)):
         return score_rows(model, batch)
 
 
 def base_adapters(model: nn.Module) -> tuple[str, ...]:
-    """Return the adapters that stay enabled in the reference: those that are not trained.
+    """Return the names of the adapters that are not trained and stay enabled in the reference.
 
     Args:
         model: policy whose trained weights all belong to adapters.
 
     Raises:
-        ConfigError: no adapter is trained, or weights of the base are trained too, so that the
-            base is not the initial policy.
+        ConfigError: no adapter is trained, or base weights are trained too, so that the base is not
+            the initial policy.
     """
     deltas = list_deltas(model).values()
     added = {id(p) for delta in deltas for p in delta.parameters()}
@@ -106,8 +106,8 @@ def frozen_copy(reference: Any, is_offloaded: bool = False) -> Reference:
 
     Args:
         reference: model with the initial weights, on the layout of the policy.
-        is_offloaded: keep the weights in host memory, and copy them to the device for the time of
-            each call.
+        is_offloaded: keep the weights in host memory, and copy them to the device only during each
+            call.
     """
     reference.requires_grad_(False)
     weights = HostWeights(reference) if is_offloaded else None
@@ -115,7 +115,7 @@ def frozen_copy(reference: Any, is_offloaded: bool = False) -> Reference:
     def score(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         with nullcontext() if weights is None else weights.on_device():
             sums = score_rows(reference, batch)
-            reshard_(reference)  # without a backward, gathered weights are not freed
+            reshard_(reference)  # without a backward pass, gathered weights are not freed
         return sums
 
     return score
@@ -124,11 +124,11 @@ def frozen_copy(reference: Any, is_offloaded: bool = False) -> Reference:
 class HostWeights:
     """Weights of a frozen model that are on the device only within a context manager.
 
-    Outside of the context the storages on the device are empty, and the values are in host memory
-    (pinned with CUDA). Every tensor keeps its identity, so parallelized models work as they are.
+    Outside of the context, the storages on the device are empty, and the values are in host memory
+    (pinned with CUDA). The tensor objects stay the same, so parallelized models need no changes.
 
     Args:
-        model: frozen model on its device, which is emptied.
+        model: frozen model, whose device memory is released.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -26,9 +26,9 @@ from bmforge.tune.delta.selection import choosing_deltas
 
 __all__ = ["PolicyObjective", "PolicyScores", "Reference", "open_reference"]
 
-# Returns the reference's log-probabilities of the labels, (B, T).
+# Function that returns the reference model's log-probabilities of the labels, (B, T).
 Reference = Callable[[Mapping[str, Any], Tensor, float], Tensor]
-# Returns the log-probabilities of every token but the first, per row.
+# Function that returns, for each row, the log-probabilities of all tokens except the first.
 RowScorer = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
 _EXACT = "exact"
 
@@ -43,10 +43,10 @@ def _score(
 
 
 def _score_whole(model: Any, batch: Batch, temperature: float) -> Tensor:
-    """Return a batch's log-probabilities on every pipeline stage; not for use in a training step.
+    """Return a batch's log-probabilities on every pipeline stage.
 
-    Outside of a training step every stage of a pipeline gets the outputs of the last stage, so the
-    result is never None.
+    It must be called outside of a training step, where every stage gets the outputs of the last
+    stage, so that the result is never None.
     """
     scores = _score(model, batch, temperature)
     assert scores is not None
@@ -54,7 +54,7 @@ def _score_whole(model: Any, batch: Batch, temperature: float) -> Tensor:
 
 
 def _score_exactly(score_rows: RowScorer, micro_batches: Sequence[Batch]) -> list[Tensor]:
-    """Return the labels' log-probabilities by `score_rows`, (B, T) per micro-batch, in fp64."""
+    """Return the labels' log-probabilities from `score_rows`, (B, T) per micro-batch, in fp64."""
     rows = [
         ids[: int(length)].tolist()
         for batch in micro_batches
@@ -78,12 +78,14 @@ class PolicyObjective:
         policy: loss of the method.
         temperature: temperature of the rollouts, which divides the logits of all policies.
         max_tokens: maximum length of an answer in tokens.
-        rollout_metrics: names of the rollout's metrics, and a function that returns their values.
+        rollout_metrics: names of the rollout's metrics, and a function that returns their current
+            values.
         score_rows: function that computes the log-probabilities of token ids with the sampling
-            kernels; None uses torch's log-probabilities.
+            kernels; if None, torch's log-probabilities are used.
 
     Attributes:
-        companion: trainer of the value model, set before the first step; None without one.
+        companion: trainer of the value model, set before the first step; None without a value
+            model.
     """
 
     companion: ValueTrainer | None = None
@@ -124,10 +126,10 @@ class PolicyObjective:
     def __call__(self, model: Any, batch: Batch, num_items: float) -> LossAndMetrics | None:
         """Return the loss divided by `num_items`, with metrics under TRL's names."""
         scores = _score(model, batch, self._temperature, with_entropy=True)
-        if scores is None:  # an earlier stage of a pipeline
+        if scores is None:  # a pipeline stage before the last
             return None
         logprobs = scores.logprobs
-        if _EXACT in batch:  # use the sampling kernels' value with torch's gradient
+        if _EXACT in batch:  # use the value of the sampling kernels, and torch's gradient
             logprobs = batch[_EXACT].to(logprobs.dtype) + (logprobs - logprobs.detach())
         mask = mask_answers(batch["labels"])
         policies = {
@@ -150,7 +152,7 @@ class PolicyObjective:
 
 
 _DIFFERENCE, _RATIO = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
-# Maps the sums over tokens to TRL's names of the means.
+# Name of a sum over tokens -> TRL's name of the mean.
 _NAMES = {
     "clip_low": "clip_ratio/low_mean",
     "clip_high": "clip_ratio/high_mean",
@@ -169,7 +171,7 @@ _EXTREMES: Mapping[str, MetricKind] = {
 
 @torch.no_grad()
 def _compare_sampler(inputs: PolicyInputs) -> dict[str, MetricValue]:
-    """Return metrics of the difference between the sampler's and the policy's log-probabilities."""
+    """Return metrics of the difference between sampler's and policy's log-probabilities."""
     mask = inputs.mask.bool()
     if inputs.sampler is None or not bool(mask.any()):
         return {}
@@ -191,10 +193,10 @@ class PolicyScores:
     Args:
         model: trained model.
         temperature: temperature of the rollouts.
-        with_old: True to compute the old log-probabilities, those of the trained policy.
-        reference: reference policy; None without one.
-        is_exact: take the old log-probabilities from the sampling kernels.
-        value: trainer of the value model; None without one.
+        with_old: True to compute the log-probabilities of the trained policy before the update.
+        reference: reference policy, if any.
+        is_exact: use the log-probabilities of the sampling kernels as the old ones.
+        value: trainer of the value model, if any.
     """
 
     def __init__(
@@ -211,7 +213,7 @@ class PolicyScores:
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Return ``old``, ``reference`` and ``values`` as far as required, (B, T) each."""
+        """Return a dict with ``old``, ``reference`` and ``values``, (B, T), as far as required."""
         device = next(self._model.parameters()).device
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         scores: dict[str, Tensor] = {}
@@ -234,7 +236,7 @@ def open_reference(model: Any, trains_base: bool) -> Reference:
 
     Args:
         model: trained model with its initial weights.
-        trains_base: True if modules besides an adapter are trained.
+        trains_base: True if modules that are not part of an adapter are trained.
 
     Raises:
         ConfigError: the model is sharded, so that it cannot be copied.

@@ -28,8 +28,7 @@ class RewardObjective:
     classifier's output at the last token of `attention_mask`.
 
     Args:
-        center_coefficient: factor of the squared sum of both rewards; the term keeps rewards near
-            0.
+        center_coefficient: factor on the squared sum of both rewards, which keeps rewards near 0.
     """
 
     metrics: Mapping[str, MetricKind] = {
@@ -78,9 +77,10 @@ class RewardObjective:
 class ProcessRewardObjective:
     """Training objective of process reward models: the cross-entropy at the ends of steps.
 
-    Batches have ``input_ids``, ``attention_mask`` and ``labels``, (B, T), with the class 1 (right)
-    or 0 (wrong) at the last token of each labeled step. The reward of a step is the probability
-    of class 1. The loss is the mean over all steps of an optimizer step, as in TRL's PRMTrainer.
+    Batches have ``input_ids``, ``attention_mask`` and ``labels``, (B, T), with the class 1
+    (correct) or 0 (wrong) at the last token of each labeled step. The reward of a step is the
+    probability of class 1. The loss is the mean over all steps of an optimizer step, as in TRL's
+    PRMTrainer.
 
     Source: Lightman et al., "Let's verify step by step" (arXiv 2305.20050); Uesato et al., "Solving
     math word problems with process- and outcome-based feedback" (arXiv 2211.14275).

@@ -1,8 +1,8 @@
 """Calls reward functions with the arguments that TRL passes to them.
 
-Besides prompts, completions and columns, a function may take ``trainer_state`` (``global_step`` and
-``max_steps``), ``log_extra(column, values)``, which adds a column to ``completions.jsonl``, and
-``log_metric(name, value)``, which adds a metric to the run.
+In addition to prompts, completions and columns, a function may accept ``trainer_state``
+(``global_step`` and ``max_steps``), ``log_extra(column, values)``, which adds a column to
+``completions.jsonl``, and ``log_metric(name, value)``, which adds a metric to the run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class RewardReply(NamedTuple):
 
     Args:
         rewards: return value of the function, one reward per answer.
-        columns: map from column name to the values that the function logged, one per answer.
-        metrics: map from metric name to the mean of the values that the function logged.
+        columns: dict from column name to the values that the function logged, one per answer.
+        metrics: dict from metric name to the mean of the values that the function logged.
     """
 
     rewards: Any
@@ -44,7 +44,7 @@ def call_reward(function: Callable[..., Any], batch: Mapping[str, Any]) -> Rewar
 
     Raises:
         ValueError: the function logs a column with a wrong number of values.
-        Exception: whatever the function raises.
+        Exception: the function raised this error.
     """
     columns: dict[str, list[Any]] = {}
     values: dict[str, list[float]] = {}

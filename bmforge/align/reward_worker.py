@@ -1,8 +1,8 @@
 """Worker process for one reward function; it reads calls and writes rewards as JSON lines.
 
-Started by `rewards.RewardProcess` as ``python -m bmforge.align.reward_worker SPEC``. A process can
-be killed when a user's function hangs, but a thread cannot. Lines are JSON rather than pickles, and
-the function's output goes to standard error.
+`rewards.RewardProcess` starts it as ``python -m bmforge.align.reward_worker SPEC``. Unlike a
+thread, a process can be killed when a user's function hangs. Lines are JSON instead of pickles, and
+the function's output is redirected to standard error.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 def _import_file(origin: str) -> Any:
     file = Path(origin).resolve()
-    sys.path.insert(0, str(file.parent))  # so that it can import modules in its folder
+    sys.path.insert(0, str(file.parent))  # so that the file can import modules next to it
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None or not file.is_file():
         raise FileNotFoundError(f"{origin} does not exist or is not a Python file")
@@ -76,7 +76,7 @@ def _import_file(origin: str) -> Any:
 
 
 def _post_all(address: str, **batch: Any) -> Any:
-    """Send everything but the log functions to a reward server."""
+    """Send a batch, without the log functions, to a reward server; return the rewards."""
     data = {name: value for name, value in batch.items() if name not in LOG_ARGUMENTS}
     if STATE_ARGUMENT in data:
         data[STATE_ARGUMENT] = vars(data[STATE_ARGUMENT])
@@ -116,7 +116,7 @@ def _run_tool(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a reward as a JSON number or None; an invalid value becomes text."""
+    """Return a reward as a JSON number or None; convert an invalid value to text."""
     if value is None or isinstance(value, bool | int | float):
         return value
     try:
@@ -127,7 +127,7 @@ def _plain(value: Any) -> Any:
 
 
 def main() -> None:
-    """Load the function named on the command line, and serve calls until the input ends."""
+    """Load the function named on the command line, and process calls until the input ends."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.path.insert(0, os.getcwd())

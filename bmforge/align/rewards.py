@@ -1,9 +1,9 @@
 """Rewards for generated answers: Python functions, verifiers, reward models, HTTP servers.
 
 A reward function has TRL's signature: ``f(prompts, completions, completion_ids, **columns)``
-returns one number, or None, per completion; columns are the prompts' other fields. A function that
-hangs, raises, or returns something else gives no rewards in this call: the failure is counted and
-logged with its name, and the run continues.
+returns one number, or None, per completion; columns are the prompts' other fields. If a call hangs,
+raises an error, or returns something else, its answers have no reward: the failure is counted and
+logged with the function's name, and the run continues.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 Rewards = list[float | None]
-# Time limit of the start of a function's process in seconds; imports may take long.
+# Time limit in seconds for starting a function's process; imports may take long.
 _START_TIMEOUT_S = 60.0
 
 
@@ -45,7 +45,7 @@ class Scorer(Protocol):
     """Interface of reward sources, which score batches of answers."""
 
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
-        """Return the rewards, or a `RewardReply`; an exception counts as a failure of the call."""
+        """Return the rewards, or a `RewardReply`; if this raises, the call has failed."""
 
     def close(self) -> None:
         """Release the processes and models of the source."""
@@ -74,7 +74,7 @@ class RewardProcess:
 
     Args:
         spec: specification of the function; see `reward_worker.load_function`.
-        timeout_s: time limit of the start in seconds.
+        timeout_s: time limit for the start in seconds.
 
     Raises:
         ConfigError: the function cannot be loaded.
@@ -94,7 +94,7 @@ class RewardProcess:
 
         Raises:
             TimeoutError: the function has not returned in time; its process is killed.
-            RuntimeError: the function raises, or its process has ended.
+            RuntimeError: the function raised an error, or its process has ended.
         """
         return RewardReply(**self._exchange(batch, timeout_s))
 
@@ -179,7 +179,7 @@ class ToolProcess(RewardProcess):
 
         Raises:
             TimeoutError: the function has not returned in time; its process is killed.
-            RuntimeError: the function raises, or its process has ended.
+            RuntimeError: the function raised an error, or its process has ended.
         """
         return str(self._exchange(arguments, timeout_s)["result"])
 
@@ -229,19 +229,19 @@ class CallableReward:
         return out
 
     def close(self) -> None:
-        """Do nothing: the function belongs to the caller."""
+        """Do nothing, because the function belongs to the caller."""
 
 
 class RewardSet:
     """Named, weighted reward sources of a run.
 
     Args:
-        sources: map from name to reward source, in the order of the weights.
+        sources: dict from name to reward source, in the order of the weights.
         weights: weight of each source in the sum.
-        timeout_s: time limit of a call in seconds.
+        timeout_s: time limit for a call in seconds.
 
     Attributes:
-        failures: map from source name to the number of calls without a usable result.
+        failures: dict from source name to the number of failed calls.
     """
 
     def __init__(
@@ -263,20 +263,20 @@ class RewardSet:
         return list(self._sources)
 
     def score(self, batch: Mapping[str, Any]) -> dict[str, Rewards]:
-        """Return the rewards from every source; see `score_and_log`."""
+        """Return a dict from source name to rewards; see `score_and_log`."""
         return self.score_and_log(batch)[0]
 
     def score_and_log(
         self, batch: Mapping[str, Any], state: Mapping[str, int] | None = None
     ) -> tuple[dict[str, Rewards], RewardReply]:
-        """Return the rewards from every source; None for an answer that the source did not score.
+        """Return the rewards of every source, None for unscored answers, and the logged values.
 
         Args:
             batch: ``prompts``, ``completions``, ``completion_ids`` and columns, of equal lengths.
-            state: fields of ``trainer_state``, which functions may take.
+            state: fields of ``trainer_state``, for functions that accept it.
 
         Returns:
-            map from source name to rewards, and a reply with the columns and metrics that the
+            dict from source name to rewards, and a reply with the columns and metrics that the
             sources logged
         """
         if state is not None:
@@ -337,17 +337,17 @@ def open_rewards(
     timeout_s: float = 60.0,
     open_model: Callable[[str], Scorer] | None = None,
 ) -> RewardSet:
-    """Open the reward functions of a run.
+    """Load the reward functions of a run.
 
     Args:
         rewards: functions, or specifications ``NAME[=WEIGHT]``: ``module:function``,
             ``file.py:function``, a verifier such as ``exact:answer``, ``dir:REWARD_MODEL``, or an
             HTTP address.
-        timeout_s: time limit of a call in seconds.
-        open_model: function that opens the directory of a reward model.
+        timeout_s: time limit for a call in seconds.
+        open_model: function that loads a reward model from its directory.
 
     Raises:
-        ConfigError: no reward is given, or a reward cannot be opened.
+        ConfigError: no reward is given, or a reward cannot be loaded.
     """
     sources: dict[str, Scorer] = {}
     weights = []

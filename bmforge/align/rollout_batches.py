@@ -13,7 +13,7 @@ from bmforge.batch import IGNORE_INDEX, Batch
 
 __all__ = ["INPUT_NAMES", "RolloutAnswer", "collate_answers", "mask_answers", "read_rows"]
 
-# Model arguments in a micro-batch; the objective uses the other tensors.
+# Arguments of the model in a micro-batch; the objective uses the other tensors.
 INPUT_NAMES = ("input_ids", "attention_mask")
 
 
@@ -22,21 +22,22 @@ class RolloutAnswer:
     """One generated answer of a rollout.
 
     Args:
-        prompt: number of the answer's prompt in the order of the run.
+        prompt: index of the answer's prompt in the order of the run.
         prompt_ids: token ids of the prompt.
-        ids: token ids of the answer, the end token included.
+        ids: token ids of the answer, including the end token.
         text: text of the answer.
-        sampler: log-probability of each token as sampled.
+        sampler: log-probability of each token under the policy that sampled it.
         finish_reason: reason why the answer ended.
-        rewards: reward of each function; None if the function gave no reward.
-        reward: weighted sum; None if no function gave a reward.
+        rewards: reward of each function; None if the function returned no reward.
+        reward: weighted sum of the rewards; None if no function returned a reward.
         advantage: advantage of each token; empty before it is computed.
         is_masked: True if the answer is excluded from the loss.
         old: log-probabilities at the beginning of the update; empty if not needed.
-        reference: log-probabilities of the reference; empty if not needed.
-        values: value before each token at the time of the rollout; empty without a value model.
+        reference: log-probabilities of the reference model; empty if not needed.
+        values: value of the state before each token, at the time of the rollout; empty without a
+            value model.
         returns: targets of the value model; empty without a value model.
-        logged: map from column name to the value that reward functions logged for this answer.
+        logged: dict from column name to the value that reward functions logged for this answer.
         logged_metrics: metrics that reward functions logged in the call that scored this answer.
     """
 
@@ -72,7 +73,7 @@ class RolloutAnswer:
 
 
 def collate_answers(answers: Sequence[RolloutAnswer | None], names: Collection[str] = ()) -> Batch:
-    """Collate answers into a micro-batch, padded on the right; None gives a row without labels.
+    """Collate answers into a micro-batch, padded on the right; None becomes a row without labels.
 
     Advantages and the fields in `names` are at the positions of their tokens.
 

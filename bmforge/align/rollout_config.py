@@ -1,4 +1,4 @@
-"""Settings of rollouts, and the type of their prompts."""
+"""Options of rollouts, and the type of their prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PromptRow:
 
     Args:
         ids: token ids.
-        content: text or messages, in the form that reward functions receive.
+        content: text or messages, as passed to reward functions.
         columns: further fields for reward functions.
     """
 
@@ -33,14 +33,15 @@ class RolloutConfig:
     Args:
         num_generations: answers per prompt (default: 8).
         max_new_tokens: maximum length of an answer in tokens (default: 512).
-        temperature: divisor of the logits of all policies (default: 1). Top-k, top-p and
-            penalties are not offered: the trained policy would not be the one that was sampled.
+        temperature: divisor of the logits of all policies (default: 1). There are no options for
+            top-k, top-p and penalties, because the trained policy would then differ from the
+            sampled one.
         steps_per_generation: optimizer steps among which the answers of a rollout are divided
             (default: 1).
         num_iterations: epochs over the answers of a rollout (default: 1).
         mask_truncated_completions: exclude answers that reached max_new_tokens from the loss.
-        overlong_tokens: number of last tokens before max_new_tokens over which up to 1 is
-            subtracted from the reward, linearly (DAPO; default: 0, off).
+        overlong_tokens: length of the range before max_new_tokens in which a penalty on the reward
+            increases linearly from 0 to 1 (DAPO; default: 0, no penalty).
         max_num_seqs: maximum number of answers that are generated at once (default: 64).
         tools: functions that answers may call between turns: module:function or
             file.py:function, with annotations and a docstring. Prompts must be conversations.

@@ -22,7 +22,7 @@ def measure_rollout(
     config: Any,
     failures: Mapping[int, Mapping[str, int]],
 ) -> dict[str, float]:
-    """Compute the metrics of a rollout: rewards, lengths, and shares of answers.
+    """Compute the metrics of a rollout: rewards, lengths, and fractions of answers.
 
     Args:
         answers: all answers, grouped by prompt.
@@ -64,7 +64,7 @@ def measure_rollout(
 
 
 def _mean_logged(answers: Sequence[RolloutAnswer]) -> dict[str, float]:
-    """Return the mean over answers of each metric that reward functions have logged."""
+    """Return a dict from each metric that reward functions logged to its mean over answers."""
     names = sorted({name for answer in answers for name in answer.logged_metrics})
     return {
         name: statistics.fmean(
@@ -101,7 +101,7 @@ class CompletionLog:
     Args:
         run_dir: directory of the run.
         prompts: number of prompts per rollout whose answers are written.
-        next_step: first step of the next rollout; rows of later steps, which a killed run has
+        next_step: first step of the next rollout; rows from this step on, which a killed run has
             written, are removed.
     """
 

@@ -1,9 +1,9 @@
-"""Data loader of reinforcement learning, which generates new answers when all are used up.
+"""Data loader of reinforcement learning, which generates new answers when all have been used.
 
 `RolloutLoader` is an ordinary data loader for the `Trainer`, which handles checkpoints, signals,
-metrics and reports. Its state is the number of rollouts and the answers that are not used up. Each
-random choice depends on (seed, prompt number, answer number, token number), so answers are the same
-on any number of processes and after a resume.
+metrics and reports. Its state is the number of rollouts and the answers that have not been used.
+Each random choice depends only on (seed, prompt index, answer index, token index), so answers are
+the same for any number of processes and after a resume.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ class RolloutRanks(NamedTuple):
     """Position of a process in the layout of a run.
 
     Args:
-        rank, size: data-parallel rank and number of data-parallel ranks, which train on
-            different rows.
-        process, processes: rank and number of processes, which generate different answers.
+        rank, size: data-parallel rank and size; these ranks train on different rows.
+        process, processes: global rank and world size; all processes generate different answers.
     """
 
     rank: int = 0
@@ -59,12 +58,12 @@ class RolloutLoader:
 
     Args:
         prompts: prompts of the run.
-        rewards: reward functions; None in distillation, which needs no rewards.
-        config: settings of the rollouts.
+        rewards: reward functions; None for distillation, which needs no rewards.
+        config: options of the rollouts.
         policy: loss of the run, which determines how rewards become advantages.
         sizes: config with ``global_batch_size`` (answers per optimizer step), ``micro_batch_size``
             and ``seed``.
-        decode: function from token ids of an answer to its text.
+        decode: function that returns the text for the token ids of an answer.
         ranks: position of this process in the layout.
         tools: runner of the tool calls in answers; None without tools.
 
@@ -106,7 +105,7 @@ class RolloutLoader:
         self._scores: Scores | None = None
         self._watch: Callable[[int, Sequence[RolloutAnswer], Mapping[str, Any]], None] | None = None
         self._answers: list[RolloutAnswer] = []
-        self._used = 0  # optimizer steps of the current answers
+        self._used = 0  # number of optimizer steps that have used the current answers
         self.rollouts = 0
         self._max_steps = 0
         self.metrics: dict[str, float] = {}
@@ -133,14 +132,13 @@ class RolloutLoader:
         watch: Callable[[int, Sequence[RolloutAnswer], Mapping[str, Any]], None] | None = None,
         max_steps: int = 0,
     ) -> None:
-        """Set the generator of answers and the scores, since both need the model.
+        """Set the generator of answers and the scores, which are created after the model.
 
         Args:
             writer: generator of answers.
-            scores: log-probabilities of the policies; None if no method needs them.
-            watch: function called with (first step, answers, metrics) after every rollout.
-            max_steps: number of optimizer steps of the run, passed to reward functions that ask for
-                it.
+            scores: object that computes log-probabilities and values; None if they are not needed.
+            watch: function to call with (first step, answers, metrics) after every rollout.
+            max_steps: number of optimizer steps of the run, for reward functions.
         """
         self._writer, self._scores, self._watch = writer, scores, watch
         self._max_steps = max_steps
@@ -157,7 +155,7 @@ class RolloutLoader:
         return [collate_answers(rows, self.names) for rows in self._divide(step)]
 
     def _divide(self, step: int) -> Iterator[list[RolloutAnswer | None]]:
-        """Yield the rows of this rank's micro-batches, in slots [micro-batch][rank][row]."""
+        """Yield the rows of this rank's micro-batches, ordered by micro-batch, then rank."""
         size, total = self._sizes.micro_batch_size, self._sizes.global_batch_size
         answers = self._answers[step * total : (step + 1) * total]
         for start in range(0, total, size * self._world):
@@ -191,13 +189,13 @@ class RolloutLoader:
             self._watch(step, self._answers, self.metrics)
 
     def prompt(self, number: int) -> PromptRow:
-        """Return a prompt by its number in the run; every epoch has a new random order."""
+        """Return a prompt by its index in the run; every epoch has a new random order."""
         epoch, index = divmod(number, len(self._prompts))
         key = derive_key("prompts", self._sizes.seed, epoch)
         return self._prompts[int(permute(np.array([index]), len(self._prompts), key)[0])]
 
     def _write(self, numbers: Sequence[int]) -> dict[int, list[RolloutAnswer]]:
-        """Generate and reward answers for some prompts; return a map from prompt number to them."""
+        """Generate and reward answers; return a dict from prompt index to answers."""
         assert self._writer is not None
         rows = [self.prompt(number) for number in numbers]
         keys = [derive_key("answers", self._sizes.seed, number) for number in numbers]
@@ -226,7 +224,7 @@ class RolloutLoader:
         return {number: [a for a in answers if a.prompt == number] for number in numbers}
 
     def _turn_seed(self, answers: Sequence[RolloutAnswer], index: int, turn: int) -> int:
-        """Return the seed of a turn, which depends on prompt and answer number alone."""
+        """Return the seed of a turn, derived from the indices of prompt, answer and turn."""
         number, own = answers[index].prompt, index % self._config.num_generations
         key = derive_key("turns", self._sizes.seed, number, own, turn)
         return int.from_bytes(key[:8], "little") >> 1
@@ -291,10 +289,11 @@ class RolloutLoader:
         """Set the log-probabilities and values of answers; return those that advantages need.
 
         The forward passes use the micro-batches of the update, so that the ratio of the first
-        update is exactly 1: other shapes could give slightly different numbers.
+        update is exactly 1: other shapes could lead to slightly different results.
 
         Returns:
-            ``kl`` and ``values``, each a map from answer number to the values of its tokens
+            dict with ``kl`` and ``values``, each a dict from answer index to the values of its
+            tokens
 
         Comm: an all-gather of objects, if there are several ranks.
         """
@@ -337,7 +336,7 @@ class RolloutLoader:
             answer.advantage = [advantage] * len(answer.ids)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of finished rollouts, and the answers that no step has used yet."""
+        """Return the number of finished rollouts, and the answers that are still needed."""
         is_used = self._used == self.steps_per_rollout
         return {
             "rollouts": self.rollouts,

@@ -20,7 +20,7 @@ class TokenScores(NamedTuple):
     Args:
         logprobs: log-probability of each label, in nats.
         entropy: entropy of the model's distribution at each label, in nats; 0 if not requested.
-        is_best: 1 if the label has the largest logit, else 0; no gradient.
+        is_best: 1 if the label has the largest logit, otherwise 0; without gradient.
 
     Shape:
         all (B, T), in fp32 or wider, at the positions of the labels
@@ -41,27 +41,27 @@ def score_tokens(
 ) -> TokenScores | None:
     """Score labels with a language model, without storing the logits of the vocabulary.
 
-    The result is the same on every layout and for all ranks that share the rows: tensor and
-    sequence parallel ranks sum over the vocabulary, context parallel ranks gather the tokens.
+    The result is the same on every layout and on all ranks that share the rows: tensor- and
+    sequence-parallel ranks sum over the vocabulary, context-parallel ranks gather the tokens.
     Gradients flow through log-probabilities and entropy. The load-balancing loss of experts is not
     part of the scores.
 
     Args:
         model: causal language model or encoder-decoder with its head.
         inputs: arguments of the model, without labels.
-        labels: token ids to score, not shifted; -100 scores nothing. The first token of a causal
-            language model's row is never scored, since nothing predicts it.
+        labels: token ids to score, not shifted; -100 for tokens that are not scored. The first
+            token of a causal language model's row is never scored, because it is not predicted.
         temperature: divisor of the logits (default: 1).
-        with_entropy: True to compute the entropy too (default: off).
+        with_entropy: True to compute the entropy too (default: False).
 
     Returns:
-        the scores; None on an earlier stage of a pipeline, which has no head
+        the scores; None on pipeline stages before the last, which have no head
 
     Shape:
         labels: (B, T)
 
-    Comm: that of the model's forward; with context parallelism an all-reduce of 3 numbers per
-        token, forward and backward.
+    Comm: the collectives of the model's forward pass; with context parallelism, also an all-reduce
+    of 3 numbers per token in the forward and the backward pass.
     """
 
     def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: VocabCut | None) -> Tensor:
@@ -74,6 +74,7 @@ def score_tokens(
         return None
     scores = out.view(3, *labels.shape)
     if model.shifts_labels and model.config.head == "language_model":
-        # The model returns each score where the label is predicted, one position earlier.
+        # The model returns each score at the position that predicts the label, one position
+        # earlier.
         scores = pad(scores[..., :-1], (1, 0))
     return TokenScores(*scores.unbind())

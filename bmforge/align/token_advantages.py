@@ -14,7 +14,7 @@ from bmforge.align.value import estimate_advantages, place_rewards, whiten_advan
 
 __all__ = ["set_token_advantages"]
 
-# Values of each answer's tokens, by answer number.
+# Answer index -> values of the answer's tokens.
 TokenTable = Mapping[int, Sequence[float]]
 
 
@@ -28,8 +28,8 @@ def set_token_advantages(
 
     Args:
         answers: all answers of the rollout.
-        rewards: reward of each answer, NaN if the answer is left out of the loss.
-        scores: ``kl`` and ``values`` of each token, if the policy uses them.
+        rewards: reward of each answer; NaN if the answer is excluded from the loss.
+        scores: dict with ``kl`` and ``values`` of each token, if the policy uses them.
         policy: loss of the run.
     """
     mask = _tabulate({n: answer.mask for n, answer in enumerate(answers)}, answers).bool()

@@ -15,10 +15,10 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list:
 
 
 def describe_function(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the schema of a function in OpenAI's form.
+    """Return the schema of a function in OpenAI's format.
 
-    Types come from the annotations (str, int, float, bool, list, dict, and None in a union),
-    descriptions from the docstring in Google style.
+    Types are taken from the annotations (str, int, float, bool, list, dict, and None in a union),
+    and descriptions from the docstring in Google style.
     """
     hints = typing.get_type_hints(function)
     text = inspect.getdoc(function) or ""

@@ -1,8 +1,8 @@
-"""Answers of several turns: the model calls functions of the user and reads their results.
+"""Answers of several turns, in which the model calls functions and reads their results.
 
 The token ids of earlier turns are reused, never decoded and encoded again: a turn begins with the
-ids of the prompt, of the answer so far, and of the encoded results. Tokens of results are not
-trained on.
+ids of the prompt, of the answer so far, and of the encoded results. The loss excludes tokens of
+results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FunctionCall:
 
     Args:
         name: name of the function.
-        arguments: map from argument name to value; None if the arguments are not a JSON object.
+        arguments: dict from argument name to value; None if the arguments are not a JSON object.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ToolFunction(Protocol):
     """A function that can be stopped after a time limit."""
 
     def call(self, arguments: Mapping[str, Any], timeout_s: float) -> str:
-        """Return the result as text; any exception is a failure of the call."""
+        """Return the result as text; if this raises, the call has failed."""
 
     def close(self) -> None:
         """End the process of the function."""
@@ -43,16 +43,16 @@ class ToolFunction(Protocol):
 class ToolTurns:
     """Runs the tool calls in generated answers and continues the answers after the results.
 
-    A call that raises, hangs or has wrong arguments gives the model the error as its result.
+    If a call raises an error, hangs or has wrong arguments, the model receives the error as the
+    result.
 
     Args:
-        functions: map from name to function.
-        parse: function from the text of a turn to its calls.
-        encode: function from the messages of results to the token ids between two turns.
-        decode: function from the token ids of a turn to its text.
+        functions: dict from name to function.
+        parse: function that returns the calls in the text of a turn.
+        encode: function that returns the token ids between two turns, from messages with results.
+        decode: function that returns the text for the token ids of a turn.
         max_turns: maximum number of turns that the model writes.
-        timeout_s: time limit of a call in seconds.
-    """
+        timeout_s: time limit for a call in seconds."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ToolTurns:
         Args:
             answers: answers after their first turn.
             writer: generator of answers.
-            max_tokens: maximum length of a whole answer in tokens, results included.
+            max_tokens: maximum length of a whole answer in tokens, including results.
             seed_of: function (index of the answer, turn) -> random seed of the turn.
         """
         for answer in answers:
@@ -98,7 +98,7 @@ class ToolTurns:
                 self._add_turn(answers[number], completion)
 
     def _add_results(self, answer: RolloutAnswer, max_tokens: int) -> bool:
-        """Run the calls of the last turn and append their results; return False at the end."""
+        """Run the last turn's calls and append the results; return False if the answer ends."""
         calls = self._parse(answer.text) if answer.finish_reason == "stop" else ()
         if not calls:
             return False

@@ -1,7 +1,7 @@
-"""Value model of PPO: generalized advantage estimation, and the loss of the value model.
+"""PPO's value model: generalized advantage estimation, and the loss of the value model.
 
 A value model is a sequence classifier with one output, like a reward model. Its output at a token
-is the value of the state after this token, that is, the expected sum of later rewards.
+is the value of the state after this token: the expected sum of later rewards.
 
 Sources: Schulman et al., "Proximal policy optimization algorithms" (arXiv 1707.06347), and
 "High-dimensional continuous control using generalized advantage estimation" (arXiv 1506.02438).
@@ -39,7 +39,7 @@ _EPSILON = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class ValueConfig:
-    """Options of PPO's value model; setting one with another method is an error.
+    """Options of PPO's value model; with other methods they raise an error.
 
     Args:
         init_from: initial value model: a reward model, or a language model, which gets a new head;
@@ -70,7 +70,7 @@ class ValueConfig:
 
 
 def place_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
-    """Return the reward of every token: minus its KL, plus the answer's reward at the last token.
+    """Return the reward of every token: its KL penalty, plus the answer's reward at the last token.
 
     Args:
         rewards: reward of each answer.
@@ -100,7 +100,7 @@ def estimate_advantages(
         values: value of the state before each token.
         mask: tokens that the policy has generated.
         gamma: discount factor.
-        lam: lambda of generalized advantage estimation, from 0 (one step) to 1 (whole returns).
+        lam: lambda of generalized advantage estimation, from 0 (one step) to 1 (full returns).
 
     Shape:
         all (N, T); returns (N, T), 0 outside of the mask
@@ -119,7 +119,8 @@ def estimate_advantages(
 def whiten_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
     """Return advantages with mean 0 and variance 1 over all tokens of the mask.
 
-    The variance has the denominator n - 1, as in TRL and verl; a single token becomes 0.
+    The variance has the denominator n - 1, as in TRL and verl; the advantage of a single token
+    becomes 0.
 
     Shape:
         advantages, mask: (N, T); returns (N, T), 0 outside of the mask
@@ -133,7 +134,7 @@ def whiten_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def predict_values(model: Any, batch: Batch) -> Tensor | None:
-    """Return the value of the state before each token; None on an earlier stage of a pipeline.
+    """Return the value of the state before each token; None on pipeline stages before the last.
 
     Args:
         model: sequence classifier with one output.
@@ -159,7 +160,7 @@ def value_loss(
         old: predictions at the time of the rollout.
         returns: old values plus advantages, before whitening.
         mask: tokens that the policy has generated.
-        cliprange: largest change of a value.
+        cliprange: maximum change of a value.
 
     Shape:
         all (B, T)

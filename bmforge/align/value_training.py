@@ -27,8 +27,8 @@ VALUE_METRICS = (*ValueObjective.metrics, "val/grad_norm")
 class ValueTrainer:
     """Trains the value model on the micro-batches of the policy; implements `Companion`.
 
-    The value model has its own optimizers. Its gradient is clipped separately from the policy's,
-    and a coefficient of the value loss (``vf_coef``) is not needed.
+    The value model has separate optimizers. Its gradient is clipped separately from the policy's,
+    so a coefficient of the value loss (``vf_coef``) is not needed.
 
     Args:
         model: parallelized and initialized sequence classifier with one output.
@@ -51,15 +51,15 @@ class ValueTrainer:
         self._guard = SpikeGuard(train.spike_sigmas)
         self._mesh = mesh_of(model)
         self.step, self.metrics = 0, dict[str, float]()
-        model.eval()  # no dropout, as in the policy
+        model.eval()  # the policy is trained without dropout too
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Tensor:
         """Return the value of the state before each token, (B, T)."""
         with evaluating(self.model):
             values = predict_values(self.model, batch)
-        assert values is not None  # pipelines are refused
-        reshard_(self.model)  # without a backward, gathered weights are not freed
+        assert values is not None  # pipeline layouts are refused
+        reshard_(self.model)  # without a backward pass, gathered weights are not freed
         return values
 
     def train_step(self, micro_batches: Sequence[Batch]) -> None:
@@ -68,7 +68,7 @@ class ValueTrainer:
         Args:
             micro_batches: micro-batches of this process, on the device of the model.
 
-        Comm: an all-reduce of one integer, and those of the gradients and their norm.
+        Comm: an all-reduce of one integer, and the reductions of the gradients and their norm.
         """
         items = max(1, self._sum(sum(self._objective.count(batch) for batch in micro_batches)))
         divisor = items / data_parallel_size(self._mesh)

@@ -1,7 +1,7 @@
-"""Built-in reward functions for verifiable answers: 1 for a correct answer, else 0.
+"""Built-in reward functions for verifiable answers: 1 for a correct answer, otherwise 0.
 
-The verifiers import nothing heavy, since `reward_worker` runs them in a separate process: a user's
-regular expression may take exponential time.
+The module has no heavy imports, since `reward_worker` runs verifiers in a separate process: a
+user's regular expression may take exponential time.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def make_verifier(kind: str, argument: str) -> Reward:
 
     Args:
         kind: key of `VERIFIERS`.
-        argument: column of the dataset with the right answers; or the pattern, length or file that
-            the verifier requires.
+        argument: column of the data set with the correct answers; or the pattern, length or file
+            that the verifier requires.
 
     Raises:
-        ConfigError: the argument is missing or not valid.
+        ConfigError: the argument is missing or invalid.
     """
     if not argument:
         raise ConfigError(f"--reward {kind} needs {VERIFIERS[kind][1]}, for example {kind}:NAME.")
@@ -47,7 +47,7 @@ def make_verifier(kind: str, argument: str) -> Reward:
 
 
 def _compare(column: str, is_right: Callable[[str, Any], bool]) -> Reward:
-    """Return a reward function that compares answers with a column of their prompts' rows."""
+    """Return a reward function that compares answers with a column of the data set."""
 
     def reward(completions: Sequence[Any], **columns: Any) -> list[float | None]:
         if column not in columns:
@@ -69,7 +69,7 @@ def _is_exact(answer: str, right: Any) -> bool:
 
 
 def _read_number(text: str) -> Decimal | None:
-    """Return the last number in a text; None without one."""
+    """Return the last number in a text; None if there is no number."""
     numbers = [match.group() for match in _NUMBER.finditer(text)]
     numbers = [number for number in numbers if any(c.isdigit() for c in number)]
     try:
@@ -89,7 +89,7 @@ def _is_choice(answer: str, right: Any) -> bool:
 
 
 def _matches(pattern: str) -> Reward:
-    """Return a reward function that gives 1 if a regular expression matches in the answer."""
+    """Return a reward function that returns 1 if a regular expression matches in the answer."""
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -100,7 +100,7 @@ def _matches(pattern: str) -> Reward:
 
 
 def _is_short(limit: str) -> Reward:
-    """Return a reward function for length: 1 up to `limit` tokens, 0 from twice `limit` on."""
+    """Return a reward function for length: 1 up to `limit` tokens, 0 for at least twice as many."""
     if not limit.isdecimal() or int(limit) < 1:
         raise ConfigError(f"--reward length:{limit} needs a number of tokens, as in length:256.")
     most = int(limit)
@@ -112,7 +112,7 @@ def _is_short(limit: str) -> Reward:
 
 
 def _fits_schema(file: str) -> Reward:
-    """Return a reward function that gives 1 if the answer is JSON that fits a JSON schema."""
+    """Return a reward function that returns 1 if the answer is JSON that matches a JSON schema."""
     try:
         import jsonschema
     except ImportError as error:
@@ -134,7 +134,7 @@ def _fits_schema(file: str) -> Reward:
     return lambda completions, **_: [score(text_of(c)) for c in completions]
 
 
-# Maps names to (function from the argument to the reward function, name of the argument).
+# Name -> (function that creates the reward function from the argument, name of the argument).
 VERIFIERS: Mapping[str, tuple[Callable[[str], Reward], str]] = {
     "exact": (lambda column: _compare(column, _is_exact), "a column with the right answer"),
     "number": (lambda column: _compare(column, _is_number), "a column with the right number"),

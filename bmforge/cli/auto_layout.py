@@ -27,8 +27,8 @@ _GIB = 2**30
 def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
     """Return a recipe's config with the fastest parallel layout that fits.
 
-    Recompute, offload and micro-batch size are chosen as well. The first process plans before it
-    joins the process group, and then broadcasts the result.
+    Recomputation, offloading and micro-batch size are chosen as well. The first process plans
+    before it joins the process group, and then broadcasts the result.
 
     Args:
         config: the recipe's config.
@@ -53,7 +53,7 @@ def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
     if not joins or os.environ.get("RANK", "0") == "0":
         try:
             cluster = find_cluster_here(world_size)
-            # Offloading from the host to the host saves nothing.
+            # On a CPU, offloading to the host saves no memory.
             outcome[0] = auto_layout(config, cluster, offload=not is_host(default_device()))
         except ConfigError as error:
             outcome[0] = error
@@ -124,7 +124,7 @@ def _seconds(work: Any) -> float:
 
 
 def _find_accelerator(device: torch.device) -> Device:
-    """Return the entry of the GPU table with the accelerator's name and the closest memory size."""
+    """Return the GPU table's entry with the accelerator's name and the closest memory size."""
     size = torch.get_device_module(device).mem_get_info(device)[1] / _GIB
     kinds = find_devices_by_name(device_name(device))
     if not kinds:

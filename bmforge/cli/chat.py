@@ -54,7 +54,7 @@ def talk(
     shows_thoughts: bool = True,
     allow_other_base: bool = False,
 ) -> None:
-    """Answer each line of the input until it ends.
+    """Answer each line of the input until the input ends.
 
     Args:
         model: directory, hub id or short name of a model that generates text, a run's
@@ -63,7 +63,7 @@ def talk(
         memory: memory limits of the model (default: none).
         adapters: adapter directories to attach; DIR=0.5 scales the adapter's output by 0.5.
         shows_thoughts: print the text between ``<think>`` and ``</think>``.
-        allow_other_base: accept adapters that were trained on other base weights.
+        allow_other_base: accept adapters that were trained on a base model with other weights.
 
     Raises:
         ConfigError: the model does not generate text, or does not support an option.
@@ -86,7 +86,7 @@ class ThoughtFilter:
     """Removes ``<think>...</think>`` from text that arrives in pieces.
 
     Args:
-        is_inside: whether the text begins inside a thought, because the prompt ends with
+        is_inside: whether the text begins inside a thought because the prompt ends with
             ``<think>``.
     """
 
@@ -105,7 +105,7 @@ class ThoughtFilter:
             shown += "" if self._is_inside else before
             self._held = behind.lstrip("\n") if self._is_inside else behind
             self._is_inside = not self._is_inside
-        # The text may end with a partial mark.
+        # The text may end with a part of a tag.
         held_length = next(
             (n for n in range(len(mark) - 1, 0, -1) if self._held.endswith(mark[:n])), 0
         )
@@ -199,7 +199,7 @@ class _Session:
 
 
 def _load(chat: Conversation, file: Path) -> None:
-    """Load the conversation from a file that /save wrote, to continue it."""
+    """Load a conversation from a file that /save wrote."""
     try:
         messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
         is_valid = all(
@@ -217,9 +217,9 @@ def _load(chat: Conversation, file: Path) -> None:
 
 
 def answer_once(model: Any, tokenizer: Any, directory: Path, text: str, **options: Any) -> str:
-    """Return the model's answer to a single message, which is rendered with its chat template.
+    """Return the model's answer to a single message, rendered with the model's chat template.
 
-    EVA and CPM-Bee need no template: their `generate` returns answers.
+    EVA and CPM-Bee need no template, because their `generate` returns answers.
 
     Args:
         model: any model that generates text.
@@ -232,7 +232,7 @@ def answer_once(model: Any, tokenizer: Any, directory: Path, text: str, **option
 
 
 def _read_lines() -> Iterator[str]:
-    """Yield the input lines; a terminal has a prompt, line editing and history."""
+    """Yield the input lines; on a terminal, with a prompt, line editing and history."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             yield line.strip()

@@ -41,7 +41,7 @@ class Command:
     options: type[Any] | None = None
 
 
-# Names that users of vLLM know, by command, with the options that they stand for.
+# Command -> dict from vLLM's name of an option to the option of bmforge.
 _ALIASES: Mapping[str, Mapping[str, str]] = {
     "generate": {"--max-tokens": "--max-new-tokens"},
     "chat": {"--max-tokens": "--max-new-tokens"},
@@ -153,7 +153,8 @@ def _spell_aliases(aliases: Mapping[str, str], arguments: Sequence[str]) -> list
 def _place_target(command: Command, arguments: Sequence[str]) -> list[str]:
     """Return the arguments with ``--out DIR`` converted to the positional target.
 
-    `bmforge merge` writes to ``--out``; commands with source and target accept the same spelling.
+    `bmforge merge` writes to ``--out``, so commands with a positional target accept this option
+    too.
     """
     remaining = list(arguments)
     names = [field.name for field in dataclasses.fields(command.options or Command)]

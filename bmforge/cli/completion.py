@@ -20,9 +20,9 @@ from bmforge.task_names import OLD_NAMES, PUBLISHED, TASK_NAMES
 
 __all__ = ["complete_script", "list_words", "run_completion"]
 
-# Value of an option: names to choose from, "switch" for none, "any" for a file or other text.
+# Values of an option: names to choose from, "switch" for no value, "any" for a file or other text.
 Value = tuple[str, ...] | Literal["switch", "any"]
-# Words that follow a command line's beginning, such as ("data", "show"): subcommands, options.
+# Beginning of a command line, such as ("data", "show") -> subcommands and options that may follow.
 Words = Mapping[tuple[str, ...], Mapping[str, Value]]
 
 
@@ -39,8 +39,8 @@ def complete_script(shell: str) -> str:
 def list_words() -> Words:
     """Return the possible next words for each beginning of a command line.
 
-    Keys are the words after `bmforge`, as a tuple. Values map each possible next word to the
-    arguments that this word accepts; for subcommands and tasks this is "any".
+    The keys of the dict are tuples of the words after `bmforge`. A value is a dict from each
+    possible next word to the arguments that it accepts; for subcommands and tasks this is "any".
     """
     words: dict[tuple[str, ...], Mapping[str, Value]] = {(): dict.fromkeys(COMMANDS, "any")}
     for name, command in COMMANDS.items():
@@ -62,7 +62,10 @@ def list_words() -> Words:
 
 
 def _options(kind: Any) -> dict[str, Value]:
-    """Map each option of a dataclass to the values it accepts, without positional arguments."""
+    """Return a dict from each option of a dataclass to the values that it accepts.
+
+    Positional arguments are excluded.
+    """
     options: dict[str, Value] = {"--help": "switch"}
     for name, hint in find_options(kind, positional=False):
         options[f"--{name}"] = "switch" if is_switch(hint) else tuple(_choices(hint)) or "any"
@@ -94,7 +97,7 @@ def _bash(words: Words) -> str:
 
 
 def _zsh(words: Words) -> str:
-    # zsh runs the bash function through its own emulation, which sets COMP_WORDS and COMPREPLY.
+    # zsh runs the bash function in its bash emulation, which sets COMP_WORDS and COMPREPLY.
     return f"#compdef bmforge\nautoload -U +X bashcompinit && bashcompinit\n{_bash(words)}"
 
 

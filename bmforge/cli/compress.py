@@ -19,7 +19,7 @@ __all__ = ["run_compress_command"]
 
 
 def run_compress_command(command: CompressCommand) -> None:
-    """Compress a model, or with `--dry-run` only describe the phases."""
+    """Compress a model; with `--dry-run`, only describe the phases."""
     if command.answers is not None and (command.dry_run or command.format is not None):
         raise ConfigError(
             "answers has no effect together with dry_run or format. Leave dry_run and format out, "

@@ -43,7 +43,7 @@ def run_data(arguments: Sequence[str]) -> None:
 
 
 def _explain(command: DataExplainCommand) -> None:
-    # Imported lazily, as below: help and argument errors do not need it.
+    # Imported lazily, like the functions below, because help and argument errors do not need it.
     from bmforge.data import normalise
     from bmforge.data.clean import explain
 

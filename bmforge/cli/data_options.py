@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PrepareOptions(PrepareConfig):
-    """Options of the preparation, with the groups as panels of the help."""
+    """Options of `bmforge prepare`, with the groups as panels of the help."""
 
     read: Panel[ReadConfig] = field(default_factory=ReadConfig, metadata=GROUP)
     clean: Panel[CleanConfig] = field(default_factory=CleanConfig, metadata=GROUP)
@@ -55,7 +55,7 @@ class PrepareCommand:
         out: directory to write.
         overwrite: replace the output of a previous `prepare`.
         dry_run: only list the stages that would run.
-        config: options of the preparation.
+        config: options for preparing the corpus.
     """
 
     input: Inputs = ()
@@ -89,7 +89,7 @@ class DataExplainCommand:
     Args:
         file: a file or directory of any kind that `prepare` reads.
         rules: filter rules to apply.
-        place: location of the only document to explain: a line number or archive member, as in
+        place: location of a single document to explain: a line number or archive member, as in
             dropped.jsonl.
         documents: number of documents to explain, beginning with the first.
         text_field: name of the field that contains the text.
@@ -104,11 +104,11 @@ class DataExplainCommand:
 
 @dataclass(kw_only=True)
 class DataShowCommand:
-    """Show how many documents each stage of a preparation kept, or documents as JSON lines.
+    """Show how many documents each stage of `prepare` kept, or documents as JSON lines.
 
     Args:
         directory: output directory of `prepare`.
-        dropped: show documents that this rule or rule set dropped; all shows those of every rule.
+        dropped: show documents that this rule or rule set dropped; all for every rule.
         kept: show documents that were kept.
         documents: number of documents per rule.
     """
@@ -124,7 +124,7 @@ class DataQualityCommand:
     """Train a quality classifier and a perplexity model for texts.
 
     Args:
-        config: options of the training.
+        config: options for training the models.
     """
 
     config: Annotated[QualityConfig, tyro.conf.arg(name="")]

@@ -23,7 +23,7 @@ __all__ = ["Finding", "find_extras", "run_doctor"]
 
 _PACKAGES = ("numpy", "safetensors", "tokenizers", "huggingface-hub", "transformers", "peft")
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+).*extra\s*==\s*['\"]([\w-]+)['\"]")
-# Development extras, and the extra that includes all others.
+# Extras for development, and the extra that includes all others; they are not listed.
 _NOT_LISTED = ("dev", "test", "all")
 
 
@@ -102,7 +102,7 @@ def _count_cores() -> int:
 
 
 def find_extras() -> Iterator[Finding]:
-    """Yield the optional extras of bmforge, each with the packages that are not installed."""
+    """Yield a finding for each optional extra of bmforge, with the packages that are missing."""
     try:
         requirements = importlib.metadata.requires("bmforge") or []
     except importlib.metadata.PackageNotFoundError:

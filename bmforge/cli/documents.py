@@ -23,20 +23,20 @@ __all__ = ["print_filled"]
 def print_filled(model: str, file: Path, memory: MemoryOptions, beams: int, **options: Any) -> None:
     """Fill in the answers of every document in a file; print each document as a JSON line.
 
-    Each document is printed when complete. Errors in single documents are reported on
-    standard error; the other documents are still filled.
+    Each document is printed when it is complete. Errors in single documents are reported on
+    standard error; the other documents are still filled in.
 
     Args:
         model: directory or hub id of a CPM-Bee model with its tokenizer.
         file: file with one document per line; empty lines are skipped.
         memory: memory limits of the model; with a budget, documents are filled one at a time.
-        beams: number of beams; a document takes one batch row per beam.
+        beams: number of beams; a document needs one batch row per beam.
         options: options of `fill_each`.
 
     Raises:
         ConfigError: the model is not CPM-Bee.
         DataError: the file cannot be read or has no documents, or some documents could not be
-            filled.
+            filled in.
     """
     numbers: list[int] = []
 
@@ -49,7 +49,7 @@ def print_filled(model: str, file: Path, memory: MemoryOptions, beams: int, **op
                 yield error
 
     documents = read()
-    first = next(documents, None)  # reports a missing file before the model is opened
+    first = next(documents, None)  # reports a missing file before the model is loaded
     if first is None:
         raise DataError(f"{str(file)!r} contains no documents. Write one JSON object per line.")
     directory = find_model(model)

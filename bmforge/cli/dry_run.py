@@ -41,9 +41,8 @@ def show_dry_run(config: Any, world_size: int) -> str:
     Raises:
         ConfigError: the layout is invalid; the message lists all problems.
     """
-    if not config.layout.problems(
-        world_size
-    ):  # otherwise reported together with the other problems
+    # If the layout has problems, all of them are reported together below.
+    if not config.layout.problems(world_size):
         settle_batch(config, world_size)
     if isinstance(config, RewardConfig):
         config = with_reward_head(config)
@@ -78,7 +77,7 @@ def _describe(family: str, result: DryRun, world_size: int) -> str:
     ]
     for share in result.shares:
         weights = share.parameter_bytes / 2**30
-        # Gradients and AdamW's two states have the weights' size and layout.
+        # Gradients and AdamW's two states have the same sizes and layout as the weights.
         lines.append(
             f"{share.rank:>10}{share.blocks:>8}{share.parameters:>16,}{weights:>8.2f} GiB"
             f"{4 * weights:>8.2f} GiB  {', '.join(map(str, share.stages))}"

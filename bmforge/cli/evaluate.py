@@ -31,7 +31,7 @@ def run_evaluate(arguments: Sequence[str]) -> None:
 
 
 def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments without `--layout.*`, and those of the layout without this prefix."""
+    """Return the arguments without `--layout.*`, and the layout's arguments without this prefix."""
     plain: list[str] = []
     laid: list[str] = []
     part = plain

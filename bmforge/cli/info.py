@@ -48,7 +48,7 @@ def describe_model(name: str, seq_len: int | None = None, backend: Backend = "au
 
     Args:
         name: name of a preset, or a directory.
-        seq_len: tokens per row for the FLOPs; None uses the model's maximum.
+        seq_len: sequence length for the FLOPs (default: the model's maximum).
         backend: implementation of the architecture, as in `AutoModel.family_of`.
 
     Raises:
@@ -72,7 +72,7 @@ def describe_model(name: str, seq_len: int | None = None, backend: Backend = "au
 def measure_model(
     name: str, seq_len: int | None = None, backend: Backend = "auto"
 ) -> dict[str, Any]:
-    """Return a model's family, config and measurements, as printed by `bmforge info --json`.
+    """Return a dict with a model's family, config and sizes, as printed by `bmforge info --json`.
 
     Args:
         name, seq_len, backend: arguments of `describe_model`.
@@ -104,7 +104,7 @@ def describe_backend(model: Any) -> str:
 
 
 def _describe_layers(config: ModelConfig) -> Iterator[str]:
-    """Yield one line per size and the layers that share it, for stacks with unequal layers."""
+    """Yield a line per layer size with the layers that have it, for stacks with unequal layers."""
     for stack, layers in config.stack_sizes().items():
         kinds = dict.fromkeys(layers)
         for kind in kinds if len(kinds) > 1 else ():

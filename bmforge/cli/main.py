@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``bmforge COMMAND ...`` and return the exit status.
 
     The status is 0 on success, 2 for a user error, and 130 if the command was interrupted. As in
-    other programs it is 141 if the program that reads the output has ended
-    (``bmforge info NAME | head``).
+    other programs, it is 141 if the program that reads the output has ended (``bmforge info NAME |
+    head``).
     """
     try:
         try:

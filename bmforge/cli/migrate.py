@@ -1,4 +1,4 @@
-"""`bmforge migrate`: converts an old start script or config to a config for `bmforge train`."""
+"""`bmforge migrate`: converts an old launch script or config to a config for `bmforge train`."""
 
 from __future__ import annotations
 

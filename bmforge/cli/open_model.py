@@ -1,4 +1,4 @@
-"""Opens a model for a command: plain or quantized, within a memory budget, with adapters."""
+"""Loads a model for a command: plain or quantized, within a memory budget, with adapters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def with_own_adapter(source: ModelSource, adapters: Sequence[str]) -> tuple[str, ...]:
-    """Return the adapters of a command: the model argument, if it is an adapter, and `--adapter`.
+    """Return a command's adapters: the model argument, if it is an adapter, and `--adapter`.
 
     Args:
         source: the command's model argument, resolved.
@@ -63,7 +63,7 @@ def with_own_adapter(source: ModelSource, adapters: Sequence[str]) -> tuple[str,
 
 
 def with_file_scheme(memory: MemoryOptions, directory: Path) -> MemoryOptions:
-    """Replace a missing quantization scheme by the one that suits the model's file.
+    """Return memory options with the quantization scheme of the model's file, if none is set.
 
     The integers of a GGUF, GPTQ, AWQ or compressed-tensors file are kept, because dequantized
     weights need two to eight times the memory, and decoding reads all of it for each token.
@@ -82,7 +82,7 @@ def _keeps_integers(directory: Path) -> bool:
     if not is_gguf(directory) and "quantization_config" not in read_raw_config(directory):
         return False
     plain, files = AutoModel.describe_pretrained(directory)
-    if plain.keeps_foreign_cache or plain.config.changes:  # bmforge's files state their scheme
+    if plain.keeps_foreign_cache or plain.config.changes:  # bmforge's files record their scheme
         return False
     return bool(layers_with_integers(plain, weight_reader(plain, files)))
 
@@ -94,7 +94,7 @@ def put_deltas_(model: Any, deltas: Sequence[str], *, trainable: bool = False, *
         model: the base model.
         deltas: adapter directories; DIR=0.5 scales the adapter's output by 0.5.
         trainable: whether the adapters can be trained; otherwise they are frozen.
-        base: options of the comparison with the base model in training; see `base_options`.
+        base: options for comparing the model with the base model in training; see `base_options`.
 
     Raises:
         ConfigError: a weight is not a number, or `load_delta` fails.
@@ -117,7 +117,7 @@ def base_options(model: Any, directory: Path, allow_other_base: bool) -> dict[st
     Args:
         model: model to which the adapter will be attached; may be quantized or streamed.
         directory: directory from which the model was loaded.
-        allow_other_base: accept another base.
+        allow_other_base: accept a base model with other weights.
     """
     read = partial(fingerprint_of_files, model, directory)
     return {"allow_other_base": allow_other_base, "base_fingerprint": read}
@@ -165,8 +165,8 @@ def _is_number(text: str) -> bool:
 def put_named_deltas_(model: Any, named: Mapping[str, str], **base: Any) -> None:
     """Attach saved adapters to a model; each is active only for requests that select it.
 
-    `delta_names` returns their names in the model, because user-defined names may be any text.
-    `base` are options of the comparison with the base model in training; see `base_options`.
+    `delta_names` returns the adapters' names in the model, because user-defined names may be any
+    text. `base` contains options for comparing the model with the base model; see `base_options`.
     """
     for name, inner in delta_names(named).items():
         load_delta(model, named[name], name=inner, trainable=False, **base)
@@ -174,12 +174,12 @@ def put_named_deltas_(model: Any, named: Mapping[str, str], **base: Any) -> None
 
 
 def delta_names(named: Iterable[str]) -> dict[str, str]:
-    """Map each user-defined adapter name to its name in the model."""
+    """Return a dict from each user-defined adapter name to the name in the model."""
     return {name: f"delta{number}" for number, name in enumerate(named)}
 
 
 def delta_bytes(deltas: Sequence[str]) -> int:
-    """Return the memory of saved adapters in fp32, plus one eighth for their activations.
+    """Return the bytes that saved adapters need in fp32, plus one eighth for their activations.
 
     Args:
         deltas: adapters as given by the user: DIR, DIR=WEIGHT, or NAME=DIR.
@@ -202,18 +202,18 @@ def open_beside(
     config: EngineConfig,
     tokenizer: Any = None,
 ) -> Engine:
-    """Open a model within a memory budget that also covers its adapters.
+    """Load a model within a memory budget that also covers its adapters.
 
     The adapters stay resident while the model's blocks are streamed.
 
     Args:
         directory: model directory.
         memory: quantization scheme and devices.
-        budget: memory budget of model and adapters in bytes; None uses the free memory.
+        budget: memory budget of model and adapters in bytes (default: the free memory).
         deltas: adapters as given by the user; () for none.
         put_: function that attaches the adapters to the model.
         config: config of the engine.
-        tokenizer: the model's tokenizer (default: the one in its directory).
+        tokenizer: the model's tokenizer (default: that in its directory).
 
     Raises:
         ConfigError: the budget is too small for the model with its adapters, or an adapter does not
@@ -248,14 +248,14 @@ def opened_model(
     deltas: Sequence[str] = (),
     allow_other_base: bool = False,
 ) -> Iterator[Any]:
-    """Context manager that opens a model; with a memory budget it shows how the memory is used.
+    """Context manager that loads a model; with a memory budget, it logs how the memory is used.
 
     Args:
         directory: model directory.
         memory: memory limits of the model.
         max_rows: number of rows that the budget is planned for.
         deltas: adapter directories to attach; DIR=0.5 scales the adapter's output by 0.5.
-        allow_other_base: accept adapters that were trained on other base weights.
+        allow_other_base: accept adapters that were trained on a base model with other weights.
 
     Adapters stay in memory and count toward the budget.
     """

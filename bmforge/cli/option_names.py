@@ -13,12 +13,12 @@ from bmforge.cli.train_options import FIELDS
 __all__ = ["name_options", "options_of"]
 
 _NAME = r"(?<![\w.\-/'\"])[a-z][a-z0-9_]*"
-# A field name with or without a prefix. A single word ("leave it out") is a field only if its value
-# follows, as in "out='a'" or "seed: 3 in that run".
+# A field name with or without a prefix. A word without a dot or underscore is a field only if a
+# value follows, as in "out='a'" or "seed: 3 in that run".
 _VALUE = r"=|: (?:['\"\[(\d-]|True|False|None)"
 _FIELD = re.compile(rf"{_NAME}(?:\.[a-z][a-z0-9_]*)*(?![\w/])")
 _WORD = re.compile(rf"{_NAME}(?={_VALUE})")
-# Other spellings of options of `train`; --model also sets the initial model.
+# Alternative names of options of `train`; --model also sets the initial model.
 _ALIASES = {**SHORT_NAMES, "--model": "--init-from"}
 # Maximum number of options listed for one field name.
 _MOST = 3
@@ -33,7 +33,7 @@ def options_of(command: str) -> Collection[str]:
 
 
 def name_options(message: str, options: Collection[str], arguments: Sequence[str] = ()) -> str:
-    """Append to an error message the options that set the fields it mentions.
+    """Append to an error message the options that set the fields in the message.
 
     Args:
         message: error message with Python field names (`micro_batch_size`). Options that it
@@ -70,6 +70,6 @@ def _is_typed(name: str, typed: Collection[str]) -> bool:
 
 
 def _spell(name: str, typed: Collection[str]) -> str:
-    """Return the spelling of an option that the user typed, or else its full name."""
+    """Return the option as the user has typed it, or its full name if it was not typed."""
     aliases = [short for short, full in _ALIASES.items() if full == f"--{name}"]
     return next((alias for alias in aliases if alias in typed), f"--{name}")

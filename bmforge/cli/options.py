@@ -35,7 +35,7 @@ __all__ = [
 
 Inputs = Annotated[tuple[str, ...], tyro.conf.Positional]
 Memory = Annotated[MemoryOptions, tyro.conf.arg(name="")]
-# A group of options: a panel of the help, but no part of the options' names.
+# A group of options: it is a panel of the help, but not a prefix of the options' names.
 Panel = tyro.conf.OmitArgPrefixes
 
 
@@ -74,7 +74,7 @@ class GenerateCommand:
         seed: random seed of sampling.
         adapter: adapter directories to attach to the model; DIR=0.5 scales the adapter's
             output by 0.5.
-        allow_other_base: accept adapters that were trained on other base weights.
+        allow_other_base: accept adapters that were trained on a base model with other weights.
         memory: memory limits of the model.
     """
 
@@ -121,7 +121,7 @@ class ChatCommand:
         config: generation options.
         adapter: adapter directories to attach to the model; DIR=0.5 scales the adapter's
             output by 0.5.
-        allow_other_base: accept adapters that were trained on other base weights.
+        allow_other_base: accept adapters that were trained on a base model with other weights.
         hide_thoughts: do not print the text between <think> and </think>.
         memory: memory limits of the model.
     """
@@ -140,7 +140,7 @@ class EvaluateCommand:
 
     Args:
         model: directory or hub id of a model, a run's directory, or a preset with --weights.
-        allow_other_base: accept an adapter that was trained on other base weights.
+        allow_other_base: accept an adapter that was trained on a base model with other weights.
         config: texts and tasks to evaluate on.
     """
 
@@ -215,13 +215,14 @@ class MergeCommand:
     """Merge an adapter into its base model and save the result as a normal model directory.
 
     Args:
-        adapter: adapter directory, or the directory of a run that trained one.
+        adapter: adapter directory, or the directory of a run that trained an adapter.
         out: directory to write.
-        base: directory, hub id or short name of the base model (default: the one named in the
-            adapter's config). If the adapter was trained on a quantized model, give the 16-bit one.
-        dtype: dtype of the written weights (default: that of the base model).
-        allow_other_base: accept a base with other weights than those that the adapter was trained
-            on, such as a later version of the model.
+        base: directory, hub id or short name of the base model; if None, the model named in the
+            adapter's config. If the adapter was trained on a quantized model, give the 16-bit
+            model.
+        dtype: dtype of the written weights; if None, that of the base model.
+        allow_other_base: accept a base model with other weights than the adapter was trained on,
+            such as a later version of the model.
     """
 
     adapter: Annotated[str, tyro.conf.Positional]
@@ -235,8 +236,8 @@ class MergeCommand:
 class CompletionCommand:
     """Print a script that makes a shell complete commands, tasks and options.
 
-    Bash: add `eval "$(bmforge completion bash)"` to ~/.bashrc. Zsh: the same with zsh, in ~/.zshrc
-    after compinit. Fish: `bmforge completion fish | source`, in config.fish.
+    Bash: add `eval "$(bmforge completion bash)"` to ~/.bashrc. Zsh: add the same line with zsh to
+    ~/.zshrc, after compinit. Fish: add `bmforge completion fish | source` to config.fish.
 
     Args:
         shell: name of the shell.
@@ -258,7 +259,7 @@ class DoctorCommand:
 
 @dataclass(kw_only=True)
 class MigrateCommand:
-    """Convert a start script of CPM-Pretrain, or a config of OpenPrompt, to a config of bmforge.
+    """Convert a launch script of CPM-Pretrain, or a config of OpenPrompt, to a config of bmforge.
 
     Args:
         script: run_gpt2.sh, run_t5.sh, or a whole command line in quotes (they are read, not

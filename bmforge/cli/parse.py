@@ -39,8 +39,8 @@ def parse_options(
         kind: dataclass of the options.
         arguments: arguments after the command name.
         command: name of the command, for error messages.
-        default: default values; None uses those of the dataclass.
-        about: text above the options in the help; None uses the dataclass's docstring.
+        default: values of options that are not given (default: those of the dataclass).
+        about: text above the options in the help (default: the dataclass's docstring).
 
     Raises:
         ConfigError: an option is unknown.
@@ -59,7 +59,7 @@ def parse_options(
 
 
 def _check_names(kind: Any, arguments: Sequence[str], command: str) -> None:
-    """Raise `ConfigError` for an unknown option; the message suggests the nearest."""
+    """Raise `ConfigError` for an unknown option; the message suggests the most similar option."""
     options = {f"--{path}" for path, _ in find_options(kind, positional=False)}
     # An annotation can rename a field with a dot: `data_task` is --data.task.
     plain = {option.replace(".", "-") for option in options} | {"--help"}
@@ -89,7 +89,7 @@ def _silence_other_processes() -> Iterator[None]:
 
 
 def spell_switches(kind: Any, arguments: Sequence[str]) -> list[str]:
-    """Give switches values: ``--a.b`` becomes ``--a.b True``, ``--no-a.b`` ``--a.b False``.
+    """Add values to switches: ``--a.b`` becomes ``--a.b True``, ``--no-a.b`` ``--a.b False``.
 
     Args:
         kind: dataclass whose boolean fields are the switches.
@@ -109,7 +109,7 @@ def spell_switches(kind: Any, arguments: Sequence[str]) -> list[str]:
 
 
 def _spell_options(kind: Any, arguments: Sequence[str]) -> list[str]:
-    """Write option names in full, give each switch a value, and merge repeated list options."""
+    """Complete option names, add a value to each switch, and merge repeated list options."""
     spelled = spell_switches(kind, _spell_groups(kind, arguments))
     return join_repeated(kind, spelled)
 
@@ -131,15 +131,15 @@ def _spell_groups(kind: Any, arguments: Sequence[str]) -> list[str]:
 def join_repeated(kind: Any, arguments: Sequence[str]) -> list[str]:
     """Append the values of a repeated list option to those of its first use.
 
-    ``--adapter A --adapter B`` becomes ``--adapter A B``. The parser alone would drop A. A repeated
-    option with one value keeps the last one, as in other programs.
+    ``--adapter A --adapter B`` becomes ``--adapter A B``; the parser alone would ignore A. If an
+    option with a single value is repeated, the last value is used, as in other programs.
 
     Args:
         kind: dataclass of the options; the fields that are tuples or lists are list options.
         arguments: command line arguments.
     """
     lists = {f"--{path}" for path, hint in find_options(kind, positional=False) if is_list(hint)}
-    groups: list[list[str]] = [[]]  # an option with its values
+    groups: list[list[str]] = [[]]  # each group is an option with its values
     first: dict[str, list[str]] = {}
     for argument in arguments:
         name, _, value = argument.partition("=")
@@ -147,7 +147,7 @@ def join_repeated(kind: Any, arguments: Sequence[str]) -> list[str]:
         if not argument.startswith("--"):
             groups[-1].append(argument)
         elif name in lists and name in first:
-            groups.append(first[name])  # the following values belong to it
+            groups.append(first[name])  # the following values are appended to this group
             groups[-1] += [value] if value else []
         else:
             groups.append([name, value] if name in lists and value else [argument])
@@ -157,7 +157,7 @@ def join_repeated(kind: Any, arguments: Sequence[str]) -> list[str]:
 
 
 def is_list(hint: Any) -> bool:
-    """Return True if options of this type take any number of values."""
+    """Return True if options of this type accept any number of values."""
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return any(
         typing.get_origin(kind) is list or typing.get_args(kind)[1:] == (Ellipsis,)
@@ -217,7 +217,7 @@ def is_inlined(notes: Sequence[Any]) -> bool:
 
 
 def is_switch(hint: Any) -> bool:
-    """Return True if options of this type take no value: bool, or optional bool."""
+    """Return True if options of this type need no value: bool, or optional bool."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return {*typing.get_args(hint)} <= {bool, type(None)}
     return hint is bool

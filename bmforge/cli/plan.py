@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 _GIB = 2**30
-# Table width in characters without a terminal.
+# Width of the table in characters, if the output is not a terminal.
 _WIDE = 140
 
 
@@ -162,7 +162,7 @@ def run_plan_command(command: PlanCommand) -> None:
         replace_file(command.plot, draw_memory(result, command.rows))
         get_logger().info("memory: %s", command.plot)
     if not result.rows or not result.rows[0].fits:
-        _ = result.winner  # raises an error that names the missing memory
+        _ = result.winner  # raises an error with the missing memory if no layout fits
 
 
 def describe_plan(result: Plan, command: PlanCommand, console: Console) -> None:
@@ -241,7 +241,7 @@ def _cells(row: PlanRow, request: PlanRequest) -> list[str]:
 
 
 def least_line(row: PlanRow) -> str:
-    """Return a line about the layout that needs the least memory, with its options."""
+    """Return a line with the options of the layout that needs the least memory."""
     layout = str(row.choice.layout).removeprefix("Layout(").removesuffix(")")
     return (
         f"least memory: {row.memory.total / _GIB:.1f} GiB ({layout}, --data.micro-batch-size 1 "
@@ -268,15 +268,15 @@ def launch_line(
 ) -> str:
     """Return the command that starts training with a given layout on every node.
 
-    Values that the planner cannot know are shell variables, which the user must set: the output
-    directory of `bmforge prepare`, or the conversations for an adapter; and with several nodes the
-    address of the first node.
+    Values that the planner does not know are shell variables, which the user must set: the output
+    directory of `bmforge prepare`, or the conversations for an adapter; and, with several nodes,
+    the address of the first node.
 
     Args:
         request: the planner request.
         row: row of the plan with the layout.
         model: command line options for the planned model.
-        task: planned task; an adapter is trained on conversations unless another one is planned.
+        task: planned task; for an adapter, pretrain is replaced by conversations.
     """
     cluster, choice = request.cluster, row.choice
     per_node = min(cluster.per_node, cluster.count)
@@ -348,15 +348,18 @@ def _options(request: PlanRequest, choice: Any, task: str) -> list[str]:
 def auto_layout(
     config: Any, cluster: Cluster, *, offload: bool = True
 ) -> tuple[Layout, bool, float, int]:
-    """Return the fastest layout, recompute, offloaded fraction and micro-batch size of a run.
+    """Return the fastest layout of a run, with the options that it needs.
 
-    `--layout auto` uses it with the model, sequence length and batch of a recipe's config.
+    `--layout auto` calls this function with a recipe's config.
 
     Args:
-        config: a `RunConfig` with `model` and `data`; its references, teachers and rollout
-            copies are counted.
+        config: a `RunConfig` with `model` and `data`; reference models, teachers and rollout copies
+            are included.
         cluster: machines of the run.
         offload: whether the optimizer states may be offloaded.
+
+    Returns:
+        layout, whether to recompute activations, offloaded fraction, and micro-batch size
 
     Raises:
         ConfigError: no layout fits.

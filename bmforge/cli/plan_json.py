@@ -16,8 +16,8 @@ def plan_to_dict(plan: Plan, tokens: float | None = None, price: float | None = 
 
     Args:
         plan: the plan, with the best layout first.
-        tokens: training tokens of the whole run, to compute hours; None omits them.
-        price: price of one GPU hour, to compute the cost; None omits it.
+        tokens: training tokens of the whole run, to compute hours; None to omit the hours.
+        price: price of one GPU hour, to compute the cost; None to omit the cost.
     """
     request = plan.request
     cluster, device = request.cluster, request.cluster.device
@@ -54,7 +54,7 @@ def _row(row: PlanRow, plan: Plan, tokens: float | None, price: float | None) ->
         "short_bytes": max(0, int(row.short_bytes)),
         "host_short_bytes": max(0, int(row.host_short_bytes)),
     }
-    if not row.traced:  # memory is a lower bound, and no time is known
+    if not row.traced:  # the memory is a lower bound, and the time is unknown
         return out
     out |= {"step_s": row.times.total, "tokens_per_s": row.tokens_per_s}
     if tokens is not None:

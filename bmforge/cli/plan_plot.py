@@ -24,7 +24,7 @@ def draw_memory(result: Plan, count: int) -> str:
     """Return an SVG chart with a bar for each of the first `count` layouts."""
     rows = result.rows[:count]
     room = result.request.cluster.device.memory_bytes
-    # Bars are cut at twice the device memory, or the largest would squeeze the others.
+    # Bars are cut at twice the device memory, so that very large ones do not make the others tiny.
     widest = min(max([room, *(row.memory.total for row in rows)]), 2 * room)
     scale = _WIDTH / widest
     bottom = _TOP + len(rows) * (_BAR + _GAP)

@@ -1,4 +1,4 @@
-"""Tasks of `bmforge plan`: the loss of a micro-batch, and other models kept in memory.
+"""Tasks of `bmforge plan`: the loss of a micro-batch, and other models that are in memory.
 
 The planner traces the same log-probabilities, rewards and divergences as the recipes' objectives,
 but not their metrics, which are a few numbers per token.
@@ -48,7 +48,7 @@ class TaskStep:
     Args:
         run: function that returns the loss, given the model and a micro-batch.
         sequences: number of sequences of one row; 2 for a pair of answers.
-        has_mask: whether the model gets an attention mask.
+        has_mask: whether the model receives an attention mask.
     """
 
     run: Callable[[nn.Module, Batch], Tensor]
@@ -70,7 +70,7 @@ def _cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 def _logprobs(model: nn.Module, batch: Batch) -> Tensor:
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     scores = score_tokens(model, inputs, batch["labels"])
-    assert scores is not None  # the planner traces a pipeline without its stages
+    assert scores is not None  # the planner traces models without pipeline stages
     return scores.logprobs.sum()
 
 
@@ -81,7 +81,7 @@ def _reward(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _divergence(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the distillation loss; the student replaces the teacher, whose logits are as large."""
+    """Return the distillation loss, in which the student replaces the equally large teacher."""
 
     def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:
         return linear_jsd(head, head.detach(), 1.0, 1.0)
@@ -96,14 +96,14 @@ TASK_STEPS: Mapping[str, TaskStep] = {
     "conversations": TaskStep(_cross_entropy),
     "preferences": TaskStep(_logprobs, sequences=2),
     "reward": TaskStep(_reward, sequences=2, has_mask=True),
-    # `train reward --supervision process`; not a task of the command line
+    # `train reward --supervision process`, which is not a task of `bmforge plan`
     "process-reward": TaskStep(_reward, has_mask=True),
     "rl": TaskStep(_logprobs, has_mask=True),
     "distill": TaskStep(_divergence, has_mask=True),
 }
 
 
-# Shell variables of the data that a plan does not know, by task.
+# Task -> shell variable for the data, which a plan does not know.
 DATA_VARIABLES: Mapping[str, str] = {
     "pretrain": "${CORPUS:?what bmforge prepare wrote}",
     "conversations": "${CHATS:?file with conversations}",
@@ -115,7 +115,7 @@ DATA_VARIABLES: Mapping[str, str] = {
 
 
 def supports_layout(task: str, layout: Layout, processes: int) -> bool:
-    """Return True if a task supports a layout: distillation needs data parallelism or ZeRO."""
+    """Return True if a task supports a layout; distillation needs data parallelism or ZeRO."""
     return task != "distill" or layout.row_groups(processes) == processes
 
 
@@ -202,7 +202,7 @@ def plan_residents(
         make_value: function that builds the value model on meta.
         make_teacher: function that builds the model with a given name on meta.
         precision: precision of the computation.
-        row_tokens: tokens per sequence, prompt and answer together.
+        row_tokens: sequence length in tokens, of prompt and answer together.
     """
     residents = [_reference(command, make_policy(), precision)] if _is_copied(command) else []
     if command.task not in ("rl", "distill"):

@@ -77,7 +77,7 @@ def _parse_value(text: str) -> Any:
 
 
 def trained_names(command: Any, config: Any, task: str) -> tuple[str, ...] | None:
-    """Return the modules to train besides an adapter, such as a new reward head; None for all.
+    """Return the names of modules to train in addition to an adapter; None for all modules.
 
     Args:
         command: a `PlanCommand`.
@@ -90,7 +90,7 @@ def trained_names(command: Any, config: Any, task: str) -> tuple[str, ...] | Non
 
 
 def build_value_model(command: Any, config: Any, frozen_dtype: torch.dtype) -> nn.Module:
-    """Build the value model of PPO on meta: a reward model of the policy's sizes.
+    """Build PPO's value model on meta: a reward model with the policy's sizes.
 
     Args:
         command: a `PlanCommand`.
@@ -115,9 +115,9 @@ def workload_of(
     Args:
         name: name of the model, for display.
         config: config of the model, including its changes (`models.changes`).
-        row_tokens: tokens per sequence; for pairs of answers, per answer.
-        trained: names of the modules to train, besides those that changes add; None trains
-            everything.
+        row_tokens: sequence length in tokens; for pairs of answers, that of an answer.
+        trained: names of the modules to train, in addition to those that changes add; None for all
+            modules.
         frozen_dtype: dtype in which frozen floating-point weights are stored.
         task: task whose loss is planned, a key of `TASK_STEPS`.
 
@@ -133,7 +133,8 @@ def workload_of(
             f"{name} has {config.num_layers} encoder and {decoder} decoder blocks, but the planner "
             "needs equal numbers. Set num_layers and num_decoder_layers with --set."
         )
-    # Rotary positions have no limit; rows too long for learned ones are refused before tracing.
+    # Rotary positions have no limit; sequences that are too long for learned positions are refused
+    # before tracing.
     make = partial(_make, family, config, trained, frozen_dtype)
     model = make()
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -180,7 +181,7 @@ def _make(
     trained: Collection[str] | None,
     frozen_dtype: torch.dtype,
 ) -> Model:
-    """Return the whole model on meta; unless everything is trained, its base is frozen."""
+    """Return the whole model on meta; its base is frozen unless everything is trained."""
     model = family.from_config(config, device="meta")
     if trained is not None:
         freeze_base_(model, trained)
@@ -205,7 +206,7 @@ def _find_kinds(model: Model) -> dict[Any, list[int]]:
 
 
 class _ShallowModels:
-    """Builds a model on meta whose stacks are copies of one layer; caches it for each depth.
+    """Builds models on meta whose stacks consist of copies of one layer; caches them by depth.
 
     Args:
         make: function that returns the whole model.
@@ -221,7 +222,7 @@ class _ShallowModels:
         return _ShallowModels, (self.make, self.number)
 
     def __call__(self, depth: int) -> Model:
-        """Return the model with `depth` blocks in every stack."""
+        """Return a model with `depth` blocks in every stack."""
         if depth not in self._made:
             self._made[depth] = self._shorten(self.make(), depth)
         return copy.deepcopy(self._made[depth])
@@ -248,8 +249,8 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
     Fake tensors have no address, so their storages identify them here. Attention with a trained
     bias loops over equal tiles, and the loss loops over equal chunks; only two iterations of each
     loop are traced, with the tile size of the planned device. If the planned device is a CPU,
-    RMSNorm and gates count as the host kernels, which save only their inputs. All processes are
-    assumed to have the same number of tokens.
+    RMSNorm and gates are traced as the host kernels, which save only their inputs. All processes
+    are assumed to have the same number of tokens.
 
     Args:
         follower: recorder of the trace.
@@ -301,7 +302,7 @@ _HOST_KERNELS: list[tuple[Any, str, Callable[..., bool]]] = [
 
 
 def _takes_host_kernel(is_host: bool, suits: Callable[..., bool], *tensors: Tensor) -> bool:
-    """Return True if a CPU would run its own kernel, as the function ``takes_host_...`` decides."""
+    """Return True if a CPU would use its special kernel, as ``takes_host_...`` decides."""
     is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors)
     return is_host and is_plain and suits(*tensors)
 

@@ -66,7 +66,7 @@ def _compare(before: str, after: str, texts: tuple[str, ...]) -> list[str]:
 
 
 def _name_layers(before: str, after: str, texts: tuple[str, ...]) -> list[str]:
-    """Return lines with the median quantization error and the layers with the largest errors."""
+    """Return lines with the median quantization error, and the layers with the largest errors."""
     layers = measure_layers(before, after, texts)
     median = statistics.median(layer.error for layer in layers)
     width = max(len(layer.name) for layer in layers[:_MOST_LAYERS])

@@ -122,7 +122,7 @@ def _check(command: ServeCommand) -> None:
 
 
 def _open_engine(command: ServeCommand, source: ModelSource, budget: int | None) -> Engine:
-    """Open the engine of the served model."""
+    """Create the engine of the served model."""
     directory, tokenizer = source.model, AutoTokenizer.from_pretrained(source.tokenizer)
     command = replace(command, adapter=with_own_adapter(source, command.adapter))
     quantize = command.memory.quantize
@@ -146,7 +146,8 @@ def _open_engine(command: ServeCommand, source: ModelSource, budget: int | None)
     backend = command.memory.backend
     if not command.adapter and quantize is None:
         return Engine(directory, tokenizer=tokenizer, config=config, backend=backend)
-    # Quantized in memory: the engine would write the quantized weights to a directory first.
+    # The model is quantized in memory, because the engine would first write the quantized weights
+    # to a directory.
     model = AutoModel.from_pretrained(directory, quantize=quantize, backend=backend)
     if command.adapter:
         put_(model)
@@ -168,7 +169,7 @@ def _find_context(
 
 
 def _put_deltas_(command: ServeCommand, directory: Path, model: Any) -> None:
-    """Attach the adapters of `--adapter`, for all requests or for those that select them."""
+    """Attach the adapters of `--adapter`, for all requests or for requests that select them."""
     named = find_names(command.adapter)
     check = base_options(model, directory, command.allow_other_base)
     if named:

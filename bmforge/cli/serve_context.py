@@ -1,4 +1,4 @@
-"""Chooses the maximum sequence length of a server: that of the model, limited by memory."""
+"""Chooses a server's maximum sequence length: the model's, or less to fit into memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from bmforge.memory.spill import format_bytes
 
 __all__ = ["Context", "choose_context", "key_value_bytes"]
 
-_ELEMENT_BYTES = 4  # fp32; a cache of another dtype is smaller
-_LEAST = 1024  # served within a budget even if the KV cache takes more than its share
-_SHARE = 4  # of a budget; the rest is for weights, without which blocks are streamed
+_ELEMENT_BYTES = 4  # fp32; caches of other dtypes are smaller
+_LEAST = 1024  # minimum within a budget, even if the KV cache exceeds its fraction
+_SHARE = 4  # the KV cache gets 1/4 of a budget; the rest is for weights, to avoid streaming blocks
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Context:
     """The maximum sequence length of a server.
 
     Args:
-        tokens: maximum tokens of prompt and answer together; None for models without a limit.
+        tokens: maximum length of prompt and answer together; None for models without a limit.
         total_tokens: capacity of the KV cache in tokens; None for the engine's default.
         reason: reason for this length, for the log.
     """
@@ -43,9 +43,9 @@ def choose_context(
 
     Args:
         model: the model, possibly on the meta device.
-        requested: length that the user requests; None for the longest that fits.
+        requested: length that the user requests; None for the maximum that fits.
         memory_bytes: memory budget, or the free memory if there is no budget.
-        rows: maximum number of sequences at once.
+        rows: maximum number of concurrent sequences.
         is_planned: whether the budget covers the maximum number of sequences at full length.
 
     Raises:

@@ -26,7 +26,7 @@ __all__ = ["ServeCommand", "ServeOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServeConfig):
-    """Options of a server, with the groups as panels of the help."""
+    """Options of `bmforge serve`, with the groups as panels of the help."""
 
     access: Panel[AccessConfig] = field(default_factory=AccessConfig, metadata=GROUP)
     chat: Panel[ConversationConfig] = field(default_factory=ConversationConfig, metadata=GROUP)

@@ -32,7 +32,7 @@ def run_train(arguments: Sequence[str]) -> None:
 
 
 def _check_names(arguments: Sequence[str]) -> None:
-    """Raise `ConfigError` for an option that no task has; each task checks the other options."""
+    """Raise `ConfigError` for an option that no task has; the task itself checks the others."""
     options = [f"--{name}" for name in FIELDS] + SWITCHES
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")

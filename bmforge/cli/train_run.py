@@ -21,9 +21,9 @@ from bmforge.recipes.start import read_changes, record_given, settle_model
 
 __all__ = ["run_task"]
 
-# Traced by --profile.
+# Number of steps that --profile traces.
 _PROFILED_STEPS = 3
-# Length of a run on conversations; the default of TRL, transformers and LLaMA-Factory.
+# Default number of epochs on conversations, as in TRL, transformers and LLaMA-Factory.
 _EPOCHS = 3.0
 
 
@@ -43,7 +43,7 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
     world, changes = take_option(remaining, "--world"), take_option(remaining, "--changes")
     command = f"train {task}" + ("" if model is None else f" --model {model}")
     default = read_config(recipe, file)
-    # Derived fields (heads from widths) are recomputed from the changed ones.
+    # Derived fields, such as the number of heads, are recomputed from the changed fields.
     default.model = default.model.with_implied()
     _set_adapter_rate(default, remaining, file)
     _set_epochs(recipe.task, default, remaining, file)
@@ -67,11 +67,11 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
     elif world is not None:
         raise ConfigError("--world has no effect without --dry-run; torchrun starts processes.")
     elif recipe.run(config).stopped and not restarts_failed():
-        raise KeyboardInterrupt  # so that a shell script stops as well
+        raise KeyboardInterrupt  # so that a shell script that runs this command stops too
 
 
 def _parse_run(recipe: Recipe, arguments: Sequence[str], command: str, default: Any) -> Any:
-    """Parse the options of a run; `changes` and the parameter groups are those of `default`."""
+    """Parse the options of a run, except `changes` and parameter groups, which `default` sets."""
     run, model, groups = default.changes, default.model.changes, default.train.optim.groups
     default.changes, default.model.changes = (), ()
     default.train = _with_groups(default.train, ())
@@ -99,10 +99,10 @@ def _set_adapter_rate(default: Any, arguments: Sequence[str], file: str | None) 
 
 
 def _set_epochs(task: str, default: Any, arguments: Sequence[str], file: str | None) -> None:
-    """Set the length of a run on conversations to three epochs, unless steps or epochs are given.
+    """Set a run on conversations to three epochs, unless steps or epochs are set.
 
     Raises:
-        ConfigError: both are given.
+        ConfigError: both steps and epochs are set.
     """
     has_steps = "steps" in read_config_values(file).get("train", {})
     spellings = ("--steps", "--train.steps")

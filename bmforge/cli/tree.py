@@ -29,7 +29,7 @@ def run_tree(command: TreeCommand) -> None:
         name, adapters = str(source.model), with_own_adapter(source, adapters)
     family, config = find_config(name)
     model = family.from_config(config, device="meta")
-    # The tree shows no weights, so it does not matter whether the base has those of the training.
+    # The tree shows no weights, so the base model's weights need not be those used in training.
     put_deltas_(model, adapters, trainable=True, allow_other_base=True)
     row = fold_tree(model, family.__name__, command.keep_empty)
     if command.html is None:

@@ -20,8 +20,8 @@ class TreeCommand:
     Args:
         model: name of a preset, or a model directory.
         adapter: adapter directories to attach, in this order.
-        html: HTML page to write instead; clicking a row shows the code that attaches an adapter
-            there.
+        html: HTML page to write instead; clicking a row shows the code that attaches an adapter to
+            these modules.
         keep_empty: also show modules without parameters.
     """
 

@@ -1,7 +1,7 @@
 """Prepares calibration batches: model arguments on the model's device, without padding.
 
-Padding tokens would distort the statistics by which a calibrated method prunes and rounds. So a
-padded batch is split into batches of equally long sequences without padding.
+Padding tokens would distort the statistics that calibrated methods use. A padded batch is therefore
+split into batches of equally long sequences without padding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IGNORED_LABEL = -100
 
 
 def check_batches(batches: Sequence[Any] | None) -> Sequence[Any]:
-    """Return the batches, after checking that there are batches and that none is empty.
+    """Return the batches; raise an error if there are none or one is empty.
 
     Raises:
         ConfigError: the sequence is missing or empty, or a batch is empty.
@@ -53,9 +53,9 @@ def prepare_batches(model: nn.Module, batches: Sequence[Any] | None) -> list[dic
 
     Args:
         model: model that consumes the batches.
-        batches: keyword arguments of the model's forward, or only token ids. `attention_mask`
-            marks the padding of the inputs; for an encoder-decoder's targets,
-            `decoder_attention_mask` or trailing labels of -100 mark it.
+        batches: keyword arguments of the model's forward, or only token ids. `attention_mask` marks
+            the padding of the inputs; `decoder_attention_mask`, or trailing labels of -100, mark
+            the padding of an encoder-decoder's targets.
 
     Raises:
         ConfigError: there are no batches, a batch is empty, or a mask has padding between tokens.
@@ -130,7 +130,7 @@ def _target_mask(batch: Mapping[str, Any], has_decoder: bool) -> Tensor | None:
 
 
 def _find_spans(mask: Tensor, number: int) -> list[tuple[int, int]]:
-    """Return the (start, stop) of the tokens of each row; (0, 0) for a row of padding.
+    """Return for each row the (start, stop) of its tokens; (0, 0) for a row of only padding.
 
     Raises:
         ConfigError: a row has padding between tokens.

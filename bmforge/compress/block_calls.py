@@ -16,7 +16,7 @@ __all__ = ["BlockCall", "record_calls"]
 
 @dataclass
 class BlockCall:
-    """Recorded arguments of a block for one batch; hidden states come from the previous block.
+    """Recorded arguments of a block for one batch, except the hidden states.
 
     Args:
         args: positional arguments.
@@ -32,7 +32,7 @@ class BlockCall:
     take: int | None = None
 
     def run(self, block: nn.Module, x: Tensor) -> Tensor:
-        """Run the block on hidden states, and return the hidden states for the next block."""
+        """Run the block on hidden states; return the hidden states for the next block."""
         args, kwargs = list(self.args), dict(self.kwargs)
         if isinstance(self.slot, int):
             args[self.slot] = x
@@ -65,7 +65,7 @@ class _EnoughError(Exception):
 def record_calls(
     model: nn.Module, stack: Sequence[nn.Module], batch: Mapping[str, Any]
 ) -> tuple[Tensor, list[BlockCall]]:
-    """Return the first block's input hidden states, and the recorded call of each block."""
+    """Return the input hidden states of the first block, and the recorded call of each block."""
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     calls: list[BlockCall] = []
     last: list[Any] = []
@@ -104,7 +104,10 @@ def record_calls(
 def _find_slot(
     out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str
 ) -> tuple[int | str, int | None]:
-    """Return the argument that is the previous block's output, and the index of that output."""
+    """Return the index or name of the argument that is the previous block's output.
+
+    The second value is the index of this output, or None if the block returns a single tensor.
+    """
     outs = list(enumerate(out)) if isinstance(out, (tuple, list)) else [(None, out)]
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for take, value in outs:

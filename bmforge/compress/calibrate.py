@@ -3,7 +3,7 @@
 The model runs once up to the end of a stack while the arguments of its blocks are recorded. Then
 each block in turn receives its inputs, is changed, and runs again to produce the inputs of the next
 block. Only the statistics of one block are in memory at a time, and each block is calibrated on
-inputs that contain the errors of the blocks before it.
+inputs that include the errors of the blocks before it.
 """
 
 from __future__ import annotations
@@ -90,15 +90,15 @@ def calibrate_blocks(
 ) -> None:
     """Visit every block in execution order, with statistics of its calibration inputs.
 
-    Supports bmforge's and transformers' models, and any model whose repeated blocks pass hidden
-    states to each other. The stacks of an encoder-decoder are visited one after the other.
+    Supports models of bmforge and transformers, and any other model whose repeated blocks pass
+    hidden states to each other. The stacks of an encoder-decoder are visited one after the other.
 
     Args:
         model: complete model in memory; in evaluation mode during calibration.
         batches: keyword arguments of the model's forward, or only token ids.
         visit: callback that changes a block; its statistics are freed afterwards.
         gather: factory of the statistic for the inputs of a matrix.
-        where: name globs of modules; empty selects the blocks' linear layers and experts.
+        where: name globs of modules; if empty, the blocks' linear layers and experts.
         title: title of the progress bar.
         size: function that returns the bytes of a matrix's statistic. If set, a block is visited
             several times, each time with some of its matrices. The matrices that run last are
@@ -106,8 +106,8 @@ def calibrate_blocks(
             most half of the block's matrices, or the matrices of a single input.
 
     Raises:
-        ConfigError: batches are missing or empty, matrices are outside of repeated blocks, or
-            blocks do not pass hidden states to each other.
+        ConfigError: batches are missing or empty, a matrix is not in a repeated block, or blocks do
+            not pass hidden states to each other.
 
     Memory: the hidden states of all batches, the activations of one batch in a block, and the
     statistics of one block, or of one visit if `size` is set.
@@ -226,7 +226,7 @@ def _calibrate_stack(
 
 
 class _Inputs:
-    """Maps an input tensor to the first matrix whose layer was called with this tensor."""
+    """Finds the first matrix whose layer was called with a given input tensor."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[weakref.ref[Tensor], str]] = []
@@ -276,7 +276,7 @@ def _split(run: BlockRun, size: Callable[[Matrix], int]) -> list[list[Matrix]]:
 
 
 def gather_statistics(run: BlockRun, gather: Callable[[Matrix], Statistic]) -> dict[str, Any]:
-    """Return the input statistics of a block's matrices; matrices with the same input share one."""
+    """Return a dict from matrix name to input statistic; matrices with the same input share one."""
     statistics: dict[str, Statistic] = {}
     shared: dict[str, str] = {}
     inputs = _Inputs()

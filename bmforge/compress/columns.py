@@ -1,6 +1,6 @@
 """Updates a matrix column by column; later columns compensate the errors of earlier ones.
 
-GPTQ and SparseGPT share this procedure; they differ in how a column is changed.
+GPTQ and SparseGPT share this procedure; they differ in the new value of a column.
 
 Source: Frantar et al., "GPTQ" (2022), algorithm 1; Frantar and Alistarh, "SparseGPT" (2023).
 Unlike in the published code, weights of inputs that are always zero in calibration are not changed.

@@ -53,12 +53,12 @@ def compress(
     Args:
         model: any model; changed in place.
         config: compression settings; all methods are optional.
-        teacher: distillation teacher or its saved answers; required with `distill`.
+        teacher: distillation teacher or its saved answers; required if `config.distill` is set.
         batches: calibration batches for methods that need them.
-        methods: custom methods, not attached yet; see `Method`.
+        methods: custom methods that are not attached yet; see `Method`.
 
     Raises:
-        ConfigError: settings do not fit the model or each other, or the config is empty.
+        ConfigError: settings conflict with the model or with each other, or the config is empty.
     """
     config = config or CompressConfig()
     if (config.distill is None) != (teacher is None):
@@ -86,7 +86,7 @@ class Compression:
         model: model, not parallelized yet.
         methods: methods attached to the model, in the order of `METHOD_NAMES`.
         distill: distillation settings.
-        teacher: distillation teacher; None trains only on the task's loss.
+        teacher: distillation teacher; None to train only on the task's loss.
         before: size of the model before compression.
 
     Attributes:
@@ -108,7 +108,8 @@ class Compression:
     ) -> None:
         self.model, self.methods, self.step = model, list(methods), 0
         self._before = before or measure_sizes(model)
-        # Copied before the distiller attaches projections, which are not part of the result.
+        # Copied before the distiller attaches projections, which do not belong to the compressed
+        # model.
         self._plain = copy_to_meta(model)
         self.distiller: Distiller | None = None
         if teacher is not None:
@@ -116,12 +117,12 @@ class Compression:
         self._is_finished = False
 
     def init_(self, seed: int = 0) -> None:
-        """Initialize the parameters that only distillation uses, if the model was on meta."""
+        """Initialize the parameters that only distillation uses; for models built on meta."""
         if self.distiller is not None:
             self.distiller.init_(seed)
 
     def optim_groups(self) -> dict[str, dict[str, float]]:
-        """Return a dict from globs of the methods' parameter names to optimizer settings."""
+        """Return a dict from glob of parameter names to optimizer settings, for all methods."""
         settings: dict[str, dict[str, float]] = {}
         for method in self.methods:
             groups = getattr(method, "optim_groups", None)
@@ -134,8 +135,8 @@ class Compression:
         In evaluation mode the objective returns only the task's loss.
 
         Args:
-            inner: (model, batch, number of items) -> sum of the items' losses over the number
-                of items.
+            inner: task's objective: (model, batch, number of items) -> sum of the items' losses
+                divided by the number of items.
         """
         taught = inner if self.distiller is None else self.distiller.objective(inner)
         return partial(self._add_extra, taught)
@@ -149,7 +150,8 @@ class Compression:
         for method in self.methods:
             extra = method.extra_loss(model, self.step)
             if extra is not None:
-                # Each micro-batch adds its share of items, so that the term counts once per step.
+                # Each micro-batch adds the term in proportion to its items, so that it counts once
+                # per step.
                 loss = loss + extra * (count_labels(batch, model) / num_items)
         return loss
 
@@ -195,7 +197,7 @@ class Compression:
             method.load_state_dict(state["methods"][method.name])
 
     def leave_teacher_(self) -> None:
-        """Remove the modules used only for distillation, so that the model can be saved."""
+        """Remove the modules that only distillation uses, so that the model can be saved."""
         if self.distiller is not None:
             self.distiller.leave_()
 

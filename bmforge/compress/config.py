@@ -1,4 +1,4 @@
-"""Configuration of a compression: the settings of all methods in one dataclass."""
+"""Configuration of compression: the settings of all methods in one dataclass."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ class CompressConfig:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether any enabled method needs calibration batches."""
+        """True if any enabled method needs calibration batches."""
         return any(self.looks(name) for name in self.names)

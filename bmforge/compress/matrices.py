@@ -1,7 +1,7 @@
 """Finds, reads and writes the weight matrices of any model, and observes their inputs.
 
 A linear layer (including transformers' Conv1D), an embedding, a head and each expert of a stack has
-one matrix. All are presented as (rows, columns): output features by input features.
+one matrix. All matrices have the shape (rows, columns): output features by input features.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "watch_inputs",
 ]
 
-# Last name parts of router layers, which are not compressed.
+# Last parts of the names of router layers, which are not compressed.
 _ROUTERS = ("router", "gate", "shared_gate", "shared_expert_gate")
 
 
@@ -94,8 +94,9 @@ def find_matrices(model: nn.Module, where: Sequence[str] = ()) -> list[Matrix]:
 
     Args:
         model: any model.
-        where: name globs of modules; a container such as a block selects all linear layers in
-            it. Empty selects linear layers and experts of the repeated blocks, without routers.
+        where: name globs of modules; a container such as a block selects all linear layers in it.
+            If empty, linear layers and experts of the repeated blocks are selected, without
+            routers.
 
     Raises:
         ConfigError: a glob matches no module or no matrix, or a matrix is stored as integers.
@@ -216,7 +217,7 @@ def _matrices_of(name: str, module: nn.Module) -> Iterator[Matrix]:
 def watch_inputs(
     matrices: Sequence[Matrix], note: Callable[[Matrix, Tensor], None]
 ) -> Iterator[None]:
-    """Context manager: call `note(matrix, input)` for every product with one of the matrices.
+    """Context manager that calls `note(matrix, input)` for every product with one of the matrices.
 
     Args:
         matrices: matrices of linear layers and experts.

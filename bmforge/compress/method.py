@@ -1,4 +1,4 @@
-"""Interface of compression methods: attach to a model, follow the training steps, finish."""
+"""Interface of compression methods: attach to a model, update after each training step, finish."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ METHOD_NAMES = ("structure", "experts", "zeros", "quantize")
 
 @runtime_checkable
 class Method(Protocol):
-    """Compression method, used within a training run or alone.
+    """Compression method, used in a training run or without training.
 
     Attributes:
         name: "structure", "experts", "zeros" or "quantize".
@@ -30,7 +30,7 @@ class Method(Protocol):
         """
 
     def extra_loss(self, model: nn.Module, step: int) -> Tensor | None:
-        """Return a scalar to add to the loss once per step (such as a Lagrangian), or None."""
+        """Return a scalar to add to the loss once per step, such as a Lagrangian, or None."""
 
     def after_step_(self, model: nn.Module, step: int) -> None:
         """Update the method after an optimizer step; `step` is the number of completed steps."""
@@ -46,7 +46,7 @@ class Method(Protocol):
 
 
 class MethodBase:
-    """Base class of the methods, whose hooks do nothing by default."""
+    """Base class of compression methods, in which all hooks do nothing."""
 
     name = ""
 
@@ -54,7 +54,7 @@ class MethodBase:
         """Leave the model unchanged."""
 
     def extra_loss(self, model: nn.Module, step: int) -> Tensor | None:
-        """Return None: no additional loss."""
+        """Return None, because there is no additional loss."""
         return None
 
     def after_step_(self, model: nn.Module, step: int) -> None:

@@ -31,11 +31,11 @@ def attach_methods(
         model: any model; changed in place.
         config: compression settings.
         batches: calibration batches.
-        own: custom methods, not attached yet.
+        own: custom methods that are not attached yet.
 
     Raises:
-        ConfigError: a method is duplicate or unknown, gates are combined with a method that
-            needs the current shapes, batches are unused or missing, or settings do not fit the
+        ConfigError: a method is duplicated or unknown, gates are combined with a method that
+            depends on the current shapes, batches are unused or missing, or settings do not fit the
             model.
     """
     _check(config, batches, own)
@@ -99,7 +99,7 @@ def _check_gates(config: CompressConfig, own: Sequence[Method]) -> None:
 
 
 def _needs_shapes(name: str, settings: Any) -> str:
-    """Return the setting of a method that depends on the current shapes; "" if there is none."""
+    """Return the name of a method's setting that depends on the current shapes, or ""."""
     if settings is None:
         return ""
     if name == "experts":
@@ -133,7 +133,7 @@ def _attach_experts(model: nn.Module, config: Any, batches: Batches) -> Method:
     return method
 
 
-# Method -> its field of the config, and the function that attaches it.
+# Method name -> (field of the config, function that attaches the method).
 _PARTS: Mapping[str, tuple[str, Attach]] = {
     "structure": ("structure", _attach_structure),
     "experts": ("moefy", _attach_experts),

@@ -9,7 +9,7 @@ from bmforge.errors import ConfigError
 
 __all__ = ["PHASES", "Phase", "PhaseSteps", "split_phases"]
 
-# Phase -> the parts of a config that it applies; distillation is active in each.
+# Phase -> fields of the config that it applies; distillation is active in every phase.
 PHASES = {
     "structure": ("structure",),
     "experts": ("moefy",),
@@ -58,8 +58,8 @@ def split_phases(config: CompressConfig, steps: PhaseSteps) -> tuple[Phase, ...]
     """Split a config into its phases, in order.
 
     Raises:
-        ConfigError: a phase has steps but no method, the config is empty, or there is a teacher
-            but no steps.
+        ConfigError: a phase has steps but no method, the config is empty, or a teacher is set but
+            no phase has steps.
     """
     everything = [part for parts in PHASES.values() for part in parts]
     phases = []

@@ -1,4 +1,4 @@
-"""Compression report with sizes, quality and facts of every phase, as JSON and HTML."""
+"""Compression report with sizes, quality and method results of every phase, as JSON and HTML."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from bmforge.surgery import persistent_tensors
 __all__ = ["CompressReport", "ModelSizes", "PhaseFacts", "measure_sizes", "measure_zeros"]
 
 _JSON, _PAGE = "compression.json", "report.html"
-# Most bars per fact; longest list shown in full; smallest number shown without decimals.
+# Maximum number of bars per result; maximum length of a list shown in full; smallest number shown
+# without decimals.
 _MOST_SHOWN, _FEW, _LARGE = 64, 8, 1_000
 
 
@@ -32,7 +33,7 @@ class ModelSizes:
     """Size of a model.
 
     Args:
-        parameters: number of weights, whatever their storage format.
+        parameters: number of weights in any storage format.
         size_bytes: bytes in memory, roughly the size of the checkpoint.
         zeros: number of zeros in the floating-point matrices.
     """
@@ -49,7 +50,7 @@ class PhaseFacts:
     Args:
         name: name of the phase.
         sizes: size of the model after the phase.
-        facts: dict from method name to the facts that the method reports.
+        facts: dict from method name to the results that the method reports.
         quality: dict from metric to its value on held-out data.
         speed: dict from operation to its measured speed.
         steps: number of training steps.
@@ -67,7 +68,7 @@ class PhaseFacts:
 
 @dataclass(frozen=True)
 class CompressReport:
-    """Results of a compression, phase by phase.
+    """Results of a compression run, phase by phase.
 
     Args:
         model: model family or class name.
@@ -90,7 +91,7 @@ class CompressReport:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Dict from method name to the facts that the method reported."""
+        """Dict from method name to the results that the method reported."""
         return {name: facts for phase in self.phases for name, facts in phase.facts.items()}
 
     def format(self) -> str:
@@ -127,7 +128,7 @@ class CompressReport:
         return [(name, getattr(sizes, key) * scale) for name, sizes in phases]
 
     def _figures(self, kind: str) -> dict[str, list[tuple[str, float]]]:
-        """Map each metric to its (phase, value) pairs; `kind` is "quality" or "speed"."""
+        """Return a dict from metric to (phase, value) pairs; `kind` is "quality" or "speed"."""
         by_metric: dict[str, list[tuple[str, float]]] = {}
         for name, values in [
             ("before", getattr(self, kind)),
@@ -161,8 +162,8 @@ def measure_zeros(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
         names: names of the pruned parameters before they were quantized.
 
     Returns:
-        number of zeros, number of weights, fraction of zeros, and fraction of groups of four inputs
-        with at least two zeros
+        dict with the number of zeros, the number of weights, the fraction of zeros, and the
+        fraction of groups of four inputs with at least two zeros
     """
     zeros = weights = groups = sparse_groups = 0
     for name in names:
@@ -246,7 +247,7 @@ def _bars(title: str, rows: Sequence[tuple[str, float]]) -> str:
 
 
 def _facts_section(phase: PhaseFacts) -> str:
-    """Return an HTML section with one table of facts per method."""
+    """Return an HTML section with one table of results per method."""
     parts = []
     for method, facts in phase.facts.items():
         numbers = {k: v for k, v in facts.items() if _is_table(v)}

@@ -1,4 +1,4 @@
-"""Rounds matrices and activations like the inference storage formats; results are floats.
+"""Rounds matrices and activations to the values that inference storage formats represent.
 
 The inference kernels are used if they are available, so the results are bit-identical.
 """
@@ -29,7 +29,7 @@ def _kernels_for(tensor: Tensor) -> Kernels | None:
 
 
 def round_matrix(matrix: Tensor, spec: QuantSpec) -> Tensor:
-    """Quantize and dequantize a matrix in its own dtype, bit-identical to packed weights.
+    """Quantize and dequantize a matrix in its dtype, bit-identical to packed weights.
 
     Shape:
         matrix: (rows, columns); returns the same

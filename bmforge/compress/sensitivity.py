@@ -59,15 +59,16 @@ def measure_sensitivity(
         batches: keyword arguments of the model's forward, or only token ids. With `labels`,
             the task's loss is measured; otherwise the change of the outputs (KL divergence of
             logits, or squared change of hidden states).
-        schemes: names in `nn.packing.PRESETS`; schemes that do not fit a width are skipped.
-        where: name globs of modules; empty selects the blocks' linear layers and experts.
-        loss: custom loss of (model, batch).
+        schemes: names in `nn.packing.PRESETS`; schemes that do not fit a module's width are
+            skipped.
+        where: name globs of modules; if empty, the blocks' linear layers and experts.
+        loss: custom loss function (model, batch) -> loss.
 
     Raises:
         ConfigError: batches are missing or empty, a scheme is unknown, or no scheme fits a matrix.
 
-    Memory: a copy of one module's weights; without labels also the outputs of one batch.
-    Compute: a forward pass per batch, module and scheme.
+    Memory: a copy of one module's weights; without labels, also the outputs of one batch. Compute:
+    a forward pass per batch, module and scheme.
     """
     prepared = prepare_batches(model, batches)
     groups: dict[str, list[Matrix]] = {}
@@ -126,7 +127,7 @@ def _size(members: Sequence[Matrix], spec: QuantSpec) -> tuple[int, float]:
 
 
 def _measurer(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None) -> Callable[[], float]:
-    """Return a function that computes a batch's loss (without labels: the output change)."""
+    """Return a function that computes a batch's loss, or without labels the output change."""
     if loss is not None:
         return lambda: float(loss(model, batch))
     if "labels" in batch:
@@ -163,7 +164,7 @@ def choose_specs(
     where: Sequence[str] = (),
     loss: Loss | None = None,
 ) -> dict[str, QuantSpec]:
-    """Choose "int4" or "int8" for each module, with 8 bits where they reduce the loss most.
+    """Choose "int4" or "int8" for each module; "int8" where it reduces the loss most.
 
     Args:
         model: complete model in memory.
@@ -173,7 +174,8 @@ def choose_specs(
         loss: custom loss; see `measure_sensitivity`.
 
     Raises:
-        ConfigError: the budget is below the smallest possible or above the largest useful one.
+        ConfigError: the budget is below the smallest possible or above the largest useful number of
+            bits.
     """
     sensitivities = measure_sensitivity(model, batches, where=where, loss=loss)
     return {

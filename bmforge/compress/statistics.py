@@ -29,15 +29,15 @@ class InputNorms:
 
     @property
     def is_dead(self) -> bool:
-        """Whether all inputs were zero."""
+        """True if all inputs were zero."""
         return self.squares is not None and not bool(self.squares.any())
 
     @property
     def norms(self) -> Tensor:
         """2-norm of every column over all tokens.
 
-        Columns that are always 0 get a millionth of the largest norm, so that among their weights
-        the smallest are pruned first.
+        For columns that are always 0, the norm is a millionth of the largest norm, so that the
+        smallest of their weights are pruned first.
         """
         assert self.squares is not None
         norms = self.squares.sqrt()
@@ -45,7 +45,7 @@ class InputNorms:
 
 
 class InputSizes:
-    """Largest and mean absolute value of every input column, and a sample of rows."""
+    """Maximum and mean absolute value of every input column, and a sample of rows."""
 
     def __init__(self) -> None:
         self.largest: Tensor | None = None
@@ -99,7 +99,7 @@ class Hessian:
 
     @property
     def is_dead(self) -> bool:
-        """Whether all inputs were zero, so that no weight has an effect."""
+        """True if all inputs were zero, so that no weight has an effect."""
         return self.products is not None and not bool(self.products.diagonal().any())
 
     @staticmethod
@@ -143,7 +143,8 @@ class Hessian:
         if is_positive:
             torch.cholesky_inverse(factor, out=factor)
             torch.linalg.cholesky_ex(factor, upper=True, out=(factor, failed))
-            # isfinite() of the full matrix would allocate another one; its extremes suffice.
+            # isfinite() of the full matrix would allocate a second matrix; minimum and maximum
+            # suffice.
             ends = torch.stack(factor.mT.aminmax())  # contiguous
             is_positive = not int(failed) and bool(ends.isfinite().all())
         if not is_positive:

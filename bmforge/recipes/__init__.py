@@ -1,7 +1,7 @@
 """Complete training, compression and evaluation runs as Python functions.
 
 Start reading at `run.py`, which every training run goes through: a recipe is a config and a
-function that opens its data. `pretrain.py` reads token stores, `documents.py` reads CPM-Bee's
+function that loads its data. `pretrain.py` reads token stores, `documents.py` reads CPM-Bee's
 documents and `images.py` reads image folders. All other recipes read examples
 (`inputs/examples.py`): `spans.py`, `masked.py`, `blank_infilling.py` and `cpm_ant.py` for denoising
 objectives, `finetune.py` for tasks, `sft.py` for conversations. `registry.py` lists the tasks of

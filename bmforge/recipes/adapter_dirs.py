@@ -47,7 +47,8 @@ class ModelSource:
 
     Args:
         model: directory of the model, or of the base model of an adapter; or a GGUF file.
-        tokenizer: directory of the tokenizer and chat template; the adapter's if it has one.
+        tokenizer: directory of the tokenizer and chat template (the adapter directory, if it has
+            them).
         adapter: adapter directory that the name resolves to; None for a plain model.
     """
 
@@ -94,8 +95,8 @@ def merge_adapter(
     Args:
         adapter: adapter directory, or the directory of a run that trained one.
         out: directory to create.
-        base: base model (default: the one that the adapter names). An adapter that was trained on a
-            quantized base can be merged into the 16-bit model.
+        base: base model (default: the model that the adapter's config names). An adapter that was
+            trained on a quantized base can be merged into the 16-bit model.
         dtype: dtype of the written weights (default: the base's).
         allow_other_base: accept a base with other weights than the one that the adapter was
             trained on, such as a later version of it.
@@ -105,7 +106,7 @@ def merge_adapter(
 
     Raises:
         CheckpointError: `out` is not empty, or the adapter does not fit the base or was trained on
-            another one.
+            another base.
         ConfigError: the name is not an adapter, or its base is not found or quantized.
     """
     target = Path(out)
@@ -130,7 +131,7 @@ def merge_adapter(
 
 
 def _open_base(source: Path, adapter: Path) -> Any:
-    """Open an adapter's base in the dtype of its weights, or in fp32 for a GGUF file."""
+    """Load an adapter's base model in the dtype of its weights, or in fp32 for a GGUF file."""
     if is_gguf(source):
         return AutoModel.from_pretrained(source)
     dtype = find_dtype(WeightFiles(source))
@@ -138,7 +139,7 @@ def _open_base(source: Path, adapter: Path) -> Any:
 
 
 def _copy_companions(base: Path, adapter: Path, target: Path) -> None:
-    """Copy tokenizer, chat template and generation config of the adapter, or else of the base."""
+    """Copy tokenizer, chat template and generation config, from the adapter if it has them."""
     for directory in (adapter, base):
         for name in find_companions(directory) if directory.is_dir() else ():
             if not (target / name).exists():
@@ -149,11 +150,11 @@ def _copy_companions(base: Path, adapter: Path, target: Path) -> None:
 
 @contextmanager
 def merged_model(name: str | Path, near: Path) -> Iterator[str | Path]:
-    """Context manager: yield the name of a plain model, with an adapter merged temporarily.
+    """Context manager that yields a plain model's name; an adapter is merged temporarily.
 
     Args:
         name: model argument of a command; see `find_source`.
-        near: target of the command; the temporary directory is next to it.
+        near: target of the command; the temporary directory is created next to the target.
 
     Raises:
         CheckpointError: the target exists; this is checked before the merge.

@@ -1,4 +1,4 @@
-"""Training of adapters in any task: `--adapter lora --adapter.rank 8`."""
+"""Adapter training in any task: `--adapter lora --adapter.rank 8`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _RATES = {"ia3": 3e-3, "bitfit": 1e-3, "prefix": 1e-2, "soft-prompt": 3e-2}
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Adapter to train instead of the whole model; None selects the default of the adapter type.
+    """Adapter to train instead of the whole model; if None, the adapter type's default is used.
 
     Args:
         kind: lora, adapter, low-rank, compacter, parallel-adapter, bitfit, ia3, prefix or
@@ -92,11 +92,11 @@ class AdapterConfig:
         activation: activation function of adapters.
         scale: factor on the adapter's output.
         length: number of virtual tokens of a prefix or soft prompt.
-        inner: hidden width of the MLP that computes a prefix.
+        inner: hidden size of the MLP that computes a prefix.
         std: standard deviation of the initial prefix or prompt.
         lr_ratio: learning rate of LoRA's B divided by that of A (LoRA+).
-        merge: export the model with the adapter merged into its weights (default: the adapter
-            alone).
+        merge: export the model with the adapter merged into its weights (default: export only the
+            adapter).
     """
 
     kind: str | None = None
@@ -175,10 +175,10 @@ def default_rate(kind: str, rank: int | None) -> float:
 
 
 def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
-    """Attach a run's adapter to its model, possibly on meta; return None without an adapter.
+    """Attach a run's adapter to its model and return the adapter; None without an adapter.
 
     Args:
-        model: base model, not yet parallelized.
+        model: base model, not yet parallelized; may be on meta.
         config: the run's config.
 
     Raises:
@@ -227,7 +227,7 @@ def _resolve_targets(
     names = [
         name
         for name, module in model.named_modules()
-        if (name.startswith(blocks) or ".layers." in f".{name}")  # one block does not repeat
+        if (name.startswith(blocks) or ".layers." in f".{name}")  # models with a single block
         and linear_sizes(module) is not None
         and name not in excluded
         and name.rpartition(".")[2] not in ROUTERS
@@ -263,7 +263,7 @@ def log_trained(model: nn.Module, config: Any) -> None:
 def find_base(model: nn.Module, config: Any) -> Base | None:
     """Return the frozen base weights that checkpoints omit and a resumed run loads again.
 
-    Returns None if checkpoints include them: randomly initialized weights are in no file, and
+    Returns None if checkpoints must include them: randomly initialized weights are in no file, and
     compression changes frozen weights.
 
     Args:
@@ -278,7 +278,7 @@ def find_base(model: nn.Module, config: Any) -> Base | None:
 
 
 def adapter_stays(model: nn.Module) -> Callable[[str, Tensor], bool]:
-    """Return a predicate that is True for adapter tensors, which are not streamed."""
+    """Return a predicate that is True for adapter tensors, which stay on the device."""
     names = delta_tensors(model)
     return lambda name, tensor: name in names
 

@@ -108,13 +108,13 @@ def cast_frozen_(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def open_packed(model: Any, start: Path | None, config: Any) -> PackedReader | None:
-    """Return a reader that quantizes a base model's weights; None if the run does not quantize.
+    """Return a reader that quantizes the base model's weights; None for an unquantized base.
 
     Linear layers and experts of the blocks are quantized. Embeddings and the head stay in 16 bits,
-    as in QLoRA: they have the largest error and modules_to_save may train them.
+    as in QLoRA: quantizing them causes the largest error, and modules_to_save may train them.
 
     Args:
-        model: base model on meta, which is changed to the quantized one.
+        model: base model on meta; its layers are replaced by quantized ones.
         start: directory of the base model.
         config: the run's config.
     """
@@ -133,7 +133,7 @@ def quantize_base_(model: Any, scheme: str) -> None:
 
 def find_base_layers(model: Any, scheme: str) -> tuple[QuantSpec, list[str]]:
     """Return the quantization spec of a base model and the names of the quantized layers."""
-    # Activations stay floats: gradients pass through the quantized layers.
+    # Activations are not quantized, because gradients pass through the quantized layers.
     spec = replace(find_preset(scheme), activations="float")
     targets = model.layout_rules().quantize_targets
     names = [
@@ -145,12 +145,12 @@ def find_base_layers(model: Any, scheme: str) -> tuple[QuantSpec, list[str]]:
 
 
 def fill_packed_(model: nn.Module, read: PackedReader, device: torch.device) -> None:
-    """Load this process's shards of the base weights into a model, quantized.
+    """Quantize this process's shards of the base weights and load them into a model.
 
     Args:
         model: parallelized model on meta; the tensors of its adapter are initialized later by
             `Delta.init_`.
-        read: reader of the base.
+        read: reader of the base weights.
         device: device of the model.
     """
     materialize_(model, device)

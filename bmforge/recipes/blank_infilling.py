@@ -5,8 +5,8 @@ Some texts have many short spans, the others one long span at their end. Each sp
 model derives the two-dimensional positions from the blanks.
 
 Source: Du et al., "GLM" (ACL 2022), sections 2.1 and 2.2, where short span lengths follow a Poisson
-distribution and spans are shuffled. Here a text is divided as for T5, spans keep the order of
-their blanks, and every blank is the model's mask token (``mask_token_id``).
+distribution and spans are shuffled. In this module a text is divided as for T5, spans keep the
+order of their blanks, and every blank is the model's mask token (``mask_token_id``).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def train_blanks(config: Any) -> RunResult:
 def cut_blanks(
     ids: Sequence[int], seed: Seed, config: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Cut spans out of a text; return the text before each blank, and the spans.
+    """Cut spans out of a text; return the token lists before each blank, and the spans.
 
     Args:
         ids: token ids of the text; at least 2.
@@ -114,7 +114,7 @@ class _BlankExamples:
         return len(self._pieces)
 
     def make(self, index: int, seed: Seed) -> Example:
-        """Return the text at `index`, with blanks sampled by `seed`."""
+        """Return the text at `index` with random blanks, which depend on `seed`."""
         contexts, cut = cut_blanks(self._pieces[index].tolist(), seed, self._config)
         ids = [self._begin]
         for part in contexts:
@@ -153,7 +153,7 @@ def _open_texts(config: Any, tokenizer: GLMTokenizer, rows: World) -> TrainingDa
             f"the model has {', '.join(wrong)}, but the tokenizer uses other ids for blanks. "
             f"Give {needed}."
         )
-    # The text, three marks, and for every span a blank and a start.
+    # The text, three special tokens, and for every span a blank and a start token.
     width = config.data.seq_len
     longest = width - 3
     while longest > 1 and longest + 3 + 2 * _most_spans(longest, config) > width:

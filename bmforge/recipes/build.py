@@ -1,4 +1,4 @@
-"""Builds a run's model on meta with its `changes`, parallelizes it, and sets its weights."""
+"""Builds a run's model on meta with its `changes`, parallelizes it, and loads its weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any
         mesh: device mesh of the layout.
 
     Returns:
-        the model, its compression job, and the base weights that checkpoints omit.
+        the model, its compression job (or None), and the base weights that checkpoints omit (or
+        None).
 
     Raises:
         BmforgeError: options of the config conflict with each other or with the initial model.
@@ -89,7 +90,7 @@ def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any
 
 
 def _freeze_(model: Model, head: Collection[str]) -> None:
-    """Freeze all but attached modules and a new head; raise an error if none is trained."""
+    """Freeze all but attached modules and a new head; raise an error if nothing is trainable."""
     freeze_base_(model, head)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(

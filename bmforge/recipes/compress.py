@@ -76,9 +76,9 @@ class CompressRunConfig:
         run: training options of the task (`data`, `train`, `layout`, ...), as for `bmforge train`.
         calibration: texts for methods that need activations of the model.
         evaluate: tasks and texts to evaluate on before and after each phase.
-        speed: measure the reading and generation speed of the original model and of each phase.
-        format: file format of the compressed model: "bmforge" is the native one,
-            "compressed-tensors" vLLM's, for models with one quantization scheme for linear layers.
+        speed: measure the prefill and decoding speed before compression and after each phase.
+        format: file format of the compressed model: "bmforge" (native) or "compressed-tensors"
+            (vLLM's, for models with one quantization scheme for all linear layers).
     """
 
     model: str = ""
@@ -99,7 +99,7 @@ def read_recipe(file: str | Path, model: str, out: Path) -> CompressRunConfig:
     BMCook's JSON is supported as well; see `compat.bmcook`.
 
     Raises:
-        ConfigError: the file is missing, in neither format, or has wrong fields.
+        ConfigError: the file is missing, in neither format, or has invalid fields.
     """
     path = Path(file)
     if not path.is_file():
@@ -161,7 +161,7 @@ def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
     check_new_run(config.out, "out")
     phases = split_phases(config.compress, config.steps)
     _check_task(config, phases)
-    # An adapter is merged into its base, whose sizes are those of the merged model.
+    # An adapter is merged into its base model, and the merged model has the same sizes as the base.
     source = find_source(config.model).model
     if config.compress.distill is not None:
         check_vocabularies(source, config.compress.distill)
@@ -191,7 +191,7 @@ def _evaluate(config: CompressRunConfig, directory: Path) -> dict[str, float]:
 
 
 def _check_task(config: CompressRunConfig, phases: tuple[Phase, ...]) -> None:
-    """Raise `ConfigError` for phases with steps but no task, or a task without such a phase."""
+    """Raise `ConfigError` for phases with steps but no task, or a task but no phase with steps."""
     if not any(phase.steps for phase in phases):
         for name in ("task", "run"):
             if getattr(config, name):
@@ -257,7 +257,7 @@ def _settle_run(
     )
     settings_class.__doc__, settings_class.__module__ = recipe.config.__doc__, __name__
     usual = config_to_dict(recipe.config())
-    usual.pop("model")  # the sizes are those of the initial model
+    usual.pop("model")  # the model's sizes are read from `init_from`
     run_values = _merge(usual, {**config.run, "run_dir": str(run_dir), "init_from": str(source)})
     run_values = _merge(run_values, {"train": {"steps": phase.steps}})
     settings: Any = config_from_dict(settings_class, run_values, "run.")
@@ -269,11 +269,11 @@ def _settle_run(
 def ask_teacher(config: CompressRunConfig, count: int) -> Path:
     """Store a teacher's top tokens for all rows that a recipe trains on, without compressing.
 
-    All phases of a recipe read the same rows in order, so the longest phase has all rows.
+    All phases of a recipe read the same rows in order, so the longest phase reads all rows.
 
     Args:
         config: a recipe with `distill.teacher`.
-        count: number of top tokens stored for every position.
+        count: number of top tokens to store for every position.
 
     Raises:
         BmforgeError: a setting, the teacher or the data is invalid or unsuitable; or `out` exists.
@@ -298,7 +298,7 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
 
 
 def _merge(usual: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Update nested tables of default values with the given values."""
+    """Return nested tables of default values, updated with `changes`."""
     out = dict(usual)
     for name, value in changes.items():
         both = isinstance(value, dict) and isinstance(out.get(name), dict)
@@ -309,7 +309,7 @@ def _merge(usual: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _change_at_once(
     config: CompressRunConfig, phase: Phase, source: Path, phase_dir: Path
 ) -> PhaseFacts:
-    """Apply a phase without training steps on one process, from directory to directory."""
+    """Apply a phase without training steps on one process; read and write model directories."""
     target = phase_dir / _EXPORT
 
     def make() -> None:
@@ -337,7 +337,7 @@ def _change_at_once(
 
 
 def _publish(report: CompressReport, config: CompressRunConfig, original: Path) -> CompressReport:
-    """Copy the compressed model of the last phase to the output directory."""
+    """Copy the last phase's model to the output directory, and write the report."""
     if config.speed:
         report = _with_speed(report, original)
     source, out = _in_format(config, Path(report.phases[-1].directory)), config.out
@@ -379,7 +379,7 @@ def _in_format(config: CompressRunConfig, source: Path) -> Path:
         save_compressed(AutoModel.from_pretrained(directory), partial)
         return f"for vLLM and transformers, {config.format}"
 
-    # Renamed into place when complete.
+    # The directory is renamed to its final name when it is complete.
     return target if target.exists() else write_directory(source, target, write)
 
 

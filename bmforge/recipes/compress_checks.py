@@ -1,4 +1,4 @@
-"""Checks before a compression (teacher vocabulary, formats, widths), and size estimates."""
+"""Checks before compression (teacher vocabulary, formats, widths), and size estimates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
     Models without a tokenizer are not checked.
 
     Raises:
-        ConfigError: no teacher is named, or a token of the student has another id in the teacher.
+        ConfigError: no teacher is set, or a token of the student has another id in the teacher.
     """
     if config.answers is not None:
         answers, own_vocabulary = TeacherAnswers(config.answers), read_vocabulary(source)
@@ -76,7 +76,7 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
 
 
 def read_vocabulary(directory: Path) -> dict[str, int] | None:
-    """Return the map from token to id of a directory's tokenizer; None without a tokenizer."""
+    """Return the dict from token to id of a directory's tokenizer; None without a tokenizer."""
     try:
         vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(directory).get_vocab()
     except DataError as error:
@@ -88,9 +88,9 @@ def read_vocabulary(directory: Path) -> dict[str, int] | None:
 
 
 def estimate_phases(source: Path, phases: Sequence[Phase]) -> Iterator[tuple[Phase, str, str]]:
-    """Yield (phase, text on the model sizes after the phase, text on sizes not yet known).
+    """Yield for each phase: the phase, a text on the model's size after it, and a note.
 
-    Nothing is computed: the model is on meta.
+    The note is about sizes that are not yet known. The model is on meta, so no weights are loaded.
     """
     model: Any = AutoModel.describe_pretrained(source)[0]
     before = measure_sizes(model)
@@ -135,8 +135,8 @@ def check_compressible(source: Path, phases: Sequence[Phase]) -> None:
 def changeable_fields(begun: Sequence[Phase]) -> frozenset[str]:
     """Return the recipe fields that may change when a compression is resumed.
 
-    These are the fields of phases that have not begun, so that an error in a later phase does not
-    cost the trained ones before it.
+    These are the fields of phases that have not begun, so that after an error in a later phase the
+    trained phases can be kept.
 
     Args:
         begun: phases that have begun.
@@ -151,10 +151,10 @@ def changeable_fields(begun: Sequence[Phase]) -> frozenset[str]:
 
 
 def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
-    """Check that later phases can quantize and prune the widths left by structured pruning.
+    """Check that later phases can quantize and prune the widths that structured pruning produces.
 
     Raises:
-        ConfigError: `structure.multiple_of`, or the width of heads, does not fit a later phase.
+        ConfigError: `structure.multiple_of`, or the size of heads, does not fit a later phase.
     """
     structure = next((p.config.structure for p in phases if p.config.structure is not None), None)
     if structure is None or not structure.chooses_widths:
@@ -188,7 +188,7 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
 
 
 def _shrink(model: Any, phase: Phase) -> str:
-    """Apply a phase's sizes to a model on meta; return a text on sizes that are not yet known."""
+    """Apply a phase's sizes to a model on meta; return a note on sizes that are not yet known."""
     config = phase.config
     if config.structure is not None:
         if config.structure.target != "sizes":

@@ -44,9 +44,9 @@ class CalibrationConfig:
 
     Args:
         texts: files or directories of text.
-        rows: number of token rows.
-        seq_len: tokens of a row.
-        batch_size: rows per forward pass.
+        rows: number of sequences.
+        seq_len: length of a sequence in tokens.
+        batch_size: sequences per forward pass.
     """
 
     texts: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class PhaseConfig:
         config: methods and their options.
         calibration: calibration texts.
         answers: directory for the teacher's outputs on the run's rows; if set, nothing is trained.
-        answer_count: number of top tokens stored for every position.
+        answer_count: number of top tokens to store for every position.
     """
 
     config: CompressConfig = field(default_factory=CompressConfig)
@@ -89,7 +89,7 @@ def read_calibration(
         config: calibration texts and sizes.
 
     Raises:
-        ConfigError: no texts are named, or rows are longer than the model's positions.
+        ConfigError: no texts are given, or the rows are longer than the model's maximum length.
         DataError: the texts have too few tokens.
     """
     if not config.texts:
@@ -132,7 +132,7 @@ def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | N
 
     Args:
         model: the run's model.
-        config: the run's config; one without `compress` has no effect.
+        config: the run's config; without `compress`, nothing is attached.
         mesh: the run's device mesh.
 
     Raises:
@@ -163,7 +163,7 @@ def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | N
 
 
 def _open_teacher(model: Model, config: Any, mesh: DeviceMesh) -> Model | TeacherAnswers:
-    """Open the distillation teacher, parallelized like the student, or unsharded if quantized."""
+    """Load the distillation teacher, parallelized like the student, or unsharded if quantized."""
     distill = config.compress.config.distill
     if distill.answers is not None:
         return TeacherAnswers(distill.answers)
@@ -187,7 +187,7 @@ def _read_teacher(config: DistillConfig, head: str) -> tuple[Model, Path]:
 
 
 def asks_teacher(config: Any) -> bool:
-    """Return True if a run only stores the teacher's outputs on its rows."""
+    """Return True if a run only stores the teacher's outputs and does not train."""
     return has_phase(config) and config.compress.answers is not None
 
 
@@ -200,8 +200,8 @@ def keep_answers(config: Any, data: Any, world: World) -> Model:
         world: all processes of the run.
 
     Raises:
-        ConfigError: several processes, a task whose batches are not the model's own arguments, a
-            loss on the teacher's hidden states, or an unsuitable teacher.
+        ConfigError: there are several processes, the task's batches are not the model's arguments,
+            the loss uses the teacher's hidden states, or the teacher is unsuitable.
     """
     phase: PhaseConfig = config.compress
     distill = phase.config.distill

@@ -4,7 +4,7 @@
 texts with labels, writes ``quality.npz`` and ``perplexity.npz``, which `prepare --scores` reads.
 `ModelPerplexity` scores texts with a bmforge model as a step of `prepare`.
 Source: Brown et al. 2020, arXiv:2005.14165, appendix A (a classifier of good texts against a
-crawl); Wenzek et al. 2020, arXiv:1911.00359 (three buckets by perplexity).
+crawl); Wenzek et al. 2020, arXiv:1911.00359 (three equal parts by perplexity).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from bmforge.tokenizers import AutoTokenizer
 
 __all__ = ["ModelPerplexity", "QualityConfig", "train_quality"]
 
-_LONGEST = 512  # tokens of a row, for a model with more positions
+_LONGEST = 512  # maximum sequence length in tokens
 
 
 def train_quality(config: QualityConfig) -> list[Path]:
-    """Train the scoring models of a config; return their files.
+    """Train the scoring models of a config; return the paths of their files.
 
     Raises:
-        ConfigError: no texts, options without effect, or the files exist.
+        ConfigError: there are no texts, an option has no effect, or the output files exist.
         DataError: an input cannot be read.
     """
     _check(config)
@@ -136,7 +136,7 @@ class ModelPerplexity:
     model: str
 
     def __call__(self, texts: Sequence[str]) -> list[float]:
-        """Return the perplexity of each text; infinite for a text of fewer than two tokens."""
+        """Return the perplexity of each text; it is infinite for texts of fewer than two tokens."""
         model, tokenizer = _open(self.model)
         limit = model.traits.position_limit
         longest = _LONGEST if limit is None else min(limit, _LONGEST)

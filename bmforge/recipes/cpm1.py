@@ -1,7 +1,7 @@
 """Fine-tuning of CPM-1 on ChID (choosing the idiom for a blank) and STC (replies to posts).
 
-A ChID text ends with the number of the right idiom, and the loss is on that number alone. STC is
-plain text with a loss on every token.
+A ChID text ends with the index of the correct idiom, and only this index contributes to the loss.
+STC is plain text with a loss on every token.
 
 Source: ``preprocess_chid_finetune.py``, ``finetune_chid.py``, ``preprocess_stc_finetune.py`` and
 ``finetune_lm.py`` of TsinghuaAI/CPM-1-Finetune.
@@ -55,10 +55,10 @@ class CPM1TextsConfig(RunConfig):
     """Config to fine-tune on CPM-1's tasks; other fields are `RunConfig`'s.
 
     Args:
-        data: training data; longer examples than `seq_len` are skipped. For ChID `paths` are its
-            files, one JSON object per line with `content` and `candidates`; FILE_answer.json next
-            to FILE.json has the numbers of the right idioms. For STC text files with a post, a tab
-            and its reply on each line.
+        data: training data; examples longer than `seq_len` are skipped. For ChID, `paths` are files
+            with one JSON object per line, with `content` and `candidates`; FILE_answer.json next to
+            FILE.json has the indices of the correct idioms. For STC, `paths` are text files with a
+            post, a tab and its reply on each line.
     """
 
     data: ExampleConfig = field(default_factory=ExampleConfig)
@@ -75,8 +75,8 @@ class CPM1TuneConfig(CPM1TextsConfig):
 class ChIDConfig(CPM1TuneConfig):
     """Config to fine-tune a CPM-1 on ChID.
 
-    `data.paths` are its files: one JSON object per line with `content` and `candidates`;
-    FILE_answer.json next to FILE.json has the numbers of the right idioms.
+    `data.paths` are files with one JSON object per line, with `content` and `candidates`;
+    FILE_answer.json next to FILE.json has the indices of the correct idioms.
     """
 
     run_dir: Path = Path("runs/cpm1-chid")
@@ -84,7 +84,10 @@ class ChIDConfig(CPM1TuneConfig):
 
 @dataclass(kw_only=True)
 class STCConfig(CPM1TuneConfig):
-    """Config to fine-tune a CPM-1 on STC: text files with a post, a tab and its reply per line."""
+    """Config to fine-tune a CPM-1 on STC.
+
+    `data.paths` are text files with a post, a tab and its reply on each line.
+    """
 
     run_dir: Path = Path("runs/cpm1-stc")
 
@@ -112,7 +115,7 @@ class _Texts:
 
     Args:
         texts: (token ids, length of the prompt) of each text.
-        config: row widths and padding.
+        config: run config with the row lengths and the padding token.
     """
 
     def __init__(self, texts: Iterator[tuple[list[int], int]], config: Any) -> None:
@@ -122,7 +125,7 @@ class _Texts:
         self._texts = [(ids, read) for ids, read in encoded if len(ids) <= width]
         reason = f"longer than data.seq_len={width}"
         tell_left_out([reason] * (len(encoded) - len(self._texts)), len(encoded), "texts")
-        # Padding follows the text, so causal attention never sees it.
+        # Padding follows the text, so it does not affect the text's causal attention.
         self.columns: Mapping[str, tuple[int, int]] = {
             "input_ids": (width, 0),
             "labels": (width, IGNORE_INDEX),
@@ -141,9 +144,9 @@ class _Texts:
 def encode_chid(
     text: str, blank: re.Match[str], candidates: Sequence[str], tokenizer: CPM1Tokenizer
 ) -> list[int]:
-    """Encode the prompt for one blank of a text, up to the number of the answer.
+    """Encode the prompt for one blank of a text; the answer's index follows the prompt.
 
-    Its form is 上下文: text with ``<mask>`` ``<eod>`` 选项0: idiom ``<sep>`` ... ``<mask>`` 答案是:
+    The form is 上下文: text with ``<mask>`` ``<eod>`` 选项0: idiom ``<sep>`` ... ``<mask>`` 答案是:
     """
     mask, sep, eod = (_id(tokenizer, role) for role in ("mask", "sep", "eod"))
     before = _BLANK.sub("", text[: blank.start()]).strip()
@@ -163,7 +166,7 @@ def _id(tokenizer: CPM1Tokenizer, role: str) -> int:
 
 
 def _number_ids(tokenizer: CPM1Tokenizer) -> list[int]:
-    """Return the token ids of the option numbers, as the tokenizer encodes them after 选项."""
+    """Return the token ids of the option indices, as the tokenizer encodes them after 选项."""
     numbers = []
     for number in range(_NUM_OPTIONS):
         ids = tokenizer.encode(f"选项{number}:")
@@ -177,7 +180,7 @@ def _number_ids(tokenizer: CPM1Tokenizer) -> list[int]:
 def _chid_texts(
     paths: Sequence[str], tokenizer: CPM1Tokenizer, numbers: Sequence[int]
 ) -> Iterator[tuple[list[int], int]]:
-    """Yield the token ids of every question with its answer number, and its prompt length."""
+    """Yield the token ids of every question with its answer's index, and the prompt's length."""
     for path in paths:
         file = Path(path)
         beside = file.with_name(f"{file.stem}_answer{file.suffix}")
@@ -278,14 +281,14 @@ def _open_stc(config: Any, rows: World) -> TrainingData:
 def _measure_accuracy(
     model: Model, batches: Iterator[Batch], numbers: Sequence[int], rows: World
 ) -> float:
-    """Return the accuracy: the share of questions whose right number has the highest logit."""
+    """Return the fraction of questions whose correct index has the highest logit."""
     counts = torch.zeros(2, dtype=torch.float64, device=rows.device)
     with evaluating(model), torch.no_grad():
         for ids, labels in ((b["input_ids"], b["labels"]) for b in batches):
             for row, label_row in zip(ids.to(rows.device), labels.to(rows.device), strict=True):
                 answered = label_row != IGNORE_INDEX
-                # A row without labels is padding of a batch: it runs through the model, since
-                # all processes of a sharded model need the same number of calls, uncounted.
+                # A row without labels pads the batch. It runs through the model, since all
+                # processes of a sharded model need the same number of calls, but it is not counted.
                 counted = bool(answered.any())
                 position = int(answered.nonzero()[-1]) if counted else 1
                 logits = model(row[None, :position], logits_to_keep=1).logits[0, -1, list(numbers)]

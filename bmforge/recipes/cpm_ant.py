@@ -1,7 +1,7 @@
 """Training of CPM-Ant with masked tokens and text continuation.
 
 Every text is preceded by the soft prompt of its objective, so that one model learns both and the
-prompt selects the objective at inference. With `init_from` the same recipe fine-tunes.
+prompt selects the objective at inference. With `init_from`, the recipe fine-tunes a model.
 Source: ``CPMAntPretrainDataset`` of OpenBMB/CPM-Live and its data (prompt 1 and segment 1 for the
 hidden tokens, prompt 2 and segment 2 for the continuation). The question answering objectives of
 CPM-Ant+, with separate segments, are not supported.
@@ -30,7 +30,7 @@ from bmforge.tokenizers import Tokenizer
 __all__ = ["AntConfig", "CPMAntTrainConfig", "hide_tokens", "train_ant"]
 
 _SHORTEST = 32
-_TASKS = {"mlm": 1, "lm": 2}  # number of the prompt and of the text's segment
+_TASKS = {"mlm": 1, "lm": 2}  # index of the soft prompt, and segment id of the text
 _DRAWN_FROM = 1 << 30
 
 
@@ -69,17 +69,17 @@ def train_ant(config: Any) -> RunResult:
 
 
 def hide_tokens(ids: Sequence[int], task: str, seed: tuple[int | str, ...]) -> Example:
-    """Hide some tokens of a text; return the training row.
+    """Mask some tokens of a text; return the training row.
 
     Args:
-        ids: token ids of the whole text with its begin and end; at least 2.
-        task: "mlm" hides tokens anywhere but the first, "lm" the last ones; the number is
-            uniform between one and all but the first.
-        seed: random seed of the hidden positions.
+        ids: token ids of the text with its begin and end tokens; at least 2.
+        task: "mlm" masks random tokens except the first, "lm" the last tokens; their number is
+            uniformly distributed between 1 and all but the first token.
+        seed: random seed of the masked positions.
 
     Returns:
-        ``input_ids``, ``context`` (0 where hidden), ``segment`` and ``labels`` (the next token, if
-        that token is hidden).
+        dict with ``input_ids``, ``context`` (0 for masked tokens), ``segment`` and ``labels`` (the
+        next token, if it is masked).
     """
     length = len(ids)
     count = 1 + draw_below(length - 1, derive_key(*seed, "count"))
@@ -120,7 +120,7 @@ class _AntExamples:
         return len(self._pieces)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return the text at `index`, with its objective and hidden tokens sampled by `seed`."""
+        """Return the text at `index` with a random objective and mask, which depend on `seed`."""
         drawn = draw_below(_DRAWN_FROM, derive_key(*seed, "task")) / _DRAWN_FROM
         task = "mlm" if drawn < self._config.mlm_ratio else "lm"
         ids = [self._begin, *self._pieces[index].tolist(), self._end]

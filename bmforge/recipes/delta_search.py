@@ -1,7 +1,7 @@
 """Searches for the best adapter (type, targets, size) for a task by successive halving.
 
-All candidates train for a few steps; the better ones continue, until one is left. A repeated call
-in the same directory resumes the search; `search.html` shows its state.
+All candidates train for a few steps; the better ones continue, until one candidate is left. A
+repeated call in the same directory resumes the search; `search.html` shows its state.
 Source: Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter
 optimization" (2016).
 """
@@ -29,7 +29,7 @@ from bmforge.train import OptimConfig, TrainConfig
 
 __all__ = ["DeltaSearchConfig", "SearchConfig", "find_candidates", "plan_rounds", "search_deltas"]
 
-# Kind -> its size option; the other kinds have a single size.
+# Kind of adapter -> its size option; the other kinds have no size option.
 _SIZED = {
     "lora": "rank",
     "low-rank": "rank",
@@ -49,11 +49,11 @@ class SearchConfig:
 
     Args:
         kinds: kinds of adapters, as in `adapter.kind`.
-        places: target modules to try; the targets of one candidate are joined by commas
-            (attn.q,attn.v), and "usual" selects the default targets of each kind.
-        sizes: ranks, widths or lengths, for the kinds that have one.
+        places: target modules to try; the targets of a candidate are separated by commas
+            (attn.q,attn.v), and "usual" means the default targets of each kind.
+        sizes: ranks, widths or lengths to try, for kinds that have such an option.
         max_trained: maximum number of trained parameters of a candidate, not counting new heads; 0
-            sets no limit.
+            for no limit.
         keep_ratio: each round keeps 1 / keep_ratio of the candidates and trains them keep_ratio
             times as many steps.
     """
@@ -85,8 +85,8 @@ class DeltaSearchConfig(TaskTuneConfig):
 
     Args:
         search: search space.
-        train: training loop of the last round; earlier rounds are shorter in proportion to
-            their number of candidates.
+        train: training settings of the last round; earlier rounds with more candidates have
+            correspondingly fewer steps.
     """
 
     run_dir: Path = Path("runs/delta-search")
@@ -106,7 +106,8 @@ def search_deltas(config: Any) -> RunResult:
         The last run of the best candidate.
 
     Raises:
-        ConfigError: nothing to try, no held-out data, or another search in the directory.
+        ConfigError: there is nothing to try, there is no held-out data, or the directory contains
+            another search.
         BmforgeError: see `run_recipe`.
     """
     if not (config.run_dir / _STATE).is_file():
@@ -154,7 +155,7 @@ class Candidate:
 
 
 def find_candidates(config: Any) -> dict[str, Candidate]:
-    """Return a map from name to candidate, for those that fit the model and the parameter limit.
+    """Return a dict from name to candidate, if it fits the model and the parameter limit.
 
     Raises:
         ConfigError: no adapter fits.
@@ -216,7 +217,7 @@ def plan_rounds(count: int, steps: int, keep_ratio: int) -> list[tuple[int, int]
 
 
 def _config_of(config: Any, name: str, delta: AdapterConfig, steps: int) -> Any:
-    """Return the config to train a candidate up to a step; its schedule spans the whole search."""
+    """Return the config to train a candidate up to a step, with the last round's schedule."""
     train = config.train
     if train.schedule.kind not in ("constant", "noam") and train.schedule.total_steps is None:
         schedule = dataclasses.replace(train.schedule, total_steps=train.steps)
@@ -232,7 +233,7 @@ def _open_state(
     """Load the saved state of a search, or create a new one.
 
     Raises:
-        ConfigError: the directory has another search.
+        ConfigError: the directory contains another search.
     """
     fresh = {
         "candidates": {name: entry.trained for name, entry in candidates.items()},

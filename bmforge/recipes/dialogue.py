@@ -59,7 +59,7 @@ def train_dialogue(config: Any) -> RunResult:
 
 
 class _Dialogues:
-    """Dialogue histories with their answers, as an `ExampleSource`."""
+    """`ExampleSource` of dialogue histories with their answers."""
 
     def __init__(self, paths: Sequence[str], config: Any, tokenizer: EVATokenizer) -> None:
         window, longest = config.data.seq_len, config.target_len

@@ -39,10 +39,10 @@ class OnPolicyDistillationConfig(RunConfig):
         data: prompts.
         teacher: directory, hub id or short name of the teacher, with the student's tokenizer.
         jsd_beta: interpolation coefficient of the generalized Jensen-Shannon divergence: 0 is the
-            forward KL divergence, 1 the reverse one, 0.5 the symmetric one (default: 1).
+            forward KL divergence, 1 the reverse KL divergence, and 0.5 is symmetric (default: 1).
         distill_temperature: divisor of both models' logits in the loss (default: 1).
-        rollout: generation of answers.
-        template: chat template of prompts that are conversations, as in `train conversations`.
+        rollout: options for generating answers.
+        template: chat template for prompts that are conversations, as in `train conversations`.
     """
 
     data: PromptConfig = field(default_factory=PromptConfig)
@@ -61,7 +61,7 @@ def train_distill(config: Any) -> RunResult:
         config: an `OnPolicyDistillationConfig` whose `model` is a decoder's config.
 
     Raises:
-        BmforgeError: see `run_recipe`; the teacher has another vocabulary.
+        BmforgeError: see `run_recipe`; or the teacher has another vocabulary.
     """
     return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
 

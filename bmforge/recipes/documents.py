@@ -1,7 +1,7 @@
 """Training of CPM-Bee on documents: pretraining, or fine-tuning with `init_from`.
 
-Documents come from .jsonl files, or from mixture files (.json) that give each file a weight, a task
-and declarative transforms.
+Documents are read from .jsonl files, or from mixture files (.json) that specify a weight, a task
+and declarative transforms for each file.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from bmforge.train.objective import rename_inputs
 
 __all__ = ["CPMBeeTrainConfig", "DocumentConfig", "DocumentsConfig", "train_documents"]
 
-# Samples encoded before a run to estimate the share that is left out.
+# Number of samples to encode before a run, to estimate the fraction that is skipped.
 _SURVEYED = 500
 
 
 @dataclass(kw_only=True)
 class DocumentConfig:
-    """Data of a run on documents.
+    """Data options of a run on documents.
 
     Args:
         paths: .jsonl files with one document per line, each file a separate task, or .json files
@@ -92,7 +92,7 @@ class CPMBeeTrainConfig(DocumentsConfig):
 def train_documents(config: Any) -> RunResult:
     """Run or resume training on documents.
 
-    The export includes the tokenizer, so that `bmforge generate` can fill in documents.
+    The export includes the tokenizer, so that `bmforge generate` can complete documents.
 
     Raises:
         BmforgeError: see `run_recipe`.
@@ -182,10 +182,10 @@ def _open_sources(paths: Iterable[str]) -> list[TaskSource]:
 def _fitting(
     source: TaskSource, tokenizer: CPMBeeTokenizer, config: DocumentConfig
 ) -> list[dict[str, Any]]:
-    """Return the usable held-out documents of a task, each with its first transform applied.
+    """Return the usable held-out documents of a task, with the first transform applied.
 
     Raises:
-        DataError: a document cannot be encoded and `skip_bad` is off, or none is left.
+        DataError: a document cannot be encoded and `skip_bad` is off, or no document is left.
     """
     fitting, left_out = [], []
     for number in range(len(source.documents)):
@@ -216,7 +216,7 @@ def _held_out_batches(
     config: DocumentConfig,
     rows: World,
 ) -> Iterator[Batch]:
-    """Yield this rank's batches of one pass; a rank without data yields a batch without labels."""
+    """Yield this rank's batches of one epoch; a rank without data yields a batch without labels."""
     all_batches = iter_documents(
         documents, tokenizer, max_length=config.seq_len, batch_size=config.micro_batch_size
     )

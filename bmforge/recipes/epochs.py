@@ -11,7 +11,8 @@ from bmforge.logging import get_logger
 
 __all__ = ["settle_epochs"]
 
-# With the default rates, fewer steps barely move an adapter; published recipes take 50 or more.
+# With the default learning rates, fewer steps hardly train an adapter; published recipes use at
+# least 50.
 _FEW_STEPS = 20
 
 
@@ -20,10 +21,10 @@ def settle_epochs(config: Any, epoch_rows: int | None) -> Any:
 
     Args:
         config: the run's config.
-        epoch_rows: rows of one pass over the training data; None if a pass is not defined.
+        epoch_rows: rows of one epoch; None if the data has no epochs.
 
     Raises:
-        ConfigError: `epochs` is not positive, or the task's data has no passes.
+        ConfigError: `epochs` is not positive, or the task's data has no epochs.
     """
     if config.epochs is None:
         return config

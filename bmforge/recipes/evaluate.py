@@ -68,7 +68,7 @@ Measure = Callable[[], dict[str, float]]
 
 @dataclass(frozen=True)
 class _Subject:
-    """Model under evaluation, with its tokenizer, row length and processes."""
+    """Model under evaluation, with its tokenizer, sequence length and processes."""
 
     model: Model
     tokenizer: Tokenizer | None
@@ -80,7 +80,7 @@ class _Subject:
 
 @dataclass(frozen=True)
 class _RowSettings:
-    """Settings to build task rows; the fields mean the same as in a run's config."""
+    """Settings to build task rows; the fields have the same meaning as in a run's config."""
 
     model: ModelConfig
     data: ExampleConfig
@@ -96,14 +96,14 @@ def evaluate_model(
 ) -> Results:
     """Evaluate a model; return its metrics, which are equal on every process.
 
-    The result maps the title of each metric to a map from text or task to value. For the export of
-    a run, the metrics are also added to the run's results and report.
+    The result is a dict from the title of a metric to a dict from text or task to value. For the
+    export of a run, the metrics are also added to the run's results and report.
 
     Args:
         name: directory or hub id of a model, a run's directory, or a preset with `weights`.
         config: texts and tasks to evaluate on.
-        layout: parallel layout; None shards the weights over all processes.
-        allow_other_base: accept an adapter that was trained on other base weights.
+        layout: parallel layout (default: the weights are sharded over all processes).
+        allow_other_base: accept an adapter that was trained on a base model with other weights.
 
     Raises:
         BmforgeError: a setting, the model, the data or the layout is invalid or unsuitable.
@@ -115,7 +115,7 @@ def evaluate_model(
         run_on_first(lambda: out.parent.mkdir(parents=True, exist_ok=True))
     layout.check(world.size)
     subject = _open_subject(name, config, layout, world, allow_other_base)
-    # All inputs are opened before the evaluation, so that mistakes are reported early.
+    # All inputs are opened before evaluating, so that mistakes are reported early.
     measures = [(path, _open_text(subject, path, config)) for path in config.text]
     measures += [(path, _open_prepared(subject, path, config)) for path in config.prepared]
     measures += [(task, _open_task(subject, task, config)) for task in config.tasks]
@@ -180,7 +180,7 @@ def _find_run(directory: Path) -> Path | None:
 
 
 def _length_in_run(directory: Path) -> int | None:
-    """Return the row length, in tokens, of the run that trained a model; None if unknown."""
+    """Return the sequence length of the run that trained a model; None if unknown."""
     run = _find_run(directory)
     recorded = {} if run is None else tomllib.loads((run / "run.toml").read_text(encoding="utf-8"))
     length = recorded.get("data", {}).get("seq_len")
@@ -188,7 +188,7 @@ def _length_in_run(directory: Path) -> int | None:
 
 
 def _find_tokenizer(directory: Path) -> Tokenizer | None:
-    """Load the tokenizer of a model directory; None if it has none."""
+    """Load the tokenizer of a model directory; return None if there is no tokenizer."""
     try:
         return AutoTokenizer.from_pretrained(directory)
     except DataError as error:
@@ -214,7 +214,7 @@ def _need_next_tokens(model: Model) -> None:
 
 
 def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
-    """Open text files for evaluation; every document is preceded by the BOS token."""
+    """Return a `Measure` of text files; every document is preceded by the BOS token."""
     model, tokenizer = subject.model, _need_tokenizer(subject)
     _need_next_tokens(model)
     first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
@@ -243,7 +243,7 @@ def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
 
 
 def _open_prepared(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
-    """Open a token store with the sequence length that was used in training."""
+    """Return a `Measure` of a token store, with the sequence length used in training."""
     _need_next_tokens(subject.model)
     held_out = open_held_out(
         path, subject.seq_len, subject.model.config.vocab_size, str(subject.directory)
@@ -265,7 +265,7 @@ def _measure_text(
 
 
 def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
-    """Open a task, with prompts in the format for the model's kind."""
+    """Return a `Measure` of a task, with prompts in the format for this kind of model."""
     model, tokenizer = subject.model, _need_tokenizer(subject)
     data = _describe_task(name, subject, config)
     task = open_task(data)

@@ -1,7 +1,7 @@
 """Exports the model or the adapter of a finished run.
 
-An export is written next to its directory and swapped in when it is complete, so that it never
-keeps files of an earlier export and a killed run leaves the earlier one.
+An export is written to a temporary directory, which replaces the final one when it is complete. So
+an export never contains files of an earlier one, and if the run is killed, the earlier one stays.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ def export_run(
 ) -> None:
     """Write ``run_dir/export``: the trained model, or the adapter if the run trains one.
 
-    Either includes the tokenizer, the chat template and the base's generation config.
+    The directory includes the tokenizer, the chat template and the base's generation config.
 
     Args:
         model: trained model, parallelized or not.
         config: the run's config.
-        save_tokenizer: function that writes tokenizer and template into a directory.
-        special_ids: fields of the exported config.json, such as ``eos_token_id``; those that
-            generation_config.json also has are changed there as well.
-        world: all processes; every one must call this.
+        save_tokenizer: function that writes tokenizer and template to a directory.
+        special_ids: fields of the exported config.json, such as ``eos_token_id``; they are also
+            changed in generation_config.json if it has them.
+        world: all processes; all of them call this function.
     """
     directory = config.run_dir / "export"
     adapter = None
@@ -85,7 +85,8 @@ def export_run(
                 if generation := raw.get(GENERATION_KEY):
                     changed = {n: v for n, v in special_ids.items() if n in generation}
                     raw[GENERATION_KEY] = {**generation, **changed}
-                # A field of the family's own is written in place of the raw value.
+                # If the family's config has the field, it is set there instead of adding a raw
+                # value.
                 own = {n: v for n, v in special_ids.items() if hasattr(model.config, n)}
                 model.config = model.config.replace(raw=raw, **own)
             _save_model(model, config, target)
@@ -110,7 +111,7 @@ def push_export(directory: Path, repo_id: str) -> None:
         repo_id: OWNER/NAME of the repository.
 
     Raises:
-        ConfigError: the hub refuses, or cannot be reached.
+        ConfigError: the hub refuses the upload, or cannot be reached.
     """
     api = HfApi()
     try:
@@ -137,8 +138,8 @@ def _save_model(model: Model, config: Any, target: Path) -> None:
 def read_dtypes(directory: Path) -> Callable[[str], torch.dtype] | None:
     """Return a function from a published tensor name to the dtype of the exported tensor.
 
-    The dtype is that of the base's tensor with this name, else the most common one of the base's
-    tensors; None for a base without plain weights (GGUF).
+    The dtype is that of the base's tensor with this name, or the most common dtype of the base's
+    tensors. Returns None for a base without plain weights (GGUF).
     """
     if is_gguf(directory):
         return None
@@ -167,7 +168,7 @@ def _save_adapter(adapter: Delta, model: Any, config: Any, target: Path) -> None
 
 
 def describe_base(adapter: Path, base: str | None, reads: str) -> None:
-    """Write the base model's name into an adapter's config, where PEFT's AutoPeftModel reads it.
+    """Write the base model's name to an adapter's config, where PEFT's AutoPeftModel reads it.
 
     Args:
         adapter: adapter directory.
@@ -194,8 +195,8 @@ def copy_side_files(source: Path, target: Path) -> None:
 def copy_tokenizer_files(base: Path, target: Path) -> None:
     """Copy tokenizer files of the base model, such as the chat template, that an export lacks.
 
-    An export without a tokenizer gets the base's. If the export has another tokenizer than the
-    base, nothing is copied, since the base's template may use tokens that this tokenizer lacks.
+    If the export has another tokenizer than the base, nothing is copied, since the base's template
+    may use tokens that the export's tokenizer lacks.
 
     Args:
         base: directory or GGUF file of the base model.
@@ -218,10 +219,10 @@ def copy_tokenizer_files(base: Path, target: Path) -> None:
 
 @contextmanager
 def swapped_directory(directory: Path) -> Iterator[Path]:
-    """Context manager: yield a new directory, which replaces `directory` on success.
+    """Context manager that yields a new directory, which replaces `directory` on success.
 
-    Every process must enter it; the first one swaps. A kill between the two renames leaves the
-    earlier export under its temporary name, and the next call restores it.
+    Every process must enter it; the first process renames the directories. If it is killed between
+    the two renames, the earlier export keeps its temporary name, and the next call restores it.
     """
     new, old = (directory.with_name(f".{directory.name}.{word}") for word in ("new", "old"))
 

@@ -1,7 +1,7 @@
 """Fine-tuning on published tasks, user-defined classification, and questions on a context.
 
-An encoder learns to classify; decoders and encoder-decoders learn to generate the word of a label,
-or the right choice, after a prompt. `results.json` has the task's metrics on the held-out split,
+An encoder learns to classify; decoders and encoder-decoders learn to generate a label's word, or
+the correct choice, after a prompt. `results.json` has the task's metrics on the held-out split,
 which `task_prompts.py` computes.
 """
 
@@ -186,7 +186,7 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
 
 
 def _open(form: Callable[..., AskedTask], config: Any, rows: World, **fields: Any) -> TrainingData:
-    """Open a task as `TrainingData`; `form` encodes its examples, `fields` set further fields."""
+    """Load a task as `TrainingData`; `form` encodes the examples, `fields` sets further fields."""
     check_length(config)
     task, train, dev = read_examples(config.data)
     tokenizer = open_tokenizer(config)

@@ -26,8 +26,8 @@ class HeldOutScore:
     Args:
         good, bad: number of held-out texts with each label.
         auc: probability that a good text has a higher score than a bad one; ties count half.
-        precision: share of good texts among those with a score of at least 0.5.
-        recall: share of the good texts with a score of at least 0.5.
+        precision: fraction of good texts among those with a score of at least 0.5.
+        recall: fraction of the good texts that have a score of at least 0.5.
     """
 
     good: int
@@ -48,7 +48,7 @@ def read_labeled(config: QualityConfig) -> tuple[list[str], list[str]]:
     """Read files with one labeled record per line; return the good texts and the other texts.
 
     Args:
-        config: `labeled` files, and the fields and values of their labels.
+        config: config with the `labeled` files, and the fields and values of their labels.
 
     Raises:
         DataError: a record lacks its text or label, a label is not a number although
@@ -72,7 +72,7 @@ def read_labeled(config: QualityConfig) -> tuple[list[str], list[str]]:
 
 
 def _read(config: QualityConfig) -> Iterator[tuple[str, object, bool]]:
-    """Yield (text, label, flag); the flag is True if the label means high quality."""
+    """Yield (text, label, is_good); `is_good` is True if the label means high quality."""
     for path in config.labeled:
         for file in find_conversation_files(path):
             for location, record in read_records(file):
@@ -117,7 +117,7 @@ def _is_number(label: object) -> bool:
 def hold_out(texts: Sequence[str], share: float, seed: int) -> tuple[list[str], list[str]]:
     """Divide texts by a hash into training texts and held-out texts.
 
-    Equal texts are in the same part, and adding texts moves none to the other part.
+    Equal texts are in the same part, and adding texts does not move any other text.
     """
     sides: tuple[list[str], list[str]] = ([], [])
     for text in texts:

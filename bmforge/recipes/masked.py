@@ -2,8 +2,8 @@
 
 Of the predicted tokens 80 % are replaced by the mask token, 10 % by a random token, and 10 % are
 unchanged. They are sampled again in every epoch.
-Source: Devlin et al., "BERT" (2019), section 3.1; without the prediction of the next sentence, as
-in Liu et al., "RoBERTa" (2019).
+Source: Devlin et al., "BERT" (2019), section 3.1; without next-sentence prediction, as in Liu et
+al., "RoBERTa" (2019).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bmforge.tokenizers import Tokenizer
 
 __all__ = ["MaskedConfig", "mask_tokens", "train_masked"]
 
-# Of ten predicted tokens, the number that is masked and the number that is replaced randomly.
+# Of ten predicted tokens, the number of masked and the number of randomly replaced ones.
 _HIDDEN, _REPLACED, _OF = 8, 1, 10
 
 
@@ -68,7 +68,7 @@ def mask_tokens(
         ids: token ids of the text.
         mask: id of the mask token.
         vocab_size: exclusive upper bound of random replacement tokens.
-        ratio: share of the tokens that are predicted; at least one is.
+        ratio: fraction of the tokens that are predicted; at least one token is.
         seed: random seed of the masking.
     """
     count = max(1, round(len(ids) * ratio))
@@ -103,7 +103,7 @@ class _MaskedExamples:
         return len(self._pieces)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return the text at `index`, with masked tokens sampled by `seed`."""
+        """Return the text at `index` with randomly masked tokens, which depend on `seed`."""
         ids = self._pieces[index].tolist()
         shown, labels = mask_tokens(ids, self._mask, self._size, self._ratio, seed)
         return {

@@ -1,7 +1,7 @@
 """Preference optimization (`bmforge train preferences`): DPO, SimPO, ORPO, CPO, KTO, ...
 
-Answers are rendered and tokenized as in `bmforge train conversations`. The reference model is the
-model with its adapter off, a frozen copy, or log-probabilities that are computed before training.
+Answers are rendered and tokenized as in `bmforge train conversations`. The reference is the model
+with its adapter off, a frozen copy, or log-probabilities that are computed before training.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ ReferenceKind = Literal["adapter", "copy", "precomputed"]
 
 @dataclass(kw_only=True)
 class PairData(ExampleConfig):
-    """Preference data of a run; other fields are `ExampleConfig`'s.
+    """Preference data options of a run; other fields are `ExampleConfig`'s.
 
     Args:
         global_batch_size, micro_batch_size: pairs (two rows each) instead of rows.
         ignore: fields of the records to ignore; any other field that the chat template does not
             read is an error.
-        prefix_sharing: put both answers of a pair behind one copy of their prompt, which is then
-            computed once; same loss and gradients. For `train preferences` with pairs.
+        prefix_sharing: put both answers of a pair into one row after a single copy of their prompt,
+            which is then computed once; loss and gradients are the same. For `train preferences`
+            with pairs.
     """
 
     seq_len: int = 1024
@@ -142,7 +143,7 @@ def read_options(config: Any) -> MethodOptions:
     """Return the coefficients of a run's method.
 
     Raises:
-        ConfigError: an unknown method, a coefficient out of range or one without effect.
+        ConfigError: the method is unknown, or a coefficient is out of range or has no effect.
     """
     method = METHODS.get(config.method)
     if method is None:
@@ -211,7 +212,7 @@ def open_template(config: Any) -> tuple[Any, ChatTemplate, Any]:
 def encode_files(
     paths: Sequence[str], config: Any, tokenizer: Any, template: ChatTemplate
 ) -> list[EncodedPair]:
-    """Read the preferences in some files and encode them."""
+    """Read preferences from files and encode them."""
     examples: list[PreferenceExample] = [e for path in paths for e in read_preferences(path)]
     return [encode_preference(e, template, tokenizer, config.data.ignore) for e in examples]
 
@@ -228,7 +229,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         source(encode_files(paths, config, tokenizer, template), data.seq_len) if paths else None
         for paths in (data.paths, data.validation)
     )
-    assert learned is not None  # data.check() refuses a run without paths
+    assert learned is not None  # data.check() raises an error for a run without paths
     for each in filter(None, (learned, held_out)):
         check_shared_width(config, each.width)
     reference = None if kind is None else _open_reference(config, kind, rows)

@@ -11,11 +11,11 @@ __all__ = ["check_prefix_sharing", "check_shared_width", "refuse_prefix_sharing"
 
 
 def refuse_prefix_sharing(config: Any, reason: str) -> None:
-    """Raise `ConfigError` if `data.prefix_sharing` is set; it has no effect in this run.
+    """Raise `ConfigError` if `data.prefix_sharing` is set, in a run where it has no effect.
 
     Args:
         config: config of the run.
-        reason: why the option has no effect, as the end of a sentence.
+        reason: reason why the option has no effect, as the end of a sentence.
     """
     if config.data.prefix_sharing:
         raise ConfigError(f"data.prefix_sharing has no effect {reason}. Leave it out.")
@@ -58,7 +58,7 @@ def check_shared_width(config: Any, width: int) -> None:
 
     Args:
         config: config of the run.
-        width: tokens of a row with both answers.
+        width: length of a row with both answers, in tokens.
     """
     limit = traits_of(config.model).row_limit(config.model)
     if config.data.prefix_sharing and limit is not None and width > limit:

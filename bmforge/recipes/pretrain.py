@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class PretrainConfig(RunConfig):
-    """Config of a pretraining run; the fields not named here are `RunConfig`'s.
+    """Config of a pretraining run; other fields are `RunConfig`'s.
 
     Args:
         data: training and validation text.
@@ -73,7 +73,7 @@ def pretrain(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    if config.init_from is None:  # else the sizes are those of a checkpoint that is opened later
+    if config.init_from is None:  # otherwise the sizes are read from `init_from` later
         check_length(config)
     return run_recipe(config, _open_data, head="language_model")
 
@@ -100,7 +100,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
 
 
 def _end_ids(corpus: Corpus, init_from: str | None) -> dict[str, Any]:
-    """Return the special-token ids to export; an initial model that has an EOS id keeps its own."""
+    """Return the special-token ids to export; the EOS id of an initial model is kept."""
     if corpus.eos_id is None:
         return {}
     if init_from is None:
@@ -117,7 +117,8 @@ def _copy_tokenizer(source: Path | None, directory: Path) -> None:
 
 def _bits_per_byte(corpus: Corpus, evaluation: EvalResult) -> Results:
     config = corpus.config
-    # With resets the first token of a document is not predicted, so its bytes have no code length.
+    # If documents are reset, a document's first token is not predicted, so its bytes have no code
+    # length.
     is_complete = config.validation_batches is None and not config.reset_at_documents
     if not corpus.validation_text_bytes or not is_complete:
         return {}

@@ -60,16 +60,16 @@ __all__ = [
     "train_texts",
 ]
 
-# Name of the change that adds the soft tokens of a template.
+# Name of the model change that adds the soft tokens of a template.
 _ROWS = "embed.prompt.weight"
 
 
 @dataclass(kw_only=True)
 class PromptDataConfig(TaskDataConfig):
-    """Data of a prompt run; other fields are `TaskDataConfig`'s.
+    """Data options of a prompt run; other fields are `TaskDataConfig`'s.
 
     Args:
-        shots: training examples per label, or in total for a task with text answers; 0 uses all.
+        shots: training examples per label, or in total for a task with text answers; 0 for all.
         seeds: number of runs with different examples and orders, in subdirectories of `run_dir`.
     """
 
@@ -208,7 +208,7 @@ def _summarise(places: Sequence[Path]) -> Results:
 def _with_rows(config: Any) -> Any:
     """Add the template's soft tokens to the run's `changes`, and to the trained modules."""
     if any(change.kind == "prompt" for change in (*config.changes, *config.model.changes)):
-        return _train_rows(config)  # a resumed run already has the soft tokens
+        return _train_rows(config)  # the config of a resumed run already has the soft tokens
     text = open_template(config, *_look(config))
     rows, _ = number_rows(parse_template(text), open_tokenizer(settle_model(config)))
     count = config.soft_front + len(rows)
@@ -238,7 +238,7 @@ def _look(config: Any) -> tuple[BenchmarkTask, TaskExample]:
 
 
 def _read(config: Any) -> tuple[BenchmarkTask, list[TaskExample], list[TaskExample]]:
-    """Read a task; return it with its few training examples and its held-out examples."""
+    """Return a task, its few training examples, and its held-out examples."""
     check_length(config)
     task, train, dev = read_examples(config.data)
     shots = config.data.shots
@@ -300,7 +300,7 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
 
 
 def _label(example: TaskExample) -> int:
-    """Return the number of an example's class."""
+    """Return the index of an example's class."""
     if isinstance(example.label, str):
         return example.choices.index(example.label)
     if example.label is None:
@@ -354,7 +354,7 @@ def _target(task: BenchmarkTask, example: TaskExample) -> str:
 
 
 def _number(task: BenchmarkTask, written: str) -> int:
-    """Return the class whose name was generated; -1 if none matches."""
+    """Return the index of the class whose name was generated; -1 if no class matches."""
     names = [name.lower() for name in task.label_names]
     return names.index(written.lower()) if written.lower() in names else -1
 

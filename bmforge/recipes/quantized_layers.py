@@ -23,7 +23,7 @@ from bmforge.tokenizers import AutoTokenizer
 
 __all__ = ["LayerError", "measure_layers"]
 
-# Tokens of the row; the error of a layer is an average over all its outputs.
+# Sequence length in tokens; a layer's error is averaged over all of its outputs.
 _MOST_TOKENS = 512
 
 
@@ -41,10 +41,10 @@ class LayerError(NamedTuple):
 
 @torch.no_grad()
 def measure_layers(source: str, target: str, texts: Sequence[str]) -> list[LayerError]:
-    """Measure the quantization error of every packed layer on some texts; largest error first.
+    """Measure the quantization error of every quantized layer; largest error first.
 
-    Each layer gets its input in the quantized model, so errors do not accumulate from one layer to
-    the next. Only the beginning of the texts is used.
+    Both versions of a layer get the same input, that of the quantized model, so errors do not
+    accumulate from layer to layer. Only the beginning of the texts is used.
 
     Args:
         source: the original model: a directory, hub id or GGUF file.
@@ -52,9 +52,9 @@ def measure_layers(source: str, target: str, texts: Sequence[str]) -> list[Layer
         texts: files or directories of text.
 
     Raises:
-        DataError: the texts have no token.
+        DataError: the texts have no tokens.
 
-    Memory: the quantized model and one tensor of the original.
+        Memory: the quantized model and one tensor of the original model.
     """
     plain, files = AutoModel.describe_pretrained(find_model(source), dtype=torch.float32)
     losses = _Losses(weight_reader(plain, files), {*persistent_tensors(plain)})

@@ -1,6 +1,6 @@
 """Quickstart: trains a small language model from raw text in minutes, with one command.
 
-Its steps: prepare, pretrain a small GPT-2, compare with n-gram models, sample, export, report.
+The steps: prepare, pretrain a small GPT-2, compare with n-gram models, sample, export, report.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def quickstart(config: QuickstartConfig) -> Path:
     """Run or resume the quickstart; return the path of its report.
 
     Raises:
-        BmforgeError: bad input, or `run_dir` belongs to another program.
+        BmforgeError: the input is invalid, or `run_dir` was not created by the quickstart.
         KeyboardInterrupt: a signal stopped the training after its checkpoint was saved.
     """
     world = init_distributed()
@@ -74,7 +74,7 @@ def quickstart(config: QuickstartConfig) -> Path:
             config.steps,
         )
         if result.stopped and not restarts_failed():
-            raise KeyboardInterrupt  # so that a shell script stops as well
+            raise KeyboardInterrupt  # so that a shell script that runs this command stops too
         return config.run_dir / "report.html"
     if world.rank == 0:
         _compare(config, corpus, result)
@@ -86,7 +86,7 @@ def quickstart(config: QuickstartConfig) -> Path:
 def _training(
     config: QuickstartConfig, corpus: PrepareReport, data_dir: Path
 ) -> GPT2PretrainConfig:
-    """Return the config of the training run: two million weights, a few passes over the text."""
+    """Return the config of the training run: two million weights, a few epochs."""
     return GPT2PretrainConfig(
         run_dir=config.run_dir,
         model=GPT2Config(

@@ -33,7 +33,7 @@ ReferenceDtype = Literal["int8", "int4"]
 
 
 def check_reference_copy(config: Any, is_copied: bool) -> None:
-    """Raise `ConfigError` for an option of the copy that has no effect or is not supported.
+    """Raise `ConfigError` for an option of the reference copy without effect or support.
 
     Args:
         config: config of a run with ``reference_dtype`` and ``reference_offload``.
@@ -69,7 +69,7 @@ def open_reference_copy(config: Any, rows: World) -> Reference:
         rows: data-parallel rank and size of this process.
 
     Raises:
-        ConfigError: `reference_offload` without an accelerator.
+        ConfigError: `reference_offload` is set, but there is no accelerator.
     """
     if config.reference_offload and is_host(rows.device):
         raise ConfigError(
@@ -89,7 +89,7 @@ def open_reference_copy(config: Any, rows: World) -> Reference:
 
 
 def _build_quantized(config: Any, world: World, mesh: Any) -> nn.Module:
-    """Build the copy; linear layers are in ``reference_dtype``, other weights in the precision."""
+    """Build the copy: linear layers in ``reference_dtype``, others in the run's precision."""
     start = find_model(config.init_from)
     sizes = config.model.replace(raw=read_config_file(start))
     model = family_of(sizes).from_config(sizes, device="meta")

@@ -1,7 +1,7 @@
 """Registry of the tasks of `bmforge train`, and of the older recipe names.
 
-A task has one form or several; the traits of a model's family select the form. An older recipe name
-is a task with a default model and settings.
+A task has one or several implementations (`Form`); the traits of the model's family select one. An
+older recipe name is a task with a default model and settings.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Recipe:
     """A task for one model: a config class and the function that runs it.
 
     Args:
-        config: config class, whose fields are the command's options; its field `model` is the
-            config of the family.
+        config: config class whose fields are the command's options; the field `model` is the config
+            of the family.
         run: function that runs the recipe.
         about: description of the recipe.
         task: name of the task.
@@ -126,12 +126,12 @@ class Recipe:
 
 
 def _writes(traits: Traits) -> bool:
-    """Return True if the family can learn to generate a text after a prompt."""
+    """Return True if the family can learn to generate text after a prompt."""
     return traits.reads == "apart" or _continues(traits)
 
 
 def _continues(traits: Traits) -> bool:
-    """Return True if the family is a decoder that continues a text."""
+    """Return True if the family is a decoder, which continues a text."""
     return (traits.reads, traits.objective) == ("left", "next token")
 
 
@@ -321,7 +321,7 @@ def find_recipe(
 def read_config(recipe: Recipe, file: str | None) -> Any:
     """Return a recipe's default config, updated with the fields of a TOML file.
 
-    For a task with a model, fields of `model` that the file omits have the values of that model.
+    If the task has a model, fields of `model` that the file omits have that model's values.
 
     Raises:
         ConfigError: the file is missing, is not TOML, or does not fit the recipe.
@@ -338,7 +338,7 @@ def read_config(recipe: Recipe, file: str | None) -> Any:
 def _find_tasks(name: str) -> list[tuple[str, str | None]]:
     """Return (task, published task or None) pairs for a name.
 
-    ChID has two, since CPM-1 has its own recipe.
+    ChID has two pairs, since CPM-1 has its own recipe for it.
     """
     check_task(name)
     name = ALSO.get(name, name)
@@ -359,7 +359,7 @@ def _capable(tasks: Sequence[tuple[str, str | None]]) -> list[str]:
 
 
 def read_config_values(file: str | None) -> dict[str, Any]:
-    """Parse a TOML file; {} without a file, or if it is invalid, which `read_config` reports."""
+    """Parse a TOML file; return {} if it is None or invalid (`read_config` reports errors)."""
     try:
         return {} if file is None else rename_fields(tomllib.loads(Path(file).read_text("utf-8")))
     except (OSError, ValueError):
@@ -390,7 +390,7 @@ def _with_model(base: type[Any], name: str, start: Start, published: str | None)
 
 
 def _data_changes(usual: Any, start: Start, published: str | None) -> dict[str, Any]:
-    """Return the fields of `data` that depend on the model, such as its maximum row length."""
+    """Return the fields of `data` that depend on the model, such as the maximum sequence length."""
     changes: dict[str, Any] = {} if published is None else {"task": published}
     longest = start.config.max_seq_len
     has_end = start.family.family_traits.positions != "relative"

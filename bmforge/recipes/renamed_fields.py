@@ -10,8 +10,8 @@ from typing import Any
 
 __all__ = ["RENAMED", "rename_fields"]
 
-# Dotted name of a field or table in old files -> its current name. Later rows apply to the result
-# of earlier ones.
+# Dotted name of a field or table in old files -> its current name. Later rows are applied to the
+# result of earlier rows.
 RENAMED: Mapping[str, str] = {
     "licence": "license",
     "delta": "adapter",
@@ -21,7 +21,7 @@ RENAMED: Mapping[str, str] = {
     "adapter.root_scale": "adapter.use_rslora",
     "adapter.magnitude": "adapter.use_dora",
 }
-# Layers that a LoRA without stated targets had in files with a `delta` table; now it has all.
+# Default targets of a LoRA in files with a `delta` table; now the default is all linear layers.
 _FORMER_LORA_TARGETS = ("attn.q", "attn.v")
 
 
@@ -31,8 +31,8 @@ def rename_fields(
     """Return the table of a run.toml with renamed fields under their current names.
 
     Args:
-        table: nested tables as read from the file; unchanged.
-        renamed: map from old to new dotted names; None selects `RENAMED`.
+        table: nested tables as read from the file; they are not changed.
+        renamed: dict from old to new dotted names (default: `RENAMED`).
     """
     out = {key: rename_fields(v, {}) if isinstance(v, dict) else v for key, v in table.items()}
     delta = out.get("delta")

@@ -1,6 +1,6 @@
-"""Memory of models and caches that a post-training run holds besides the trained model.
+"""Memory of the models and caches of a post-training run, other than the trained model.
 
-The planner and `--dry-run` count them: a frozen reference, a teacher, PPO's value model, the copy
+The planner and `--dry-run` include them: a frozen reference, a teacher, PPO's value model, the copy
 of the weights that generates rollouts, and the KV cache of the generation engine.
 """
 
@@ -36,7 +36,7 @@ def reference_copy(
     Args:
         model: reference on meta, or a model of the same sizes.
         is_stored: whether the weights have the dtypes of `model`; otherwise they are in fp32.
-        is_offloaded: whether the weights are on the device between steps only.
+        is_offloaded: whether the weights are on the device only between steps.
     """
     tensors = persistent_tensors(model).values()
     stored = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -56,7 +56,7 @@ def value_model(model: nn.Module) -> Resident:
     raise the peak; its gradients are freed after the step.
 
     Args:
-        model: value model on meta, in which the frozen parameters need no gradient.
+        model: value model on meta, with `requires_grad` set to False for frozen parameters.
     """
     size = sum(
         3 * _WIDE_BYTES * tensor.numel()
@@ -78,13 +78,13 @@ def rollout_copy(model: nn.Module, precision: str) -> Resident:
 
 
 def rollout_cache(config: Any, precision: str, max_num_seqs: int, max_tokens: int) -> Resident:
-    """Return the memory of the KV cache of the rollouts' engine.
+    """Return the memory of the KV cache of the engine that generates rollouts.
 
     Args:
         config: config of the model.
         precision: dtype of keys and values.
         max_num_seqs: maximum number of answers that are generated at once.
-        max_tokens: maximum length of a prompt with its answer.
+        max_tokens: maximum length of a prompt with its answer, in tokens.
     """
     heads = getattr(config, "num_kv_heads", None) or config.num_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_heads
@@ -95,10 +95,10 @@ def rollout_cache(config: Any, precision: str, max_num_seqs: int, max_tokens: in
 
 
 def list_resident_models(config: Any, policy: nn.Module, processes: int) -> tuple[Resident, ...]:
-    """Return the memory of all models and caches of a run besides the trained model.
+    """Return the memory of all models and caches of a run, except the trained model.
 
     Args:
-        config: config of any recipe; recipes without references and rollouts have no such models.
+        config: config of any recipe; without a reference model and rollouts the result is empty.
         policy: trained model on meta, with its adapter.
         processes: number of processes.
     """
@@ -138,7 +138,7 @@ def _copied_reference(config: Any, policy: nn.Module) -> Resident:
 
 
 def planned_task(config: Any) -> tuple[str, int]:
-    """Return the planner's task of a recipe's run, and the tokens of one of its sequences."""
+    """Return the planner's task name for a recipe's run, and its sequence length in tokens."""
     from bmforge.recipes.distill import OnPolicyDistillationConfig
     from bmforge.recipes.preferences import PreferencesConfig
     from bmforge.recipes.reward import RewardConfig

@@ -1,4 +1,4 @@
-"""Checks before the model is built that a run can be resumed with its data."""
+"""Checks, before the model is built, that a run can be resumed with its data."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["check_resumed_data"]
 def check_resumed_data(run_dir: Path, loader: Any, overridden: Collection[str]) -> None:
     """Raise `ConfigError` if the newest checkpoint of a run was trained on other data.
 
-    The trainer checks the same when it loads the checkpoint. This check comes before the model is
-    built, and before files that depend on the data are written.
+    The trainer performs the same check when it loads the checkpoint. This function is called
+    earlier, before the model is built and files that depend on the data are written.
 
     Args:
         run_dir: directory of the run.
-        loader: the run's loader; one without a method `check_state` is not checked here.
-        overridden: fields and tables of the run that are changed intentionally.
+        loader: the run's loader; nothing is checked if it has no method `check_state`.
+        overridden: fields and tables of the run that the user has changed intentionally.
     """
     check = getattr(loader, "check_state", None)
     if check is None or restarts_order(overridden):
@@ -30,7 +30,7 @@ def check_resumed_data(run_dir: Path, loader: Any, overridden: Collection[str]) 
     for path in find_checkpoints(run_dir / "checkpoints"):
         try:
             state = read_manifest(path)["state"]
-        except CheckpointError:  # the trainer reports it, and tries the next older checkpoint
+        except CheckpointError:  # the trainer reports this, and tries the next older checkpoint
             continue
         check(state["loader"])
         return

@@ -171,7 +171,7 @@ def _open_steps(config: Any, rows: World) -> TrainingData:
 
 
 def _padding(tokenizer: Any) -> dict[str, Any]:
-    """Return the padding token for the exported config, as a dict; empty without a usable one.
+    """Return a config dict with the padding token to export; empty without a usable token.
 
     transformers reads the reward at the last token that is not padding. The model is trained at the
     EOS token, so the padding token must be another one.

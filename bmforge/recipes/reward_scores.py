@@ -35,10 +35,10 @@ __all__ = [
     "open_reward_sources",
 ]
 
-# Answers per forward pass.
+# Number of answers per forward pass.
 _ROWS = 8
 _HEAD, PROCESS_HEAD = "sequence_classification", "token_classification"
-# File of an exported process reward model with its separator, and the separator without it.
+# File that contains the separator of a process reward model, and the default without this file.
 STEP_FILE, STEP_SEPARATOR = "process_reward.json", "\n"
 
 StepAggregation = Literal["min", "product", "mean", "last"]
@@ -50,11 +50,11 @@ def open_reward_sources(
     aggregation: StepAggregation | None,
     device: torch.device | str,
 ) -> RewardSet:
-    """Open the reward functions and reward models of a run.
+    """Load the reward functions and reward models of a run.
 
     Args:
         rewards, timeout_s: see `open_rewards`.
-        aggregation: how process reward models combine the rewards of the steps; None is min.
+        aggregation: how process reward models combine the rewards of the steps (default: min).
         device: device of reward models.
 
     Raises:
@@ -79,11 +79,11 @@ def open_reward_sources(
 def open_reward_model(
     name: str, aggregation: StepAggregation | None = None, device: torch.device | str = "cpu"
 ) -> _Scorer:
-    """Open a reward model as a source of rewards.
+    """Load a reward model as a source of rewards.
 
     Args:
         name: directory, hub id or short name of the reward model.
-        aggregation: how a process reward model combines the rewards of the steps; None is min.
+        aggregation: how a process reward model combines the rewards of the steps (default: min).
         device: device of the model.
 
     Raises:
@@ -105,7 +105,7 @@ def open_reward_model(
 
 
 class _Scorer:
-    """Base class of reward models: opens the tokenizer, and runs batches of rows."""
+    """Base class of reward models: loads the tokenizer, and runs batches of rows."""
 
     def __init__(self, directory: Path, model: Any) -> None:
         self._model = model
@@ -125,7 +125,7 @@ class _Scorer:
         return rewards
 
     def close(self) -> None:
-        """Do nothing: the model has no processes to end."""
+        """Do nothing, since the model has no processes to end."""
 
     def _encode(self, prompt: Any, completion: Any) -> EncodedRow:
         raise NotImplementedError
@@ -169,12 +169,13 @@ class RewardModel(_Scorer):
 class ProcessRewardModel(_Scorer):
     """Process reward model, which scores the steps of answers.
 
-    The reward of a step is the probability of the class "right" at the end of its separator; the
-    steps of an answer are the texts between separators, encoded as `train reward` encodes them.
+    The reward of a step is the probability of the class "correct" at the last token of the step's
+    separator; the steps of an answer are the texts between separators, encoded as in `train
+    reward`.
 
     Args:
         directory: directory of the tokenizer, the chat template and the separator.
-        model: token classifier with the classes wrong (0) and right (1).
+        model: token classifier with the classes wrong (0) and correct (1).
         aggregation: reward of an answer: the minimum, product or mean of its steps' rewards, or
             the reward of the last step.
     """
@@ -188,7 +189,7 @@ class ProcessRewardModel(_Scorer):
 
     def _encode(self, prompt: Any, completion: Any) -> EncodedRow:
         steps = split_steps(_text_of(completion), self._separator)
-        # Labels mark the ends of the steps; their values have no meaning here.
+        # Labels only mark the ends of the steps; their values are not used.
         example = StepExample("a completion", prompt, tuple(steps), (True,) * len(steps))
         return encode_steps(example, self._template, self._tokenizer, self._separator)
 

@@ -33,19 +33,19 @@ class ReinforcementConfig(RunConfig):
     """Config of reinforcement learning; other fields are `RunConfig`'s.
 
     Args:
-        data: prompts, with any further columns for the reward functions.
+        data: prompts, with further fields for the reward functions.
         method: published method: grpo, dr_grpo, dapo, rloo, gspo, cispo, reinforce++ or ppo.
         rl: options of the loss; each overrides the method's default.
         value: value model of ppo.
-        rollout: generation of answers.
+        rollout: options for generating answers.
         reward: reward functions NAME[=WEIGHT]: module:function or file.py:function with TRL's
             signature; the verifiers exact:COLUMN, number:COLUMN, choice:COLUMN, regex:PATTERN,
             length:TOKENS and json_schema:FILE; dir:REWARD_MODEL; or an http address.
         step_aggregation: reward of an answer from a process reward model: the min (default),
-            product or mean of the rewards of its steps, or that of the last step.
-        reward_timeout_s: time limit in seconds of one call of a reward function; the answers of a
-            call that times out get no reward (default: 60).
-        template: chat template of prompts that are conversations, as in `train conversations`.
+            product or mean of the rewards of its steps, or the reward of the last step.
+        reward_timeout_s: time limit in seconds for one call of a reward function; if a call times
+            out, its answers have no reward (default: 60).
+        template: chat template for prompts that are conversations, as in `train conversations`.
     """
 
     data: PromptConfig = field(default_factory=PromptConfig)
@@ -67,7 +67,7 @@ def train_rl(config: Any) -> RunResult:
         config: a `ReinforcementConfig` whose `model` is a decoder's config.
 
     Raises:
-        BmforgeError: see `run_recipe`; a reward function cannot be opened.
+        BmforgeError: see `run_recipe`; or a reward function cannot be loaded.
     """
     return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
 

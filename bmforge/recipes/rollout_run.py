@@ -69,7 +69,7 @@ def check_rollouts(config: Any) -> None:
 
 
 def _check_exact(config: Any, longest: int, limit: int | None) -> None:
-    """Raise `ConfigError` if the kernels that sample cannot score rows of prompts and answers."""
+    """Raise `ConfigError` if the sampling kernels cannot score rows of prompts and answers."""
     if config.adapter.kind is not None:
         raise ConfigError(
             "rollout.exact_logprobs=True is not supported with "
@@ -127,7 +127,7 @@ class RolloutRun:
         decode = make_decoder(self.tokenizer, self._stops)
         tools = None
         if self._functions:
-            assert self._template is not None  # `open_functions` refuses tools without one
+            assert self._template is not None  # checked by `open_functions`
             tools = open_turns(
                 self._functions, config, self.tokenizer, self._template, self._stops, decode
             )
@@ -150,8 +150,8 @@ class RolloutRun:
 
         Args:
             objective: objective of the Trainer.
-            open_scores: function from the model with its initial weights to the log-probabilities
-                that rollouts need; it may return None.
+            open_scores: function (model with its initial weights) that returns the
+                log-probabilities that rollouts need, or None.
         """
         rollout = self._config.rollout
         return TrainingData(
@@ -170,7 +170,7 @@ class RolloutRun:
             replace_file(directory / TEMPLATE_FILE, self._template.source)
 
     def _begin(self, open_scores: Callable[[Any], Scores | None], model: Any) -> None:
-        """Open the generation engine, and the reference scores of the model's initial weights."""
+        """Start the generation engine, and create the scores of the model's initial weights."""
         config, rollout = self._config, self._config.rollout
         options = GenerationConfig(
             max_new_tokens=rollout.max_new_tokens,
@@ -190,7 +190,7 @@ class RolloutRun:
         self.loader.begin(self._writer, open_scores(model), self._note, steps)
 
     def score_rows(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probabilities of rows by the engine, after `training_data`'s `begin`."""
+        """Return the engine's log-probabilities of rows; callable once training has begun."""
         assert self._writer is not None
         return self._writer.score(rows)
 
@@ -215,7 +215,7 @@ class RolloutRun:
             self._writer.close()
 
 
-# The policy that is trained must be the one that is sampled, whatever generation_config.json has.
+# The sampled policy must be the trained one, so generation_config.json is ignored.
 _PLAIN_SAMPLING: Mapping[str, Any] = {
     "do_sample": True,
     "top_k": 0,

@@ -16,13 +16,13 @@ from bmforge.tokenizers.chat_template import ChatTemplate
 
 __all__ = ["find_calls", "open_functions", "open_turns"]
 
-# Text of an answer in a rendered example, behind which the template writes the results.
+# Text of an answer in a rendered example conversation; the template writes the results after it.
 _MARK = "ANSWER-OF-THE-EXAMPLE"
 Schema = dict[str, Any]
 
 
 def open_functions(config: Any, template: ChatTemplate | None) -> dict[str, ToolProcess]:
-    """Start a process per tool function, and return a map from function name to process.
+    """Start a process per tool function; return a dict from function name to process.
 
     Raises:
         ConfigError: prompts are plain texts, the chat template has no format of tool calls, or a
@@ -69,7 +69,7 @@ def open_turns(
         tokenizer: tokenizer of the run.
         template: chat template of the run.
         stops: token ids that end an answer.
-        decode: function from the token ids of a turn to its text.
+        decode: function that returns the text for the token ids of a turn.
     """
     form = find_format(template.source)
     assert form is not None
@@ -87,11 +87,11 @@ def open_turns(
 
 
 def find_calls(form: ToolFormat, schemas: Mapping[str, Any], text: str) -> list[FunctionCall]:
-    """Return the calls in the text of a turn.
+    """Return the function calls in the text of a turn.
 
     Args:
         form: format of the calls.
-        schemas: map from function name to the schema of the function's parameters.
+        schemas: dict from function name to the schema of the function's parameters.
         text: text of the turn.
     """
     calls: list[FunctionCall] = []
@@ -123,14 +123,14 @@ def _encode_results(
     results: Sequence[Mapping[str, Any]],
     last: int,
 ) -> list[int]:
-    """Return the ids between an answer and the next turn: its end, the results, the next header.
+    """Return the ids between an answer and the next turn: end of turn, results, next header.
 
     Args:
         tokenizer: tokenizer of the run.
         template: chat template of the run.
         stops: token ids that end an answer.
-        results: messages of the results.
-        last: last token of the answer; an end token is not written twice.
+        results: messages with the results of the calls.
+        last: last token id of the answer; an end token is not repeated.
     """
     safe = [{**m, "content": tokenizer.escape_specials(m["content"])} for m in results]
     example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]

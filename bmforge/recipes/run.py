@@ -1,7 +1,7 @@
 """Steps that all training runs have in common.
 
-A run initializes the processes, opens the data, parallelizes the model, initializes or loads its
-weights, trains, evaluates and exports. A recipe is a config and a function that opens its data; a
+A run initializes the processes, loads the data, parallelizes the model, initializes or loads its
+weights, trains, evaluates and exports. A recipe is a config and a function that loads its data; a
 repeated call in the same directory resumes the run.
 """
 
@@ -82,8 +82,8 @@ __all__ = [
 
 Results = dict[str, dict[str, float]]
 
-# Fields that a resumed run may change, since they do not affect what the model has learned so far.
-# Data may move: the loader's state identifies it by a digest. `model` includes `model_changes`.
+# Fields that a resumed run may change, since they do not affect the steps trained so far. Data may
+# be moved, because the loader's state contains a digest of it. `model` includes `model_changes`.
 _FREE_FIELDS = """
     run_dir layout offload recompute compile prefetch wandb_project export train.steps
     train.eval_every_steps train.save_every_steps train.keep_last train.keep_every_steps
@@ -117,9 +117,9 @@ class RunConfig:
             the command line, `conversations` defaults to 3 epochs if neither is given).
         freeze_base: train only modules attached by `changes`, and with `new_head` the head.
         seed: random seed of the weight initialization.
-        train: training loop.
+        train: options for the training loop.
         layout: parallel layout.
-        loss_scale: loss scaling of fp16.
+        loss_scale: loss scaling for fp16.
         offload: offloading of the optimizer state and weights.
         recompute: recompute blocks in backward.
         compile: compile the blocks with torch.compile.
@@ -166,21 +166,21 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Training data of a run, with the functions that depend on it; opened by a recipe.
+    """Training data of a run, and functions that depend on it; a recipe creates it.
 
     Args:
         loader: iterator over the micro-batches of every step.
-        row_tokens: tokens of a row, for the FLOPs of attention.
-        held_out: map from name of a held-out data set to a function that returns this process's
-            batches of one pass; every process gets equally many batches.
+        row_tokens: length of a row in tokens, to compute the FLOPs of attention.
+        held_out: dict from name of a held-out data set to a function that returns this process's
+            batches of one epoch; every process gets equally many batches.
         objective: loss function.
-        save_tokenizer: function that writes the tokenizer into the export.
+        save_tokenizer: function that writes the tokenizer to the export.
         special_ids: fields of the export's config.json for tokens and classes, such as
             ``eos_token_id`` and ``id2label``.
         figures: function (trained model, evaluation) -> further metrics; all processes call it.
-        close, begin: functions called at the end of the run (close) and before training (begin);
+        close, begin: functions to call at the end of the run (close) and before training (begin);
             `begin` receives the parallelized model.
-        epoch_rows: rows of one pass over the training data; None if a pass is not defined.
+        epoch_rows: rows of one epoch; None if the data has no epochs.
     """
 
     loader: Loader
@@ -229,7 +229,8 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
     Raises:
         BmforgeError: a setting, the data, a checkpoint or the layout is invalid or unsuitable;
             raised before training starts.
-        CheckpointError: the last checkpoint could not be written; raised at the very end.
+        CheckpointError: the last checkpoint could not be written; raised after all other outputs
+            are written.
     """
     if config.timeout_s <= 0:
         raise ConfigError(f"timeout_s={config.timeout_s} must be above 0 seconds.")
@@ -289,7 +290,7 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
     if claim_run_dir(config.run_dir, config, new_only=True):
         warn_of_licenses(config.run_dir, provenance)
     try:
-        # The record of a run changes only once its checkpoint has been accepted.
+        # run.toml is changed only after the run's checkpoint has been accepted.
         trainer.fit(on_start=lambda: claim_run_dir(config.run_dir, config))
         evaluation = None
         if trainer.ended or trainer.step >= config.train.steps:
@@ -321,7 +322,7 @@ def _check_saved(trainer: Trainer) -> None:
 def _make_evaluator(
     data: TrainingData, world: World, mesh: DeviceMesh | None, *names: str
 ) -> Callable[[Any], EvalResult] | None:
-    """Return a function that evaluates a model on all held-out data, or on the named data sets."""
+    """Return a function that evaluates a model on all held-out data sets, or those in `names`."""
     if not data.held_out:
         return None
     parts = [data.held_out[name] for name in names or data.held_out]

@@ -1,4 +1,4 @@
-"""Run directories: each belongs to one config, and a run never overwrites files of another run."""
+"""Run directories: a directory belongs to one config; no run overwrites another run's files."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ __all__ = [
 ]
 
 _FILE, _LOG = "run.toml", "log.txt"
-# Fields and tables that a run can change on purpose and still go on with its optimizer and step.
+# Fields and tables that a run can change on purpose while keeping its optimizer state and step.
 _OVERRIDABLE = ("train.", "data.", "loss_scale.")
 
 
 def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
-    """Create a run's directory, or check that an existing one belongs to this run.
+    """Create a run's directory, or check that an existing directory belongs to this run.
 
-    `claim_run_dir` marks the directory as the run's later. All processes call this function and get
-    the same result.
+    Later, `claim_run_dir` marks the directory as this run's. All processes call this function and
+    get the same result.
 
     Args:
         run_dir: the directory.
@@ -87,10 +87,10 @@ def claim_run_dir(run_dir: Path, config: Any, *, new_only: bool = False) -> bool
 
 @contextmanager
 def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator[None]:
-    """Context manager: open and lock a run's directory, and write the log into it.
+    """Context manager that opens and locks a run's directory, and writes the log to it.
 
-    A run that is refused before `claim_run_dir` leaves no files, and no lines in the log of an
-    existing run. All processes call it.
+    If the run is refused before `claim_run_dir`, no files are left, and no new lines in the log of
+    an existing run. All processes call it.
 
     Args:
         run_dir, config, free: arguments of `open_run_dir`.
@@ -148,8 +148,8 @@ def _write_stamp(file: Path) -> tuple[int, int] | None:
 def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | None:
     """Return the reason why `config` may not run in `run_dir`, or None.
 
-    Fields missing from a run.toml of an earlier version are taken to have their default. Fields and
-    tables that the config's `override` names may differ.
+    Fields that are missing in the run.toml of an earlier version count as having their default
+    value. Fields and tables in the config's `override` may differ.
     """
     file = run_dir / _FILE
     if not file.exists():
@@ -201,7 +201,7 @@ def record_overrides(run_dir: Path, config: Any) -> Any:
 def overridden_fields(config: Any) -> frozenset[str]:
     """Return the names of the fields and tables that a config overrides.
 
-    Entries with values, which come from run.toml, are ignored.
+    Entries of the form field=old->new, which are read from run.toml, are ignored.
     """
     return frozenset(
         entry.replace("-", "_") for entry in getattr(config, "override", ()) if "=" not in entry
@@ -209,9 +209,9 @@ def overridden_fields(config: Any) -> frozenset[str]:
 
 
 def _find_changes(file: Path, config: Any) -> dict[str, tuple[Any, Any]]:
-    """Map the names of fields that differ to (value in run.toml, current value)."""
+    """Return a dict from the name of each differing field to (value in run.toml, current value)."""
     before = _flatten(rename_fields(tomllib.loads(file.read_text(encoding="utf-8"))))
-    # Earlier versions recorded the default size of an adapter as None, by leaving it out.
+    # Earlier versions omitted the default size of an adapter, which is read as None.
     sizes = adapter_defaults(before.get("adapter.kind"))
     before = {f"adapter.{name}": size for name, size in sizes.items()} | before
     now, defaults = _flatten(config_to_dict(config)), _flatten(_default_values(config))
@@ -242,7 +242,7 @@ def _log_changes(run_dir: Path, config: Any) -> None:
     before = _flatten(rename_fields(tomllib.loads(file.read_text(encoding="utf-8"))))
     unsettled = {"override"}
     if getattr(config, "epochs", None) is not None:
-        unsettled.add("train.steps")  # computed from the epochs when the data is open
+        unsettled.add("train.steps")  # computed from the epochs after the data is loaded
     if changed := [name for name in _find_changes(file, config) if name not in unsettled]:
         get_logger().info("changed since the start of the run: %s", ", ".join(changed))
     defaults = _flatten(_default_values(config))
@@ -256,7 +256,7 @@ def _log_changes(run_dir: Path, config: Any) -> None:
 
 
 def check_new_run(run_dir: Path, name: str = "run_dir") -> None:
-    """Check the directory of a run before anything is read; `check_run_dir` compares runs later.
+    """Check the directory of a run before anything is read; `check_run_dir` compares configs later.
 
     Args:
         run_dir: the directory.
@@ -290,15 +290,15 @@ def _differ(first: Any, other: Any) -> bool:
 
 
 def _is_free_place(run_dir: Path) -> bool:
-    """Return True for an empty directory, or one where a run was prepared but did not start."""
-    # A kill while the config is written leaves a partial file.
+    """Return True if a directory is empty, or contains only files of a run that did not start."""
+    # A process that is killed while it writes the config leaves a partial file.
     free = {"data", _LOG, partial_name(_FILE)}
     names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else {_FILE}
     return {name for name in names if LOCK_NAME not in name} <= free
 
 
 def add_results(run_dir: Path, results: dict[str, dict[str, float]]) -> None:
-    """Add metrics (a map from title to a map from name to value) to ``results.json``."""
+    """Add metrics (a dict from title to a dict from name to value) to ``results.json``."""
     file = run_dir / "results.json"
     recorded = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for title, numbers in results.items():

@@ -25,11 +25,11 @@ def find_provenance(config: Any) -> Provenance:
     """Return the license and the provenance for a run's export.
 
     Args:
-        config: the run's config; licenses of data are known for directories of `prepare`.
+        config: the run's config; only directories of `prepare` record the licenses of data.
 
     Raises:
-        ConfigError: `license` is not known.
-        DataError: a record of licenses is damaged.
+        ConfigError: the value of `license` is unknown.
+        DataError: a license record is damaged.
     """
     license = check_license(config.license, "license") if config.license else ""
     parts: list[ProvenanceSource] = []
@@ -48,7 +48,7 @@ def parts_of_corpus(path: str, where: Sequence[Condition] = ()) -> Iterator[Prov
 
     Args:
         path: a prepared directory, or a bare store.
-        where: conditions on the documents that are read; only those count.
+        where: conditions on the documents; only matching documents are counted.
     """
     folder = Path(path)
     if not (folder / RECORD_NAME).is_file():
@@ -62,7 +62,7 @@ def parts_of_corpus(path: str, where: Sequence[Condition] = ()) -> Iterator[Prov
     if where:
         yield from _chosen_parts(folder, where)
         for terms in summary.terms:
-            if terms != UNKNOWN:  # the number among the selected documents is not recorded
+            if terms != UNKNOWN:  # their number of documents is not recorded
                 yield ProvenanceSource("terms", folder.name, terms)
         return
     for license, (documents, text_bytes, tokens) in summary.licenses.items():
@@ -80,7 +80,7 @@ def parts_of_corpus(path: str, where: Sequence[Condition] = ()) -> Iterator[Prov
 def _chosen_parts(folder: Path, where: Sequence[Condition]) -> Iterator[ProvenanceSource]:
     """Yield one entry for each license among the documents that match the conditions.
 
-    A document split at the train/validation boundary counts in both.
+    A document that is split at the train/validation boundary is counted twice.
     """
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)  # license -> source -> count
     tokens: Counter[str] = Counter()
@@ -109,6 +109,6 @@ def _counts(report: PrepareReport) -> tuple[int, int, int]:
 
 
 def _short(name: str) -> str:
-    """Return a hub id, or the last part of a path, since the location of a path is private."""
+    """Return a hub id unchanged; for a path, return the last part, since the rest is private."""
     path = Path(name)
     return name if name.count("/") == 1 and not path.exists() else path.name

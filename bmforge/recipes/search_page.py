@@ -22,8 +22,9 @@ def write_search_page(path: Path, state: Mapping[str, Any], title: str) -> Path:
 
     Args:
         path: output file.
-        state: `candidates`, a map from name to number of parameters; `plan`, (candidates, steps)
-            of every round; `rounds`, for each round a map from name to loss and metrics.
+        state: dict with `candidates`, a dict from name to number of parameters; `plan`, a list of
+            (candidates, steps) per round; and `rounds`, a list of dicts from name to loss and
+            metrics.
         title: title of the search.
     """
     rounds, plan = state["rounds"], state["plan"]
@@ -57,7 +58,7 @@ def write_search_page(path: Path, state: Mapping[str, Any], title: str) -> Path:
 
 
 def _rank(rounds: list[Mapping[str, Any]], name: str) -> tuple[int, float]:
-    """Return the sort key of a candidate: latest round first, then the loss in its last round."""
+    """Return the sort key of a candidate: last round reached, then the loss in that round."""
     seen = [number for number, results in enumerate(rounds) if name in results]
     return (-seen[-1], rounds[seen[-1]][name]["loss"]) if seen else (1, 0.0)
 

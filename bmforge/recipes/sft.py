@@ -1,7 +1,8 @@
 """Supervised fine-tuning on conversations (`bmforge train conversations`).
 
-The loss is on the answers. Conversations are rendered with the model's chat template. For a decoder
-several are packed into one row; for an encoder-decoder every answer is a row.
+The loss is computed on the answers. Conversations are rendered with the model's chat template. For
+a decoder, several conversations are packed into one row; for an encoder-decoder, every answer is a
+row.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class ConversationData(ExampleConfig):
-    """Conversations to train on; other fields are `ExampleConfig`'s.
+    """Options for the conversations to train on; other fields are `ExampleConfig`'s.
 
     Args:
         seq_len: maximum sequence length in tokens (default: 2048). With little data, sequences are
@@ -165,7 +166,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
 
 
 def read_template(config: Any, folder: Path) -> str | None:
-    """Return the source of the run's chat template; None for the plain one."""
+    """Return the source of the run's chat template; None for the plain template."""
     if config.template is not None:
         name = str(config.template)
         if name in NAMED_TEMPLATES:

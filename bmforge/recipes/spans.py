@@ -1,11 +1,11 @@
 """Span corruption training of encoder-decoders: the pretraining of CPM-2 and T5.
 
 Spans are replaced by sentinels; the target is each sentinel with its span, and one final sentinel.
-With `init_from` the same recipe fine-tunes on raw text.
+With `init_from`, the recipe fine-tunes a model on raw text.
 
 Source: Raffel et al. (2020), section 3.1.4; ``preprocess_data_enc_dec.py`` and
-``enc_dec_dataset.py`` of TsinghuaAI/CPM-2-Pretrain, which packs texts into rows; here every text is
-a row.
+``enc_dec_dataset.py`` of TsinghuaAI/CPM-2-Pretrain, which packs texts into rows; in this module
+every text is a row.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def train_spans(config: Any) -> RunResult:
 
 
 def count_spans(length: int, density: float, mean_length: float) -> tuple[int, int]:
-    """Return the number of corrupted tokens, and of spans, for a text of `length` tokens."""
+    """Return the numbers of corrupted tokens and of spans for a text of `length` tokens."""
     noise = min(max(round(length * density), 1), length - 1)
     return noise, min(max(round(noise / mean_length), 1), length - noise)
 
@@ -115,10 +115,10 @@ def corrupt_spans(
 
     Args:
         ids: token ids of the text; at least 2.
-        sentinels: ids of the sentinels, one more than there are spans.
+        sentinels: ids of the sentinels: one for each span, and one for the end of the target.
         seed: random seed of the spans; the text begins with uncorrupted tokens and ends with a
             span.
-        density: share of the tokens in spans.
+        density: fraction of the tokens in spans.
         mean_length: mean span length in tokens.
     """
     noise, spans = count_spans(len(ids), density, mean_length)
@@ -141,7 +141,7 @@ def divide(total: int, parts: int, key: bytes) -> list[int]:
 
 
 def find_sentinels(tokenizer: Tokenizer, name: str) -> list[int]:
-    """Return the ids of the tokenizer's sentinels; `name` contains {} for their number."""
+    """Return the ids of the tokenizer's sentinels; `name` contains {} for their index."""
     ids: list[int] = []
     while (id := tokenizer.token_to_id(name.format(len(ids)))) is not None:
         ids.append(id)
@@ -149,7 +149,7 @@ def find_sentinels(tokenizer: Tokenizer, name: str) -> list[int]:
 
 
 class _SpanExamples:
-    """Texts with span corruption, as an `ExampleSource`."""
+    """`ExampleSource` of texts with span corruption."""
 
     def __init__(self, pieces: Pieces, config: Any, tokenizer: Tokenizer) -> None:
         self._pieces, self._config = pieces, config
@@ -182,7 +182,7 @@ class _SpanExamples:
         return len(self._pieces)
 
     def make(self, index: int, seed: Seed) -> Example:
-        """Return the text at `index`, with spans sampled by `seed`."""
+        """Return the text at `index` with randomly corrupted spans, which depend on `seed`."""
         config, end = self._config, [self._end]
         inside = self._traits.ends_inside
         ids = [*self._pieces[index].tolist(), *(end if inside else [])]

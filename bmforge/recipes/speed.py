@@ -18,7 +18,7 @@ from bmforge.models import Model
 __all__ = ["check_speed", "measure_speeds"]
 
 PREFILL, DECODE = "prefill, tokens/s", "decode, tokens/s"
-# Prompt tokens and generated tokens; fewer for models with fewer positions.
+# Number of prompt tokens and of generated tokens; fewer for models with a shorter maximum length.
 _READ, _WRITTEN, _ROUNDS = 256, 32, 5
 
 
@@ -42,7 +42,7 @@ def measure_speeds(before: Path, others: Sequence[Path]) -> list[dict[str, float
         others: directories of the compressed models.
 
     Returns:
-        A map from metric to value, for `before` and then for each other model.
+        dicts from metric to value, for `before` and then for each other model.
 
     Memory: two models at a time.
     """
@@ -52,7 +52,7 @@ def measure_speeds(before: Path, others: Sequence[Path]) -> list[dict[str, float
         engine, measured = Engine(directory), list[tuple[float, float]]()
         for number in range(_ROUNDS + 1):
             both = _time_once(first), _time_once(engine)
-            if number:  # the first round is warm-up
+            if number:  # the first round is a warm-up
                 rows[0].append(both[0])
                 measured.append(both[1])
         rows.append(measured)

@@ -1,4 +1,4 @@
-"""Resolves a run's model: a named size to initialize, or an initial model to load.
+"""Resolves a run's model: a preset to initialize randomly, or an initial model to load.
 
 The sizes of an initial model apply, except for fields that are set in `model`.
 """
@@ -55,7 +55,7 @@ class Start:
     Args:
         family: family of the model.
         config: config of the model.
-        init_from: initial model; None initializes the weights randomly.
+        init_from: initial model; None for random weights.
     """
 
     family: type[Model]
@@ -71,7 +71,7 @@ def find_start(name: str) -> Start:
             which is initialized randomly. A directory takes precedence.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: the name is unknown.
     """
     if prefers_directory(name):
         return _start_from(name)
@@ -135,7 +135,7 @@ def read_changes(option: str) -> tuple[Change, ...]:
             kind, where and options.
 
     Raises:
-        ConfigError: the file is missing, or the JSON has another form.
+        ConfigError: the file is missing, or the JSON has another structure.
     """
     text = option
     if not option.lstrip().startswith(("[", "{")):
@@ -155,7 +155,7 @@ def read_changes(option: str) -> tuple[Change, ...]:
 
 
 def record_given(config: Any, file: str | Path | None, options: Sequence[str]) -> Any:
-    """Record in a config the fields of `model` that its file and options set.
+    """Record in a config which fields of `model` its file and its options set.
 
     Args:
         config: a `RunConfig` that was read from the file and the options.
@@ -220,7 +220,7 @@ def settle_model(config: Any) -> Any:
 
 
 def _read_sizes(family: type[Model], directory: Path) -> ModelConfig:
-    """Return the config of a model; its embeddings are tied if the stored weights are."""
+    """Return the config of a model; embeddings are tied if they are tied in the stored weights."""
     files = WeightFiles(directory)
     config = family.settle_config(family.config_class.from_pretrained(directory), files.shapes)
     return settle_tie(family.from_config(config, device="meta"), files)
@@ -234,8 +234,8 @@ def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
         needs: required fields and values, such as the head.
 
     Raises:
-        ConfigError: the family has no such head; or the initial model has none and `new_head` is
-            off.
+        ConfigError: the family does not have the required head; or the initial model does not have
+            it, and `new_head` is off.
     """
     model = config.model
     missing = {name: value for name, value in needs.items() if getattr(model, name) != value}

@@ -1,8 +1,8 @@
 """Task prompts and metrics, for fine-tuning and evaluation.
 
-An encoder classifies; for a task with choices it classifies each choice as right or wrong. A
-decoder or encoder-decoder answers with the most likely option, or generates if the task needs a
-text.
+An encoder classifies; for a task with choices it classifies each choice as correct or wrong. A
+decoder or encoder-decoder answers with the most likely option, or generates text if the task
+requires it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["AskedClasses", "AskedOptions", "AskedTask", "AskedTexts", "count_cla
 
 
 class AskedTask(Protocol):
-    """Interface: a task's examples in a model's input format, with the metrics to measure.
+    """Interface of a task's examples in a model's input format, with the metrics to measure.
 
     Attributes:
-        source: training rows with the right answers.
+        source: training rows with the correct answers.
     """
 
     source: ExampleSource
 
     def measure(self, model: Model, rows: World) -> dict[str, float]:
-        """Measure a model on the task; every process calls this and gets the same metrics.
+        """Return a model's metrics on the task; every process calls this and gets the same metrics.
 
         Args:
             model: the model, parallelized or not.
@@ -46,7 +46,7 @@ class AskedTask(Protocol):
 
 
 def count_classes(task: BenchmarkTask) -> int:
-    """Return the encoder's number of classes: the task's labels, or 2 for a task with choices."""
+    """Return an encoder's number of classes: one per label, or 2 for a task with choices."""
     return len(task.label_names) or 2
 
 
@@ -60,7 +60,7 @@ class AskedClasses:
         config: run config with `model`, and with `seq_len` and `micro_batch_size` in `data`.
 
     Raises:
-        ConfigError: the task asks for a text, or the tokenizer has no separator tokens.
+        ConfigError: the task expects a free-form text, or the tokenizer has no separator token.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class AskedTexts:
         config: run config as in `AskedClasses`, and with `max_new_tokens`.
 
     Raises:
-        ConfigError: the task has no question on a context.
-        DataError: a question without an answer.
+        ConfigError: the task does not ask questions on a context.
+        DataError: a question has no answer.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class AskedTexts:
 
 
 def _find_wording(task: BenchmarkTask, example: TaskExample) -> Wording:
-    """Return the wording (prompt templates) of a task, which must have answer options."""
+    """Return a task's wording (prompt templates); raise an error if it has no options."""
     wording = word_task(task, example)
     if not wording.options(example):
         raise ConfigError(
@@ -195,7 +195,7 @@ def _choose(
 def _class_rows(
     examples: Sequence[TaskExample], wording: Wording
 ) -> list[tuple[tuple[str, ...], int]]:
-    """Return (text segments, class) rows: one per example, or one per answer choice."""
+    """Return rows (text segments, class index): one per example, or one per answer choice."""
     rows = []
     for example in examples:
         right = right_options(example, wording.options(example))
@@ -209,7 +209,7 @@ def _class_rows(
 def _pairs(
     examples: Sequence[TaskExample], wording: Wording, tokenizer: Tokenizer, config: Any
 ) -> list[list[Pair]]:
-    """Return (prompt, option) pairs for all options of every example."""
+    """Return, for every example, (prompt, option) pairs of all options, as token ids."""
     width, traits, pairs = config.data.seq_len, traits_of(config.model), []
     for example in examples:
         options, prompt = wording.options(example), wording.write_prompt(example)

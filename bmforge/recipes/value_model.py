@@ -1,4 +1,4 @@
-"""Value model of PPO: checks its options, builds it in the policy's layout, and describes it."""
+"""PPO's value model: checks its options, builds it in the policy's layout, and describes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HEAD = "sequence_classification"
 
 
 def check_value(config: Any, policy: Policy) -> None:
-    """Raise `ConfigError` for value options without effect, or options that exclude a value model.
+    """Raise `ConfigError` for value options without effect, or options that exclude value models.
 
     Args:
         config: config of a reinforcement-learning run.
@@ -57,7 +57,7 @@ def open_value(config: Any, policy: Any) -> ValueTrainer:
         config: config of the run, with all defaults resolved.
         policy: parallelized policy.
 
-    Comm: that of loading and sharding the model.
+    Comm: collectives of loading and sharding the model.
     """
     own = _value_config(config)
     device = next(policy.parameters()).device

@@ -22,7 +22,7 @@ _PLACES = {"create_app": "app", "serve": "lifecycle", "ServeConfig": "settings"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names lazily, because the command line needs only the settings."""
+    """Import public names on first use, because the command line needs only the settings."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

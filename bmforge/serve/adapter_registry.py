@@ -23,16 +23,15 @@ LoadAdapter = Callable[[Any, Path, str], None]
 class AdapterRegistry:
     """Adapters that requests select by giving their name as the model's name.
 
-    Its methods may be called by the thread of the event loop only.
+    The methods may only be called from the event loop's thread.
 
     Args:
         engine: engine of the main model.
-        names: map from adapter names in requests to adapter names in the model, at the start.
-        load: function that loads an adapter, with the arguments engine, directory, and name in
-            the model.
+        names: initial dict from adapter name in requests to adapter name in the model.
+        load: function (engine, directory, name in the model) that loads an adapter.
 
     Attributes:
-        names: map from adapter names in requests to adapter names in the model.
+        names: dict from adapter name in requests to adapter name in the model.
     """
 
     def __init__(
@@ -47,9 +46,10 @@ class AdapterRegistry:
 
     @contextmanager
     def use(self, inner: str | None) -> Iterator[None]:
-        """Context manager: keep an adapter attached while a request uses it.
+        """Context manager that keeps an adapter attached while a request uses it.
+
         Args:
-            inner: name of the adapter in the model; None is the base model.
+            inner: name of the adapter in the model; None for the base model.
         """
         if inner is None:
             yield
@@ -95,7 +95,7 @@ class AdapterRegistry:
                     status=404,
                     code="not_found",
                 )
-            self._count += 1  # names are not used again: cached prompts belong to a name
+            self._count += 1  # names are not reused, because cached prompts belong to a name
             inner = f"loaded{self._count}"
             try:
                 await run_in_threadpool(self._load_, self._engine, directory, inner)
@@ -105,7 +105,7 @@ class AdapterRegistry:
         get_logger().info("adapter %r loaded from %s", name, directory)
 
     async def unload(self, name: str) -> None:
-        """Remove an adapter for new requests; running ones keep it until they end.
+        """Remove an adapter for new requests; running requests keep it until they end.
 
         Raises:
             RequestError: there is no adapter with this name.

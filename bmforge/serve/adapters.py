@@ -35,7 +35,7 @@ class UnloadAdapterRequest(Strict):
 
 @router.post("/v1/load_lora_adapter")
 async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
-    """Load an adapter; only with the admin key."""
+    """Load an adapter; requires the admin key."""
     serving = serving_of(request)
     await serving.adapters.load(
         body.lora_name, Path(body.lora_path), lambda: [model.name for model in serving.models]
@@ -45,6 +45,6 @@ async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Respo
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
-    """Remove an adapter for new requests; only with the admin key."""
+    """Remove an adapter for new requests; requires the admin key."""
     await serving_of(request).adapters.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} removed successfully.")

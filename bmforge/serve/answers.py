@@ -33,7 +33,7 @@ __all__ = [
 
 DONE = b"data: [DONE]\n\n"
 _LEAST = -9999.0  # JSON cannot represent -inf
-# An answer cut by a deadline or a stopping server is as incomplete as one at its length limit.
+# An answer that was cut by a deadline or a stopping server is reported as cut by the length limit.
 _FINISHES = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "length"}
 
 
@@ -96,7 +96,7 @@ class Reading:
     Args:
         tools: tools that may be called.
         begins: prefix of the answer that the client does not receive, such as a sentinel token.
-        thoughts: parser of the reasoning at the start; None without it.
+        thoughts: parser of the reasoning at the start; None if reasoning is not separated.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Reading:
         return self._count > 0
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Process the next piece of text; yield the parts that are now complete."""
+        """Process the next text; yield the parts that are now complete."""
         text = self._skip(text)
         if text:
             yield from self._limit(self._read(text))
@@ -190,7 +190,7 @@ def chat_choice(answer: Completion, message: JoinedAnswer, body: ChatRequest) ->
 
 
 def chat_finish(reason: str, has_calls: bool) -> str:
-    """Return the finish reason of a chat; tool calls that were cut off do not count as complete."""
+    """Return the finish reason of a chat; "tool_calls" only if the calls are complete."""
     name = finish_name(reason)
     return "tool_calls" if has_calls and name == "stop" else name
 
@@ -227,7 +227,7 @@ class TextLogprobs:
         """Convert the log-probabilities of the next tokens."""
         offsets = []
         for token in tokens:
-            offsets.append(self.offset)  # a token with part of a character begins at it
+            offsets.append(self.offset)  # also for a token with part of a character
             self.offset += len(self._decoder.decode(token.data))
         return {
             "tokens": [_spell_token(token) for token in tokens],
@@ -238,14 +238,14 @@ class TextLogprobs:
 
     @staticmethod
     def _top(token: TokenLogprob) -> dict[str, float]:
-        """Map each top token's text to its log-probability, the highest one for equal texts."""
+        """Return a dict from top tokens' texts to log-probabilities, the highest of equal texts."""
         collected: dict[str, float] = {}
         for top in token.top:
             collected.setdefault(_spell_token(top), max(top.logprob, _LEAST))
         return collected
 
     def write_prompt(self, first: bytes, tokens: Collection[TokenLogprob]) -> dict[str, Any]:
-        """Convert the log-probabilities of a prompt, whose first token has none."""
+        """Convert the log-probabilities of a prompt; the first token has no log-probability."""
         start = self.write([TokenLogprob(0, 0.0, first)])
         later = self.write(tokens)
         start |= {"token_logprobs": [None], "top_logprobs": [None]}

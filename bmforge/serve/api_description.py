@@ -48,7 +48,7 @@ def describe_api(app: FastAPI, has_keys: bool) -> dict[str, Any]:
     """Return the OpenAPI schema of an application.
 
     Args:
-        app: application of `create_app`.
+        app: result of `create_app`.
         has_keys: True if requests need a key.
     """
     schema = get_openapi(title="bmforge", version=__version__, routes=app.routes)

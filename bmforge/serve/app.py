@@ -1,4 +1,4 @@
-"""`create_app`, which builds the server as an ASGI application."""
+"""Builds the server as an ASGI application (`create_app`)."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ def create_app(
 ) -> FastAPI:
     """Return an ASGI application that serves an engine.
 
-    The application has no connection deadlines; `serve` adds them.
+    The application has no connection deadlines; `serve` adds deadlines.
 
     Args:
         engine: engine, which the caller closes.
         config: limits.
         directory: directory of the model, for its name and chat template.
-        keys: API keys; None allows requests from this machine only.
+        keys: API keys; None to accept requests only from this machine.
         embedder: engine of a second model for embeddings, named `ServeConfig.embedding_name`.
-        deltas: map from names in requests to names of the model's adapters.
-        admin: key that may load and remove adapters, see `ServeConfig`.
+        deltas: dict from adapter name in requests to adapter name in the model.
+        admin: key that permits loading and removing adapters, see `ServeConfig`.
         load_adapter: function that loads an adapter at run time.
     """
     config = config or ServeConfig()
@@ -91,8 +91,8 @@ def create_app(
         serving.admission.is_closing = True
         serving.live.cancel_all()
 
-    # The pages of docs_url load scripts from other hosts; the target of a redirect would come from
-    # the Host header.
+    # The pages of docs_url would load scripts from other hosts; the target of a redirect would be
+    # taken from the Host header.
     pages: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
     app = FastAPI(title="bmforge", version=__version__, lifespan=live, **pages)
     app.state.serving = serving
@@ -140,7 +140,7 @@ async def _let_sleep(engine: AnyEngine) -> None:
         await asyncio.sleep(_LOOK_S)
         try:
             await run_in_threadpool(engine.doze)
-        except Exception as error:  # try again next time
+        except Exception as error:  # the next iteration tries again
             get_logger().error("engine: unloading failed: %r", error)
 
 

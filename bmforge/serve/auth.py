@@ -38,7 +38,7 @@ class ApiKeys:
         texts: the keys.
 
     Raises:
-        ConfigError: a key is too short, or has other characters than visible ASCII.
+        ConfigError: a key is too short, or has characters other than visible ASCII.
     """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
@@ -64,7 +64,7 @@ class ApiKeys:
         """
         candidate = _digest(_read_header(authorization or ""))
         name = ""
-        for digest in self._digests:  # compare with all, so that timing reveals nothing
+        for digest in self._digests:  # compare with all keys, so that timing reveals nothing
             if hmac.compare_digest(digest, candidate):
                 name = digest.hex()
         if not name:
@@ -83,7 +83,7 @@ def _digest(text: str) -> bytes:
 
 
 def _read_header(value: str) -> str:
-    """Extract the key from an Authorization header; "" if there is none."""
+    """Extract the key from an Authorization header; return "" if there is no key."""
     scheme, _, credentials = value.partition(" ")
     if scheme.lower() == "bearer":
         return credentials.strip()
@@ -140,10 +140,10 @@ def load_keys(config: ServeConfig, environment: Mapping[str, str]) -> ApiKeys:
 
 
 def load_admin_key(config: ServeConfig, environment: Mapping[str, str]) -> ApiKeys:
-    """Read the key that may load and remove adapters; None if the option is off.
+    """Read the key that permits loading and removing adapters; None if the option is off.
 
     Raises:
-        ConfigError: the option is set and the key is not, or the key is too short.
+        ConfigError: the option is set but the key is missing, or the key is too short.
     """
     text = environment.get(ADMIN_VARIABLE, "").strip()
     if config.access.allow_runtime_lora_updating and not text:
@@ -167,7 +167,7 @@ class KeysFile:
         self._version = self._read_version()
 
     def reread(self) -> ApiKeys | None:
-        """Return the keys if the file has changed, else None; a damaged file is ignored."""
+        """Return the keys if the file has changed, otherwise None; a damaged file is ignored."""
         version = self._read_version()
         if version == self._version:
             return None
@@ -241,8 +241,8 @@ def _is_ours(host: str, config: ServeConfig) -> bool:
     name = match[1]
     if is_loopback(name) or name.lower() in map(str.lower, config.access.allow_hosts):
         return True
-    # Any host name can resolve to this machine; an address is the one that the browser connected
-    # to.
+    # Any host name can resolve to this machine, but an IP address is the one that the browser
+    # connected to.
     return not is_loopback(config.host) and _is_address(name)
 
 

@@ -26,10 +26,10 @@ class BodyBudget:
         self._released = asyncio.Event()
 
     async def reserve(self, client: str, size: int) -> None:
-        """Wait until the budget has room for a body, and reserve its size.
+        """Wait until the budget has space for a body, and reserve the body's size.
 
-        A client has at most half of the budget, so that it cannot block all others. A body is
-        always admitted if nothing else is reserved.
+        A client can reserve at most half of the budget, so that it cannot block all others. A body
+        is always admitted if nothing else is reserved.
 
         Args:
             client: name of the client, see `client_of`.

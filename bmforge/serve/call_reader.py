@@ -24,7 +24,7 @@ class JsonCallReader:
         schemas: schemas of the functions that may be called.
 
     Attributes:
-        has_started: True if the name was read and is that of a function.
+        has_started: True if the name has been read and is the name of a function.
     """
 
     def __init__(self, schemas: Schemas) -> None:
@@ -34,7 +34,7 @@ class JsonCallReader:
         self._is_over = False
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Yield the start of the call and pieces of its arguments, as soon as these are certain."""
+        """Yield the start of the call and parts of its arguments, as soon as they are certain."""
         if self._is_over:
             return
         if not self.has_started:
@@ -51,7 +51,7 @@ class JsonCallReader:
             yield CallPiece(text[:end])
 
     def _scan(self, text: str) -> int:
-        """Return how many characters of the text belong to the arguments object."""
+        """Return the number of characters of the text that belong to the arguments object."""
         for at, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
@@ -101,7 +101,7 @@ class CallReader:
         self._json: JsonCallReader | None = None
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Process the next piece of an answer; yield the text and calls that are now complete."""
+        """Process the next text of an answer; yield the text and calls that are now complete."""
         self._pending += text
         goes_on = True
         while goes_on and self._pending:
@@ -130,7 +130,7 @@ class CallReader:
             yield from _whole(call)
 
     def _find_open(self) -> tuple[str, bool]:
-        """Return the text before the next call, and True if a call begins after this text."""
+        """Return the text before the next call, and a flag: True if a call begins after it."""
         if self._is_start and "" in self._form.open:
             stripped = self._pending.lstrip()
             if not stripped:
@@ -189,5 +189,5 @@ class CallReader:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of a mark."""
+    """Return the number of characters at the end of a text that may be the beginning of a mark."""
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,4 +1,4 @@
-"""Runs chat requests, from a request in OpenAI's format to the parts of a running answer.
+"""Runs chat requests: from a request in OpenAI's format to the parts of its answer.
 
 All chat protocols (chat completions, responses, Anthropic's messages) share this path.
 """
@@ -48,7 +48,7 @@ class RunningChat:
         live: running engine request.
         tools: tools that may be called.
         prompt: prompt of the conversation.
-        stack: context managers of the request's resources; closed at its end.
+        stack: context managers of the request's resources, which are closed when it ends.
         body: request.
     """
 
@@ -171,5 +171,5 @@ def _check(body: ChatRequest, serving: Serving) -> ToolUse:
 
 
 def salt_of(request: Request, salt: str | None) -> str:
-    """Return the salt of the prefix cache: the name of the API key and the request's salt."""
+    """Return the salt for the prefix cache, from the API key's name and the request's salt."""
     return key_of(request) if not salt else f"{key_of(request)}:{salt}"

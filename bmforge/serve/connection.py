@@ -1,4 +1,4 @@
-"""HTTP connections with deadlines for slow clients, sending or receiving.
+"""HTTP connections with deadlines for clients that send or receive too slowly.
 
 Without deadlines uvicorn waits forever for an incomplete request, and for a client that stopped
 reading.
@@ -35,7 +35,7 @@ class DeadlineProtocol(H11Protocol):
 
     Args:
         limits: limits of the server.
-        more: arguments from uvicorn.
+        more: arguments that uvicorn passes.
     """
 
     def __init__(self, limits: ServeConfig, **more: Any) -> None:
@@ -51,8 +51,8 @@ class DeadlineProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Accept a connection, or reject it if there are too many."""
         super().connection_made(transport)  # type: ignore[arg-type]
-        # Data that the kernel does not take immediately counts as unsent. With 0, a TLS transport
-        # would count no data as unsent too.
+        # Data that the kernel does not accept immediately counts as unsent. With 0, a TLS transport
+        # would also count an empty buffer as unsent.
         self.transport.set_write_buffer_limits(high=1)
         if len(self.connections) > self._most_connections:
             self._reject(503, "the server has too many open connections")
@@ -69,7 +69,7 @@ class DeadlineProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Process received data; a request must be complete before its deadline.
 
-        Requests behind the one that is being answered (pipelining) wait in a bounded buffer.
+        Pipelined requests wait in a bounded buffer while an earlier request is being answered.
         """
         if self._is_answering() and self.conn.their_state in _WHOLE:
             self._pipelined += data
@@ -107,9 +107,9 @@ class DeadlineProtocol(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection if the client has finished sending but still reads (half-closed).
 
-        A connection that the client has closed looks the same until something is sent. The server
-        therefore sends interim responses until the answer begins; if the connection is closed, the
-        client's operating system rejects them.
+        A connection that the client has closed cannot be distinguished from this until something is
+        sent. The server therefore sends interim responses until the answer begins; if the
+        connection is closed, the client's operating system rejects them.
 
         Returns:
             True if the connection stays open.
@@ -196,7 +196,7 @@ class DeadlineProtocol(H11Protocol):
             self._sending = None
 
     def _check_reader(self) -> None:
-        """Disconnect a client that has read nothing; a client that reads slowly gets more time."""
+        """Disconnect a client that has read nothing; a client that reads slowly has more time."""
         if self.transport.get_write_buffer_size() < self._unsent:
             self._await_reader()
         else:

@@ -1,4 +1,4 @@
-"""Converts conversations to prompts, and determines what ends an answer."""
+"""Converts conversations to prompts, and determines the tokens and strings that end an answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bmforge.tokenizers.template_limits import TemplateLimits
 
 __all__ = ["EncodedPrompt", "Prompter", "template_variables"]
 
-_TAIL = 16  # tokens of a prompt that may hold the start of the reasoning
+_TAIL = 16  # number of last prompt tokens that may contain the start of the reasoning
 _THINKING = ("enable_thinking", "thinking")  # Qwen, GLM; DeepSeek
 
 
@@ -53,12 +53,12 @@ class Prompter:
 
     Args:
         engine: engine with the model.
-        directory: model directory with the template; None uses the default template.
+        directory: model directory with the template; None for the default template.
         config: limits of the template.
 
     Attributes:
         template: the template; None for EVA, and for models that do not generate text.
-        tool_format: format of tool calls; None if the template has none.
+        tool_format: format of tool calls; None if the template does not support them.
         thought_marks: texts around the model's reasoning; None if it is not separated.
     """
 
@@ -114,7 +114,7 @@ class Prompter:
         mark = mark.strip() or mark
         is_token = len(tokenizer.encode(mark)) == 1 if mark else True
         apart = model.traits.reads == "apart"
-        # As in `decode_answer`: a decoder's padding is not part of the answer.
+        # Like `decode_answer`: a decoder's padding is not part of the answer.
         padding = [tokenizer.pad_id] if apart and tokenizer.pad_id is not None else []
         ends = tuple(dict.fromkeys([*find_ends(model, tokenizer, mark), *padding]))
         begins = model.traits.answer_sentinel.format(0) if apart else ""
@@ -137,15 +137,15 @@ class Prompter:
 def template_variables(
     body: ChatRequest, readable: Collection[str], thought_marks: tuple[str, str] | None
 ) -> dict[str, Any]:
-    """Return the chat template variables that a request sets.
+    """Return a dict with the chat template variables that a request sets.
 
     Args:
         body: request body.
         readable: variables that the template reads.
-        thought_marks: texts around the model's reasoning; None if it has none.
+        thought_marks: texts around the model's reasoning; None if the model does not reason.
 
     Raises:
-        RequestError: a variable that the template does not read, so that it would have no effect.
+        RequestError: the template does not read a variable, which would have no effect.
     """
     variables = dict(body.chat_template_kwargs or {})
     if body.enable_thinking is not None:
@@ -159,7 +159,8 @@ def template_variables(
     for name in [name for name in variables if name not in readable]:
         is_off = name in _THINKING and variables[name] is False and thought_marks is None
         is_on = name in _THINKING and variables[name] is True and thought_marks is not None
-        # Allowed: thinking off for a model that never thinks, on for one that always does.
+        # Reasoning may be disabled for a model that never reasons, and enabled for one that always
+        # does.
         if not (is_off or is_on):
             is_given = name in (body.chat_template_kwargs or {})
             field = f"chat_template_kwargs.{name}" if is_given else "enable_thinking"

@@ -29,7 +29,7 @@ __all__ = ["encode_inputs", "finish_task", "router"]
 
 router = APIRouter(route_class=StrictRoute)
 _RETRY_S = 2.0
-# Default length of a document's answers; see `fill_documents`.
+# Default maximum length of a document's answers; see `fill_documents`.
 _ANSWER_TOKENS = 100
 
 
@@ -45,7 +45,7 @@ async def finish_task(
         submit: function that submits the task.
 
     Raises:
-        RequestError: invalid input, timeout, or a stopping server.
+        RequestError: the input is invalid, the time limit is exceeded, or the server is stopping.
         GoneError: the client has disconnected; the task is cancelled.
     """
     try:
@@ -108,7 +108,8 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
             ),
             "dimensions",
         )
-    # The engine computes many short texts in one batch, so a text is less work than a request.
+    # The engine computes many short texts in one batch, so that a text needs less work than a
+    # request.
     work = -(-len(inputs) // limits.max_prompts)
     with serving.admit(request, served, work):
         rows = await serving.tokenize(partial(encode_inputs, engine, inputs))
@@ -152,7 +153,7 @@ def _spell(row: Tensor, form: str | None) -> Any:
 
 @router.post("/v1/documents")
 async def documents(body: DocumentsRequest, request: Request) -> Response:
-    """Generate the missing texts under ``<ans>`` in CPM-Bee documents."""
+    """Generate the missing texts below ``<ans>`` in CPM-Bee documents."""
     serving = serving_of(request)
     served, config = serving.find(body.model, "documents"), serving.config
     check_at_most("documents", len(body.documents), config.limits.max_prompts, "documents")
@@ -169,7 +170,7 @@ async def documents(body: DocumentsRequest, request: Request) -> Response:
 
 
 def _read_options(body: DocumentsRequest, serving: Serving) -> dict[str, Any]:
-    """Return the arguments for `fill_documents` that the request sets."""
+    """Return a dict with the arguments of `fill_documents` that the request sets."""
     config, engine = serving.config, serving.engine
     options: dict[str, Any] = {
         "examples": body.examples or (),

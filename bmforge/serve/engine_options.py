@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 
-_MOST_DIGITS = 10  # of a token id; int() refuses more than 4,300
+_MOST_DIGITS = 10  # maximum number of digits of a token id; int() refuses more than 4,300
 
 
 def row_tokens(engine: AnyEngine) -> int:
-    """Return the maximum sequence length in tokens, prompt and answer together."""
+    """Return the maximum sequence length in tokens, of prompt and answer together."""
     return engine.config.tokens_of(engine.model)
 
 
@@ -73,17 +73,17 @@ def check_limits(body: Writing, limits: RequestLimits) -> None:
 
 
 def check_size(texts: Iterable[str], engine: AnyEngine, limits: RequestLimits, field: str) -> None:
-    """Reject texts that cannot fit the context, before time and memory are spent on tokenizing.
+    """Reject texts that cannot fit into the context, before spending time and memory on tokenizing.
 
     Args:
         texts: one text per prompt; with the field "messages", all texts belong to one prompt.
         engine: engine with the tokenizer.
         limits: limits on the contents of a request.
-        field: request field that holds the texts.
+        field: request field that contains the texts.
 
     Raises:
-        RequestError: a prompt has more bytes than the maximum number of tokens can have, if all of
-            them are as long as the longest token.
+        RequestError: a prompt has more bytes than the maximum number of tokens, each as long as the
+            longest token.
     """
     tokens = longest_prompt(engine, limits)
     longest = longest_token_bytes(engine.tokenizer)
@@ -110,7 +110,7 @@ def longest_answer(
     """Return the maximum length of an answer in tokens.
 
     Args:
-        requested: requested length; None is the maximum.
+        requested: requested length; None for the maximum.
         prompt_tokens: length of the prompt.
         engine: engine with the maximum sequence length.
         limits: limits on the contents of a request.
@@ -154,8 +154,8 @@ def to_options(
         body: request body.
         engine: engine with the tokenizer.
         max_new_tokens: maximum length of each answer.
-        ends: end tokens; None is the engine's default.
-        top_logprobs: number of top log-probabilities per token; None returns none.
+        ends: end tokens; None for the engine's default.
+        top_logprobs: number of top log-probabilities per token; None for no log-probabilities.
         stops: stop strings in addition to those of the request.
 
     Raises:
@@ -176,7 +176,7 @@ def to_options(
         "eos_token_id": _end_tokens(body, engine, ends),
         **_sampling(body),
     }
-    # A field that is not given takes the value of the model's generation_config.json.
+    # Fields that are not given have the values of the model's generation_config.json.
     set_options = {name: value for name, value in options.items() if value is not None}
     try:
         return GenerationConfig(**set_options)
@@ -188,7 +188,7 @@ def _sampling(body: Writing) -> dict[str, Any]:
     """Return the sampling options; OpenAI's default is to sample."""
     if body.is_greedy and body.count == 1:
         return {"do_sample": False}
-    if body.is_greedy:  # several answers are equal then, and still need a row each
+    if body.is_greedy:  # all answers are equal, but each still needs a row
         return {"do_sample": True, "temperature": 1.0, "top_k": 1, "top_p": 1.0}
     return {
         "do_sample": True,
@@ -264,7 +264,7 @@ def _read_bias(body: Writing, engine: AnyEngine) -> dict[int, float]:
 def find_constraint(
     form: ResponseFormat | None, outputs: StructuredOutputs | None
 ) -> Constraint | None:
-    """Return the structured-output constraint that a request sets; None without one.
+    """Return the structured-output constraint that a request sets; None without a constraint.
 
     Raises:
         RequestError: several constraints are set, or a constraint is invalid.

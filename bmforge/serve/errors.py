@@ -20,11 +20,11 @@ __all__ = [
     "overloaded",
 ]
 
-# OpenAI's error types by status.
+# HTTP status -> OpenAI's error type.
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-# Anthropic's error types by status, where they differ from OpenAI's.
+# HTTP status -> Anthropic's error type, if it differs from OpenAI's.
 _ANTHROPIC_KINDS = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
-# Anthropic's client sends the whole conversation instead of a `thread` after this error.
+# After this error, Anthropic's client sends the whole conversation instead of a `thread`.
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": []}
 
 
@@ -82,7 +82,7 @@ def error_response(error: RequestError, scope: Scope) -> JSONResponse:
 
 
 def anthropic_error(error: RequestError) -> dict[str, Any]:
-    """Return the body of an error response in Anthropic's format, plus the fields of OpenAI's."""
+    """Return the body of an error response in Anthropic's format, with OpenAI's fields added."""
     body, status = error_body(error), error.status_code
     kind = "api_error" if status >= 500 else body["error"]["type"]
     body["error"]["type"] = _ANTHROPIC_KINDS.get(status, kind)
@@ -135,7 +135,7 @@ def explain_types(error: RequestValidationError) -> RequestError:
         )
     if first["type"] == "missing":
         return RequestError(f"{where} is missing", where, code="missing_required_parameter")
-    # For a field of several types, list what each of them requires.
+    # For a field that accepts several types, list the requirements of each type.
     messages = [
         _message(problem) for problem in problems if problem["loc"][1:2] == first["loc"][1:2]
     ]

@@ -1,4 +1,4 @@
-"""Lists whether each request field is supported, ignored, or accepted with one neutral value.
+"""Table of request fields: supported, ignored, or accepted only with a neutral value.
 
 `dev/serve_fields.py` writes the table into the documentation; a test compares the table with the
 server.
@@ -49,7 +49,7 @@ _NO_EFFECT = frozenset({
 
 
 def treatment_of(endpoint: str, field: str) -> Treatment:
-    """Return how a field of an endpoint is treated; unknown fields get status 400."""
+    """Return the treatment of a field of an endpoint; unknown fields are rejected (status 400)."""
     if field in _NO_EFFECT:
         return "no effect"
     values = _allowed(ENDPOINTS[endpoint].model_fields[field].annotation)
@@ -59,7 +59,7 @@ def treatment_of(endpoint: str, field: str) -> Treatment:
 
 
 def _allowed(annotation: Any) -> set[Any] | None:
-    """Return the allowed values of a type if they are a few constants, else None."""
+    """Return the allowed values of a type if they are a few constants; otherwise None."""
     if annotation is type(None):
         return {None}
     if getattr(annotation, "__origin__", None) is Literal:

@@ -19,9 +19,9 @@ from bmforge.serve.settings import MAX_HEAD_BYTES
 
 __all__ = ["Gate"]
 
-# They reveal only that the server runs, and are requested by health checks without keys.
+# Paths that health checks request without keys; they only reveal that the server runs.
 _OPEN = ("/health", "/ready")
-# They need the admin key; ordinary keys are rejected.
+# Paths that need the admin key; ordinary keys are rejected.
 _ADMIN = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _HEADERS = {
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
@@ -58,7 +58,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers, config = Headers(scope=scope), self._serving.config
-        if config.root_path:  # ASGI requires the prefix, some proxies strip it
+        if config.root_path:  # ASGI requires the prefix, but some proxies strip it
             bare = scope["path"].removeprefix(config.root_path)
             root = {"root_path": config.root_path, "path": config.root_path + bare}
             scope = {**scope, **root}
@@ -93,7 +93,7 @@ class Gate:
                 headers={"connection": "close"},
             )
         if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy in front may have read another body than this server (RFC 9112, 6.1).
+            # A proxy may have read another body than this server would (RFC 9112, 6.1).
             raise RequestError(
                 "content-length and transfer-encoding cannot be used together",
                 headers={"connection": "close"},
@@ -129,7 +129,7 @@ class Gate:
         """Count a finished request, and log it without its content and query string."""
         status = seen.status
         route = scope.get("route")
-        path = getattr(route, "path", "other")  # not the requested path, which is arbitrary
+        path = getattr(route, "path", "other")  # not the requested path, which is arbitrary text
         self._serving.metrics.note_request(path, status, seconds)
         if self._serving.config.log_requests:
             get_logger().info(
@@ -138,13 +138,13 @@ class Gate:
 
 
 def _request_id(headers: Headers) -> str:
-    """Return the client's request id if it is short and plain, else a new one."""
+    """Return the client's request id if it is short and plain, otherwise a new id."""
     client_id = headers.get("x-request-id", "")
     return client_id if _REQUEST_ID.fullmatch(client_id) else f"req-{secrets.token_hex(12)}"
 
 
 def _authorization(headers: Headers) -> str | None:
-    """Return the Authorization header, or Anthropic's ``x-api-key`` in the same form."""
+    """Return the Authorization header, or Anthropic's ``x-api-key`` in the same format."""
     key = headers.get("x-api-key")
     return headers.get("authorization", None if key is None else f"Bearer {key}")
 

@@ -43,7 +43,7 @@ async def model(name: str, request: Request) -> Response:
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Report whether the server runs and its engine works."""
+    """Respond with status 200 if the server runs and its engine works."""
     is_well = serving_of(request).failure is None
     return JSONResponse({"status": "ok" if is_well else "failed"}, 200 if is_well else 503)
 
@@ -51,7 +51,7 @@ async def health(request: Request) -> Response:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """Report whether new requests are accepted."""
+    """Respond with status 200 if new requests are accepted."""
     is_ready = serving_of(request).is_ready
     return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 

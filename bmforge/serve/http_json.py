@@ -21,8 +21,8 @@ from bmforge.serve.strict_json import parse_json
 __all__ = ["GONE", "EventStream", "StrictRequest", "StrictRoute"]
 
 _LARGE = 1 << 16
-_WAITING = 0.9  # share of the time for receiving a request in which its body may wait
-GONE = 499  # nginx's status of a client that has disconnected
+_WAITING = 0.9  # fraction of the time limit for receiving a request that its body may wait
+GONE = 499  # nginx's status for a client that has disconnected
 
 
 class StrictRequest(Request):
@@ -54,7 +54,7 @@ class StrictRequest(Request):
             serving = serving_of(self)
             most = serving.config.body.max_body_bytes
             too_large = RequestError(f"the body has more than {most} bytes", status=413)
-            expected = int(self.headers.get("content-length", most))  # chunked: not known before
+            expected = int(self.headers.get("content-length", most))  # unknown for chunked bodies
             if expected > most:
                 raise too_large
             if expected > _LARGE:
@@ -68,7 +68,7 @@ class StrictRequest(Request):
         return self._body
 
     async def _reserve(self, size: int) -> None:
-        """Wait until the budget has room for a large body."""
+        """Wait until the budget has space for a large body."""
         serving = serving_of(self)
         wait_s = _WAITING * serving.config.timeouts.receive_s
         try:
@@ -139,7 +139,7 @@ class EventStream(StreamingResponse):
 
     Args:
         events: encoded events.
-        on_end: function called at the end, also if nothing was sent.
+        on_end: function to call at the end, even if nothing was sent.
     """
 
     media_type = "text/event-stream"

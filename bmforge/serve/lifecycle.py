@@ -1,4 +1,4 @@
-"""`serve`, which runs the server until the process is stopped, with a graceful shutdown."""
+"""Runs the server until the process is stopped, with a graceful shutdown (`serve`)."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ from bmforge.serve.sleeping import AnyEngine
 __all__ = ["GracefulServer", "bind_address", "make_server", "serve"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Time to send the answers of requests that were cut short.
+# Time in seconds to send the answers of cancelled requests.
 _LAST_WORDS_S = 5
 
 
 class GracefulServer(uvicorn.Server):
-    """Server with graceful shutdown: rejects new requests, waits for running ones, then cancels.
+    """Server with graceful shutdown.
+
+    It rejects new requests, waits for running ones, and cancels those that take too long.
 
     Args:
         config: configuration of uvicorn.
@@ -117,7 +119,7 @@ def serve(
         config: address and limits.
         directory: directory of the model, for its name and chat template.
         embedder: engine of a second model for embeddings.
-        listener: socket of `bind_address`; None creates one.
+        listener: result of `bind_address`; if None, a socket is created.
         deltas: adapters, see `create_app`.
         load_adapter: function that loads an adapter at run time.
 
@@ -179,8 +181,8 @@ def make_server(app: FastAPI, listener: socket.socket) -> GracefulServer:
     """Create a server for an application, and log its address.
 
     Args:
-        app: application of `create_app`.
-        listener: socket that the server accepts connections on.
+        app: result of `create_app`.
+        listener: socket on which the server accepts connections.
     """
     serving: Serving = app.state.serving
     config = serving.config
@@ -208,7 +210,7 @@ def _configure(app: Any, config: ServeConfig) -> uvicorn.Config:
         loop="asyncio",
         lifespan="on",
         log_config=None,
-        log_level="critical",  # errors are logged by the middleware, without private text
+        log_level="critical",  # the middleware logs errors without private text
         access_log=False,
         proxy_headers=False,
         server_header=False,
@@ -256,7 +258,7 @@ def bind_address(config: ServeConfig) -> socket.socket:
 
 
 def _bind_path(path: Path) -> socket.socket:
-    """Create a Unix socket with access for this user only; replace one that no server uses."""
+    """Create a Unix socket that only this user can access; replace a socket without a server."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         with socket.socket(socket.AF_UNIX) as other:

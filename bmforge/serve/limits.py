@@ -34,19 +34,20 @@ class Admission:
         self.is_closing = False
         self.count = 0
         self._by_key: dict[str, int] = {}
-        # key -> (remaining requests, time of the last one): a token bucket refilled per minute.
+        # Key -> (remaining requests, time of the last request): a token bucket that is refilled
+        # over time.
         self._left: dict[str, tuple[float, float]] = {}
 
     @contextmanager
     def enter(self, key: str, count: int = 1) -> Iterator[None]:
-        """Context manager: admit a request, and count it while it runs.
+        """Context manager that admits a request, and counts it while it runs.
 
         Args:
             key: name of the client: its API key's name, or its address.
             count: number of engine requests, such as prompts.
 
         Raises:
-            RequestError: this client (status 429) or all clients together (503) exceed a limit.
+            RequestError: this client (status 429), or all clients together (503), exceed a limit.
         """
         self._check(key, count)
         self.count += count
@@ -84,7 +85,7 @@ class Admission:
         self._take_turn(key)
 
     def _take_turn(self, key: str) -> None:
-        """Take one request from the client's token bucket."""
+        """Remove one request from the client's token bucket; raise an error if it is empty."""
         most, now = self._limits.max_rate_per_min, self._clock()
         left, since = self._left.get(key, (float(most), now))
         left = min(float(most), left + (now - since) * most / _MINUTE_S)
@@ -95,7 +96,7 @@ class Admission:
                 429,
             )
         self._left[key] = left - 1, now
-        if len(self._left) > _MOST_KNOWN:  # drop clients whose buckets are full again
+        if len(self._left) > _MOST_KNOWN:  # forget clients whose buckets are full again
             since = now - _MINUTE_S
             self._left = {name: entry for name, entry in self._left.items() if entry[1] > since}
 

@@ -35,14 +35,15 @@ class LiveRequest:
 
     Args:
         handles: engine handles, one per prompt.
-        max_unread_bytes: generated text buffered for a slow client before the request ends.
-        prompt_tokens: tokens of all prompts.
-        times: recorder of token arrival times; None records nothing.
-        key: name of the client's key, "" without keys.
+        max_unread_bytes: maximum size of text that is buffered for a slow client; beyond it, the
+            request ends.
+        prompt_tokens: number of tokens of all prompts.
+        times: recorder of token arrival times, if any.
+        key: name of the client's key; "" without keys.
 
     Attributes:
         is_read: True if the client has received everything.
-        new_tokens: tokens generated so far, of all answers.
+        new_tokens: number of tokens generated so far, of all answers.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class LiveRequest:
         loop.call_soon_threadsafe(self._fetch, number)
 
     def _fetch(self, number: int) -> None:
-        """Fetch new pieces immediately, so that the size of unread text counts all of them."""
+        """Fetch new pieces immediately, so that the size of unread text includes all of them."""
         try:
             pieces = self.handles[number].take()
         except Exception as error:
@@ -96,7 +97,7 @@ class LiveRequest:
             handle.cancel()
 
     async def pieces(self) -> AsyncIterator[tuple[int, OutputDelta] | None]:
-        """Yield (prompt index, piece) as pieces arrive; None periodically while none arrives.
+        """Yield (prompt index, piece) as pieces arrive, and None periodically in between.
 
         Raises:
             RequestError: the engine failed, or too much text is unread.
@@ -163,7 +164,7 @@ class LiveRequests:
         self._all.add(live)
 
     def end(self, live: LiveRequest) -> None:
-        """Unregister a request; a running one is cancelled and releases its memory."""
+        """Unregister a request; if it is running, it is cancelled and its memory is released."""
         self._all.discard(live)
         if not live.done:
             live.cancel()
@@ -177,7 +178,7 @@ class LiveRequests:
 
     @contextmanager
     def ending(self, future: Future[Any]) -> Iterator[None]:
-        """Context manager: register a non-streaming task while it is awaited."""
+        """Context manager that registers a non-streaming task while it is awaited."""
         self._futures.add(future)
         try:
             yield
@@ -192,9 +193,9 @@ async def unless_gone(receive: Receive, work: Awaitable[T], stop: Callable[[], A
     Starlette keeps running a non-streaming handler after the client has disconnected.
 
     Args:
-        receive: ASGI receive of a request whose body was read.
-        work: awaitable; cancelled when the client disconnects.
-        stop: function called as soon as the client disconnects.
+        receive: ASGI receive function of a request whose body was read.
+        work: awaitable, which is cancelled when the client disconnects.
+        stop: function to call as soon as the client disconnects.
 
     Raises:
         GoneError: the client has disconnected.

@@ -23,7 +23,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _suggest_fields(cls, value: Any) -> Any:
-        """Report an unknown field that resembles a known one; pydantic reports all others."""
+        """Raise an error for a misspelled field name; pydantic reports other unknown fields."""
         if not isinstance(value, dict) or value.keys() <= cls.model_fields.keys():
             return value
         names = [field.alias or name for name, field in cls.model_fields.items()]
@@ -56,7 +56,7 @@ class Function(Strict):
 
 
 class Tool(Strict):
-    """Tool of a request; only functions are supported."""
+    """Tool that the model may call; only functions are supported."""
 
     type: Literal["function"]
     function: Function
@@ -88,7 +88,7 @@ class ToolCall(SentBack):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # clients send the deltas of a stream back as they came
+    index: int | None = None  # clients may send the deltas of a stream back unchanged
 
 
 class TextPart(SentBack):
@@ -96,7 +96,7 @@ class TextPart(SentBack):
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None  # the prefix cache needs no marks
+    cache_control: dict[str, Any] | None = None  # ignored, as the prefix cache needs no marks
 
 
 class Message(SentBack):
@@ -109,12 +109,12 @@ class Message(SentBack):
     tool_call_id: str | None = None
     reasoning_content: str | None = None  # for the chat template
     reasoning: str | None = None  # the same in newer versions of vLLM
-    # Fields that clients send back with an earlier answer; they hold nothing that is read.
+    # Fields that clients send back with an earlier answer; they are ignored.
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
-    parsed: Any = None  # of OpenAI's client, read from the content
+    parsed: Any = None  # added by OpenAI's client, which parses the content
 
     @model_validator(mode="after")
     def _fits(self) -> Message:

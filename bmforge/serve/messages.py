@@ -67,7 +67,7 @@ async def _convert(body: CountRequest, request: Request) -> ChatRequest:
 
 @contextmanager
 def _own_names() -> Iterator[None]:
-    """Context manager: replace OpenAI's field names in errors with Anthropic's names."""
+    """Context manager that replaces OpenAI's field names in errors by Anthropic's."""
     try:
         yield
     except RequestError as error:
@@ -106,7 +106,7 @@ def _usage(chat: RunningChat) -> dict[str, int]:
 def _end(
     chat: RunningChat, body: MessagesRequest, answer: Completion, has_calls: bool
 ) -> dict[str, Any]:
-    """Return the reason why an answer ended, and the stop sequence that ended it, if any."""
+    """Return the stop reason, and the stop sequence that ended the answer, if any."""
     if answer.finish_reason != "stop":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if has_calls:
@@ -140,7 +140,7 @@ class _Block:
             return {"type": "thinking", "thinking": text, "signature": ""}
         try:
             arguments = json.loads(text) if text else {}
-        except ValueError:  # cut by the length limit
+        except ValueError:  # the arguments were cut by the length limit
             arguments = {}
         return {"type": "tool_use", "id": self.id, "name": self.name, "input": arguments}
 
@@ -182,7 +182,7 @@ class _BlockEvents:
             kind, text = "tool_use", "" if isinstance(part, CallStart) else part.text
         block = self._block
         if kind == "text" and not text.strip() and block is not None and block.kind == "tool_use":
-            return  # blank text between two calls
+            return  # whitespace between two calls
         if block is None or block.kind != kind or isinstance(part, CallStart):
             yield from self.close()
             block = self._block = _Block(kind, part.name if isinstance(part, CallStart) else "")

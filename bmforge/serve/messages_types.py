@@ -37,7 +37,7 @@ class ToolUseBlock(SentBack):
 
 
 class ToolResultBlock(SentBack):
-    """Output of a tool call."""
+    """Result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -47,7 +47,7 @@ class ToolResultBlock(SentBack):
 
 
 class ThinkingBlock(SentBack):
-    """Reasoning of the assistant, as an earlier answer returned it."""
+    """Reasoning of the assistant, copied from an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -86,7 +86,7 @@ class AnthropicChoice(Strict):
 
 
 class Thinking(Strict):
-    """Option that enables reasoning before the answer; with "adaptive" the template decides."""
+    """Option that enables or disables reasoning; with "adaptive", the template decides."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
@@ -117,7 +117,7 @@ class CountRequest(Strict):
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # earlier name of output_config.format
+    output_format: OutputFormat | None = None  # old name of output_config.format
     cache_control: CacheControl = None
     # Conversations are not stored: the client sends all messages.
     thread: None = None
@@ -177,10 +177,10 @@ def _thinking(body: CountRequest) -> dict[str, Any]:
 
 
 def _output(body: CountRequest) -> dict[str, Any]:
-    """Return the effort and the format of the answer in OpenAI's fields.
+    """Return the effort and the format of the answer as OpenAI's fields.
 
     Raises:
-        RequestError: the format is given under both of its names.
+        RequestError: the format is set under both names.
     """
     config = body.output_config or OutputConfig()
     if config.format is not None and body.output_format is not None:

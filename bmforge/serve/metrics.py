@@ -14,11 +14,11 @@ __all__ = ["Metrics", "TokenTimes"]
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _TOKEN_SECONDS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 3, 10)
-_KEY_DIGITS = 12  # of the key's SHA-256
+_KEY_DIGITS = 12  # number of digits of the key's SHA-256
 
 
 class Metrics:
-    """Prometheus metrics of one server; several servers in a process have separate ones."""
+    """Prometheus metrics of a server; several servers in a process have separate metrics."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -140,7 +140,7 @@ class TokenTimes:
         Args:
             number: index of the prompt.
             pieces: new pieces of its answers.
-            started_s: time of the first step of the prompt; None before it.
+            started_s: time of the prompt's first step; None before this step.
         """
         if started_s is not None and number not in self._started:
             self._started.add(number)

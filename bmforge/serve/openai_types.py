@@ -30,7 +30,7 @@ __all__ = [
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-# fail_fast: report only the first error of a list, which may have a hundred thousand.
+# fail_fast: report only the first error of a list, which may have a hundred thousand errors.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]
 Inputs = str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
@@ -44,7 +44,7 @@ class StreamOptions(Strict):
 
 
 class StructuredOutputs(Strict):
-    """Constraint on answers (other than a JSON schema) under vLLM's names; only one is allowed."""
+    """Constraint on answers with vLLM's field names; only one field may be set."""
 
     regex: str | None = None
     choice: Texts | None = None
@@ -127,7 +127,7 @@ class Writing(Strict):
 
     @property
     def is_greedy(self) -> bool:
-        """True if the sampling parameters make sampling equal to greedy decoding.
+        """True if sampling with these parameters is the same as greedy decoding.
 
         Scores divided by less than 1e-38 overflow fp32; vLLM decodes greedily below 1e-5 too.
         """
@@ -136,8 +136,9 @@ class Writing(Strict):
     @property
     def outputs(self) -> StructuredOutputs | None:
         """Constraint on the answers, from `structured_outputs` or vLLM's older `guided_*` fields.
+
         Raises:
-            RequestError: both are given.
+            RequestError: both are set.
         """
         rules: dict[str, Any] = {
             "json": self.guided_json,
@@ -314,7 +315,7 @@ class DocumentsRequest(Strict):
 
 
 def split_inputs(inputs: Any, name: str) -> list[str | list[int]]:
-    """Return one or several inputs (texts or lists of ids) as a list.
+    """Return a list of the inputs (texts or lists of ids), also for a single input.
 
     Raises:
         RequestError: no input is given, or an input is empty.

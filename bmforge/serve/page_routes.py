@@ -14,7 +14,7 @@ from bmforge.serve.serving import serving_of
 __all__ = ["router"]
 
 router = APIRouter(include_in_schema=False)
-# Trusted Types: the browser enforces that scripts never create HTML from text.
+# With Trusted Types, the browser prevents scripts from creating HTML from text.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -50,7 +50,7 @@ async def state(request: Request) -> Response:
     serving = serving_of(request)
     plan = serving.engine.plan
     parts = [[name, size] for name, size in plan.parts()]
-    status = await run_in_threadpool(serving.engine.requests_status)  # may wait for a loading model
+    status = await run_in_threadpool(serving.engine.requests_status)  # may wait for the model
     return JSONResponse(
         {
             "model": serving.name,

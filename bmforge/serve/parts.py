@@ -34,10 +34,10 @@ class CallStart:
 
 @dataclass(frozen=True)
 class CallPiece:
-    """Piece of the arguments of the tool call that started last.
+    """Piece of the arguments of the most recent tool call.
 
     Args:
-        text: piece of the arguments' JSON.
+        text: part of the arguments in JSON.
     """
 
     text: str

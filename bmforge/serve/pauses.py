@@ -1,4 +1,4 @@
-"""Keeps the pauses of a server's event loop short while other threads hold the interpreter."""
+"""Shortens the pauses of a server's event loop while other threads use the interpreter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _SWITCH_S = 0.0005
 
 @contextlib.contextmanager
 def short_pauses() -> Iterator[None]:
-    """Context manager that shortens pauses while a server runs; for processes that only serve.
+    """Context manager that shortens pauses while a server runs.
+
+    It is for processes that only run a server.
 
     Two settings of the interpreter are changed and restored at the end. Threads are switched more
     often. Existing objects are no longer visited by the garbage collector, because a full

@@ -19,8 +19,8 @@ class PromptEcho:
     """Prompt to echo in a response (`echo`), with its log-probabilities.
 
     Args:
-        text: text of the prompt, "" if it is not echoed.
-        tokens: scores of all tokens but the first; None without scores.
+        text: text of the prompt; "" if the prompt is not echoed.
+        tokens: scores of all tokens except the first; None without scores.
         first: bytes of the first token.
     """
 
@@ -36,7 +36,7 @@ class PromptEcho:
         return writer.write_prompt(self.first, tokens)
 
     def as_prompt_logprobs(self, top: int) -> list[dict[str, Any] | None] | None:
-        """Return, per prompt position, a map from token id to log-probability, as in vLLM."""
+        """Return, per prompt position, a dict from token id to log-probability, as vLLM does."""
         if self.tokens is None:
             return None
         return [None, *(_by_id(token, top) for token in self.tokens)]
@@ -70,7 +70,7 @@ def read_echo(
         body: request body.
         tokenizer: the model's tokenizer.
         ids: token ids of the prompt.
-        answer: first answer to the prompt; contains the log-probabilities of the prompt tokens.
+        answer: first answer to the prompt, which contains the prompt's log-probabilities.
     """
     text = tokenizer.decode(ids[_prefix(ids, tokenizer) :]) if body.echo else ""
     if answer.prompt_logprobs is None:

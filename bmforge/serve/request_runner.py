@@ -22,7 +22,7 @@ __all__ = ["check_engine", "start", "whole_answers"]
 async def check_engine(engine: Any) -> None:
     """Raise an error if an engine is closed or has failed.
 
-    This distinguishes a broken engine from one that only refuses a request.
+    This distinguishes a failed engine from a working engine that refuses a request.
 
     Raises:
         RequestError: the engine was closed or has failed (status 503).
@@ -43,7 +43,7 @@ async def start(
     Args:
         serving: server state.
         requests: one request per prompt.
-        prompt_tokens: number of tokens of all prompts.
+        prompt_tokens: total number of prompt tokens.
         begin_s: arrival time of the request on the monotonic clock.
 
     Raises:

@@ -156,7 +156,7 @@ class Items:
             kind, text = "message", part
         if kind != self._kind or isinstance(part, CallStart):
             if kind == "message" and not text.strip() and self._kind == "function_call":
-                return  # blank text between two calls is no message
+                return  # whitespace between two calls is not a message
             yield from self.close()
             yield from self._begin(kind, part.name if isinstance(part, CallStart) else "")
         if text:

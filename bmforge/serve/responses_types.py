@@ -16,14 +16,14 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(SentBack):
-    """Piece of text in a message or in a tool's output."""
+    """Text in a message or in a tool's output."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
     text: str = ""
     refusal: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    parsed: Any = None  # of OpenAI's client, read from the text
+    parsed: Any = None  # added by OpenAI's client, which parses the text
 
 
 Content = str | Annotated[list[InputText], Field(fail_fast=True)]
@@ -49,11 +49,11 @@ class InputCall(SentBack):
     arguments: str
     id: str | None = None
     status: Status | None = None
-    parsed_arguments: Any = None  # of OpenAI's client, read from the arguments
+    parsed_arguments: Any = None  # added by OpenAI's client, which parses the arguments
 
 
 class InputResult(SentBack):
-    """Output of a tool call."""
+    """Result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -63,7 +63,7 @@ class InputResult(SentBack):
 
 
 class InputReasoning(SentBack):
-    """Reasoning of the assistant, as an earlier response returned it."""
+    """Reasoning of the assistant, copied from an earlier response."""
 
     type: Literal["reasoning"]
     summary: list[InputText] = Field(default_factory=list)
@@ -140,7 +140,7 @@ class ResponsesRequest(Strict):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    # Accepted and ignored: nothing is stored here.
+    # Accepted and ignored, because nothing is stored.
     store: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -207,7 +207,7 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
         text = "".join(part.text for part in item.content or item.summary)
         messages.append({"role": "assistant", "content": "", "reasoning_content": text})
     elif last is not None and last["content"] == "" and item.role == "assistant":
-        last["content"] = _text(item.content)  # behind its reasoning
+        last["content"] = _text(item.content)  # the message already has the turn's reasoning
     else:
         messages.append({"role": item.role, "content": _text(item.content)})
 

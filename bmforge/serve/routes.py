@@ -81,7 +81,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
         answers = await whole_answers(serving, live, request)
     if answers is None:
         return Response(status_code=GONE)
-    if body.max_tokens == 0:  # the prompt alone: the one token behind it is left out
+    if body.max_tokens == 0:  # return only the prompt; the generated token is dropped
         answers = [[replace(row[0], text="", ids=(), logprobs=())] for row in answers]
     tokenizer = serving.engine.tokenizer
     choices = []

@@ -22,7 +22,7 @@ from bmforge.serve.tools import LITERAL_KEYWORDS
 
 __all__ = ["RuleChecker"]
 
-_KEPT = 512  # cached results
+_KEPT = 512  # maximum number of cached results
 _AT_ONCE = 2
 _FIELD = {"json": "response_format", "regex": "structured_outputs", "lark": "structured_outputs"}
 
@@ -38,17 +38,17 @@ class RuleChecker:
         self._limits = limits
         self._verdicts: OrderedDict[Constraint, str | None] = OrderedDict()
         self._turns = asyncio.Semaphore(_AT_ONCE)
-        # One rule per client at a time, so that no client takes both processes.
+        # Only one rule per client at a time, so that no client uses both processes.
         self._client_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def check(self, rule: Constraint, client: str, name: str | None = None) -> None:
         """Validate a constraint on answers.
 
         Args:
-            rule: constraint of the answers.
-            client: key or address of the client that sent it.
-            name: request field that holds the constraint (default: the field of the constraint's
-                kind).
+            rule: constraint on the answers.
+            client: key or address of the client that sent the constraint.
+            name: request field that contains the constraint (default: the field for this kind of
+                constraint).
 
         Raises:
             RequestError: the constraint is too large or too deep, has an external reference, is
@@ -93,7 +93,7 @@ class RuleChecker:
                 remaining += item
 
     async def _compile(self, rule: Constraint, client: str) -> str | None:
-        """Compile a constraint in a process with limits; return the error message, or None."""
+        """Compile a constraint in a process with limits; return an error message, or None."""
         limits = self._limits
         try:
             own_turn = self._client_turns.setdefault(client, asyncio.Lock())

@@ -1,9 +1,9 @@
 """Program that compiles a schema, regular expression or grammar in a separate process.
 
 A short schema can need more time and memory than available, for example if many patterns must match
-at once. The compiler cannot be interrupted and does not keep to its own limits, but a process can
-be killed. This file is the program that runs in that process. It imports nothing of bmforge, and
-ends soon after a killed parent because its own time is limited.
+at once. The compiler cannot be interrupted and does not respect its own limits, but a process can
+be killed. This file is the program that runs in that process. It imports nothing of bmforge. If the
+parent is killed, it ends soon, because its time is limited.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _limit_process(cpu_s: int, memory_bytes: int, wall_s: float) -> None:
 
 
 class _Bytes:
-    """Byte-level tokenizer, since compilation does not depend on the model's tokenizer."""
+    """Byte-level tokenizer; compilation does not depend on the model's tokenizer."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -67,11 +67,11 @@ def compile_rule(kind: str, source: str) -> str | None:
         return str(error)
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
-    if is_error or messages:  # warnings name parts that would be ignored silently
+    if is_error or messages:  # warnings are about parts that would be silently ignored
         return "; ".join(messages)
     matcher = LLMatcher(tokenizer, grammar)
     if not matcher.is_error():
-        matcher.compute_bitmask()  # much work is deferred to the first token
+        matcher.compute_bitmask()  # much of the work is deferred to the first token
     return matcher.get_error() or None
 
 

@@ -48,10 +48,10 @@ class TokenizeRequest(Strict):
         return self
 
     def as_chat(self, model: str) -> ChatRequest:
-        """Convert the conversation to a chat request, whose prompt is tokenized."""
+        """Convert the conversation to a chat request, to tokenize its prompt."""
         names = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
         fields = self.model_dump(include={"messages", *names}, exclude_none=True)
-        if self.tools:  # so that tools are shown with every template
+        if self.tools:  # so that tools are part of the prompt with every template
             fields["tool_choice"] = "auto"
         return make_chat({"model": model, **fields})
 
@@ -127,7 +127,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> Response:
-    """Return the special tokens and the chat template, with the names of tokenizer_config.json."""
+    """Return the special tokens and the chat template, named as in tokenizer_config.json."""
     serving = serving_of(request)
     tokenizer, template = serving.engine.tokenizer, serving.prompter.template
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
@@ -141,7 +141,7 @@ async def tokenizer_info(request: Request) -> Response:
 
 @router.post("/v1/score")
 async def score(body: ScoreRequest, request: Request) -> Response:
-    """Return the scores of text pairs: by a cross-encoder, or cosines of their embeddings."""
+    """Score text pairs with a cross-encoder, or by the cosine similarity of their embeddings."""
     first, second = (
         [texts] if isinstance(texts, str) else list(texts) for texts in (body.text_1, body.text_2)
     )
@@ -191,12 +191,12 @@ async def _compare(
     second: list[str],
     field: Literal["documents", "text_2"],
 ) -> tuple[list[float], int] | None:
-    """Return the scores of text pairs and their token count; None if the client left.
+    """Return the scores of text pairs and the number of tokens; None after a disconnect.
 
     Args:
         request: HTTP request.
         model: name of the model.
-        first: one text, which is compared with all others, or one for each of `second`.
+        first: a single text, which is compared with all others, or one text for each of `second`.
         second: the other texts.
         field: request field of `second`.
     """
@@ -236,7 +236,7 @@ async def _compare(
 
 
 def _check_lengths(lengths: list[int], longest: int, field: str) -> None:
-    """Raise `RequestError` for a row of more tokens than the server accepts."""
+    """Raise `RequestError` for a text with more tokens than the server accepts."""
     if max(lengths) > longest:
         raise RequestError(
             f"a text has {max(lengths)} tokens, but this server accepts at most {longest}",

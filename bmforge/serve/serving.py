@@ -33,7 +33,7 @@ __all__ = ["Served", "Serving", "client_of", "key_of", "serving_of"]
 
 T = TypeVar("T")
 _TOKENIZING_THREADS = 2
-_BODIES = 4  # request bodies of the maximum size that are received at the same time
+_BODIES = 4  # number of bodies of the maximum size that can be received at the same time
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Served:
         engine: an `Engine` or a `SleepingEngine`.
         abilities: kinds of requests that the model supports: "chat", "completions", "documents",
             "embeddings", "pairs" (scores of text pairs by a cross-encoder).
-        delta: adapter of the engine's model; None is the base model.
+        delta: adapter of the engine's model; None for the base model.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Served:
 
     @property
     def licenses(self) -> dict[str, Any]:
-        """Licenses of the model ("unknown" if not stated), its base model and its data."""
+        """Licenses of the model ("unknown" if not stated), and of its base model and data."""
         provenance = getattr(self.engine.model, "provenance", Provenance())
         made_of = [{"kind": p.kind, "name": p.name, "license": p.license} for p in provenance.parts]
         return {"license": provenance.license or UNKNOWN, "made_of": made_of}
@@ -84,10 +84,10 @@ class Serving:
         main: main model.
         config: limits.
         keys: API keys.
-        admin: key that may load and remove adapters.
+        admin: key that permits loading and removing adapters.
         directory: directory of the main model, with its chat template.
         embedder: second model, for embeddings.
-        deltas: map from names in requests to names of the main model's adapters, at the start.
+        deltas: initial dict from adapter name in requests to adapter name in the main model.
         load_adapter: function that loads an adapter at run time.
     """
 
@@ -119,10 +119,10 @@ class Serving:
         self.rules = RuleChecker(self.config.schema)
         self.admission = Admission(self.config)
         self.bodies = BodyBudget(_BODIES * self.config.body.max_body_bytes)
-        # Tokenizing is work for a core; more threads would only hold more memory at once.
+        # Tokenizing uses a core per thread; more threads would only need more memory.
         self._tokenizing = CapacityLimiter(_TOKENIZING_THREADS)
-        # The JSON parser and pydantic hold Python's global lock: a second thread would gain no
-        # speed, but the event loop would wait for both.
+        # The JSON parser and pydantic hold Python's global lock: a second thread would not increase
+        # the speed, but the event loop would wait for both.
         self._parsing = CapacityLimiter(1)
 
     async def tokenize(self, function: Callable[[], T]) -> T:
@@ -150,7 +150,7 @@ class Serving:
 
     @property
     def is_ready(self) -> bool:
-        """True if new requests are admitted, and will probably be answered."""
+        """True if new requests are admitted and the engines work."""
         is_unloadable = any(getattr(engine, "opening_error", None) for engine in self.engines)
         return self.admission.has_room and self.failure is None and not is_unloadable
 
@@ -171,11 +171,11 @@ class Serving:
 
     @contextmanager
     def admit(self, request: HTTPRequest, served: Served, count: int = 1) -> Iterator[None]:
-        """Count a request for as long as it runs, and keep its adapter attached.
+        """Context manager that counts a request while it runs, and keeps its adapter attached.
 
         Args:
             request: HTTP request.
-            served: model that the request names.
+            served: model that the request selects.
             count: number of engine requests, such as prompts.
 
         Raises:
@@ -194,14 +194,14 @@ class Serving:
         self.live.end(live)
 
     def find(self, name: str, ability: str | None = None) -> Served:
-        """Return the model that a request names.
+        """Return the model that a request selects.
 
         Args:
             name: name in the request.
-            ability: required ability; None requires none.
+            ability: required ability, if any.
 
         Raises:
-            RequestError: the model is unknown, or lacks the ability.
+            RequestError: the model is unknown, or does not have the ability.
         """
         served = next((model for model in self.models if model.name == name), None)
         if served is None:
@@ -228,7 +228,7 @@ def serving_of(request: HTTPRequest) -> Serving:
 
 
 def client_of(request: HTTPRequest) -> str:
-    """Return the client under which a request is counted: its key, or without keys its address.
+    """Return the name under which a client's requests are counted: its key, or else its address.
 
     IPv6 clients are counted by their /64 network, because each has 2^64 addresses.
     """
@@ -244,6 +244,6 @@ def client_of(request: HTTPRequest) -> str:
 
 
 def key_of(request: HTTPRequest) -> str:
-    """Return the name of a request's API key, "" without keys."""
+    """Return the name of a request's API key; "" without keys."""
     name: str = request.scope["state"].get("key", "")
     return name

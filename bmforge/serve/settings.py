@@ -39,8 +39,8 @@ class AccessConfig:
     """Options for access control.
 
     Args:
-        keys_file: file with one API key per line; more keys come from the environment variable
-            BMFORGE_API_KEYS, separated by commas.
+        keys_file: file with one API key per line; further keys are read from the environment
+            variable BMFORGE_API_KEYS, separated by commas.
         allow_no_key: serve all clients without a key.
         allow_hosts: host names that requests without a key may use, in addition to localhost.
         allowed_origins: origins of other sites whose pages may send requests, such as
@@ -126,7 +126,7 @@ class RequestLimits:
         max_stops: maximum number of stop strings.
         max_stop_chars: maximum length of a stop string in characters.
         max_logit_bias: maximum number of tokens in logit_bias.
-        max_logprobs: maximum number of top_logprobs per token.
+        max_logprobs: maximum value of top_logprobs.
         max_tools: maximum number of tools per request.
     """
 
@@ -144,7 +144,7 @@ class RequestLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaLimits:
-    """Limits on constraints of answers: schemas, regular expressions and grammars.
+    """Limits on constraints on answers: schemas, regular expressions and grammars.
 
     Args:
         max_schema_bytes: maximum size of a schema, regular expression or grammar in bytes.
@@ -167,7 +167,8 @@ class LoadLimits:
 
     Args:
         max_connections: maximum number of open connections.
-        max_requests: maximum number of running and waiting requests; more are rejected (503).
+        max_requests: maximum number of running and waiting requests; further ones are rejected
+            (503).
         max_requests_per_key: maximum number of running and waiting requests per key, or per
             address without keys.
         max_rate_per_min: maximum number of requests per minute and key, or per minute and address
@@ -205,7 +206,7 @@ class ServeConfig:
         timeouts: time limits of requests and connections.
         body: limits on the bodies of requests.
         limits: limits on the contents of a request.
-        schema: limits on constraints of answers: schemas, regular expressions and grammars.
+        schema: limits on constraints on answers: schemas, regular expressions and grammars.
         load: limits on concurrent requests and connections.
     """
 
@@ -227,7 +228,7 @@ class ServeConfig:
     load: LoadLimits = field(default_factory=LoadLimits, metadata=GROUP)
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` that lists all fields out of range or without effect."""
+        """Raise a `ConfigError` that lists all fields out of range or without effect."""
         problems = []
         for name, value in ungrouped_values(self).items():
             if isinstance(value, bool) or not isinstance(value, int | float):

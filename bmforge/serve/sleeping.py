@@ -30,8 +30,8 @@ class SleepingEngine:
     The class has the methods of `Engine` that the server needs; any thread may call them.
 
     Args:
-        open_engine: function that creates the engine; called immediately, so that errors are
-            raised now.
+        open_engine: function that creates the engine; it is also called by the constructor, so that
+            errors are raised early.
         directory: directory of the model.
         idle_s: time in seconds without requests after which the engine is unloaded.
         clock: monotonic time in seconds.
@@ -96,13 +96,13 @@ class SleepingEngine:
         return self._use(lambda engine: engine.submit_documents(documents, **options))
 
     def requests_status(self) -> RequestsStatus:
-        """Return the engine's request status; an unloaded engine is not loaded for this."""
+        """Return the engine's request status, without loading an unloaded engine."""
         with self._lock:
             engine = self._engine
             return RequestsStatus(0, 0, 0, 0) if engine is None else engine.requests_status()
 
     def doze(self) -> bool:
-        """Unload the engine if it has been idle for long enough; return True if it is unloaded."""
+        """Unload the engine if it has been idle for `idle_s`; return True if it is unloaded."""
         with self._lock:
             engine = self._engine
             if engine is None:
@@ -113,7 +113,7 @@ class SleepingEngine:
             if self._clock() - self._last < self._idle_s:
                 return False
             self._engine = None
-            engine.close()  # under the lock, because two models may not fit into memory
+            engine.close()  # with the lock held, because two models may not fit into memory
             del engine
             collect_all()
         get_logger().info("engine: unloaded, because there was no request for %g s", self._idle_s)

@@ -12,10 +12,10 @@ from bmforge.serve.settings import BodyLimits
 
 __all__ = ["json_depth", "parse_json"]
 
-# Whole strings, so that their contents are not counted, and structural characters. An unterminated
-# string matches to the end: searching one from each of its quotes would take quadratic time.
-# Runs of plain characters match at once: one alternative per character takes five times longer, and
-# `re` holds Python's global lock meanwhile.
+# Matches whole strings, so that their contents are not counted, and structural characters. An
+# unterminated string matches to the end, because searching from each of its quotes would take
+# quadratic time. Runs of plain characters match as a whole: one alternative per character takes
+# five times longer, and `re` holds Python's global lock meanwhile.
 _MARKS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{},:]', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MOST_DIGITS = 19  # digits of a 64-bit integer
@@ -25,9 +25,9 @@ def parse_json(body: bytes, limits: BodyLimits) -> Any:
     """Parse a request body.
 
     Raises:
-        RequestError: the body is not UTF-8 or not JSON, is too deep, or has too many values; it
-            contains NaN, an infinity, an integer of more than 19 digits, a duplicate key, or half
-            of a surrogate pair.
+        RequestError: the body is not UTF-8 or not JSON, is nested too deeply, or has too many
+            values; or it contains NaN, an infinity, an integer of more than 19 digits, a duplicate
+            key, or half of a surrogate pair.
     """
     _check_size(body, limits)
     try:
@@ -44,7 +44,7 @@ def parse_json(body: bytes, limits: BodyLimits) -> Any:
         )
     except json.JSONDecodeError as error:
         raise RequestError(f"the body is not JSON: {error.msg} at character {error.pos}") from None
-    # Surrogates come from escapes only: their bytes are not valid UTF-8.
+    # Surrogates can only come from escapes, because their bytes are not valid UTF-8.
     if "\\ud" in text or "\\uD" in text:
         _refuse_surrogates(value)
     return value

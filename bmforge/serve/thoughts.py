@@ -17,7 +17,7 @@ THOUGHT_MARKS = (
 
 
 def find_thought_marks(source: str) -> tuple[str, str] | None:
-    """Return the reasoning marks that a chat template contains; None if it has none."""
+    """Return the marks around reasoning that a chat template contains; None without marks."""
     return next((pair for pair in THOUGHT_MARKS if pair[0] in source or pair[1] in source), None)
 
 
@@ -43,13 +43,13 @@ class ThoughtReader:
         self._is_first = True
 
     def feed(self, text: str) -> Iterator[str | Thought]:
-        """Process the next piece of an answer; yield the reasoning and text that are certain."""
+        """Process the next text of an answer; yield the reasoning and text that are certain."""
         self._pending += text
         if self._state == "start":
             self._begin()
         if self._state == "thought":
             yield from self._think()
-        if self._state == "behind":  # blank lines between reasoning and text belong to neither
+        if self._state == "behind":  # blank lines between reasoning and text are dropped
             self._pending = self._pending.lstrip("\n")
             self._state = "text" if self._pending else "behind"
         if self._state == "text" and self._pending:
@@ -79,7 +79,7 @@ class ThoughtReader:
             self._state, self._pending = "behind", remaining
             thought = thought.rstrip("\n")
         else:
-            # Newlines before the closing mark belong to neither.
+            # Newlines before the closing mark are dropped.
             certain = thought.rstrip("\n")
             sizes = [n for n in range(1, len(self._close)) if thought.endswith(self._close[:n])]
             size = max([*sizes, 0])

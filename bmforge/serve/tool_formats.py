@@ -1,6 +1,6 @@
 """Table of the formats in which models write tool calls, with a parser for each.
 
-The format of a model is found from its chat template. The names are those of vLLM's
+A model's format is detected from its chat template. The names are those of vLLM's
 ``--tool-call-parser``.
 """
 
@@ -28,12 +28,11 @@ class ToolFormat:
     Args:
         name: name in `--tool-call-parser`.
         marks: texts that a chat template of this format contains.
-        open: texts before calls; the empty text means that an answer that begins with ``{`` is
-            a call.
+        open: texts before calls; "" if an answer that begins with ``{`` is a call.
         close: text after calls; empty if the answer ends with the calls.
-        parse: function from the text between the marks, and the schemas of the functions, to
-            the calls; None if the text is no call.
-        is_json: True if the text is one JSON object, whose arguments can be streamed.
+        parse: function (text between the marks, schemas of the functions) that returns the calls;
+            None if the text is not a call.
+        is_json: True if the text is a single JSON object, whose arguments can be streamed.
     """
 
     name: str
@@ -45,7 +44,7 @@ class ToolFormat:
 
 
 def read_json_call(value: Any, schemas: Schemas) -> GeneratedToolCall | None:
-    """Parse a JSON value as a tool call; None if it is not a call.
+    """Parse a JSON value as a tool call; return None if it is not a call.
 
     Args:
         value: object with ``name`` and ``arguments``, or Llama's ``parameters``.
@@ -94,7 +93,7 @@ _MISTRAL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(\{
 
 
 def _parse_mistral(text: str, schemas: Schemas) -> list[GeneratedToolCall] | None:
-    """Parse a JSON list of calls, or the newer ``name[ARGS]{...}`` calls, separated by the mark."""
+    """Parse a JSON list of calls, or calls of the newer form ``name[ARGS]{...}``."""
     values = _load(text)
     if isinstance(values, list):
         return _calls_of(values, schemas)
@@ -176,7 +175,7 @@ def _parse_python(text: str, schemas: Schemas) -> list[GeneratedToolCall] | None
         return None
 
 
-# In the order in which templates are searched: the more special marks come first.
+# In the order in which templates are searched: more specific marks come first.
 FORMATS = {
     row.name: row
     for row in (
@@ -204,7 +203,7 @@ FORMATS = {
 
 
 def find_format(source: str) -> ToolFormat | None:
-    """Return the format of tool calls in a chat template; None if it has none."""
+    """Return the format of tool calls in a chat template; None without a known format."""
     if "tools" not in source:
         return None
     return next((row for row in FORMATS.values() if all(m in source for m in row.marks)), None)

@@ -18,7 +18,7 @@ from bmforge.serve.tool_formats import ToolFormat
 
 __all__ = ["LITERAL_KEYWORDS", "ToolUse", "find_tools"]
 
-# Keywords of JSON schemas whose values are data: a "$ref" inside is text.
+# Keywords of JSON schemas whose values are data, in which a "$ref" is plain text.
 LITERAL_KEYWORDS = frozenset(("const", "enum", "default", "examples"))
 
 
@@ -28,11 +28,11 @@ class ToolUse:
 
     Args:
         shown: tools passed to the template; None without tools.
-        schemas: map from the name of each function that may be called to its schema.
-        form: format of optional calls; None without them.
+        schemas: dict from the name of each function that may be called to its schema.
+        form: format of optional calls; None if optional calls are not allowed.
         rule: constraint on the answer if a call is required.
         begin: beginning of the answer if a call is required.
-        max_calls: maximum number of calls in one answer; None is unlimited.
+        max_calls: maximum number of calls in an answer; None for no limit.
     """
 
     shown: list[dict[str, Any]] | None = None
@@ -48,10 +48,10 @@ def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
 
     Args:
         body: request body.
-        form: tool-call format of the model's template; None if the template has none.
+        form: tool-call format of the model's template; None if the template has no format.
 
     Raises:
-        RequestError: optional calls in an unsupported format, or conflicting constraints.
+        RequestError: the format of optional calls is not supported, or constraints conflict.
     """
     if not body.tools or body.tool_choice == "none":
         return ToolUse()
@@ -88,7 +88,7 @@ def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
 
 
 def _call_rule(functions: Mapping[str, dict[str, Any] | None]) -> Constraint:
-    """Return the constraint that the answer calls one of the functions.
+    """Return the constraint under which an answer must call one of the functions.
 
     Every function's schema becomes an entry of ``$defs``; a ``$ref`` to the root of the schema is
     changed to refer to this entry.
@@ -119,7 +119,7 @@ def _move(schema: Any, root: str) -> Any:
         for key, value in schema.items()
     }
     target = moved.get("$ref")
-    # "#/..." counts from the root, which moves; "#name" is an anchor, which is found anywhere.
+    # "#/..." is relative to the root, which moves; "#name" is an anchor, which is found anywhere.
     if isinstance(target, str) and (target == "#" or target.startswith("#/")):
         moved["$ref"] = root + target[1:]
     return moved

@@ -13,13 +13,13 @@ Batch = dict[str, Tensor]
 
 
 def make_batch(model: Any, batch: int = 2, length: int = 12, seed: int = 1) -> Tensor:
-    """Return random token ids (batch, length), without the vocabulary's last id (padding)."""
+    """Return random token ids, (batch, length), except the vocabulary's last id (padding)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(model.config.vocab_size - 1, (batch, length), generator=generator)
 
 
 def make_labels(model: Any, inputs: Batch, seed: int = 2) -> Batch:
-    """Return the labels with which the model returns a loss, as keyword arguments.
+    """Return a dict with the labels that the model's loss needs, as keyword arguments.
 
     Some labels are -100, to test that they are ignored.
     """

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 __all__ = ["CAPABILITIES", "ROOMS", "capability", "find_capabilities"]
 
-# Package -> capabilities, in the order of the page's tables and their columns. A new column is a
-# name here and one marked test in a suite. "changed: " means a model with the three kinds of
-# changes of `nn` at once.
+# Package -> capabilities, in the order of the page's tables and columns. A new column needs a name
+# in this table and a marked test in a suite. "changed: " means a model with all three kinds of
+# changes of `nn`.
 ROOMS: dict[str, tuple[str, ...]] = {
     "nn": ("low-rank", "int8", "int4", "resize"),
     "models": (
@@ -95,7 +95,7 @@ def capability(*names: str) -> Callable[[_Test], _Test]:
 
 
 def find_capabilities(suite: type) -> dict[str, str]:
-    """Return a dictionary from capability to the name of its test method, for one test class."""
+    """Return a dict from capability to the name of its test method in a test class."""
     methods: dict[str, str] = {}
     for attribute in sorted(dir(suite)):
         test = getattr(suite, attribute)

@@ -1,4 +1,4 @@
-"""Builds models with LoRA, int8 or resized layers and equal plain ones, for `changed_suite.py`."""
+"""Builds models with LoRA, int8 or resized layers, and equivalent plain models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _RANK = 2
-# Layers with low-rank modules and layers stored as int8; some are in both lists, some in neither.
+# Layers with LoRA modules, and layers with int8 weights; some are in both lists, some in neither.
 _PARTS_BESIDE = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 _STORED = ("k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
@@ -41,7 +41,7 @@ _STORED = ("k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 def resized(model: nn.Module) -> list[Change]:
     """Return a `Change` per stack that halves the heads and MLP width of its last block.
 
-    Heads are not halved if one norm covers all heads: fewer heads have another mean square.
+    Heads are not halved if one norm is over all heads, because its mean square would change.
     """
     last = {name.rpartition(".")[0]: name for name, m in model.named_modules() if is_block(m)}
     changes = []
@@ -121,8 +121,8 @@ def merge_parts_(model: nn.Module, target: nn.Module) -> dict[str, tuple[str, st
     """Merge the model's LoRA updates into the plain weights of `target`; untie tied weights.
 
     Returns:
-        dictionary from the name of each merged weight to the names of the LoRA module's two
-        matrices, and its scale.
+        dict from the name of each merged weight to (name of `down`, name of `up`, scale) of its
+        LoRA module.
     """
     merged: dict[str, tuple[str, str, float]] = {}
     for name, part in model.named_modules():
@@ -162,7 +162,7 @@ def list_stored(model: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
 
 @torch.no_grad()
 def silence_the_rest_(full_model: nn.Module, narrow: nn.Module) -> None:
-    """Zero the output projections of heads and MLP units that the narrower model lacks."""
+    """Set the output projections of heads and MLP units that the narrower model lacks to zero."""
     for name, block in narrow.named_modules():
         if not is_block(block):
             continue
@@ -181,7 +181,7 @@ def silence_the_rest_(full_model: nn.Module, narrow: nn.Module) -> None:
 
 
 def _silence_heads_(weight: Tensor, new: Any, old: Any) -> None:
-    """Keep the columns of the first queries of the first key-value heads; zero the others."""
+    """Set all columns to zero, except those of the query heads that the narrower model keeps."""
     groups = weight.unflatten(1, (old.num_kv_heads, -1, old.head_dim))
     groups[:, new.num_kv_heads :] = 0
     groups[:, :, new.num_heads // new.num_kv_heads :] = 0
@@ -193,7 +193,7 @@ def _rescale_(weight: Tensor, new: float, old: float) -> None:
 
 
 def run_step_of(model: Any, batch: Batch, owner: Any = None) -> dict[str, Tensor]:
-    """Run forward and backward; return the loss and all gradients."""
+    """Run a forward and a backward pass; return a dict with the loss and all gradients."""
     owner = model if owner is None else owner
     owner.zero_grad()
     loss = model(**batch).loss

@@ -69,7 +69,7 @@ class ChangedSuite:
 
     @capability("low-rank")
     def test_low_rank_is_the_merged_model(self, tiny: Model) -> None:
-        """LoRA modules give the same outputs as merged weights, and matching gradients."""
+        """LoRA modules compute the same outputs as merged weights, and matching gradients."""
         model, batch = self._doubled(tiny)
         merged_model = copy.deepcopy(model)
         model.change_(low_rank_everywhere(model))
@@ -87,7 +87,7 @@ class ChangedSuite:
 
     @capability("int8")
     def test_int8_has_the_bits_of_its_dequantised_twin(self, tiny: Model) -> None:
-        """Int8 and dequantized weights have bit-identical loss, logits and gradients."""
+        """Loss, logits and gradients with int8 and dequantized weights are bit-identical."""
         model, batch = self._doubled(tiny)
         twin = copy.deepcopy(model)
         model.change_(stored_as_int8(model))
@@ -100,7 +100,7 @@ class ChangedSuite:
 
     @capability("resize")
     def test_resized_is_the_model_with_zeros(self, tiny: Model) -> None:
-        """A narrower layer has the loss of the full layer with the removed units set to zero."""
+        """A narrower model has the loss of the full model with the removed units set to zero."""
         model, batch = self._doubled(tiny)
         full_model = copy.deepcopy(model)
         for change in resized(tiny):
@@ -115,11 +115,11 @@ class ChangedSuite:
     def test_changed_saves_and_opens(
         self, tiny: Model, changed: ModelConfig, tmp_path: Path
     ) -> None:
-        """A model with LoRA, int8 and resized layers is saved and opened exactly."""
+        """A model with LoRA, int8 and resized layers is saved and loaded exactly."""
         model = self.model_class.from_config(changed).eval()
         meta = init_weights_(self.model_class.from_config(changed, device="meta"), 0)
         assert_equal_trees(meta.state_dict(), model.state_dict())
-        # Low-rank modules may be added before or after a resize.
+        # LoRA modules may be added before or after a resize.
         *sizes, parts, rows = changed.changes
         after = self.model_class.from_config(tiny.config.replace(changes=tuple(sizes)))
         after.change_(parts).change_(rows)
@@ -180,7 +180,7 @@ class ChangedSuite:
 
     @capability("changed: generate")
     def test_changed_generates(self, tiny: Model) -> None:
-        """A model with int8 layers and LoRA modules generates the ids of its plain equivalent."""
+        """A model with int8 layers and LoRA modules generates the same ids as a plain model."""
         model = copy.deepcopy(tiny).double()
         model.change_(stored_as_int8(model)).change_(low_rank_everywhere(model))
         spread_parts_(model, 1.0)
@@ -202,8 +202,8 @@ class ChangedSuite:
     def test_changed_goes_on_elsewhere(self, changed: ModelConfig, tmp_path: Path) -> None:
         """A checkpoint of two pipeline stages resumes exactly on one process.
 
-        Two steps on the pipeline, then one step on a single process, give the parameters of three
-        steps on a single process.
+        Two steps on the pipeline and one step on a single process lead to the same parameters as
+        three steps on a single process.
         """
         model = self.model_class.from_config(changed)
         inputs = self.make_inputs(model, batch=4)
@@ -229,7 +229,7 @@ class ChangedSuite:
     @pytest.mark.long
     @capability("changed: tensor")
     def test_changed_tensor_parallel(self, changed: ModelConfig) -> None:
-        """Tensor parallelism with LoRA modules and int8 weights has the results of one process."""
+        """Tensor parallelism with LoRA and int8 weights gives the same results as one process."""
         self.check_changed(changed, "tensor")
 
     @pytest.mark.long
@@ -253,7 +253,7 @@ class ChangedSuite:
     @pytest.mark.long
     @capability("changed: combined")
     def test_changed_layouts_combine(self, changed: ModelConfig) -> None:
-        """Pipeline, tensor and sequence parallelism together give the results of one process."""
+        """Pipeline, tensor and sequence parallelism combined give the results of one process."""
         self.check_changed(changed, "combined")
 
     def check_changed_experts(self, changed: ModelConfig) -> None:

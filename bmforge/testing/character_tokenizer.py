@@ -12,7 +12,7 @@ from bmforge.tokenizers.base import Tokenizer
 
 __all__ = ["BEE_MARKS", "LetterTokenizer", "letters_for"]
 
-# First tokens of the vocabularies of CPM-Ant and CPM-Bee.
+# The first tokens in the vocabularies of CPM-Ant and CPM-Bee.
 BEE_MARKS = (
     *("<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>"),
     *("<root>", "<ans>", "<option>"),
@@ -49,7 +49,7 @@ class LetterTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Return a tokenizer; the directory is not read."""
+        """Return a tokenizer; the directory is ignored."""
         return cls()
 
     def _files(self) -> dict[str, bytes]:

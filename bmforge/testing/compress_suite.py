@@ -82,7 +82,7 @@ class CompressSuite:
     def make_small(
         self, config: CompressConfig, folder: Path, before: Any = None
     ) -> tuple[Any, Compression]:
-        """Compress, train, save and reopen a model; return the result and its `Compression`."""
+        """Compress, train, save and load a model; return the loaded model and its `Compression`."""
         model: Any = self.fat() if before is None else before
         batch = self.make_inputs(model)
         batch |= make_labels(model, batch)
@@ -110,7 +110,7 @@ class CompressSuite:
 
     @torch.no_grad()
     def check_opens(self, small: Any, folder: Path) -> None:
-        """Check that the saved model has the same outputs after it is opened or streamed."""
+        """Check that the saved model has the same outputs after loading, also if it is streamed."""
         inputs = self.make_inputs(small)
         want = list_outputs(small(**inputs))
         small.save_pretrained(folder)
@@ -138,7 +138,7 @@ class CompressSuite:
     @pytest.mark.long
     @capability("qat")
     def test_trained_with_rounding(self, tmp_path: Path) -> None:
-        """Weights trained with fake quantization become packed integers."""
+        """Weights trained with fake quantization are packed to integers."""
         small, _ = self.make_small(CompressConfig(quantize=_QUANTIZE), tmp_path / "model")
         assert any(isinstance(module, PackedStore) for module in small.modules())
 
@@ -164,7 +164,7 @@ class CompressSuite:
     @pytest.mark.long
     @capability("experts")
     def test_experts(self, tmp_path: Path) -> None:
-        """MLPs split into experts give the outputs of the dense model if all experts are active."""
+        """MLPs split into experts compute the dense model's outputs if all experts are active."""
         self.skip_experts()
         config = CompressConfig(moefy=_EXPERTS)
         small, _ = self.make_small(config, tmp_path / "model")
@@ -195,5 +195,5 @@ def _task(model: Any, batch: Any, num_items: float) -> Tensor:
 
 
 def _matrices(parameter: Tensor) -> list[Tensor]:
-    """Return the matrices of a parameter; a 3-D parameter has one per expert."""
+    """Return the matrices of a parameter; a 3-D parameter has one matrix per expert."""
     return list(parameter) if parameter.dim() == 3 else [parameter]

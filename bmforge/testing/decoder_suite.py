@@ -19,10 +19,10 @@ __all__ = ["DecoderOwnSuite", "DecoderSuite"]
 
 
 class DecoderOwnSuite:
-    """Tests of a decoder that need no reference model; `tiny` is a small model."""
+    """Tests of a decoder that need no reference model; the fixture `tiny` is a small model."""
 
     def test_cached_decode(self, tiny: Model) -> None:
-        """Decoding step by step with a cache gives the same logits as a single forward."""
+        """Decoding step by step with a cache gives the same logits as a single forward pass."""
         check_cached_decode(tiny)
 
     def test_packed_documents(self, tiny: Model) -> None:
@@ -75,7 +75,7 @@ class DecoderSuite(DecoderOwnSuite, ModelSuite):
         assert_close(logits[mask.bool()], expected[mask.bool()])
 
     def test_loss_of_part_of_a_batch(self, twin: Twin) -> None:
-        """With `num_items_in_batch`, the summed loss is divided by that number."""
+        """With `num_items_in_batch`, the summed loss is divided by this number."""
         ids = make_batch(twin.ours)
         expected = twin.theirs(ids, labels=ids, num_items_in_batch=7).loss
         assert_close(twin.ours(ids, labels=ids, num_items_in_batch=7).loss, expected)
@@ -90,7 +90,7 @@ class DecoderSuite(DecoderOwnSuite, ModelSuite):
         assert all(p.grad.isfinite().all() for p in twin.ours.parameters())
 
     def test_cached_decode_of_every_case(self, twin: Twin) -> None:
-        """Decoding step by step equals a single forward, for every case."""
+        """Decoding step by step gives the same logits as a single forward pass, for every case."""
         check_cached_decode(twin.ours)
 
     def test_packed_documents_of_every_case(self, twin: Twin) -> None:
@@ -110,7 +110,7 @@ class DecoderSuite(DecoderOwnSuite, ModelSuite):
 
 
 def check_cached_decode(model: Model) -> None:
-    """Compare decoding step by step with a single forward, with and without left padding."""
+    """Compare decoding step by step with a single forward pass, with and without left padding."""
     ids = make_batch(model)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0

@@ -84,7 +84,7 @@ class DeltaSuite:
     def check_delta(
         self, tiny: Model, folder: Path, build: Build, starts_alike: bool = True
     ) -> Model:
-        """Attach, train, detach and save an adapter; return the model with the adapter."""
+        """Check that an adapter can be attached, trained, detached and saved; return the model."""
         model: Any = copy.deepcopy(tiny).double()
         batch = widen(self.make_inputs(model))
         batch |= make_labels(model, batch)
@@ -143,7 +143,7 @@ class DeltaSuite:
     @pytest.mark.long
     @capability("bitfit")
     def test_bitfit(self, tiny: Model, tmp_path: Path) -> None:
-        """Trained biases (BitFit) work, also in layers that have no bias."""
+        """Trained biases (BitFit) work, even in layers without a bias."""
         self.check_delta(tiny, tmp_path, BitFit)
 
     @pytest.mark.long
@@ -248,7 +248,7 @@ def _check_slope(model: Any, delta: Delta, batch: Batch, gradients: dict[str, Te
     slope = sum(
         (gradients[f"grad/{n}"] * way).sum() for n, way in ways.items() if f"grad/{n}" in gradients
     )
-    step, losses = 1e-7, []  # too short to cross the kink of an activation such as relu
+    step, losses = 1e-7, []  # too small to cross the kink of an activation such as ReLU
     with torch.no_grad():
         for sign in (1, -2):
             for n, p in delta.named_parameters():

@@ -1,7 +1,7 @@
 """Tests of decoder families that differ from another family only in their config.
 
-Every test run compares the numbers and files of these decoders with transformers. Tests of code
-that the shared block already covers (layouts, streaming, adapters, compression) are marked long.
+Every test run compares the outputs and files of these decoders with transformers. Tests of shared
+code that other families already test (layouts, streaming, adapters, compression) are marked long.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _Suite = TypeVar("_Suite", bound=type)
 
 
 def mark_long_except(*quick: str) -> Callable[[_Suite], _Suite]:
-    """Class decorator: add pytest's mark `long` to all tests, also inherited, but the named ones.
+    """Class decorator that marks all tests, also inherited ones, as `long`, except `quick`.
 
     Args:
-        quick: names of test methods.
+        quick: names of the test methods that are not marked.
     """
 
     def change(suite: _Suite) -> _Suite:
@@ -38,7 +38,7 @@ def mark_long_except(*quick: str) -> Callable[[_Suite], _Suite]:
 
 
 def _copy(test: Callable[..., None]) -> Callable[..., None]:
-    """Return a copy of a function, so that a mark on it does not affect the parent class."""
+    """Return a copy of a test, so that marking it does not affect the parent class."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **options: Any) -> None:

@@ -24,7 +24,7 @@ class EncoderSuite(ModelSuite):
     }
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return token ids, the first row with padding on the right."""
+        """Return token ids; the first row is padded on the right."""
         ids = make_batch(model, batch, seed=seed)
         mask = torch.ones_like(ids)
         mask[0, -3:] = 0

@@ -35,8 +35,8 @@ class EngineSuite:
     """Comparison of models with and without a memory budget; `FamilySuite` inherits this.
 
     Attributes:
-        deep_options: config fields of a model with four blocks, some of which are streamed with
-            the smallest budget.
+        deep_options: config fields of a model with four blocks, so that some are streamed with the
+            smallest budget.
     """
 
     deep_options: Mapping[str, Any] = {}
@@ -58,7 +58,7 @@ class EngineSuite:
     @capability("engine")
     @torch.no_grad()
     def test_engine_has_the_bits(self, deep: Model, tmp_path: Path) -> None:
-        """The smallest budget gives outputs and ids bit-identical to those without a budget."""
+        """Outputs and generated ids with the smallest budget are bit-identical to those without."""
         inputs = self.make_inputs(deep)
         want, text = list_outputs(deep(**inputs)), self.write_text(deep)
         deep.save_pretrained(tmp_path)
@@ -72,7 +72,7 @@ class EngineSuite:
     @capability("devices")
     @torch.no_grad()
     def test_devices_have_the_bits(self, deep: Model, tmp_path: Path) -> None:
-        """A model split over two devices gives outputs and ids bit-identical to one device's."""
+        """On two devices, outputs and generated ids are bit-identical to those on one device."""
         inputs = self.make_inputs(deep)
         want, text = list_outputs(deep(**inputs)), self.write_text(deep)
         deep.save_pretrained(tmp_path)
@@ -88,7 +88,7 @@ class EngineSuite:
 
     @capability("devices")
     def test_no_operation_mixes_devices(self, deep: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-        """No operation of a model that is split over devices has tensors on two devices."""
+        """In a model that is split over devices, no operation has arguments on two devices."""
         places = {name: (FIRST, SECOND)[n % 3 % 2] for n, name in enumerate(_blocks_of(deep))}
         inputs, runs, fake = self.make_inputs(deep), largest_runs(deep), FakeDevices()
         inputs |= make_labels(deep, inputs)
@@ -110,7 +110,7 @@ class EngineSuite:
     @capability("budget")
     @pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.long), 1.0])
     def test_budget_is_kept(self, deep: Model, share: float) -> None:
-        """No more weights than planned are resident, and a budget does not change gradients."""
+        """At most the planned weights are resident, and a budget does not change gradients."""
         batch = self.make_inputs(deep)
         batch |= make_labels(deep, batch)
         want = run_step_of(copy.deepcopy(deep), batch)

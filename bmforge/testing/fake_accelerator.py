@@ -1,8 +1,8 @@
 """Simulation of an accelerator that counts kernels, copies and waits per file and line.
 
-Values are computed on the host. Mixing tensors of the host and of the accelerator is an error, as
-on a GPU. Torch allows one such backend in a process, so tests that use it start another
-process.
+Values are computed on the host. An operation on tensors of both host and accelerator raises an
+error, as on a GPU. Torch allows only one custom backend per process, so tests that use it start
+another process.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _VIEWS = frozenset(
         "sym_stride",
     ]
 )
-# Operations whose result's size or value the host reads.
+# Operations that make the host wait, because it reads the size or the value of the result.
 _WAITS = frozenset(
     [
         "_local_scalar_dense",
@@ -73,7 +73,7 @@ _WAITS = frozenset(
     ]
 )
 _COPIES = frozenset(["_to_copy", "copy_", "_copy_from", "_copy_from_and_resize"])
-# Number of kernels of the package's operators that launch more than one.
+# Operator of bmforge -> number of kernels, for operators that launch more than one.
 _KERNELS = {"multiply_packed": 2, "attend_pages": 2}
 
 
@@ -100,7 +100,7 @@ class Usage:
 
 
 class _Backend:
-    """Device module with the functions that torch requires of a custom backend."""
+    """Device module with the functions that torch requires from a custom backend."""
 
     def is_initialized(self) -> bool:
         return True
@@ -172,7 +172,7 @@ class DeviceTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on a thread without the active mode, such as backward's thread."""
+        """Run an operation on a thread without the active mode, such as autograd's."""
         tensors = tree_leaves((args, kwargs))
         accelerator = next(t.accelerator for t in tensors if isinstance(t, DeviceTensor))
         return accelerator.run(func, args, kwargs or {})
@@ -185,11 +185,11 @@ class _PageLocked(Tensor):
 
 
 class FakeAccelerator(TorchDispatchMode):
-    """Context in which operations on the simulated accelerator are counted and computed.
+    """Context manager in which operations on the simulated accelerator are counted and computed.
 
     Args:
-        operators: mapping from the name of a bmforge operator to its replacement, such as a kernel
-            in Triton's interpreter, which is called with host tensors.
+        operators: dict from the name of a bmforge operator to a function that replaces it, such as
+            a kernel in Triton's interpreter; it is called with host tensors.
 
     Attributes:
         device: the accelerator's device.
@@ -207,7 +207,7 @@ class FakeAccelerator(TorchDispatchMode):
         self._library.impl("empty_strided", self._empty_strided, "PrivateUse1")
 
     def send(self, tensor: Tensor) -> DeviceTensor:
-        """Return an accelerator tensor that shares a host tensor's memory; counts no copy."""
+        """Return an accelerator tensor that shares a host tensor's memory; no copy is counted."""
         return DeviceTensor(tensor, self)
 
     @torch.no_grad()
@@ -304,7 +304,7 @@ def _unwrap(value: Any) -> Any:
 
 
 def _multiply_wide(x: Tensor, *others: Any) -> Tensor:
-    """Multiply half-precision activations on the host, where the kernel supports fp32 only."""
+    """Multiply half-precision activations on the host, where the kernel supports only fp32."""
     *matrix, bias = others
     wide = None if bias is None else bias.float()
     return torch.ops.bmforge.multiply_packed(x.float(), *matrix, wide).to(x.dtype)

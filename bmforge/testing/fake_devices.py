@@ -27,19 +27,19 @@ class FakeDevices(FakeTensorMode):
     def place_(
         self, model: nn.Module, home: torch.device, blocks: Mapping[str, torch.device]
     ) -> None:
-        """Replace a model's tensors by fake ones, in place.
+        """Replace a model's tensors by fake tensors, in place.
 
         Args:
             model: the model.
             home: device of everything outside the blocks.
-            blocks: dictionary from block name to device.
+            blocks: dict from block name to device.
         """
         for name, device in blocks.items():
             self._give_(model.get_submodule(name), device)
         self._give_(model, home)
 
     def move(self, values: Any, device: torch.device) -> Any:
-        """Return nested values in which every tensor is replaced by a fake one on `device`."""
+        """Return nested values with every tensor replaced by a fake tensor on `device`."""
         return tree_map_only(Tensor, lambda tensor: self._describe(tensor, device), values)
 
     def _give_(self, module: nn.Module, device: torch.device) -> None:

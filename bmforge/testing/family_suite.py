@@ -47,7 +47,7 @@ class FamilySuite(
 
     Attributes:
         model_class: the family.
-        not_applicable: dictionary from capability to the reason why it does not apply.
+        not_applicable: dict from capability to the reason why it does not apply to the family.
     """
 
     model_class: ClassVar[type[Model]]
@@ -68,7 +68,7 @@ class FamilySuite(
 
     @capability("meta init")
     def test_meta_then_init(self, tiny: Model) -> None:
-        """A model built on meta and then initialized equals one that was built on the CPU."""
+        """A model that is built on meta and then initialized equals a model built on the CPU."""
         config = tiny.config
         meta = self.model_class.from_config(config, device="meta")
         assert all(p.is_meta for p in meta.parameters())
@@ -90,7 +90,7 @@ class FamilySuite(
             assert abs(parameter.std().item() / std - 1) < 5 / math.sqrt(2 * count), name
 
     def test_copy_repr_and_pickle(self, tiny: Model) -> None:
-        """A deep copy computes the same and shares no memory; the config can be pickled."""
+        """A deep copy has the same outputs and shares no memory; the config can be pickled."""
         inputs = self.make_inputs(tiny)
         twin = copy.deepcopy(tiny)
         assert_equal_trees(_tensors(twin(**inputs)), _tensors(tiny(**inputs)))
@@ -139,7 +139,7 @@ class FamilySuite(
         torch.compiler.reset()
 
     def test_saving_and_opening_is_exact(self, tiny: Model, tmp_path: Path) -> None:
-        """Weights and config are saved and opened exactly, in fp32 and bf16."""
+        """Weights and config are saved and loaded exactly, in fp32 and bf16."""
         for dtype in (torch.float32, torch.bfloat16):
             model, directory = copy.deepcopy(tiny).to(dtype), tmp_path / str(dtype)
             model.save_pretrained(directory)
@@ -193,7 +193,7 @@ class FamilySuite(
 
     @capability("combined")
     def test_layouts_combine(self, tiny: Model) -> None:
-        """Pipeline, tensor and sequence parallelism together give the results of one process."""
+        """Pipeline, tensor and sequence parallelism combined give the results of one process."""
         layout = Layout(pp=2, tp=2, sequence_parallel=True)
         self.check_layout(tiny, world=4, layout=layout, micro_batches=2, recompute=True)
 

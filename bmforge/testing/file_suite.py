@@ -46,7 +46,7 @@ class FileSuite:
         assert not model.training
 
     def test_unknown_model_type(self, saved: Path) -> None:
-        """The error for an unknown model type says how to open the model."""
+        """The error for an unknown model type says how to load the model."""
         self._edit_config(saved, model_type="mamba9")
         with pytest.raises(ConfigError, match=r"mamba9.*architecture of transformers"):
             AutoModel.from_pretrained(saved)
@@ -111,7 +111,7 @@ class FileSuite:
         other.save_pretrained(saved, overwrite=True)
         assert_equal_trees(self.model_class.from_pretrained(saved).state_dict(), other.state_dict())
         other.save_pretrained(saved, overwrite=True, max_file_bytes=20_000)
-        assert not (saved / "model.safetensors").exists()  # readers would prefer it to the index
+        assert not (saved / "model.safetensors").exists()  # readers would prefer this file
 
     def test_sharded_files(self, tiny: Model, tmp_path: Path) -> None:
         """Large models are saved as several files with an index."""
@@ -139,7 +139,7 @@ class FileSuite:
         assert_equal_trees(again.state_dict(), other.state_dict())
 
     def test_pickled_weights(self, tiny: Model, saved: Path) -> None:
-        """`pytorch_model.bin` is opened, even with unused buffers, but not if it contains code."""
+        """`pytorch_model.bin` is loaded, even with unused buffers, but not if it contains code."""
         file, tensors = self._edit_weights(saved)
         first = next(name for name in tensors if ".0." in name)
         layer = first[: first.index(".0.") + 3]
@@ -154,7 +154,7 @@ class FileSuite:
         assert not file.exists()
 
     def test_names_without_prefix(self, tiny: Model, saved: Path) -> None:
-        """Checkpoints whose names lack the family's prefix can be opened as well."""
+        """Checkpoints whose tensor names lack the family's prefix can be loaded too."""
         prefix = self.model_class.hf_prefix
         file, tensors = self._edit_weights(saved)
         bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -168,7 +168,7 @@ class FileSuite:
             self.model_class.from_config("gpt2-small")  # type: ignore[arg-type]
 
     def test_unknown_preset(self) -> None:
-        """The error for an unknown preset suggests the nearest name."""
+        """The error for an unknown preset suggests the most similar name."""
         config_class = self.model_class.config_class
         name = next(iter(config_class.presets))
         with pytest.raises(ConfigError, match=f"Did you mean {name!r}"):

@@ -1,6 +1,6 @@
 """Compares small transformers models on parallel layouts with the same models on one process.
 
-The test suite and `dev/transformers_table.py` use it for every model type of transformers.
+The test suite and `dev/transformers_table.py` use this module for every model type of transformers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def save_small_model(kind: str, directory: Path) -> None:
     """Save a small random language model of a `model_type`.
 
     Raises:
-        Exception: any error of an architecture that cannot be built with small sizes.
+        Exception: the architecture cannot be built with small sizes.
     """
     config = transformers.AutoConfig.for_model(kind)
     build_twin(config, "language_model").save_pretrained(directory)
@@ -56,7 +56,7 @@ def compare_layout(directory: Path, layout: Layout) -> str:
         layout: layout of two processes.
 
     Returns:
-        "" if they are equal, otherwise the message of the error that the layout raises
+        "" if they are equal; the error message if the model does not support the layout
 
     Raises:
         AssertionError: the loss or a gradient differs.
@@ -83,14 +83,14 @@ def compare_layout(directory: Path, layout: Layout) -> str:
 def compare_stages(directory: Path) -> str:
     """Compare gradients of a model split into two pipeline stages with those of the whole model.
 
-    Both stages run in this process, which is cheaper than `compare_layout` with pp=2, which also
-    tests the messages between stages.
+    Both stages run in this process, which is faster than `compare_layout` with pp=2, but does not
+    test the messages between stages.
 
     Args:
         directory: saved model.
 
     Returns:
-        "" if they are equal, otherwise the reason why the model cannot be split
+        "" if they are equal; the reason if the model cannot be split
 
     Raises:
         AssertionError: a gradient differs.
@@ -142,7 +142,7 @@ def _compute(directory: Path, layout: Layout) -> tuple[Tensor, dict[str, Tensor]
     halves = [{n: t.chunk(2)[half] for n, t in own.items()} for half in (0, 1)]
     losses = run_step(model, lambda part: model(**part, num_items_in_batch=items).loss, halves)
     loss = torch.stack([*losses, torch.zeros(())]).sum()
-    # The mean over data-parallel ranks, or the loss on the last stage.
+    # The mean over data-parallel ranks; with a pipeline, the loss on the last stage.
     if size > 1 or layout.pp > 1:
         dist.all_reduce(loss)
         loss = loss / size

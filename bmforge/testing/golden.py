@@ -1,4 +1,4 @@
-"""Reference vectors from an original implementation: weights, inputs, outputs, gradients."""
+"""Reference vectors of an original implementation: weights, inputs, outputs, gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Golden"]
 
 
 class Golden:
-    """One file with reference vectors.
+    """A file with reference vectors.
 
     It has arrays named ``weight:NAME``, ``input:NAME``, ``output:NAME`` and ``grad:NAME``, and the
     original config as a JSON string.
@@ -47,7 +47,7 @@ class Golden:
         (directory / "config.json").write_text(json.dumps({**self.config, **fields}))
 
     def check(self, name: str, actual: Tensor, rows: Any = ...) -> None:
-        """Compare a tensor with the reference output of this name, or with some of its rows."""
+        """Compare a tensor with the reference output `name`, or with some rows of the output."""
         want = self.outputs[name]
         assert_close({name: actual[rows]}, {name: want[rows]}, rtol=0.0, atol=self.atol)
 

@@ -53,8 +53,8 @@ def train_on_layout(
     With `frozen`, only modules that the config adds to the base model, such as LoRA, are trained.
 
     Returns:
-        the loss and gradient norm of the first step, and this process's gradients ("grad/NAME") and
-        final parameters ("end/NAME"), as whole tensors.
+        dict with the loss and gradient norm of the first step, and this process's gradients
+        ("grad/NAME") and final parameters ("end/NAME") as whole tensors.
     """
     init_distributed()
     model = model_class.from_config(config, device="meta", dtype=dtype)
@@ -105,7 +105,7 @@ def train_and_save(
         save_to: directory for the final checkpoint, or None.
 
     Returns:
-        all parameters of this process, as whole tensors.
+        dict with all parameters of this process, as whole tensors.
     """
     init_distributed()
     model = model_class.from_config(config, device="meta", dtype=torch.float64)
@@ -113,7 +113,7 @@ def train_and_save(
     parallelize(model, layout)
     init_weights_(model, seed=3)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # The default eps of 1e-8 would amplify differences from the order of summation.
+    # The default eps of 1e-8 would amplify differences due to the order of summation.
     optimizer = torch.optim.AdamW(trained, lr=0.01, eps=1e-3)
     done = 0
     if resume_from is not None:
@@ -133,7 +133,7 @@ def train_and_save(
     return {name: _whole(tensor) for name, tensor in persistent_tensors(model).items()}
 
 
-# Layouts that the suites test, by name.
+# Name -> layout, for the layouts that the suites test.
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "zero-2": {"world": 2, "layout": Layout(zero=2)},
     "zero-3": {"world": 2, "layout": Layout(), "recompute": True},
@@ -180,7 +180,7 @@ def check_layout(
 ) -> None:
     """Compare training on a layout with training on one process, in float64.
 
-    It compares the loss, all gradients, their norm, and the parameters after three steps.
+    The loss, all gradients, their norm, and the parameters after three steps are compared.
     """
     arguments = (model_class, config, inputs, labels)
     want = _train_on_one(*arguments, micro_batches, frozen)
@@ -201,7 +201,7 @@ def check_layout(
 
 
 def _train_on_one(*arguments: Any) -> dict[str, Tensor]:
-    """Return the results of training on one process; cached for other layouts of the same model."""
+    """Return the results of training on one process, which are cached for other layouts."""
     key = pickle.dumps(arguments)
     if key not in _REMEMBERED:
         *setup, micro_batches, frozen = arguments
@@ -215,7 +215,7 @@ def _train_on_one(*arguments: Any) -> dict[str, Tensor]:
 
 
 def _cut(batch: Batch, micro_batches: int, mesh: Any) -> Any:
-    """Yield this process's micro-batches; rows are ordered [micro-batch][process][row]."""
+    """Yield this process's micro-batches; rows are ordered by micro-batch, then process."""
     size, rank = data_parallel_size(mesh), data_parallel_rank(mesh)
     rows = next(iter(batch.values())).shape[0] // (micro_batches * size)
     for number in range(micro_batches):

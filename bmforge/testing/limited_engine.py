@@ -2,8 +2,8 @@
 
     python -m bmforge.testing.limited_engine DIRECTORY SHARE TOKENS DTYPE
 
-opens a model with the budget `smallest + SHARE * (all weights - smallest)`, runs it with sequences
-of `TOKENS` tokens in a control group of that size, and prints the measurements as JSON.
+loads a model with the budget `smallest + SHARE * (all weights - smallest)`, runs it with sequences
+of `TOKENS` tokens in a control group of this size, and prints the measurements as JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from bmforge.testing.memory_group import limit_memory
 
 __all__ = ["ALLOWANCE", "CASES", "MODELS", "Case", "run_limited"]
 
-# A budget covers what the engine plans; this is the allowance for everything else.
+# Allowance for memory that the engine's budget does not cover.
 ALLOWANCE = 1.02
 _SIZES: dict[str, Any] = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1408}
 
@@ -74,7 +74,7 @@ def _make_gpt2() -> Any:
 
 
 def _make_small() -> Any:
-    """Return a model of the same size as the quickstart's."""
+    """Return a model of the same size as that of the quickstart."""
     sizes: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 192, "num_layers": 4}
     return GPT2.from_config(GPT2Config(**sizes, num_heads=6, max_seq_len=128))
 
@@ -97,7 +97,7 @@ class Case(NamedTuple):
 
     Attributes:
         model: a name in `MODELS`.
-        share: position of the budget between the smallest one (0) and all weights (1).
+        share: size of the budget, from the smallest possible one (0) to all weights (1).
         tokens: maximum sequence length.
         dtype: dtype of the weights.
     """
@@ -138,7 +138,7 @@ def run_limited(directory: Path, case: Case) -> dict[str, Any]:
     Raises:
         RuntimeError: the subprocess failed, or the kernel killed it for using too much memory.
     """
-    load_step()  # compile here, where memory is not limited
+    load_step()  # compile in this process, whose memory is not limited
     arguments = [str(directory), str(case.share), str(case.tokens), case.dtype]
     done = subprocess.run(
         [sys.executable, "-m", __name__, *arguments],
@@ -186,7 +186,7 @@ def _main(directory: str, share: float, tokens: int, dtype: str) -> dict[str, ob
 
 
 def _smallest(directory: str, options: dict[str, Any], for_all: bool = False) -> int:
-    """Return the smallest budget, or with `for_all` the smallest one that streams no weights."""
+    """Return the smallest budget; with `for_all`, the smallest one without weight streaming."""
     try:
         Engine(directory, device_budget_bytes=1, **options)
     except ConfigError as error:

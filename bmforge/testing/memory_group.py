@@ -1,8 +1,8 @@
 """Limits and measures the memory of a process.
 
-A control group counts a process's pages and its file cache. A process joins a new group after its
+A control group counts a process's pages and its file cache. The process joins a new group after its
 imports. Pages that it allocated before are still counted by the old group, so the new group counts
-only later ones.
+only later pages.
 
 Source: the kernel's cgroup-v1/memory.rst and cgroup-v2.rst.
 """
@@ -18,7 +18,7 @@ from bmforge.host_tuning import give_back_memory
 __all__ = ["MemoryGroup", "ResidentSet", "limit_memory"]
 
 _ROOT = Path("/sys/fs/cgroup")
-# File names of a group's limit and its peak usage, for versions 1 and 2.
+# File names of a group's limit and peak usage, for cgroup versions 1 and 2.
 _FILES = (
     ("memory.limit_in_bytes", "memory.max_usage_in_bytes"),
     ("memory.max", "memory.peak"),
@@ -50,7 +50,7 @@ class MemoryGroup:
             raise
 
     def peak_bytes(self) -> int:
-        """Return the peak memory usage of the group."""
+        """Return the peak memory usage of the group in bytes."""
         return int((self._folder / self._peak).read_text())
 
     def leave(self) -> None:
@@ -60,7 +60,7 @@ class MemoryGroup:
 
 
 class ResidentSet:
-    """Measures the resident set size, without a limit, if there are no control groups."""
+    """Measures the resident set size, without a limit, on systems without control groups."""
 
     kind = "resident set"
 
@@ -72,7 +72,7 @@ class ResidentSet:
         self._before = resident_bytes()
 
     def peak_bytes(self) -> int:
-        """Return the peak growth of the resident set."""
+        """Return the peak growth of the resident set in bytes."""
         return peak_resident_bytes() - self._before
 
     def leave(self) -> None:

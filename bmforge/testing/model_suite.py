@@ -5,9 +5,9 @@
         hf_class = transformers.GPT2LMHeadModel
         cases = {"default": {"n_embd": 32, ...}, "untied": {...}}
 
-Each case consists of the fields of a tiny transformers config. `FamilySuite` has the tests that
-need no reference, `DecoderSuite`, `EncoderSuite` and `Seq2SeqSuite` those of one kind of model, and
-`FileSuite` those of files.
+A case consists of the fields of a tiny transformers config. `FamilySuite` has the tests that need
+no reference; `DecoderSuite`, `EncoderSuite` and `Seq2SeqSuite` have the tests of one kind of model;
+and `FileSuite` has the tests of files.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class ModelSuite(FamilySuite):
 
     Attributes:
         hf_class: transformers' class for the family's first head.
-        cases: dictionary from name to fields of a tiny config.
-        hf_heads: dictionary from each other head to transformers' class.
+        cases: dict from name to fields of a tiny config.
+        hf_heads: dict from each other head to transformers' class.
     """
 
     hf_class: ClassVar[Any]
@@ -55,7 +55,7 @@ class ModelSuite(FamilySuite):
     hf_heads: ClassVar[dict[str, Any]] = {}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrize a test by case or head if it has that argument."""
+        """Parametrize a test by case or head if it has such an argument."""
         if "case" in metafunc.fixturenames:
             metafunc.parametrize("case", list(self.cases), scope="class")
         if "head" in metafunc.fixturenames:
@@ -86,7 +86,7 @@ class ModelSuite(FamilySuite):
 
     @capability("conversion")
     def test_conversion_is_exact(self, twin: Twin, tmp_path: Path) -> None:
-        """A model saved by bmforge and opened by transformers has the same weights and config."""
+        """A model that bmforge saves and transformers loads has the same weights and config."""
         self.check_conversion(twin, self.hf_class, tmp_path)
 
     def test_every_head(self, head: str, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ class ModelSuite(FamilySuite):
             fields["pad_token_id"] = fields["vocab_size"] - 1
         twin = make_twin(self.model_class, hf_class, fields, tmp_path / "theirs")
         assert twin.ours.config.head == head
-        # Before the others, because transformers' forward modifies its config.
+        # Checked first, because transformers' forward modifies its config.
         self.check_conversion(twin, hf_class, tmp_path / "ours")
         self.check_outputs(twin)
         if head != "none":
@@ -166,7 +166,7 @@ class ModelSuite(FamilySuite):
         return model(**inputs, **options)
 
     def our_gradients(self, model: Model) -> dict[str, Tensor]:
-        """Map published names to bmforge's gradients; zeros for parameters without a gradient."""
+        """Return a dict from published name to bmforge's gradient; zeros if there is none."""
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in model.named_parameters()
@@ -174,7 +174,7 @@ class ModelSuite(FamilySuite):
         return rename_to_theirs(model, gradients)
 
     def their_gradients(self, model: Any) -> dict[str, Tensor]:
-        """Map names to transformers' gradients; zeros for parameters without a gradient."""
+        """Return a dict from name to transformers' gradient; zeros if there is none."""
         return {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in model.named_parameters()

@@ -1,4 +1,4 @@
-"""Compares decoding with the native CPU kernels to torch, for every family that generates."""
+"""Compares decoding by native CPU kernels with torch, for every family that generates."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def decode_both_ways(
     """Decode some steps with native kernels and with torch; return both logits and block counts.
 
     Shape:
-        returns the logits of each, (steps, B, V), and for every step the number of blocks that
-        the native kernels ran and the number that torch ran
+        returns the logits of both, (steps, B, V), and for every step a pair (number of blocks that
+        native kernels ran, number of blocks that torch ran)
     """
     ids = make_batch(model, 2, length=7, seed=3)
     mask = torch.ones_like(ids) if masked else None

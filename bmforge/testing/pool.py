@@ -3,8 +3,8 @@
 Starting four processes that import torch takes seconds; a job on a running pool takes about 0.1 s.
 Every job has a new default process group, so no state leaks between tests. If a worker dies (gloo
 aborts the process on some errors) or hangs, the error names it, and the next job restarts the pool.
-After a crash by a signal the job is repeated once on new workers; if it then succeeds, only a
-warning is logged.
+If a worker was killed by a signal, the job is repeated once on new workers; if it then succeeds,
+only a warning is logged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from bmforge.errors import DistributedError
 
 __all__ = ["WorkerPool", "run_distributed", "shutdown_pool"]
 
-# After one rank has failed, the others usually wait in a collective forever.
+# Seconds to wait for the other ranks after one has failed; they usually wait in a collective
+# forever.
 _GRACE_S = 5.0
 
 
@@ -70,7 +71,7 @@ def _run_job(
             f"job{job_number}", dist.TCPStore("127.0.0.1", port, is_master=False)
         )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        dist.barrier()  # a short job must not end before all ranks are connected
+        dist.barrier()  # otherwise a short job might end before all ranks are connected
         function, args, kwargs = pickle.loads(payload)
         torch.manual_seed(0)
         return True, function(*args, **kwargs)
@@ -83,10 +84,10 @@ def _run_job(
 
 
 def _forget_meshes() -> None:
-    """Clear torch's caches, and collect garbage, that would outlive a job's process groups.
+    """Clear torch's caches of meshes, and collect garbage, after a job.
 
-    The caches hold meshes with destroyed groups that compare equal to those of later jobs, and each
-    of these groups keeps three threads that wake up a hundred times per second.
+    The cached meshes have destroyed process groups and compare equal to the meshes of later jobs,
+    and each of these groups keeps three threads that wake up a hundred times per second.
     """
     _clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
@@ -137,8 +138,8 @@ class WorkerPool:
             kwargs: keyword arguments, pickled.
 
         Raises:
-            DistributedError: a rank raised an error, died or hung; the message has its number
-                and traceback.
+            DistributedError: a rank raised an error, died or hung; the message has the rank and the
+                traceback.
         """
         payload = pickle.dumps((function, args, kwargs))
         try:

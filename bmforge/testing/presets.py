@@ -1,4 +1,4 @@
-"""Compares presets with transformers by the shapes of models on meta."""
+"""Compares the shapes of presets with those of transformers' models, on meta."""
 
 from __future__ import annotations
 

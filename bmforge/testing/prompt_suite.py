@@ -26,13 +26,13 @@ def prompted_config(config: Any) -> Any:
     config = config.replace(head=next(head for head in _HEADS if head in config.heads))
     if hasattr(config, "sop_token_id"):
         config = config.replace(sop_token_id=5, mask_token_id=4)
-    if hasattr(config, "num_relations"):  # at least the number of relations in a tree
+    if hasattr(config, "num_relations"):  # a document tree needs at least this many relations
         config = config.replace(num_relations=80)
     return config
 
 
 def open_prompted(model_class: type[Model], config: Any, **options: Any) -> tuple[Any, Any]:
-    """Return a float64 model for prompts and its tokenizer."""
+    """Return a float64 model for prompts, and its tokenizer."""
     model = model_class.from_config(prompted_config(config), dtype=torch.float64, **options)
     return model.eval(), letters_for(model)
 
@@ -50,8 +50,8 @@ class PromptSuite:
     def test_prompt(self) -> None:
         """Class logits are correct for label words of one and of several tokens.
 
-        The reference is computed from the logits at all positions. Training soft tokens lowers the
-        loss.
+        The expected values are computed from the logits at all positions. Training soft tokens
+        reduces the loss.
         """
         model, tokenizer = open_prompted(self.model_class, self.tiny_config())
         template = Template(PROMPT, tokenizer, model)
@@ -84,7 +84,7 @@ def _check_first(classifier: PromptClassifier) -> None:
 
 
 def _check_whole(model: Any, template: Template, tokenizer: Any) -> None:
-    """Check label words of several tokens, predicted autoregressively or each at its own mask."""
+    """Check label words of several tokens, predicted autoregressively or at one mask per token."""
     words = ManualVerbalizer(_WORDS, tokenizer, join="joint", normalize=False)
     classifier = PromptClassifier(model, template, words, frozen=True)
     scored = classifier.classify(PROMPTED)
@@ -102,7 +102,7 @@ def _check_whole(model: Any, template: Template, tokenizer: Any) -> None:
 
 
 def _check_learning(classifier: PromptClassifier) -> None:
-    """Check that three training steps of the soft tokens lower the loss."""
+    """Check that three training steps of the soft tokens reduce the loss."""
     (rows,) = classifier.template.soft_parameters
     batch = classifier.collate([classifier.ask(example) for example in PROMPTED], [0, 1])
     optimizer, losses = torch.optim.Adam([rows], lr=1e-3), []

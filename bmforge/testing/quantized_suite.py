@@ -1,4 +1,4 @@
-"""Tests of quantized weights for every family: comparison with dequantized ones, and saving."""
+"""Tests of quantized weights for every family: comparison with dequantized weights, and saving."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SIZES = ("hidden_size", "intermediate_size", "expert_size", "shared_size", "emb
 
 
 def dequantized_twin(plain: Model, model: Model) -> Model:
-    """Return a copy of the plain model with dequantized weights."""
+    """Return a copy of the plain model with the dequantized weights of the quantized model."""
     twin: Any = copy.deepcopy(plain)
     parameters = dict(twin.named_parameters(remove_duplicate=False))
     with torch.no_grad():
@@ -64,7 +64,7 @@ class QuantizedSuite(ChangedSuite):
     @pytest.mark.parametrize("scheme", ["int4", "int8"])
     @capability("int4")
     def test_packed_is_its_dequantised_twin(self, wide: Model, scheme: str) -> None:
-        """Loss and gradients are those of the dequantized model (int8 activations: nearly)."""
+        """Loss and gradients equal the dequantized model's (approximately, with int8 inputs)."""
         plain: Any = copy.deepcopy(wide).double()
         spec = replace(PRESETS[scheme], activations="float")
         model: Any = quantize_(copy.deepcopy(plain), spec)
@@ -82,9 +82,9 @@ class QuantizedSuite(ChangedSuite):
 
     @capability("int4")
     def test_packed_saves_and_opens(self, wide: Model, tmp_path: Path) -> None:
-        """All default target layers are quantized, and the model is saved and opened exactly.
+        """All default target layers are quantized, and the model is saved and loaded exactly.
 
-        Quantizing a plain model while it is opened gives the same result.
+        Quantizing a plain model while it is loaded gives the same result.
         """
         wide.save_pretrained(tmp_path / "plain")
         model = quantize_(copy.deepcopy(wide), "int4")

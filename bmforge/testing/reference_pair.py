@@ -1,6 +1,6 @@
 """Builds a transformers model and a bmforge model with the same weights, for comparison.
 
-Needs transformers (the `dev` extra). Nothing is downloaded: weights are random.
+The module needs transformers (the `dev` extra). Nothing is downloaded, since weights are random.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Twin:
 
     Args:
         theirs: the transformers model, in eval mode, with eager attention.
-        ours: the same model, opened by bmforge from `directory`.
+        ours: the same model, loaded by bmforge from `directory`.
         directory: directory with the saved transformers model.
     """
 
@@ -40,8 +40,8 @@ def build_reference(hf_class: Any, fields: Mapping[str, Any], seed: int = 0) -> 
 
     Args:
         hf_class: model class, such as ``transformers.GPT2LMHeadModel``.
-        fields: fields of its config.
-        seed: seed of the weights.
+        fields: fields of the model's config.
+        seed: random seed of the weights.
     """
     torch.manual_seed(seed)
     model = hf_class(hf_class.config_class(**fields, attn_implementation="eager")).eval()
@@ -54,7 +54,7 @@ def build_reference(hf_class: Any, fields: Mapping[str, Any], seed: int = 0) -> 
 def make_twin(
     model_class: type[Model], hf_class: Any, fields: Mapping[str, Any], directory: Path
 ) -> Twin:
-    """Build a random transformers model on the CPU, save it, and open it with bmforge."""
+    """Build a random transformers model on the CPU, save it, and load it with bmforge."""
     transformers_logging.disable_progress_bar()
     reference = build_reference(hf_class, fields)
     reference.save_pretrained(directory)
@@ -62,6 +62,6 @@ def make_twin(
 
 
 def rename_to_theirs(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert a dict of tensors from bmforge's names and shapes to the published ones."""
+    """Convert a dict of tensors from bmforge's names and shapes to the published format."""
     groups = group_by_source(rule for rule in model.active_rules() if rule.ours in tensors)
     return {name: assemble_source(rules, tensors.__getitem__) for name, rules in groups.items()}

@@ -32,7 +32,7 @@ class Seq2SeqSuite(ModelSuite):
         return inputs
 
     def test_cached_decode(self, twin: Twin) -> None:
-        """Decoding the target step by step gives the same logits as a single forward."""
+        """Decoding the target step by step gives the same logits as a single forward pass."""
         inputs = self.make_inputs(twin.ours)
         targets = inputs.pop("decoder_input_ids")
         at_once = twin.ours(**inputs, decoder_input_ids=targets).logits

@@ -33,7 +33,7 @@ class ServingSuite:
     @capability("serve")
     @pytest.mark.long
     def test_serves_many(self, tiny: Model) -> None:
-        """Concurrent requests of any length get the same answers or embeddings as single ones."""
+        """Concurrent requests of any length get the same answers or embeddings as alone."""
         rows = EngineConfig(max_rows=4)
         with Engine(tiny, config=rows, tokenizer=self.serving_tokenizer()) as engine:
             if tiny.traits.writes:
@@ -80,7 +80,7 @@ class ServingSuite:
         return [{"embedding": engine.embed(row, delta=names)} for names in choices]
 
     def serving_tokenizer(self) -> Any:
-        """Return a tokenizer if the family's inputs are not plain token ids, else None."""
+        """Return a tokenizer if the family's inputs are not plain token ids, otherwise None."""
         return None
 
     def serving_prompts(self, model: Any) -> list[Any]:

@@ -1,6 +1,6 @@
-"""Tests for prompt template classes: truncation, and equal outputs alone and in a batch.
+"""Tests for prompt template classes: truncation, equal outputs alone and in a batch, training.
 
-To test your own template, inherit `TemplateSuite` and define how a template is created; see
+To test a template class, inherit `TemplateSuite` and define how a template is created; see
 docs/guides/prompts.md.
 """
 
@@ -57,7 +57,7 @@ class TemplateSuite:
 
     Attributes:
         template_class: `Template`, or a subclass.
-        text: template text; its masks come last, so that it works with every kind of model.
+        text: template text; the masks are at the end, so that every kind of model supports it.
         kinds: kinds of models that the template supports.
         examples: at least two valid examples.
     """
@@ -131,7 +131,7 @@ class TemplateSuite:
                 assert_close(together[row], _ask(model, [template.encode(example)])[0])
 
     def test_what_is_trained(self) -> None:
-        """Trained parameters, if any, are in the model, have gradients and lower the loss."""
+        """Trained parameters, if any, have gradients, and training them reduces the loss."""
         for model, template in self.opened():
             trained = template.soft_parameters
             own_ids = {id(parameter) for parameter in model.parameters()}
@@ -155,7 +155,7 @@ class TemplateSuite:
         for model, template in self.opened():
             rows = getattr(model.embed, "prompt", None)
             if not isinstance(rows, ExtraEmbeddings):
-                continue  # no trained parameters, or they must be merged first
+                continue  # there are no trained parameters, or they must be merged first
             with torch.no_grad():
                 rows.weight.add_(0.5)
             prompts = [template.encode(example) for example in self.examples]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 __all__ = ["TOLERANCES", "assert_close", "assert_equal_trees"]
 
-# (rtol, atol) by dtype. float64's detects a wrong layout but ignores the order of summation.
+# Dtype -> (rtol, atol). With float64's, a wrong layout fails, but another order of summation does
+# not.
 TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-9, 1e-12),
     torch.float32: (1e-5, 1e-6),
@@ -30,8 +31,8 @@ def assert_close(
     Args:
         actual: computed tensors.
         expected: reference tensors.
-        rtol: relative tolerance; None uses that of the dtype.
-        atol: absolute tolerance; None uses that of the dtype.
+        rtol: relative tolerance (default: that of the dtype).
+        atol: absolute tolerance (default: that of the dtype).
 
     Raises:
         AssertionError: some tensors differ; the message lists them with their largest differences.

@@ -2,10 +2,10 @@
 
 All collectives and messages, including those of FSDP2, DTensor and functional collectives, end in
 an operator of the namespaces `c10d` or `_c10d_functional`, and a `TorchDispatchMode` sees every
-operator. It also sees those of the backward pass: on a CPU it runs on the calling thread, and
-autograd's own threads inherit that thread's modes. Patching the functions of `torch.distributed`
-instead would miss callers that imported them by name (bmforge's own `collectives.py`), and
-functional collectives, which call none of them.
+operator, including those of the backward pass: on a CPU, the backward pass runs on the calling
+thread, and autograd's threads inherit the modes of that thread. Patching the functions of
+`torch.distributed` instead would miss callers that imported them by name (bmforge's own
+`collectives.py`), and functional collectives, which call none of them.
 
 Traffic of the rendezvous store (also used to create groups) is not counted, nor are calls from
 threads that the program itself starts.
@@ -27,7 +27,7 @@ from bmforge.errors import DistributedError
 __all__ = ["Communication", "Traffic", "Volume", "add_up"]
 
 _NAMESPACES = ("c10d", "_c10d_functional")
-# Maps prefixes of operator names to kinds; the first match is used.
+# Prefix of operator names -> kind of communication; the first match is used.
 _KINDS = {
     **{"allgather": "all_gather", "all_gather": "all_gather"},
     **{"allreduce": "all_reduce", "all_reduce": "all_reduce"},
@@ -93,7 +93,7 @@ class Traffic(TorchDispatchMode):
 
     @property
     def volumes(self) -> dict[str, Volume]:
-        """Number of calls and total bytes of every kind of communication."""
+        """Dict from kind of communication to number of calls and total bytes."""
         return add_up(self.calls.elements())
 
 
@@ -115,7 +115,7 @@ def _read_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Com
 
 
 def add_up(calls: Iterable[Communication]) -> dict[str, Volume]:
-    """Return the number of calls and the bytes of every kind of communication."""
+    """Return a dict from kind of communication to number of calls and total bytes."""
     volumes: dict[str, Volume] = {}
     for kind, num_bytes in calls:
         number, total = volumes.get(kind, Volume(0, 0))

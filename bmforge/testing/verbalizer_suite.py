@@ -1,6 +1,6 @@
 """Tests for verbalizer classes: independent rows, gradients, calibration, saved state.
 
-To test your own verbalizer, inherit `VerbalizerSuite` and define how one is created; see
+To test a verbalizer class, inherit `VerbalizerSuite` and define how a verbalizer is created; see
 docs/guides/prompts.md.
 """
 
@@ -36,7 +36,7 @@ class VerbalizerSuite:
     Attributes:
         kind: kind of the tiny model: masked, causal or spans.
         examples: four valid examples.
-        template: template text, with as many masks as the verbalizer reads.
+        template: template text with the number of masks that the verbalizer needs.
     """
 
     kind: ClassVar[str] = "masked"
@@ -57,7 +57,7 @@ class VerbalizerSuite:
         return PromptClassifier(model, template, verbalizer).eval()
 
     def test_what_it_says_of_itself(self) -> None:
-        """The verbalizer's attributes describe its input, masks, classes and normalization."""
+        """The verbalizer's attributes for input, masks, classes and normalization are correct."""
         verbalizer = self.opened().verbalizer
         assert verbalizer.takes in _TAKES
         assert verbalizer.num_classes >= 2
@@ -109,7 +109,7 @@ class VerbalizerSuite:
             PromptClassifier(classifier.model, template, classifier.verbalizer)
 
     def test_state_comes_back(self) -> None:
-        """A verbalizer's state can be loaded into another one, with the same scores."""
+        """If a verbalizer's state is loaded into another one, both have the same scores."""
         first, other = self.opened(), self.opened()
         with torch.no_grad():
             for parameter in first.verbalizer.parameters():

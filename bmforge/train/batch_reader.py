@@ -16,14 +16,14 @@ from bmforge.logging import get_logger
 __all__ = ["BatchReader", "Loader", "restarts_order"]
 
 
-# Fields that determine the order of the samples; a position is invalid in another order.
+# Fields that determine the order of the samples. If one changes, a saved position is invalid.
 _ORDER_FIELDS = frozenset(
     ("data", *(f"data.{n}" for n in ("paths", "weights", "seq_len", "seed", "reset_at_documents")))
 )
 
 
 def restarts_order(overridden: Collection[str]) -> bool:
-    """Return True if a resumed run with these overridden fields starts the sample order again."""
+    """Return True if overriding these fields makes a resumed run start with a new sample order."""
     return not _ORDER_FIELDS.isdisjoint(overridden)
 
 
@@ -38,29 +38,29 @@ class Loader(Protocol):
         """Return this process's micro-batches of the next optimizer step.
 
         Raises:
-            StopIteration: the epoch has ended; `__iter__`, if the loader has it, begins the
-                next epoch.
+            StopIteration: the epoch has ended; the loader's `__iter__`, if any, begins the next
+                epoch.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the loader as a state that can be saved."""
+        """Return the position of the loader, for a checkpoint."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position that `state_dict` returned."""
 
 
 class BatchReader:
-    """Reads the batches of a loader that may end, and starts its next epoch.
+    """Reads the batches of a loader, and starts the next epoch when the loader ends.
 
     Args:
         loader: data loader, a `Loader`.
-        num_epochs: number of passes over a loader that ends.
+        num_epochs: number of epochs over a loader that ends.
         device: device of the model.
         mesh: mesh of the model, or None for one process.
 
     Attributes:
-        epoch: number of the current pass, starting at 0.
-        ended: True after the last pass.
+        epoch: index of the current epoch, starting at 0.
+        ended: True after the last epoch.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class BatchReader:
         self.epoch, self.ended = 0, False
 
     def read(self, step: int) -> Sequence[Batch] | None:
-        """Return the micro-batches of the step after `step`, or None after the last epoch.
+        """Return the micro-batches for step `step` + 1, or None after the last epoch.
 
         If the loader ends on any process, the epoch ends on all processes, because every step runs
         on all of them.
@@ -101,7 +101,7 @@ class BatchReader:
 
         Args:
             state: result of `Trainer.state_dict`.
-            overridden: fields and tables of the run that are changed intentionally; if the
+            overridden: fields and tables of the run that the user has changed intentionally; if the
                 change affects the sample order, the loader starts from the beginning.
         """
         self.epoch = state.get("epoch", 0)
@@ -113,7 +113,7 @@ class BatchReader:
             )
 
     def _take(self) -> Sequence[Batch] | None:
-        """Return the next micro-batches; None on all processes once any has ended its epoch.
+        """Return the next micro-batches; None on all processes if the epoch has ended on any.
 
         Comm: one all-reduce of an integer, over several processes with a loader that can end.
         """

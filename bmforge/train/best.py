@@ -117,7 +117,7 @@ class BestEvaluation:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers."""
-        loss = self._loss if self._step else None  # infinity is no number of JSON
+        loss = self._loss if self._step else None  # JSON cannot represent infinity
         return {"loss": loss, "step": self._step, "misses": self._misses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

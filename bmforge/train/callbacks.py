@@ -1,4 +1,4 @@
-"""States of a trainer's callbacks, which are saved with the run."""
+"""Saves and restores the states of a trainer's callbacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def read_callback_states(callbacks: Sequence[Any]) -> dict[str, Any]:
     """Return a dict from the name of each callback with a `state_dict` to its state.
 
     Raises:
-        ConfigError: two such callbacks have the same name.
+        ConfigError: two callbacks with a state have the same name.
     """
     return {name: callback.state_dict() for name, callback in _stateful(callbacks).items()}
 
@@ -27,7 +27,7 @@ def load_callback_states(callbacks: Sequence[Any], states: dict[str, Any]) -> No
         states: result of `read_callback_states`.
 
     Raises:
-        ConfigError: the states belong to other callbacks.
+        ConfigError: the saved states are not those of these callbacks.
     """
     own = _stateful(callbacks)
     if set(own) != set(states):
@@ -40,7 +40,7 @@ def load_callback_states(callbacks: Sequence[Any], states: dict[str, Any]) -> No
 
 
 def _stateful(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return a dict from name to callback of the callbacks that have a state."""
+    """Return the callbacks that have a state, as a dict from name to callback."""
     stateful = [c for c in callbacks if hasattr(c, "state_dict")]
     named = {getattr(c, "name", type(c).__name__): c for c in stateful}
     if len(named) < len(stateful):

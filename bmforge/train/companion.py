@@ -1,4 +1,4 @@
-"""Second model that a run trains and saves together with its model, such as PPO's value model."""
+"""Second model that a run trains and saves with its main model, such as PPO's value model."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def join_for_checkpoint(
     Args:
         model: trained model, not pipelined if there is a companion.
         optimizers: optimizers of the trained model.
-        companion: second model; None returns the model itself.
+        companion: second model; if None, `model` itself is returned.
     """
     if companion is None:
         return model, list(optimizers)
-    reshard_(model)  # the root of a sharded model is not a part of the joined one
+    reshard_(model)  # the joined module does not contain the FSDP2 root, so it cannot do this
     joined = nn.Module()
     for name, parameter in model.named_parameters(recurse=False):
         joined.register_parameter(name, parameter)

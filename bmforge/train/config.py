@@ -23,8 +23,8 @@ class TrainConfig:
             or after `steps`, whichever comes first (default: 1). Loaders of bmforge never end.
         seed: random seed of dropout; weights and sample order have separate seeds.
         precision: fp32, or bf16 / fp16 compute with fp32 parameters; must match the model.
-        master_weights: upcast trained 16-bit parameters to fp32 (default: on); off trains them
-            in 16 bits, which loses updates below 1/256 of a bf16 weight.
+        master_weights: upcast trained 16-bit parameters to fp32 (default: on); without it they are
+            trained in 16 bits, which loses updates below 1/256 of a bf16 weight.
         disable_dropout: train in evaluation mode, without dropout and layer drop (default: off).
         grad_clip: maximum gradient norm; None disables clipping.
         spike_sigmas: skip a step whose loss is this many standard deviations above the recent

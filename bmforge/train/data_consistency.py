@@ -1,4 +1,4 @@
-"""Checks that processes that share rows read the same rows, and that batch counts are equal."""
+"""Checks that processes read consistent rows and equal numbers of micro-batches."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["check_same_count", "check_same_rows", "sum_counts"]
 def check_same_count(count: int, total: int, squares: int, position: str) -> None:
     """Raise an error on all processes if their numbers of micro-batches differ.
 
-    Each forward and backward runs collectives, in which other processes would wait for a process
-    with fewer micro-batches.
+    Each forward and backward pass runs collectives, in which the other processes would wait forever
+    for a process with fewer micro-batches.
 
     Args:
         count: this process's number of micro-batches of the step.
@@ -52,14 +52,14 @@ def sum_counts(
     position: str,
     mesh_and_device: tuple[DeviceMesh | None, torch.device],
 ) -> list[int]:
-    """Sum counts over the processes with different rows, and stop requests over all processes.
+    """Sum counts over processes that read different rows, and stop requests over all processes.
 
     Args:
-        counts: counts of this process's rows.
+        counts: counts for the rows of this process, such as the number of labels.
         stop: True if this process wants to stop.
         passes: this process's number of micro-batches, which must be equal everywhere.
         position: name of the step, for error messages.
-        mesh_and_device: mesh with all axes, and device of the all-reduce.
+        mesh_and_device: mesh with all axes, and device on which the all-reduce runs.
 
     Returns:
         the summed counts, and the number of processes that want to stop
@@ -80,8 +80,8 @@ def sum_counts(
 def check_same_rows(micro_batches: Sequence[Batch], mesh: DeviceMesh | None) -> None:
     """Raise an error on all processes if processes that share rows have read different rows.
 
-    Tensor-, context- and pipeline-parallel processes work on the same rows. A loader that uses the
-    global rank reads different rows on them, and losses would look plausible but be wrong.
+    Tensor-, context- and pipeline-parallel processes work on the same rows. If a loader used the
+    global rank, they would read different rows, and losses would look plausible but be wrong.
 
     Args:
         micro_batches: micro-batches of this process's first step.

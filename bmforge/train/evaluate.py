@@ -69,7 +69,7 @@ def evaluate(
     mesh: DeviceMesh | None = None,
     device: torch.device | str = "cpu",
 ) -> EvalResult:
-    """Return the mean loss over `batches`; the model's training mode is restored afterwards.
+    """Evaluate the model on `batches` in eval mode; the training mode is restored afterwards.
 
     The load-balancing loss of experts is excluded.
 
@@ -77,7 +77,7 @@ def evaluate(
         model: model on any layout; all processes call this together.
         batches: this process's micro-batches, the same number on every process.
         objective: loss function, as in training.
-        mesh: mesh of the model; None uses the mesh of `parallelize`.
+        mesh: mesh of the model; if None, the mesh that `parallelize` used.
         device: compute device of the model.
     """
     mesh = mesh or mesh_of(model)
@@ -94,7 +94,8 @@ def evaluate(
             sums[0] += result.double()
             sums[1] += count_items(objective, batch, model)
     reshard_(model)
-    # Processes that share a row's tokens average to its loss and all count its labels.
+    # Each of the processes that share a row's tokens counts all of its labels; the average of their
+    # losses is the row's loss.
     total = sum_over_axes(sums[0], mesh, *TOKEN_AXES).item() / axis_size(mesh, *CONTEXT_AXES)
     tokens = int(sum_over_axes(sums[1], mesh, *ROW_AXES))
     return EvalResult(total / max(tokens, 1), tokens, metrics.finish(mesh, device, *ROW_AXES))

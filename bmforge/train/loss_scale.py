@@ -13,15 +13,15 @@ __all__ = ["LossScaleConfig", "PatientScaler", "build_scaler"]
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
-    """Loss scale of ``train.precision = "fp16"``; other precisions do not use one.
+    """Loss-scaling settings for ``train.precision = "fp16"``; other precisions do not use them.
 
     Args:
         fixed: constant loss scale for the whole run (default: dynamic loss scaling).
         init_scale: initial loss scale.
         growth_interval_steps: consecutive finite steps after which the scale doubles.
         min_scale: lower bound of the scale.
-        hysteresis: number of overflows before the scale is halved; once reached, each further
-            overflow halves it until it grows again; 1 halves at once.
+        hysteresis: number of overflows after which the scale is halved; from then on every overflow
+            halves it, until it has grown again. With 1, every overflow halves it.
     """
 
     fixed: float | None = None

@@ -15,7 +15,7 @@ from bmforge.parallel import sum_over_axes
 __all__ = ["MetricKind", "MetricSums", "MetricValue"]
 
 MetricKind = Literal["mean", "sum", "max", "min"]
-# A pair (sum, count) for a mean, else one value.
+# A pair (sum, count) for a mean; otherwise a single value.
 MetricValue: TypeAlias = "Tensor | float | tuple[Tensor | float, Tensor | float]"
 
 
@@ -29,7 +29,8 @@ class MetricSums:
     def __init__(self, kinds: Mapping[str, MetricKind]) -> None:
         self._kinds = kinds
         added = [name for name, kind in kinds.items() if kind in ("mean", "sum")]
-        # Values stay tensors until the end of the step, so that adding them synchronizes nothing.
+        # Values are kept as tensors until the end of the step, so that adding them needs no device
+        # synchronization.
         self._added: dict[str, list[Tensor]] = {name: [_wide(0.0)] * 2 for name in added}
         self._extremes = dict.fromkeys(kinds.keys() - self._added.keys(), _wide(-torch.inf))
 
@@ -37,8 +38,8 @@ class MetricSums:
         """Add the metrics of one micro-batch; unknown names raise an error.
 
         Args:
-            values: dict from metric name to (sum, count) for a mean, the value for a sum, or the
-                extreme value.
+            values: dict from metric name to (sum, count) for a mean, or to the value for a sum,
+                maximum or minimum.
         """
         for name, value in values.items():
             kind = self._kinds[name]
@@ -54,14 +55,16 @@ class MetricSums:
     def finish(
         self, mesh: DeviceMesh | None, device: torch.device | str, *axes: str
     ) -> dict[str, float]:
-        """Return each metric over all ranks; means without values are omitted.
+        """Return a dict from metric name to value over all ranks; empty means are omitted.
 
         Args:
             mesh: mesh of the model.
             device: device of the collectives.
-            axes: mesh axes whose ranks have different values; along the others they are equal.
+            axes: mesh axes whose ranks have different values; along the other axes, values are
+                equal.
 
-        Comm: an all-reduce of two numbers per mean and sum, and one of a number per extreme.
+        Comm: an all-reduce of two numbers per mean and sum, and one of a number per maximum or
+        minimum.
         """
         result: dict[str, float] = {}
         if self._added:

@@ -4,13 +4,14 @@ An objective returns the sum of the item losses of a micro-batch divided by `num
 passes the number of items of the whole global batch, so the loss is averaged over tokens, not over
 ranks or micro-batches, and every layout gets the same mean.
 
-An objective may also have any of the following attributes (`ItemObjective` has all):
+An objective may also have any of the following attributes (`ItemObjective` has the first three):
 
-- ``count(batch)``: number of items of a micro-batch, such as pairs or answers (default: labels). -
-``metrics``: dict from the name of each metric that it returns with the loss (`LossAndMetrics`) to
-the metric's kind. - ``prepare(model, micro_batches)``: called before the forward of a step; returns
-the micro-batches with further tensors, such as log-probabilities of a reference model. -
-``companion``: second model that the objective trains (`Companion`); it is saved with the run.
+- ``count(batch)``: number of items of a micro-batch, such as pairs or answers (default: labels).
+- ``metrics``: dict from the name of each metric that is returned with the loss (`LossAndMetrics`)
+  to the metric's kind.
+- ``prepare(model, micro_batches)``: called before the forward pass of a step; returns the
+  micro-batches with further tensors, such as log-probabilities of a reference model.
+- ``companion``: second model that the objective trains (`Companion`); it is saved with the run.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class LossAndMetrics(NamedTuple):
     metrics: Mapping[str, MetricValue]
 
 
-# On an earlier stage of a pipeline, which has no loss, an objective returns None.
+# On earlier pipeline stages, which do not compute a loss, an objective returns None.
 Objective = Callable[[nn.Module, Batch, float], "Tensor | LossAndMetrics | Any"]
 
 
@@ -105,7 +106,7 @@ def run_objective(
     num_items: float,
     mesh: DeviceMesh | None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Run forward and backward of a step's micro-batches.
+    """Run the forward and backward passes of a step's micro-batches.
 
     Args:
         objective: loss function.
@@ -115,7 +116,8 @@ def run_objective(
         mesh: mesh of the model.
 
     Returns:
-        summed loss of this process's micro-batches in fp64, and metrics over all processes
+        summed loss of this process's micro-batches in fp64, and a dict with the metrics over all
+        processes
     """
     sums = metric_sums_of(objective)
 
@@ -123,7 +125,7 @@ def run_objective(
         result = objective(model, batch, num_items)
         if not isinstance(result, LossAndMetrics):
             return result
-        if torch.is_grad_enabled():  # not in the extra pass that counts the loads of experts
+        if torch.is_grad_enabled():  # the pass that counts the load of experts needs no backward
             sums.add(result.metrics)
         return result.loss
 
@@ -138,8 +140,8 @@ def run_objective(
 def check_model(model: nn.Module, objective: Objective) -> None:
     """Raise `ConfigError` if the default objective would scale the model's loss incorrectly.
 
-    transformers' models use `num_items_in_batch` if they compute the loss by their `loss_function`;
-    fifteen old decoders use their own loss, which is the mean over each micro-batch.
+    transformers' models use `num_items_in_batch` if they compute the loss with `loss_function`;
+    fifteen old decoders compute it themselves, as the mean over each micro-batch.
     """
     owner = type(model)
     if objective is not causal_lm or not hasattr(owner, "loss_function"):
@@ -186,7 +188,7 @@ def rename_inputs(names: Mapping[str, str], objective: Objective = causal_lm) ->
 def count_tokens(batch: Batch) -> int:
     """Return the number of tokens of a micro-batch, excluding rows that are all padding.
 
-    Returns the number of rows if labels are not per token.
+    If there is one label per row instead of per token, the number of rows is returned.
     """
     labels = batch.get("labels")
     if labels is None or labels.dim() < 2:

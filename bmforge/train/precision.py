@@ -1,7 +1,7 @@
-"""Checks a model's precision, and scales the loss of fp16 runs against gradient underflow.
+"""Checks a model's precision, and scales the loss of fp16 runs to avoid gradient underflow.
 
 The scaler does not detect overflows. The caller detects them in the all-reduced gradient norm, so
-every process decides the same and has the same scale.
+all processes make the same decision and have the same scale.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class LossScaler:
 
     @torch.no_grad()
     def unscale_(self, parameters: Iterable[Tensor]) -> None:
-        """Divide every gradient by the scale, in place; once per optimizer step, before clipping.
+        """Divide every gradient by the scale, in place; call once per step, before clipping.
 
         Raises:
-            ConfigError: a gradient is float16, so that dividing would cause the underflow again.
+            ConfigError: a gradient is float16, in which dividing by the scale would underflow.
         """
         inverse = 1.0 / self.current_scale
         for parameter in parameters:

@@ -23,14 +23,14 @@ _ROWS = 40
 def trace_steps(
     steps: int, run_dir: Path | None, rank: int, device: torch.device
 ) -> Iterator[Callable[[], None]]:
-    """Context manager: profile the steps after the third; yields a function to call per step.
+    """Context manager that profiles the steps after the third; call the yielded function per step.
 
     Writes ``run_dir/profile/trace-rankR.json``, for Perfetto or Chrome, and
-    ``operators-rankR.txt``, the operators that took the most time. Steps are counted from the start
-    of this process, also in a resumed run.
+    ``operators-rankR.txt``, a table of the operators that took the most time. Steps are counted
+    from the start of this process, also in a resumed run.
 
     Args:
-        steps: number of steps to trace; 0 traces none.
+        steps: number of steps to trace; 0 to disable tracing.
         run_dir: directory of the run.
         rank: rank of this process, used in the file names.
         device: compute device of the model.

@@ -1,8 +1,8 @@
 """Lock file of a run directory: it contains the holder's identity and is touched as a heartbeat.
 
 Shared file systems often do not support locks, so the file itself is the lock: it is created
-atomically, and its modification time is updated while its holder lives. A dead holder is detected
-at once on the same machine, and by an outdated modification time on another machine.
+atomically, and its holder updates its modification time. A dead holder is detected immediately on
+the same machine, and by an outdated modification time on another machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["LOCK_NAME", "RunLock", "hold_run_dir"]
 
 LOCK_NAME = "run.lock"
 _BEAT_S = 5.0
-_LOOKS = 7  # heartbeats without a touch after which a holder counts as dead
+_LOOKS = 7  # missed heartbeats after which a holder counts as dead
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Holder:
         host: display name of the machine.
         machine: unique id of the machine and PID namespace.
         pid: process id.
-        born: start time that distinguishes it from earlier processes with the same pid.
+        born: start time, which distinguishes the process from earlier ones with the same pid.
         since: time at which the process acquired the lock.
     """
 
@@ -57,7 +57,7 @@ class _Holder:
 def _read_word(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8").strip()
-    except OSError:  # not Linux
+    except OSError:  # the system is not Linux
         return ""
 
 
@@ -82,7 +82,8 @@ class RunLock:
 
     Args:
         directory: existing directory.
-        pause: sleep function (seconds), called between checks of a holder on another machine.
+        pause: function that sleeps for a number of seconds, called between checks of a holder on
+            another machine.
     """
 
     def __init__(self, directory: Path, pause: Callable[[float], None] = time.sleep) -> None:
@@ -169,7 +170,7 @@ class RunLock:
     def _look(self) -> tuple[str | None, int]:
         """Return the lock file's content (None if there is no file) and its modification time."""
         try:
-            # Opening the file revalidates the cache of NFS.
+            # Opening the file revalidates the NFS client's attribute cache.
             with self._file.open(encoding="utf-8", errors="replace") as file:
                 return file.read(), os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
@@ -211,7 +212,7 @@ class RunLock:
 
 
 def _parse(text: str | None) -> _Holder:
-    """Parse the holder from the content of a lock file; empty if it is unreadable."""
+    """Parse the content of a lock file; return an empty holder if it is unreadable."""
     try:
         fields = json.loads(text or "")
         words = {name: str(fields[name]) for name in ("host", "machine", "born", "since")}
@@ -222,11 +223,11 @@ def _parse(text: str | None) -> _Holder:
 
 @contextmanager
 def hold_run_dir(directory: Path) -> Iterator[Callable[[], None]]:
-    """Context manager: create and lock a run's directory. Collective; rank 0 holds the lock.
+    """Context manager that creates and locks a run's directory. Collective; rank 0 holds the lock.
 
     Yields:
         function that all processes call before they write files; it raises `DistributedError` on
-        all if another run has taken over the directory.
+        all processes if another run has taken over the directory.
 
     Raises:
         ConfigError: another living run holds the lock.

@@ -189,7 +189,7 @@ def _check_kind(config: ScheduleConfig, total: int) -> None:
 def set_learning_rate_(optimizers: Iterable[torch.optim.Optimizer], multiplier: float) -> None:
     """Set every parameter group's learning rate to its ``base_lr`` times `multiplier`.
 
-    A group without ``base_lr`` takes its current ``lr`` as the base, once.
+    If a group has no ``base_lr``, its current ``lr`` is stored as ``base_lr``.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:

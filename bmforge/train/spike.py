@@ -1,7 +1,7 @@
 """Skips steps with NaN or infinity and, optionally, steps with a loss spike.
 
-The decision is a pure function of all-reduced losses and gradient norms, so every process decides
-the same without another collective.
+The decision is a pure function of all-reduced losses and gradient norms, so all processes make the
+same decision without another collective.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class SpikeGuard:
 
     Args:
         spike_sigmas: skip if loss > mean + spike_sigmas * standard deviation of the last
-            `window_steps` applied losses; None (the default) skips non-finite steps only.
+            `window_steps` applied losses; if None (the default), only non-finite steps are skipped.
         window_steps: number of applied losses in the window; spikes are detected once it is full.
         max_consecutive_skips: number of consecutive skipped steps after which the run fails.
-            The default allows a float16 loss scale to decrease from 2**16 to 1.
+            The default is enough for a float16 loss scale to decrease from 2**16 to 1.
     """
 
     def __init__(

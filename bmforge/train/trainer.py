@@ -80,22 +80,22 @@ class Trainer:
         model: parallelized and initialized model.
         loader: data loader that yields a list of micro-batches per optimizer step and has a state.
         config: training settings.
-        mesh: mesh of the model; None uses the mesh over which its parameters are sharded.
-        run_dir: directory of metrics and checkpoints; None writes nothing.
+        mesh: mesh of the model (default: the mesh over which its parameters are sharded).
+        run_dir: directory for metrics and checkpoints; if None, nothing is written.
         objective: loss function; see `objective.py`.
-        offload: optimizer offload settings; None keeps the optimizer on the device.
-        evaluator: function that evaluates the model (collectively); None never evaluates.
-        callbacks: functions called with (trainer, row) after every step, on every process;
-            those with a `state_dict` are saved with the run.
+        offload: optimizer offload settings; if None, the optimizer stays on the device.
+        evaluator: collective function that evaluates the model; None for no evaluation.
+        callbacks: functions to call with (trainer, row) after every step, on every process; the
+            state of those with a `state_dict` is saved with the run.
 
     Attributes:
-        base: weights that checkpoints omit, as in `save_checkpoint`; None omits none.
+        base: weights that checkpoints omit, as in `save_checkpoint`; None to save all weights.
         overridden: fields (such as ``train.optim.lr``) and tables (such as ``data``) in which a
-            resumed run may differ; its optimizers use the new settings, and its loader starts a new
-            order.
+            resumed run may differ; optimizers then use the new settings, and the loader starts with
+            a new sample order.
         step: number of completed optimizer steps.
         stopped: True if a signal has ended `fit` before its last step.
-        save_error: error of the last checkpoint; None if it was written.
+        save_error: error of the last checkpoint; None if the checkpoint was written.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Trainer:
 
     @property
     def ended(self) -> bool:
-        """Whether `fit` ended before `steps`, by the end of the data or early stopping."""
+        """True if `fit` ended before `steps` because of the end of the data or early stopping."""
         return self._reader.ended or self.best.is_exhausted
 
     def fit(self, until_step: int | None = None, on_start: Callable[[], object] = bool) -> Self:
@@ -154,11 +154,12 @@ class Trainer:
         and sets `stopped`. If a checkpoint cannot be written, only `save_error` is set.
 
         Args:
-            until_step: step at which to stop instead; the schedule remains that of the whole run.
+            until_step: step at which to stop earlier; the schedule remains that of the whole run.
             on_start: function called before the first step, once the checkpoint is loaded.
         """
         last_step = min(self.config.steps, self.config.steps if until_step is None else until_step)
-        # Processes that share a block use the same random numbers, except where the layout differs.
+        # Processes that share a block use the same random numbers, unless the layout requires
+        # others.
         self._stream = random_stream(self.mesh, self._rank)
         reseed_rng(self.config.seed, self.step, self._stream)
         if self.run_dir is None:
@@ -203,7 +204,7 @@ class Trainer:
         self.load_state_dict(state)
         self.best.find_checkpoint(checkpointer.directory)
         if state.get("mesh", self._shape()) != self._shape():
-            # Generators were saved per process of the old layout, so they are reseeded.
+            # The saved generator states belong to processes of another layout, so reseed instead.
             reseed_rng(self.config.seed, self.step, self._stream)
         get_logger().info("resumed at step %d of %d", self.step, self.config.steps)
         return self.step
@@ -271,14 +272,14 @@ class Trainer:
         """Run one optimizer step over the next global batch.
 
         Args:
-            stop_asked: True if this process wants to stop; shared with all processes.
-            micro_batches: micro-batches of this process; None uses the next ones from the loader.
+            stop_asked: True if this process wants to stop; the request is sent to all processes.
+            micro_batches: micro-batches of this process (default: the next ones from the loader).
 
         Returns:
             metrics row, and whether any process wants to stop
 
-        Comm: one all-reduce of five integers before, one of the loss after, those of the gradients,
-            and one per kind of sharding for the norm.
+        Comm: an all-reduce of five integers before the forward pass and of the loss after it, the
+        reductions of the gradients, and an all-reduce per kind of sharding for the norm.
         """
         if micro_batches is None:
             self._throughput.start()
@@ -326,7 +327,8 @@ class Trainer:
     ) -> tuple[float, float, float | None, dict[str, float]]:
         """Accumulate the gradient of the mean loss; return loss, norm, loss scale and metrics."""
         scale = None if self.scaler is None else self.scaler.current_scale
-        # Gradients are averaged over the data-parallel processes, so each divides by its share.
+        # Gradients are averaged over the data-parallel processes, so the sum is divided by fewer
+        # items.
         divisor = items / data_parallel_size(self.mesh) / (scale or 1.0)
         moved = [{n: t.to(self.device) for n, t in batch.items()} for batch in micro_batches]
         total, metrics = run_objective(self.objective, self.model, moved, divisor, self.mesh)

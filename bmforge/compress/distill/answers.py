@@ -1,4 +1,4 @@
-"""Saved teacher predictions: the top-k tokens per position, written once, read in training.
+"""Saved teacher predictions: the top-k tokens per position, written once and read in training.
 
 A row is identified by a hash of its inputs (ids, mask, positions). The batch order and the parallel
 layout therefore do not matter, and a row without saved predictions raises an error.
@@ -36,7 +36,7 @@ _CHUNK_ELEMENTS = 1 << 23
 
 
 def fingerprint_vocabulary(tokens: Mapping[str, int] | None) -> str:
-    """Return a hash of every token and its id as hex digits; "" without a vocabulary."""
+    """Return a hash of all tokens and their ids as hex digits; "" without a vocabulary."""
     if tokens is None:
         return ""
     text = repr(sorted(tokens.items())).encode("utf-8", "surrogatepass")
@@ -63,7 +63,7 @@ def write_answers(
         directory: output directory; it must not exist.
         count: k, the number of tokens saved per position (default: 32).
         temperature: distillation temperature T (default: 1.0).
-        vocabulary: ids of the tokens; a student with another vocabulary raises an error.
+        vocabulary: dict from token to id; a student with another vocabulary raises an error.
         shard_bytes: approximate size of a file in bytes.
 
     Returns:
@@ -74,7 +74,7 @@ def write_answers(
             of range.
         CheckpointError: the directory exists.
 
-    Memory: a chunk of logits, and one shard of answers.
+    Memory: a chunk of logits and one shard of answers.
     """
     out = Path(directory)
     if out.exists():
@@ -125,10 +125,10 @@ def _check_teacher(teacher: nn.Module, count: int, temperature: float) -> int:
 
 
 def find_head(model: nn.Module, who: str) -> LMHead:
-    """Return the head of a bmforge language model.
+    """Return the LM head of a bmforge language model.
 
     Raises:
-        ConfigError: the model has no such head.
+        ConfigError: the model has no bmforge LM head.
     """
     head = next((module for module in model.modules() if isinstance(module, LMHead)), None)
     if head is None:
@@ -142,9 +142,9 @@ def find_head(model: nn.Module, who: str) -> LMHead:
 def _ask(
     teacher: nn.Module, recorder: Recorder, batch: Any, count: int, temperature: float
 ) -> tuple[list[int], TopKPredictions]:
-    """Run the teacher on a batch; return the rows' hashes and the answers for all positions."""
+    """Run the teacher on a batch; return the rows' hashes and the predictions at all positions."""
     inputs = prepare_batch(teacher, batch)
-    inputs["labels"] = inputs["input_ids"].clone()  # answers for every position
+    inputs["labels"] = inputs["input_ids"].clone()  # so that every position is predicted
     with recorder.recording():
         teacher(**inputs)
         prediction, keys = recorder.prediction, keys_of(recorder.inputs)
@@ -169,7 +169,7 @@ def _ask(
 
 
 def keys_of(inputs: Mapping[str, Any]) -> list[int]:
-    """Return one hash per row of a batch, computed from all its model inputs."""
+    """Return one hash per row of a batch, computed from all model inputs of the row."""
     rows = inputs["input_ids"].shape[0]
     seen: dict[str, Tensor] = {}
     for name, value in sorted(inputs.items()):
@@ -181,7 +181,7 @@ def keys_of(inputs: Mapping[str, Any]) -> list[int]:
         digest = blake2b(digest_size=8)
         for name, value in seen.items():
             if name == "attention_mask" and bool(value[row].bool().all()):
-                continue  # an all-ones mask hashes like no mask
+                continue  # an all-ones mask must have the same hash as no mask
             numbers = value[row].long() if not value.is_floating_point() else value[row].double()
             digest.update(name.encode() + numbers.numpy().tobytes())
         keys.append(int.from_bytes(digest.digest(), "little") >> 1)
@@ -291,8 +291,8 @@ class TeacherAnswers:
 
         Args:
             inputs: keyword arguments of the model's forward.
-            tokens: number of predicted positions; if fewer than all, only positions with a
-                label are returned.
+            tokens: number of predicted positions; if it is less than the number of all positions,
+                only positions with a label are returned.
 
         Raises:
             DataError: no answer was saved for a row.

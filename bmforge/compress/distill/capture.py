@@ -69,7 +69,7 @@ class TeacherView(BesidePart):
     Args:
         width: hidden size D of the student.
         teacher_width: hidden size of the teacher.
-        like: tensor that gives dtype and device.
+        like: tensor whose dtype and device are used.
 
     Shape:
         x: (..., D) -> (..., teacher_width)
@@ -85,7 +85,7 @@ class TeacherView(BesidePart):
         self.place = ""
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the initialization of the weight; it is not sharded.
+        """Return the initialization of the weight, which is not sharded.
 
         The standard deviation 1/sqrt(D) roughly preserves norms.
         """
@@ -93,7 +93,8 @@ class TeacherView(BesidePart):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project hidden states to the teacher's width."""
-        # Clone: backward needs this weight before FSDP has all-gathered the block's weights again.
+        # Clone: the backward pass needs this weight before FSDP has all-gathered the block's
+        # weights again.
         return F.linear(x, self.weight.to(x.dtype).clone())
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
@@ -133,7 +134,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Context manager: record model calls; delete the recorded tensors at the end."""
+        """Context manager that records model calls, and deletes the recorded tensors at the end."""
         self.clear()
         self.is_recording = True
         try:
@@ -185,7 +186,7 @@ class Recorder:
         self._undo.append(undo)
 
     def watch_head_(self, head: LMHead, measure: Callable[..., Tensor]) -> None:
-        """Make a language model's head compute its loss with the function `measure`."""
+        """Make an LM head compute its loss with the function `measure`."""
         head.measure = measure
 
         def undo() -> None:
@@ -200,7 +201,7 @@ class Recorder:
 
 
 def find_attention(model: nn.Module, name: str) -> Attention:
-    """Return the attention of the named block, or the named attention itself.
+    """Return the attention module `name`, or the attention module of the block `name`.
 
     Raises:
         ConfigError: the module has no bmforge attention.
@@ -260,7 +261,7 @@ def take_prediction(
     num_items: float | Tensor | None,
     vocab: VocabCut | None,
 ) -> Tensor:
-    """Record the inputs of the teacher's head while recording is active; return a loss of 0."""
+    """Record the inputs of the teacher's head if recording is active; return a loss of 0."""
     if recorder.is_recording:
         recorder.prediction = Prediction(head_input.detach(), labels, num_items, vocab)
         return head_input.hidden.new_zeros(())

@@ -21,20 +21,21 @@ class DistillLoss:
     """One loss of the distillation.
 
     Args:
-        kind: "logits": KL of the predictions times T^2; "hidden": hidden states of blocks;
-            "attention": KL of the attention probabilities; "relation": KL of the similarities
-            between tokens' queries, keys or values (MiniLM); "value": attention values.
+        kind: "logits": KL divergence of the predictions times T^2; "hidden": distance of the
+            blocks' hidden states; "attention": KL divergence of the attention probabilities;
+            "relation": KL divergence of the similarities between tokens' queries, keys or values
+            (MiniLM); "value": distance of the attention values.
         weight: factor on the loss.
         temperature: temperature T of the logits.
         form: distance of hidden states: "plain" is the mean squared difference, "mean_norm" the
             same after the student's and the teacher's vectors are divided by their mean norm
-            (BMCook), "cosine" one minus the cosine.
+            (BMCook), "cosine" one minus the cosine similarity.
         of: tensor of the relation loss: "query", "key" or "value".
-        relation_heads: number of relation heads; 0 uses the student's number of heads.
+        relation_heads: number of relation heads; 0 for the student's number of attention heads.
         layers: pairing of student and teacher blocks; see `maps.pair_layers`.
         pairs: explicit pairs (student module, teacher module) instead of `layers`; "into:NAME"
             means the input of a module.
-        stack: "encoder" or "decoder" of an encoder-decoder; "" means both.
+        stack: "encoder" or "decoder" of an encoder-decoder; "" for both.
         schedule: weight over the steps: "constant", "rise" from 0, or "fall" to 0.
         steps: length of the schedule in optimizer steps.
     """
@@ -107,12 +108,12 @@ class DistillConfig:
     """Distillation from a teacher, in addition to the task's loss.
 
     Args:
-        teacher: directory or hub id of the teacher; used in recipes only, as programs pass the
-            model itself.
+        teacher: directory or hub id of the teacher; only for recipes, as programs pass the model
+            itself.
         answers: directory of the teacher's saved answers (`write_answers`) instead of a teacher.
         teacher_quantize: quantization scheme of the teacher's weights.
         losses: distillation losses; their weighted sum is added to the task's loss.
-        task_weight: factor on the task's loss; 0 learns only from the teacher.
+        task_weight: factor on the task's loss; 0 to learn only from the teacher.
     """
 
     teacher: str | None = None
@@ -145,5 +146,5 @@ class DistillConfig:
 
     @property
     def looks_inside(self) -> bool:
-        """Whether any loss compares internal tensors, not only predictions."""
+        """True if any loss compares internal tensors, not only predictions."""
         return any(loss.kind != "logits" for loss in self.losses)

@@ -1,7 +1,8 @@
 """Adds distillation losses to a training objective; start reading at `Distiller.objective`.
 
-The teacher runs when the student's forward reaches its head, so that in a pipeline only the last
-stage runs the teacher. The recorded tensors of both are compared after the student's forward.
+The teacher runs when the student's forward pass reaches its head, so that in a pipeline only the
+last stage runs the teacher. The recorded tensors of student and teacher are compared after the
+student's forward pass.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Distiller:
         task: last value of the task's loss on this process.
 
     Raises:
-        ConfigError: the teacher has another vocabulary, head or depth, or modules are missing.
+        ConfigError: teacher and student have different vocabularies, heads or depths, or modules
+            are missing.
     """
 
     name = "distill"
@@ -142,7 +144,8 @@ class Distiller:
         In evaluation mode the objective returns only the task's loss.
 
         Args:
-            inner: (model, batch, number of items) -> loss; it is also used to call the teacher.
+            inner: task's objective: (model, batch, number of items) -> loss; it also calls the
+                teacher.
         """
         return partial(self._distil, inner)
 
@@ -155,7 +158,7 @@ class Distiller:
             if self.answers is None:
                 self._ask = partial(self._run_teacher, inner, batch, num_items)
             task = inner(model, batch, num_items)
-            if task is None:  # not the last pipeline stage
+            if task is None:  # a pipeline stage before the last
                 return None
             self._let_teacher_run()
             total = self._add_up(task, num_items)
@@ -229,7 +232,7 @@ class Distiller:
         return compare_outputs(*sides, loss.temperature, num_items)
 
     def _compare_inside(self, loss: DistillLoss, num_items: float) -> Tensor:
-        """Return a loss on internal tensors, averaged over pairs and items."""
+        """Return a loss on internal tensors, averaged over pairs of modules and over items."""
         pairs = self._pairs[loss]
         parts = [
             self._compare_pair(loss, student_name, teacher_name)
@@ -293,7 +296,7 @@ class Distiller:
 
 
 def _find_head(model: nn.Module) -> LMHead | None:
-    """Return the head of a bmforge language model, or None."""
+    """Return the LM head of a bmforge language model, or None."""
     return next((module for module in model.modules() if isinstance(module, LMHead)), None)
 
 

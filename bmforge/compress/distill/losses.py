@@ -1,7 +1,7 @@
 """Distillation losses per token: hidden states, attention, relations, values and logits.
 
-Attention scores and token similarities have T x S entries per head, which the forward pass does not
-keep. They are recomputed in chunks of queries, and again in the backward pass.
+Attention scores and token similarities have T x S entries per head, which the model's forward pass
+does not store. They are recomputed in chunks of queries, and again in the backward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "compare_values",
 ]
 
-# Largest number of scores per chunk.
+# Maximum number of scores per chunk.
 _CHUNK_ELEMENTS = 1 << 22
 _NEVER = -1e30
 
@@ -36,11 +36,11 @@ def compare_states(student: Tensor, teacher: Tensor, weights: Tensor, form: str)
 
     Args:
         student: hidden states of the student.
-        teacher: hidden states of the teacher, of the same width.
+        teacher: hidden states of the teacher, with the same hidden size.
         weights: token weights; tokens of weight 0 are excluded from the mean norms.
-        form: "plain": mean square of the difference; "mean_norm": the same after the student's and
-            the teacher's vectors are divided by their mean norm in the row; "cosine": one minus the
-            cosine.
+        form: "plain": mean squared difference; "mean_norm": the same after the student's and the
+            teacher's vectors are divided by their mean norm in the row; "cosine": one minus the
+            cosine similarity.
 
     Shape:
         student, teacher: (B, T, D); weights: (B, T); returns (B, T)
@@ -63,7 +63,7 @@ def compare_states(student: Tensor, teacher: Tensor, weights: Tensor, form: str)
 
 
 def _by_mean_length(x: Tensor, weights: Tensor) -> Tensor:
-    """Divide vectors by the mean norm in their row, so that rows are independent."""
+    """Divide the vectors of each row by their mean norm."""
     counted = (weights > 0).to(x.dtype)
     total = (x.norm(dim=-1) * counted).sum(-1) / counted.sum(-1).clamp(min=1)
     return x / total.clamp(min=torch.finfo(x.dtype).tiny)[:, None, None]
@@ -74,7 +74,7 @@ def compare_values(student: AttentionInput, teacher: AttentionInput, channels: i
 
     Args:
         student, teacher: recorded attention inputs.
-        channels: number of value channels over all processes; the local sum is divided by it.
+        channels: number of value channels over all processes, by which the local sum is divided.
 
     Shape:
         returns (B, S)
@@ -94,7 +94,7 @@ def compare_attention(student: AttentionInput, teacher: AttentionInput, heads: i
 
     Args:
         student, teacher: recorded attention inputs.
-        heads: number of heads over all processes; the local sum is divided by it.
+        heads: number of heads over all processes, by which the local sum is divided.
 
     Shape:
         returns (B, T)
@@ -139,7 +139,8 @@ def compare_relations(
     )
 
     def compare(start: int, stop: int) -> Tensor:
-        # Use the student's mask for both: without gradients some models merge it into the bias.
+        # The student's mask is used for both: without gradients, some models merge the mask into
+        # the bias.
         both = (_relate(x, student, start, stop) for x in (student_parts, teacher_parts))
         return _divergence(*both).sum(1) / heads
 
@@ -150,7 +151,7 @@ def compare_relations(
 def compare_logits(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """Return KL(teacher || student) times T^2 per row, computed from complete logits.
 
-    For a single logit (regression) it is the squared difference.
+    For a single logit (regression), the squared difference is returned.
 
     Shape:
         student, teacher: (..., L) for L classes or tokens; returns (...)
@@ -175,7 +176,7 @@ def _divergence(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _in_chunks(compare: Callable[[int, int], Tensor], length: int, each: int) -> Tensor:
-    """Apply `compare` to chunks of queries, with recomputation in backward, and concatenate."""
+    """Apply `compare` to chunks of queries and concatenate; chunks are recomputed in backward."""
 
     def parts() -> Iterator[Tensor]:
         step = max(1, _CHUNK_ELEMENTS // max(1, each))
@@ -224,7 +225,7 @@ def _join_heads(x: Tensor) -> Tensor:
 
 
 def _divide(x: Tensor, num_local: int, heads: int) -> Tensor:
-    """Split the channels of all heads into relation heads: (B, A, T, channels / A)."""
+    """Split the channels of all heads into A relation heads: (B, A, T, channels / A)."""
     joined = _join_heads(x)
     if not num_local or joined.shape[-1] % num_local:
         raise ShapeError(

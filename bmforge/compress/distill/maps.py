@@ -18,15 +18,15 @@ Pairs = list[tuple[str, str]]
 
 
 def pair_layers(student: int, teacher: int, layers: str) -> list[tuple[int, int]]:
-    """Return pairs (student layer, teacher layer), both counted from 0.
+    """Return pairs (index of the student's layer, index of the teacher's layer).
 
     Args:
-        student: number of the student's layers.
-        teacher: number of the teacher's layers.
-        layers: "same": one to one, for equal depths; "uniform": every layer of the shallower
-            model is paired with evenly spaced layers of the other model (TinyBERT); "skip": as
-            "uniform", without the last pair, which the prediction loss already trains (PKD-skip);
-            "last": the last layers of both (PKD-last).
+        student: number of layers of the student.
+        teacher: number of layers of the teacher.
+        layers: "same": one to one, for equal depths; "uniform": the layers of the shallower model
+            with evenly spaced layers of the other model (TinyBERT); "skip": like "uniform", without
+            the last pair, which the prediction loss already trains (PKD-skip); "last": the last
+            layers of both models (PKD-last).
 
     Raises:
         ConfigError: the depths differ with "same", or there are no pairs.
@@ -53,7 +53,7 @@ def pair_layers(student: int, teacher: int, layers: str) -> list[tuple[int, int]
 
 
 def _same_depth(index: int, count: int, depth: int) -> int:
-    """Map layer `index` of `count` to the layer at the same relative depth of `depth`."""
+    """Return the layer index at the same relative depth as layer `index` of `count`."""
     return -(-(index + 1) * depth // count) - 1
 
 
@@ -86,7 +86,7 @@ def find_pairs(student: nn.Module, teacher: nn.Module, loss: DistillLoss) -> Pai
     """Return the pairs (student module, teacher module) that a loss compares.
 
     Raises:
-        ConfigError: the depths differ without a mapping, or module names are unknown.
+        ConfigError: the depths differ and `layers` is "same", or module names are unknown.
     """
     if loss.pairs:
         return _check_pairs(student, teacher, loss.pairs)
@@ -109,7 +109,7 @@ def find_pairs(student: nn.Module, teacher: nn.Module, loss: DistillLoss) -> Pai
 
 
 def _pick(stacks: Mapping[str, list[str]], part: str) -> dict[str, list[str]]:
-    """Return the blocks of the encoder or of the decoder stack."""
+    """Return the part of `stacks` that belongs to the encoder or to the decoder."""
     picked = {name: blocks for name, blocks in stacks.items() if part in name.split(".")}
     if len(picked) != 1:
         raise ConfigError(

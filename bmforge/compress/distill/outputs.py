@@ -23,7 +23,7 @@ def compare_outputs(
     """Return KL(teacher || student) times T^2 of the output logits, averaged over items.
 
     Args:
-        student, teacher: recorders of one call each.
+        student, teacher: recorders of one call of each model.
         model: student model.
         temperature: distillation temperature T.
         num_items: divisor of the sum over rows or tokens.
@@ -45,7 +45,7 @@ def _logits_of(output: Any) -> Tensor | None:
 
 
 def _compare_spans(student: Any, teacher: Any, temperature: float) -> Tensor:
-    """Return the mean of the start and end logits' losses, summed over rows."""
+    """Return the mean of the losses of start and end logits, summed over rows."""
     total: Tensor | None = None
     for name in ("start_logits", "end_logits"):
         student_logits, teacher_logits = getattr(student, name, None), getattr(teacher, name, None)

@@ -25,17 +25,17 @@ def collect_inputs(
     batches: Iterable[Any],
     max_tokens: int,
 ) -> dict[str, Tensor]:
-    """Return a dict from module name to the module's input tokens, without padding.
+    """Return a dict from module name to the module's input hidden states, without padding.
 
     Args:
         model: any model.
-        names: names of modules whose first argument is hidden states.
+        names: names of modules whose first argument contains hidden states.
         batches: keyword arguments of the model's forward, or only token ids; `attention_mask`
             marks padding.
         max_tokens: maximum number of tokens to collect for each module.
 
     Shape:
-        returns (M, D) each
+        returns (M, D) for each module
 
     Raises:
         ConfigError: there are no batches, or a module receives no tokens.
@@ -92,7 +92,7 @@ def each_activity(mlp: MLP, tokens: Tensor) -> Iterator[Tensor]:
 
 
 def sum_groups(activity: Tensor, groups: Tensor, count: int) -> Tensor:
-    """Return the total activity of every group of features.
+    """Return the total activity of every group of features, for each token.
 
     Shape:
         activity: (M, F); groups: (F,), -1 for no group; returns (M, count)

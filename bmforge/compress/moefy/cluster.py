@@ -23,14 +23,14 @@ def group_rows(rows: Tensor, groups: int, seed: int = 0) -> Tensor:
         seed: random seed of the initial centers.
 
     Shape:
-        rows: (n, D) -> (n,), the group number of each row
+        rows: (n, D) -> (n,), the group index of each row
 
     Raises:
         ConfigError: the number of groups does not divide the number of rows.
 
-    Source: Zhang et al., "MoEfication" (2022), which assigns greedily and swaps pairs; this
-    implementation computes optimal balanced assignments (`nn.balanced_assignment`). Initial
-    centers: k-means++ (Arthur and Vassilvitskii, 2007).
+    Source: Zhang et al., "MoEfication" (2022), which assigns rows greedily and swaps pairs; this
+    implementation computes optimal balanced assignments (`nn.balanced_assignment`). The initial
+    centers are those of k-means++ (Arthur and Vassilvitskii, 2007).
     """
     _check(rows.shape[0], groups)
     unit = F.normalize(rows.detach().float(), dim=-1)
@@ -46,7 +46,7 @@ def group_rows(rows: Tensor, groups: int, seed: int = 0) -> Tensor:
 
 
 def group_at_random(count: int, groups: int, seed: int = 0) -> Tensor:
-    """Assign items to groups of equal size at random; used as a control in comparisons.
+    """Assign items to groups of equal size at random, as a control in comparisons.
 
     Shape:
         returns (count,)
@@ -57,7 +57,7 @@ def group_at_random(count: int, groups: int, seed: int = 0) -> Tensor:
 
 
 def order_of(groups: Tensor) -> Tensor:
-    """Return the permutation that makes the members of each group adjacent, in order.
+    """Return the permutation that sorts items by group and keeps their order within a group.
 
     Shape:
         groups: (n,) -> (n,)
@@ -74,7 +74,7 @@ def _check(count: int, groups: int) -> None:
 
 
 def _first_centers(unit: Tensor, groups: int, seed: int) -> Tensor:
-    """Sample distant initial centers one after the other (k-means++)."""
+    """Sample initial centers that are far from each other (k-means++)."""
     generator = torch.Generator().manual_seed(seed)
     chosen = [int(torch.randint(unit.shape[0], (1,), generator=generator))]
     far = (1 - unit @ unit[chosen[0]]).clamp(min=0)

@@ -12,18 +12,18 @@ from bmforge.nn.balanced_assignment import assign_balanced
 
 __all__ = ["count_together", "group_together"]
 
-# Edges per feature in the graph: its most frequently co-active features.
+# Number of edges per feature in the graph, to its most frequently co-active features.
 _NEIGHBOURS = 64
 _LARGEST_WEIGHT = 10_000
 
 
 def count_together(activities: Iterable[Tensor], share: float) -> Tensor:
-    """Count, for each pair of features, the tokens on which both are among the most active.
+    """Return, for each pair of features, the number of tokens on which both are most active.
 
     Args:
         activities: activity of each feature on each token, in chunks.
-        share: fraction of the features that count as active on a token; features with activity
-            0 never count.
+        share: fraction of the features that count as active on a token; features with activity 0
+            never do.
 
     Shape:
         activities: (M, F) each; returns (F, F), symmetric, zeros on the diagonal
@@ -49,7 +49,7 @@ def group_together(together: Tensor, groups: int, seed: int = 0) -> Tensor:
         seed: random seed of METIS.
 
     Shape:
-        together: (F, F) -> (F,), the group number of each feature
+        together: (F, F) -> (F,), the group index of each feature
 
     Raises:
         ConfigError: the number of groups does not divide the number of features.
@@ -78,12 +78,13 @@ def group_together(together: Tensor, groups: int, seed: int = 0) -> Tensor:
     where = torch.tensor(parts, device=together.device)
     members = torch.nn.functional.one_hot(where, groups).to(together)
     affinity = together @ members
-    # The small bonus keeps features in their METIS group unless a move gains more.
+    # With the small bonus, a feature stays in its METIS group unless another group is clearly
+    # better.
     return assign_balanced(affinity + members * 1e-3 * affinity.mean())
 
 
 def _edges_of(together: Tensor) -> tuple[list[int], list[int], list[int]]:
-    """Return the graph in METIS's CSR form: edge offsets, neighbors and integer weights."""
+    """Return the graph in METIS's CSR format: edge offsets, neighbors and integer weights."""
     count = min(_NEIGHBOURS, together.shape[0] - 1)
     values, index = together.topk(count, dim=1)
     graph = torch.zeros_like(together).scatter_(1, index, values)

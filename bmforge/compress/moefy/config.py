@@ -20,19 +20,20 @@ class MoEfyConfig:
     Args:
         num_experts: number of experts E; must divide the number of features of every split MLP.
         share: fraction of the experts that are active per token.
-        shares: dict from globs of block names to fractions, which override `share`.
+        shares: dict from glob of block names to a fraction that overrides `share`.
         where: name globs of the blocks whose MLPs to split.
         group: grouping of features: "weights" (balanced k-means of rows), "coactivation" (graph
             cut by METIS) or "random" (control).
         router: kind of router: "two_layer" and "linear" are trained on feature activity;
             "similarity" compares a token with the mean row of every expert.
-        always: number of features that are computed for every token: the most active ones.
-        choice: selection of experts: "top_k" per token, or "per_call" for all tokens of a call,
-            which needs no sorting.
+        always: number of features, the most active ones, that are computed for every token.
+        choice: selection of experts: "top_k" per token, or "per_call" for all tokens of a call
+            together, which needs no sorting.
         relu: first replace the activation by ReLU, which is sparser; the model must be trained
             or distilled afterwards.
         max_tokens: number of calibration tokens.
-        epochs: number of epochs of router training; the best is selected on a held-out tenth.
+        epochs: number of epochs of router training; the best epoch is selected on a held-out tenth
+            of the tokens.
         batch_size: number of tokens per training step of the router.
         lr: learning rate of the router (Adam).
         seed: random seed.

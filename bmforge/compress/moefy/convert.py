@@ -41,7 +41,7 @@ class LayerReport:
         num_experts: number of experts E.
         experts_per_token: number of active experts per token.
         captured: fraction of the total activity that the selected experts cover.
-        oracle: the same fraction for an ideal selection, the most active experts of each token.
+        oracle: the same fraction for an ideal selection of each token's most active experts.
     """
 
     num_experts: int
@@ -74,12 +74,12 @@ def moefy(
 
     Args:
         model: bmforge model of any family, with its weights, before `parallelize`.
-        config: settings; None uses the defaults.
+        config: settings; if None, the defaults.
         batches: keyword arguments of the model's forward, used to group features (if
             configured), train routers and measure activity.
 
     Returns:
-        activity that the routers capture in every layer
+        report with the activity that the routers capture in every layer
 
     Raises:
         ConfigError: an MLP already has experts, is quantized or has adapters, its features are
@@ -159,7 +159,7 @@ def _options(config: MoEfyConfig, per_token: int) -> dict[str, Any]:
 
 
 def _find_layers(model: Any, config: MoEfyConfig) -> dict[str, int]:
-    """Map the name of each block to split to its number of active experts per token."""
+    """Return a dict from the name of a block to split to its number of active experts per token."""
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, Block) and m.mlp is not None}
     if not blocks or getattr(model, "spec", None) is None:
         raise ConfigError(
@@ -243,7 +243,7 @@ def _split_layer(mlp: MLP, tokens: Tensor, per_token: int, config: MoEfyConfig) 
 
 
 def _inside(groups: Tensor) -> Tensor:
-    """Return the indices of the grouped features, sorted by group."""
+    """Return the indices of the features that belong to a group, sorted by group."""
     order = order_of(groups)
     return order[(groups[order] >= 0)]
 

@@ -19,7 +19,7 @@ class ExpertsMethod(MethodBase):
 
     Args:
         config: MoEfication settings.
-        batches: calibration batches for grouping and routers.
+        batches: calibration batches for grouping features and training routers.
     """
 
     name = "experts"
@@ -33,5 +33,5 @@ class ExpertsMethod(MethodBase):
         self.report = moefy(model, self.config, self.batches)
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Return the activity that the trained routers capture."""
+        """Return the report of `moefy` as JSON values."""
         return {} if self.report is None else {"experts": self.report.to_json()}

@@ -17,7 +17,7 @@ def make_router(rows: Tensor, groups: Tensor, config: MoEfyConfig) -> nn.Module:
 
     Args:
         rows: rows of the MLP's first projection.
-        groups: expert index of each row; -1 for none.
+        groups: expert index of each row; -1 for a row of no expert.
         config: MoEfication settings, including the router type.
 
     Shape:
@@ -54,9 +54,9 @@ def train_router_(
     Shape:
         tokens: (M, D); activity: (M, E)
 
-    Source: Zhang et al., "MoEfication" (2022), and BMCook: binary cross entropy, Adam, the best of
-        all epochs on a held-out tenth. They normalize the target by the largest activity of a
-        batch; this implementation normalizes per token, so that all tokens have the same weight.
+    Source: Zhang et al., "MoEfication" (2022), and BMCook: binary cross-entropy, Adam, the best
+    epoch on a held-out tenth. They normalize the target by the largest activity of a batch; this
+    implementation normalizes per token, so that all tokens have the same weight.
     """
     generator = torch.Generator().manual_seed(config.seed)
     tokens = tokens.float()

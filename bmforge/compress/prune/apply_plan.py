@@ -5,7 +5,7 @@ they suffice, and otherwise in "resize" entries of its list of model changes (`m
 model can therefore be saved, loaded, parallelized, streamed and served like any other model.
 
 Source: the prunable sizes are BMCook's (`dim_ff`, `num_heads`, `dim_head`, `dim_model`, attention
-or MLP, layers), which wrote pruned weights to a file that no model class could load.
+or MLP, layers); BMCook wrote pruned weights to a file that no model class could load.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Shrunk:
         parameters_before: number of parameters before pruning; tied parameters count once.
         parameters_after: number of parameters after pruning; tied parameters count once.
         opens_elsewhere: whether the family's classes in transformers can load the model.
-        reason: reason why they cannot; "" if they can.
+        reason: reason why these classes cannot load it; "" if they can.
     """
 
     plan: PruningPlan
@@ -53,7 +53,7 @@ class Shrunk:
             f"{self.parameters_before:,} parameters became {self.parameters_after:,} ({share:.1%})"
         )
         where = (
-            "transformers opens it"
+            "transformers can load it"
             if self.opens_elsewhere
             else f"only bmforge can load it: {self.reason}"
         )
@@ -91,9 +91,9 @@ def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrun
 def check_plan(
     model: Any, plan: PruningPlan, *, uniform: bool = False
 ) -> tuple[PruningPlan, Settled, str]:
-    """Validate a pruning plan; return the plan as applied, the smaller model on meta, and a reason.
+    """Validate a pruning plan; return the final plan, the smaller model on meta, and a reason.
 
-    The reason states why only bmforge can load the result; "" if other libraries can load it.
+    The reason states why only bmforge can load the result; it is "" if other libraries can.
 
     Args:
         model: bmforge model of any family, not parallelized yet.
@@ -144,10 +144,10 @@ def _check_plain(model: Any, plan: PruningPlan) -> None:
 
 
 def _order_shared_heads(model: Any, plan: PruningPlan) -> PruningPlan:
-    """Order the kept heads consistently across layers that share a position bias.
+    """Return a plan with a consistent order of kept heads in layers that share a position bias.
 
     The bias has a column per head, and a layer with fewer heads uses the first columns. The heads
-    that one layer keeps must therefore be a subset of those of every layer with more heads.
+    that a layer keeps must therefore be a subset of the heads of every layer that keeps more.
     """
     layers = dict(plan.layers)
     for stack, table in _shared_biases(model).items():
@@ -184,7 +184,7 @@ def _with_heads(part: Kept, heads: tuple[int, ...]) -> Kept:
     old = part.heads or tuple(sorted(heads))
     places = [old.index(head) for head in heads]
     changes: dict[str, Any] = {"heads": heads}
-    # Self- and cross-attention share the lists of dims, one per head.
+    # Self- and cross-attention share the lists of dims; there is one list per head.
     for key in ("query_dims", "value_dims", "cross_heads"):
         lists = getattr(part, key)
         if lists is not None and part.query_dims is not None:
@@ -197,7 +197,7 @@ def _heads(block: Any) -> int:
 
 
 def _shared_biases(model: Any) -> dict[str, Tensor]:
-    """Return a dict from stack name to a shared position bias with one column per head."""
+    """Return a dict from stack name to the stack's shared position bias, (..., heads)."""
     tables = {}
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks_of(model)):
         owner = model.get_submodule(stack.rpartition(".")[0])
@@ -238,7 +238,7 @@ def _collect(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Tenso
 
 
 def _split_name(name: str, blocks: Mapping[str, str]) -> tuple[str | None, str]:
-    """Split a tensor name into its block and the name within the block."""
+    """Split a tensor name into the name of its block (or None) and the rest."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         if (block := ".".join(parts[:count])) in blocks:
@@ -247,7 +247,7 @@ def _split_name(name: str, blocks: Mapping[str, str]) -> tuple[str | None, str]:
 
 
 def _pick_beside(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Picks]:
-    """Return the columns of the shared position biases to keep, kept heads first."""
+    """Return a dict from the name of each shared position bias to the columns to keep."""
     picks: dict[str, Picks] = {}
     for stack, table in _shared_biases(model).items():
         heads: list[int] = []
@@ -264,11 +264,13 @@ def _pick_beside(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, P
 
 
 def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
-    """Find the dims of all tensors that depend on the hidden size, by resizing a meta model.
+    """Return a dict from tensor name to the dims that depend on the hidden size.
+
+    They are found by comparing with a copy on meta that has another hidden size.
 
     Args:
         model: bmforge model of any family.
-        count: trial hidden size, different from the current one.
+        count: hidden size of the copy, different from the current one.
     """
     only = settle_config(model, PruningPlan(hidden=tuple(range(count)))).model
     tried = persistent_tensors(only)
@@ -283,7 +285,7 @@ def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
 
 
 def _fold_beside(old: Any, new: Any, name: str) -> float:
-    """Return the factor for an embedding or the final norm that keeps the model's outputs equal."""
+    """Return the factor on an embedding or the final norm that keeps the outputs unchanged."""
     scales = [
         (getattr(m.spec, "embed_scale", 1.0), getattr(m.spec, "head_scale", 1.0))
         for m in (old, new)

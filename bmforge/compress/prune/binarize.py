@@ -1,4 +1,4 @@
-"""Converts the gates' open probabilities to the set of units to keep."""
+"""Selects the units to keep from the gates' open probabilities."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
     """Return the fraction of gates that each layer keeps open, if exact sizes are configured.
 
     Raises:
-        ConfigError: a size is given for a dimension without gates, or it is not a whole number
-            of units.
+        ConfigError: a size is set for a dimension without gates, or is not a whole number of units.
     """
     if config.target != "sizes":
         return {}
@@ -83,7 +82,7 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
 
 
 def _share_of_dims(model: Any, name: str, spec: AttentionSpec, width: int) -> float:
-    """Return the fraction of the head dims whose gates stay open."""
+    """Return the fraction of the head dims whose gates stay open, for a head size of `width`."""
     if not 0 < width <= spec.head_dim or (width % 2 and query_order(spec, _rope(model))):
         raise ConfigError(
             f"{name}: head_dim={width} is out of range (at most {spec.head_dim}, and even if "
@@ -141,14 +140,14 @@ def _likely_open(value: Tensor, step: int) -> int:
 
 
 def _groups(model: Any, key: tuple[str, str]) -> int:
-    """Return the number of groups that keep equally many units: KV heads for head dims, else 1."""
+    """Return the number of groups with equally many kept units: KV heads for head dims, else 1."""
     if key[1] != "dims":
         return 1
     return int(blocks_of(model)[key[0]].spec.attn.num_kv_heads)  # type: ignore[union-attr]
 
 
 def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
-    """Return the units whose gates are most likely open, the same number from each group."""
+    """Return the indices of the units with the highest open probabilities in each group."""
     parts, size = value.view(groups, -1), value.numel() // groups
     return tuple(
         number * size + unit
@@ -160,7 +159,7 @@ def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
 def _steps(
     model: Any, likely: Mapping[tuple[str, str], Tensor], config: StructureConfig
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
-    """Return the sets of units that can be removed together, with their open probabilities."""
+    """Return (mean open probability, key, unit indices) of each set of units to remove together."""
     steps = []
     for (name, kind), value in likely.items():
         if kind == "dims":
@@ -180,7 +179,7 @@ def _steps(
 def _dim_steps(
     key: tuple[str, str], value: Tensor, groups: int
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
-    """Return the closing steps for head dims: one unit of every head at a time."""
+    """Return the steps for head dims, each of which removes one unit of every head."""
     ordered, index = value.double().view(groups, -1).sort(dim=-1, stable=True)
     size = ordered.shape[1]
     starts = torch.arange(groups)[:, None] * size
@@ -197,7 +196,7 @@ def _close_(
     config: StructureConfig,
     costs: Costs,
 ) -> None:
-    """Close units, except for the last units of an attention or MLP that must remain."""
+    """Close units, unless the last units of a required attention or MLP would be removed."""
     kind = key[1]
     if kind == "dims":
         if len(left[key]) <= len(numbers):
@@ -219,7 +218,7 @@ def _fewest(kind: str, config: StructureConfig) -> int:
 def _attentions_left(
     left: Mapping[tuple[str, str], set[int]], key: tuple[str, str], costs: Costs
 ) -> int:
-    """Return how many attentions the stack keeps if this attention or block is removed."""
+    """Return the number of other attention sublayers that are left in the same stack."""
     stack = key[0].rpartition(".")[0]
     return sum(
         "attn" in halves
@@ -248,9 +247,10 @@ def _best(value: Tensor, count: int) -> tuple[int, ...]:
 def _order_shared(
     model: Any, likely: dict[tuple[str, str], Tensor]
 ) -> dict[tuple[str, str], Tensor]:
-    """Rank heads equally in all layers that share a position bias with one column per head.
+    """Return open probabilities with a common ranking of heads that share a position bias.
 
-    Each layer keeps its own number of heads, in the order of the common ranking.
+    The bias has one column per head. Each layer keeps its number of heads, in the order of the
+    common ranking.
     """
     for stack in dict.fromkeys(name.rpartition(".")[0] for name, _ in likely):
         owner = model.get_submodule(stack.rpartition(".")[0])
@@ -319,7 +319,7 @@ def _kept_dims(model: Any, spec: AttentionSpec, numbers: Sequence[int]) -> dict[
 
 
 def _leave_closed_heads_(block: Block, options: dict[str, Any]) -> None:
-    """Restrict lists of dims to the key-value heads that are kept."""
+    """Remove the dims of pruned key-value heads from `options`, in place."""
     spec, heads = block.spec.attn, options.get("heads")
     if spec is None or heads is None or "query_dims" not in options:
         return
@@ -329,7 +329,7 @@ def _leave_closed_heads_(block: Block, options: dict[str, Any]) -> None:
 
 
 def _alone(options: dict[str, Any], has_memory: bool) -> dict[str, Any]:
-    """Return a layer's options without the sizes of a removed attention or MLP."""
+    """Return a layer's options without the sizes of its removed attention or MLP sublayer."""
     lost = set()
     if options.get("attn") is False and "cross_heads" not in options:
         lost |= {"heads"}

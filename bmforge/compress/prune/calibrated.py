@@ -25,7 +25,9 @@ __all__ = ["prune_by_texts_", "prune_sparsegpt"]
 
 
 def prune_by_texts_(model: nn.Module, config: PruneConfig, batches: Sequence[Any]) -> None:
-    """Prune a model by Wanda or SparseGPT, each block calibrated on the pruned blocks before it.
+    """Prune a model by Wanda or SparseGPT, block by block.
+
+    A block is calibrated on the outputs of the pruned blocks before it.
 
     Raises:
         ConfigError: see `calibrate_blocks`; or a Hessian is not positive definite.

@@ -1,4 +1,4 @@
-"""Reconstruction after structured pruning: kept inputs compensate for the removed ones.
+"""Reconstruction after structured pruning: kept inputs compensate for removed inputs.
 
 The last linear layer of an MLP or attention loses the input columns of removed neurons and heads.
 Its other columns, and its bias if it has one, are fitted by ridge regression so that its output on
@@ -29,7 +29,7 @@ from bmforge.nn import Block
 __all__ = ["reconstruct_"]
 
 _LAST = ("attn.o_proj", "cross_attn.o_proj", "mlp.down_proj")
-_DAMP = 0.01  # share of the mean of the diagonal, added to it
+_DAMP = 0.01  # fraction of the diagonal's mean that is added to the diagonal
 
 
 @torch.no_grad()
@@ -37,9 +37,8 @@ def reconstruct_(model: Any, plan: PruningPlan, batches: Sequence[Any]) -> None:
     """Fit the layers that lose inputs to their original outputs, in execution order.
 
     Each layer is fitted on the outputs of the fitted layers before it, without removed blocks and
-    sublayers. The columns of removed inputs become zero, so the model already computes the same as
-    after the plan is applied. Removed blocks, removed sublayers and stacked experts are not
-    compensated.
+    sublayers. The columns of removed inputs become zero, so that applying the plan does not change
+    the outputs further. Removed blocks, removed sublayers and stacked experts are not compensated.
 
     Args:
         model: full model, before the plan is applied; changed in place.
@@ -54,7 +53,7 @@ def reconstruct_(model: Any, plan: PruningPlan, batches: Sequence[Any]) -> None:
 
     def visit(run: BlockRun) -> None:
         for number, matrix in enumerate(run.matrices):
-            # A layer that was fitted changes the inputs of the layers after it in the block.
+            # Fitting a layer changes the inputs of the later layers in the block.
             statistics = gather_statistics(run, lambda _: Moments()) if number else run.statistics
             if matrix.name in statistics:
                 _fit_(matrix, kept[matrix.owner], statistics[matrix.name])
@@ -69,7 +68,7 @@ def reconstruct_(model: Any, plan: PruningPlan, batches: Sequence[Any]) -> None:
 
 @contextmanager
 def _skipped(blocks: Mapping[str, Block], plan: PruningPlan) -> Iterator[None]:
-    """Context manager: removed blocks and sublayers add nothing to the hidden states."""
+    """Context manager in which removed blocks and sublayers add nothing to the hidden states."""
     slots: list[tuple[Any, str]] = [(blocks[name], "block_share") for name in plan.gone]
     for name, parts in plan.layers.items():
         slots += [
@@ -86,7 +85,7 @@ def _skipped(blocks: Mapping[str, Block], plan: PruningPlan) -> Iterator[None]:
 
 
 def _keep_hidden(before: Tensor, after: Tensor) -> Tensor:
-    """Return the hidden states before a block or sublayer, without its contribution."""
+    """Return the hidden states before a block or sublayer, unchanged."""
     return before
 
 
@@ -95,7 +94,7 @@ def _has(parts: Kept, half: str) -> bool:
 
 
 def _kept(block: Block, parts: Kept) -> list[tuple[str, Tensor]]:
-    """Return the name and kept input columns of each `o_proj` or `down_proj` that loses inputs."""
+    """Return (name, kept input columns) of each `o_proj` and `down_proj` that loses inputs."""
     picks = pick_block(block, parts)
     fits = []
     for name in _LAST:
@@ -107,7 +106,7 @@ def _kept(block: Block, parts: Kept) -> list[tuple[str, Tensor]]:
 
 
 def _fit_(matrix: Matrix, kept: Tensor, inputs: Moments) -> None:
-    """Fit a layer's kept columns and bias by ridge regression; set the others to zero.
+    """Fit a layer's kept columns and bias by ridge regression; set the other columns to zero.
 
     With input covariance C (second moments if there is no bias), kept columns K and removed columns
     R, the change of the kept columns is ``W_R C_RK (C_KK + damp)^-1``.

@@ -25,14 +25,15 @@ class PruneConfig:
             input norm; "sparsegpt": smallest loss increase, with error compensation; "movement":
             weights that training moves towards zero.
         sparsity: fraction of zeros in the matrices selected by `where`.
-        pattern: "free" (unstructured); "2:4": two of every four along the input; "2:4-both":
-            along input and output, the best of the 90 masks of 4 x 4; "2:4-both-greedy": the same,
-            selected greedily.
-        scope: set of weights ranked together: each matrix ("layer"), each "row", or all ("global").
-        where: name globs of modules; empty selects the blocks' linear layers and experts.
+        pattern: "free" (unstructured); "2:4": two of every four weights along the input;
+            "2:4-both": along input and output, the best of the 90 masks of 4 x 4;
+            "2:4-both-greedy": the same, selected greedily.
+        scope: weights that are ranked together: each matrix ("layer"), each "row", or all
+            ("global").
+        where: name globs of modules; if empty, the blocks' linear layers and experts.
         begin_step: number of training steps before the first pruning.
         steps: number of training steps over which the sparsity grows to its target by a cubic
-            schedule; 0 prunes at once.
+            schedule; 0 to prune immediately.
         every_steps: number of training steps between pruning updates.
         damp: fraction of the Hessian's mean diagonal that is added to the diagonal (sparsegpt
             only).
@@ -122,7 +123,7 @@ class PruneConfig:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the method needs calibration batches."""
+        """True if the method needs calibration batches."""
         return self.method in ("wanda", "sparsegpt")
 
 

@@ -23,14 +23,14 @@ class Half:
     """Cost of a sublayer (attention or MLP) of a block.
 
     Args:
-        fixed: cost without any units: the norm and the last bias.
-        each: cost of one unit: a head, all heads of a key-value head, or a feature.
+        fixed: cost without any units, of the norm and the last bias.
+        each: cost of one unit: a head, all query heads of a key-value head, or a feature.
         units: number of units.
-        always: cost without units that remains if this sublayer is removed (cross-attention).
-        always_each: cost per unit that remains if this sublayer is removed, as self- and
-            cross-attention share units.
+        always: fixed cost of cross-attention, which remains if this sublayer is removed.
+        always_each: cost per unit of cross-attention, which remains if this sublayer is removed, as
+            self- and cross-attention share units.
         dims: number of head-dim units over all heads; the cost is proportional to the open units.
-        points: measured (units, cost) pairs, from 0 units on; if given, the cost is
+        points: measured (units, cost) pairs, starting at 0 units; if given, the cost is
             interpolated linearly, and `fixed` and `each` are not used.
     """
 
@@ -48,7 +48,7 @@ class Half:
         return self.each + self.always_each
 
     def inside(self, count: Any) -> Any:
-        """Return the cost of the sublayer with `count` units, a number or a tensor."""
+        """Return the cost of the sublayer with `count` units (a number or a tensor)."""
         if not self.points:
             return self.fixed + self.each * count
         total: Any = self.points[0][1]
@@ -58,7 +58,7 @@ class Half:
         return total
 
     def whole(self, count: Any) -> Any:
-        """Return the cost with `count` units, including the cost that always remains."""
+        """Return the cost with `count` units, including cross-attention."""
         return self.inside(count) + self.always + self.always_each * count
 
 
@@ -72,9 +72,9 @@ class Costs:
 
     Args:
         blocks: dict from block name to the costs of the block's "attn" and "mlp".
-        bare: costs at hidden size 0, from which the cost is linear in the hidden size; empty if the
+        bare: costs at hidden size 0; costs in between are interpolated linearly. Empty if the
             hidden size is not pruned.
-        width: number of hidden features.
+        width: hidden size.
     """
 
     blocks: Mapping[str, Mapping[str, Half]]
@@ -168,7 +168,7 @@ def count_costs(
 
 
 def _parameters_of(block: Block, width: int, wide: Collection[str]) -> dict[str, Half]:
-    """Return the parameter counts of a block's sublayers, per unit and fixed.
+    """Return a dict from "attn" and "mlp" to the parameter counts of a block's sublayers.
 
     Args:
         block: block of any family.
@@ -230,7 +230,7 @@ def _head_units(spec: AttentionSpec) -> tuple[int, int]:
 
 
 def _head_parameters(spec: AttentionSpec, width: int) -> float:
-    """Return the parameters of one query head, including its share of keys and values."""
+    """Return the number of parameters of a query head, including its part of keys and values."""
     bias = int(spec.qkv_bias)
     shared = 2 * (width + bias) / heads_per_group(spec)
     return spec.head_dim * (2 * width + bias + shared)

@@ -27,18 +27,17 @@ Gates = dict[tuple[str, str], HardConcrete]
 
 
 def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
-    """Attach gates to a model that is not parallelized yet; return the gates.
+    """Attach gates to a model; return the gates.
 
     Args:
-        model: bmforge model of any family.
-        kinds: kinds of gates in `GATE_KINDS`. Heads that share keys and values share a gate.
-            Both attentions of an encoder-decoder layer share the gates of heads and dims, and
-            "attn" gates the self-attention. All layers and the embeddings share the gate of hidden
-            features.
+        model: bmforge model of any family, not parallelized yet.
+        kinds: kinds of gates, of `GATE_KINDS`. Heads that share keys and values share a gate. Self-
+            and cross-attention of a layer share the gates of heads and dims, and "attn" gates only
+            the self-attention. All layers and the embeddings share the gate of hidden features.
         seed: random seed of the gates' initialization.
 
     Raises:
-        ConfigError: no layer has units of one of the kinds, or the model already has gates.
+        ConfigError: no layer has units of a requested kind, or the model already has gates.
     """
     if find_gates(model):
         raise ConfigError(f"{type(model).__name__} already has gates. Remove them first.")
@@ -111,7 +110,7 @@ def _gate_of(name: str, block: Block, kind: str, rope: RopeSpec | None) -> HardC
 
 
 def _slots(block: Block, kind: str) -> list[tuple[Any, str]]:
-    """Return the (module, attribute) slots for gates of a kind."""
+    """Return (module, attribute name) pairs where gates of a kind are attached."""
     if kind == "heads":
         return [(part, "thin") for part in (block.attn, block.cross_attn) if part is not None]
     if kind == "dims":
@@ -141,9 +140,9 @@ def find_gates(model: nn.Module) -> list[HardConcrete]:
 
 
 def densities(gates: Gates) -> dict[tuple[str, str], Tensor]:
-    """Return every unit's open probability, differentiable and equal on all layouts.
+    """Return the open probabilities of each gate's units, differentiable and equal on all layouts.
 
-    Comm: for sharded parameters, an all-gather per gate, and a reduce-scatter in backward.
+    Comm: for sharded parameters, an all-gather per gate, and a reduce-scatter in the backward pass.
     """
     return {key: gate.density(_whole(gate.delta)) for key, gate in gates.items()}
 

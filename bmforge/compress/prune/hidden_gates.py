@@ -1,7 +1,7 @@
 """Gates on hidden features, attached to every module that writes hidden states.
 
 The outputs of embeddings, attention, MLPs and layers before a head are multiplied by the gate, so
-closed features are zero for every consumer. Norms compute statistics over the open features.
+closed features are zero everywhere. Norms compute their statistics over the open features.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def detach_hidden_gate_(model: Any) -> None:
 
 
 def hidden_tensors(model: Any) -> set[str]:
-    """Return the names of tensors with a dim of the hidden size."""
+    """Return the names of the tensors that have a dim of the hidden size."""
     return {name for name, dims in _wide_dims(model).items() if dims}
 
 
@@ -74,7 +74,7 @@ class _GatedModules:
     Attributes:
         writers: modules that write hidden features.
         norms: dict from the ``id`` of a norm over hidden features to the norm.
-        has_others: whether the blocks have other inputs than token embeddings, such as image
+        has_others: whether the blocks have inputs other than token embeddings, such as image
             patches.
     """
 
@@ -86,7 +86,7 @@ class _GatedModules:
 def _find_modules(model: Any) -> _GatedModules:
     width, modules = model.config.hidden_size, dict(model.named_modules())
     places, inside = _GatedModules(), tuple(f"{name}." for name in blocks_of(model))
-    for block in blocks_of(model).values():  # gate after the all-reduce
+    for block in blocks_of(model).values():  # the gate is applied after the all-reduce
         parts = (block.attn, block.cross_attn, block.mlp)
         places.writers |= {id(part): part for part in parts if part is not None}
     places.norms = {id(m): m for m in modules.values() if _has_width(m, width)}
@@ -105,7 +105,7 @@ def _find_modules(model: Any) -> _GatedModules:
 
 
 def _has_width(module: nn.Module, width: int) -> bool:
-    """Return True for a LayerNorm over the hidden size, with or without weights."""
+    """Return True for a norm over the hidden size, with or without weights."""
     return isinstance(module, nn.LayerNorm) and tuple(module.normalized_shape) == (width,)
 
 
@@ -125,7 +125,7 @@ def _scale(gate: HiddenWidth, module: nn.Module, args: Any, out: Any) -> Any:
 def _count_open(
     gate: HiddenWidth, norm: Any, inner: Callable[[Tensor], Tensor], /, x: Tensor
 ) -> Tensor:
-    """Normalize over the open features: statistics use their count, closed features stay 0."""
+    """Normalize over the open features only; closed features stay 0."""
     values = gate().to(x.dtype)
     count = values.sum().clamp(min=1.0)
     wider = (x.shape[-1] / count).sqrt()

@@ -5,7 +5,7 @@
 | "size" | norm of the unit's weights | no |
 | "activation" | norm of the unit's contribution to the residual stream, over tokens | yes |
 | "taylor" | first-order estimate of the loss change if the unit is removed | with labels |
-| "influence" | sublayers, blocks: change of direction of hidden states; else activation | yes |
+| "influence" | sublayers, blocks: change of hidden states' direction; others: activation | yes |
 
 Source: Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019): the square of
 activation times gradient; Men et al., "ShortGPT" (2024): block influence; Muralidharan et al.,
@@ -38,7 +38,7 @@ Scores = dict[tuple[str, str], Tensor]
 
 
 def measure_importance(model: Any, batches: Iterable[Any] = (), by: By = "size") -> Scores:
-    """Return the importance scores of all units of a model.
+    """Return a dict with the importance scores of all units of a model.
 
     Args:
         model: bmforge model of any family, already in the mode (training or evaluation) to measure
@@ -48,7 +48,7 @@ def measure_importance(model: Any, batches: Iterable[Any] = (), by: By = "size")
         by: importance measure; see the table in the module's docstring (default: "size").
 
     Raises:
-        ConfigError: the measure is unknown, or it needs batches, which are missing or empty.
+        ConfigError: the measure is unknown, or needs batches, which are missing or empty.
     """
     if by not in get_args(By):
         raise ConfigError(
@@ -123,7 +123,7 @@ def _hidden_sizes(model: Any, blocks: Mapping[str, Block]) -> Tensor:
 
 
 def _squares(module: nn.Module, key: str, inputs: bool = False) -> Tensor:
-    """Return the sum of squares of every row (or column) of a linear layer's weight."""
+    """Return the sum of squares of every row (if `inputs`, column) of a linear layer's weight."""
     weight = getattr(module, key).weight.detach().float()
     sums: Tensor = weight.square().sum(0 if inputs else 1)
     return sums
@@ -156,7 +156,7 @@ class _Probes:
 
     @contextmanager
     def attached(self, model: Any) -> Iterator[None]:
-        """Context manager: fill the blocks' slots with probes; restore the slots at the end."""
+        """Context manager that attaches probes to the blocks and removes them at the end."""
         changed: list[tuple[Any, str, Any]] = []
         for name, block in self.blocks.items():
             slots: list[tuple[Any, str, Callable[..., Tensor]]] = [
@@ -206,7 +206,7 @@ class _Probes:
         self.scales.clear()
 
     def _add(self, key: tuple[str, str], total: Tensor, count: int) -> None:
-        """Add a value to a score: the sum over `count` tokens, or the value of one batch."""
+        """Add `total`, which is a sum over `count` tokens or the value of one batch, to a score."""
         self.seen[key] = self.seen[key] + total if key in self.seen else total
         self.counts[key] = self.counts.get(key, 0) + count
 
@@ -224,7 +224,8 @@ class _Probes:
             added = (after - before).float().norm(dim=-1).sum()
             count = before.shape[:-1].numel()
             turn = (1 - torch.cosine_similarity(before.float(), after.float(), -1)).sum()
-            # In parallel blocks `before` is 0 and has no direction: use the size of the addition.
+            # In parallel blocks `before` is 0 and has no direction, so use the norm of the
+            # addition.
             turn = turn if before.any() else added
             self._add((key[0], f"{key[1]}.turn"), turn.view(1), count)
             self._add((key[0], f"{key[1]}.size"), added.view(1), count)

@@ -1,4 +1,4 @@
-"""Makes a pruning plan from requested sizes and importance scores."""
+"""Builds a pruning plan from requested sizes and importance scores."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def nearest_fit(target: int, unit: int, most: int) -> int:
 
 
 def pick_heads(spec: AttentionSpec, scores: Tensor, num_heads: int, num_kv_heads: int) -> list[int]:
-    """Return the query heads to keep: the same number for each of the best key-value heads.
+    """Return the indices of the query heads to keep, equally many for each of the best KV heads.
 
     Raises:
-        ConfigError: `num_heads` and `num_kv_heads` do not fit each other.
+        ConfigError: `num_heads` and `num_kv_heads` do not match.
     """
     if num_heads % num_kv_heads or num_heads // num_kv_heads > heads_per_group(spec):
         fit = nearest_fit(num_heads, num_kv_heads, num_kv_heads * heads_per_group(spec))
@@ -97,7 +97,7 @@ def pick_heads(spec: AttentionSpec, scores: Tensor, num_heads: int, num_kv_heads
 
 
 def _best(scores: Tensor, count: int) -> tuple[int, ...]:
-    """Return the sorted indices of the `count` largest scores; ties keep the smaller index."""
+    """Return the sorted indices of the `count` largest scores; ties select the smaller index."""
     order = scores.double().argsort(descending=True, stable=True)
     return tuple(sorted(order[:count].tolist()))
 
@@ -115,7 +115,7 @@ def _least(scores: Scores, blocks: Mapping[str, Block], stack: str, count: int) 
 def _without_half(
     scores: Scores, blocks: Mapping[str, Block], half: str, count: int, lost: list[str]
 ) -> list[str]:
-    """Return the blocks that lose attention or MLP: all but the `count` best in every stack."""
+    """Return the names of the blocks that lose `half`: all but the `count` best in every stack."""
     removed = []
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
         candidates = [
@@ -134,7 +134,7 @@ def _without_half(
 
 
 def shared_scores(model: Any, blocks: Mapping[str, Block], scores: Scores) -> Scores:
-    """Return combined head scores of layers that share a position bias with a column per head."""
+    """Return scores in which layers that share a per-head position bias have common head scores."""
     shared: Scores = {}
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
         owner = model.get_submodule(stack.rpartition(".")[0])
@@ -154,7 +154,7 @@ def shared_scores(model: Any, blocks: Mapping[str, Block], scores: Scores) -> Sc
 
 
 def _keep(model: Any, name: str, block: Block, options: dict[str, Any], scores: Scores) -> Kept:
-    """Return the kept indices of one layer."""
+    """Return the indices that one layer keeps."""
     parts: dict[str, Any] = {}
     spec = block.spec.attn or block.spec.cross_attn
     if options.get("attn") is False:
@@ -221,7 +221,7 @@ def _keep_heads(
 def _query_dims(
     block: Block, spec: AttentionSpec, scores: Tensor, width: int, rope: Any
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the kept q and k dims of every key-value head; rotary pairs stay complete."""
+    """Return the kept q and k dims of every key-value head; rotary pairs are not split."""
     module: Any = block.attn or block.cross_attn
     # All heads share one norm, so they must keep the same dims.
     if getattr(module, "q_norm", None) is not None:

@@ -23,18 +23,18 @@ __all__ = [
 ]
 
 _GROUP = 4
-# Number of 4 x 4 blocks compared with the 90 masks at once.
+# Number of 4 x 4 blocks that are compared with the 90 masks at a time.
 _BLOCKS_AT_ONCE = 1 << 16
 
 
 def keep_largest(scores: Tensor, zeros: int, *, by_row: bool = False) -> Tensor:
-    """Return the mask that drops the `zeros` smallest scores.
+    """Return the mask that prunes the weights with the `zeros` smallest scores.
 
-    Among equal scores the first are dropped, so the number is exact.
+    Among equal scores the first ones are pruned, so that the number is exact.
 
     Args:
         scores: finite scores.
-        zeros: number of weights to drop, in total or per row.
+        zeros: number of weights to prune, in total or per row.
         by_row: select in every row separately.
 
     Shape:
@@ -49,7 +49,7 @@ def keep_largest(scores: Tensor, zeros: int, *, by_row: bool = False) -> Tensor:
 def keep_2_of_4(scores: Tensor) -> Tensor:
     """Return the best 2:4 mask: keep two of every four columns.
 
-    The mask has the largest sum of scores; among equal scores the first are dropped.
+    The mask has the largest sum of scores; among equal scores the first ones are pruned.
 
     Shape:
         scores: (..., columns), columns a multiple of 4; returns the same
@@ -68,13 +68,13 @@ def keep_2_of_4(scores: Tensor) -> Tensor:
 def keep_2_of_4_both_ways(scores: Tensor, *, exact: bool = True) -> Tensor:
     """Return a mask that keeps at most two of four weights in every group along both dims.
 
-    The matrix and its transpose are both 2:4, so the products of forward and backward can be
-    sparse.
+    The matrix and its transpose are both 2:4, so the products of the forward and the backward pass
+    can be sparse.
 
     Args:
         scores: scores of at least 0.
-        exact: select the best of the 90 masks of 4 x 4 with two in every row and column;
-            otherwise select greedily by decreasing score, which may keep fewer than eight.
+        exact: select the best of the 90 masks of 4 x 4 with two ones in every row and column;
+            otherwise select greedily by decreasing score, which may keep fewer than eight weights.
 
     Shape:
         scores: (rows, columns), multiples of 4; returns the same
@@ -115,14 +115,14 @@ def both_ways_patterns() -> tuple[tuple[int, ...], ...]:
 
 
 def _best_of_90(blocks: Tensor) -> Tensor:
-    """Return the best mask of every block: (blocks, 16)."""
+    """Return the best mask of every 4 x 4 block, (blocks, 16)."""
     patterns = torch.tensor(both_ways_patterns(), dtype=torch.float64, device=blocks.device)
     best = (blocks.double() @ patterns.t()).argmax(1)
     return patterns.bool()[best]
 
 
 def _first_that_fit(blocks: Tensor) -> Tensor:
-    """Return the greedy mask of every block: (blocks, 16)."""
+    """Return the greedy mask of every 4 x 4 block, (blocks, 16)."""
     count = blocks.shape[0]
     each = torch.arange(count, device=blocks.device)
     order = blocks.argsort(dim=1, descending=True, stable=True)
@@ -143,7 +143,7 @@ def cubic_share(step: int, begin: int, steps: int, share: float) -> float:
     Args:
         step: number of completed steps.
         begin: first step of the schedule.
-        steps: length of the schedule in steps; 0 returns the final sparsity immediately.
+        steps: length of the schedule in steps; if 0, the final sparsity is returned.
         share: final sparsity.
 
     Source: Zhu and Gupta, "To prune, or not to prune" (2017), equation 1, with initial sparsity 0.

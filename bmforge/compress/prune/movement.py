@@ -1,9 +1,9 @@
 """Movement pruning scores: how far training has moved weights away from zero.
 
 Source: Sanh et al., "Movement pruning" (2020): the sum over steps of -weight * gradient. This
-implementation uses the weight's change in each step instead of the gradient: with SGD that is the
-gradient times the learning rate, with other optimizers their update. It needs only the local shard
-after the step, so it works on any layout.
+implementation uses the weight's change in each step instead of the gradient: with SGD the change is
+the gradient times the learning rate, with other optimizers it is their update. It needs only the
+local shard after the step, so it works on any layout.
 """
 
 from __future__ import annotations

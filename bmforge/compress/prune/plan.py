@@ -21,13 +21,13 @@ __all__ = ["Kept", "PruningPlan", "blocks_of", "heads_per_group", "kept_groups",
 
 @dataclass(frozen=True)
 class Kept:
-    """Kept indices of one layer, in their new order; None keeps all.
+    """Kept indices of one layer, in their new order; None for all.
 
     Args:
-        heads: query heads of the self-attention, the same number for each kept key-value head.
-        cross_heads: query heads of the cross-attention, as many as `heads`.
+        heads: query heads of the self-attention, equally many for each kept key-value head.
+        cross_heads: query heads of the cross-attention, equally many as `heads`.
         query_dims: dims of q and k, one list per kept key-value head, all of equal length;
-            rotary dims must be the first pairs, because a narrower head has only their frequencies.
+            rotary dims must be the first pairs, because a smaller head has only their frequencies.
         value_dims: dims of v and of the input of o, one list per kept key-value head, of the
             same lengths as `query_dims`.
         features: MLP features; for experts one list per kept expert.
@@ -53,7 +53,7 @@ class PruningPlan:
     Args:
         layers: dict from block name to the kept indices of the layer.
         gone: names of removed blocks.
-        hidden: kept hidden features; None keeps all.
+        hidden: kept hidden features; None for all.
     """
 
     layers: Mapping[str, Kept] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class PruningPlan:
     hidden: tuple[int, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values, without default values."""
+        """Return the plan as JSON values; default values are omitted."""
         layers = {
             name: {
                 f.name: getattr(part, f.name)
@@ -95,7 +95,7 @@ class PruningPlan:
         """Raise an error if the plan does not fit a model.
 
         Raises:
-            ConfigError: the plan does not fit; the message lists all problems and fitting values.
+            ConfigError: the plan does not fit; the message lists all problems and valid values.
         """
         blocks = blocks_of(model)
         problems = [
@@ -130,7 +130,7 @@ def blocks_of(model: nn.Module) -> dict[str, Block]:
     """Return a dict from name to block of a bmforge model.
 
     Raises:
-        ConfigError: the model has no bmforge blocks, or has latent attention.
+        ConfigError: the model has no bmforge blocks, or uses latent attention.
     """
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, Block)}
     if not blocks or getattr(model, "spec", None) is None:

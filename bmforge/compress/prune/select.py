@@ -1,4 +1,4 @@
-"""Selects weights to prune on any parallel layout, with the same result as on one process.
+"""Selects weights to prune, with the same result on any parallel layout.
 
 Scopes within a matrix all-gather one parameter at a time. The global scope counts scores on the
 local shards and sums the counts over the processes.
@@ -30,7 +30,7 @@ class Scored:
     Args:
         module: module that owns the parameter.
         parameter: parameter to prune.
-        scores: scores of the local weights; the smallest are pruned.
+        scores: scores of the local weights; the weights with the smallest scores are pruned.
     """
 
     module: nn.Module
@@ -66,13 +66,12 @@ def choose_masks(
     """Yield the name of each parameter and the mask of its local shard.
 
     Args:
-        scored: dict from name to local parameter with scores.
-        names: names of the parameters of all processes, in the same order on each.
+        scored: dict from name to parameter and scores, for parameters on this process.
+        names: names of the parameters of all processes, in the same order on every process.
         config: pattern and scope.
         share: fraction of zeros.
 
-    Comm: one all-gather per sharded parameter; with scope="global", four all-reduces of counts
-    instead.
+    Comm: one all-gather per sharded parameter; with scope="global", four all-reduces of counts.
     """
     if config.scope == "global" and config.pattern == "free":
         yield from _choose_globally(scored, names, share)
@@ -89,7 +88,7 @@ def choose_masks(
 def _choose_globally(
     scored: Mapping[str, Scored], names: Sequence[str], share: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield masks for the global score threshold, pruning the required number of ties."""
+    """Yield masks by a global score threshold; of the weights equal to it, only some are pruned."""
     counts = _Counts(scored, names)
     high = counts.histogram(lambda keys: keys >> _HALF_BITS)
     zeros = round(share * int(high[-1]))
@@ -131,7 +130,8 @@ class _Counts:
         for number, name in enumerate(names):
             if name in self._here:
                 counted[number] = self._here[name].scores.numel()
-        # Plain tensors, and tensors shared by pipeline stages, are counted on several processes.
+        # Plain tensors, and tensors that pipeline stages share, would otherwise be counted several
+        # times.
         times = dict(zip(names, _sum(counted).tolist(), strict=True))
         self._share = {n: entry.parameter.numel() / times[n] for n, entry in self._here.items()}
 
@@ -176,7 +176,7 @@ def _cut_at(
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """Map scores to order-preserving 32-bit integers, flattened."""
+    """Return the flattened scores as 32-bit integers with the same order."""
     bits = scores.detach().float().contiguous().view(torch.int32).flatten().to(torch.int64)
     # Negative floats sort in reverse order of their bits; -0.0 and 0.0 map to the same key.
     flipped = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)

@@ -1,4 +1,4 @@
-"""Builds the config of a pruned model: published fields if they suffice, else "resize" changes."""
+"""Builds a pruned model's config: published fields if they suffice, else "resize" changes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def settle_config(model: Any, plan: PruningPlan) -> Settled:
                 continue
             raise
         if getattr(new.spec, "rope", None) != getattr(model.spec, "rope", None):
-            continue  # another head width would change the rotary frequencies
+            continue  # another head size would change the rotary frequencies
         if best is None or len(config.changes) < len(best.config.changes):
             best = Settled(config, new, sources)
     if best is None:
@@ -92,7 +92,7 @@ def own_fields(config: Any) -> list[str]:
 
 
 def _number_anew(blocks: Mapping[str, Block], plan: PruningPlan) -> dict[str, str]:
-    """Return a dictionary from the new name of every kept block to its original name."""
+    """Return a dict from the new name of every kept block to its original name."""
     renamed: dict[str, str] = {}
     counts: dict[str, int] = {}
     for name in blocks:
@@ -152,7 +152,7 @@ def _without_blocks(config: Any, blocks: Mapping[str, Block], plan: PruningPlan)
             changes[item.name] = type(value)(numbers.index(v) for v in value if v in numbers)
         elif len(value) == config.num_layers:
             changes[item.name] = type(value)(value[number] for number in numbers)
-    if getattr(config, "sparse_step", 1) != 1:  # renumbering would shift the sparse layers
+    if getattr(config, "sparse_step", 1) != 1:  # renumbering would shift the MoE layers
         step, dense = config.sparse_step, config.dense_layers
         lacking = [n for n in numbers if n in dense or (n + 1) % step]
         changes |= {"sparse_step": 1, "dense_layers": [numbers.index(n) for n in lacking]}
@@ -170,7 +170,7 @@ _NUMBERED = ("window_layers", "dense_layers")
 def _with_fields(config: Any, values: Mapping[str, Any], says_own: bool) -> Any:
     """Return a copy of the config with changed fields.
 
-    With `says_own`, widths that published configs derive from other fields are written explicitly.
+    With `says_own`, sizes that published configs derive from other fields are set explicitly.
     """
     own = {
         name: values.get(name, getattr(config, name))
@@ -207,7 +207,7 @@ def _common_fields(
 
 
 def _changes_to(config: Any, wanted_sizes: Mapping[str, LayerSizes]) -> list[Change]:
-    """Return the "resize" changes that give the config's layers the wanted sizes."""
+    """Return the "resize" changes that set the config's layers to the wanted sizes."""
     own = config.own_sizes()
     layers = {f"{stack}.{n}": size for stack, sizes in own.items() for n, size in enumerate(sizes)}
     groups: dict[tuple[tuple[str, Any], ...], list[str]] = {}

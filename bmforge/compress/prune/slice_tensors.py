@@ -18,7 +18,8 @@ from bmforge.nn import AttentionSpec, Block, BlockSpec, MoESpec
 
 __all__ = ["fold_block", "pick_block", "take"]
 
-# (dim, kept indices along it); for stacked experts (E, n), one row of indices per expert
+# List of (dim, kept indices along the dim); for stacked experts the indices are (E, n), one row per
+# expert.
 Picks = list[tuple[int, Tensor]]
 
 
@@ -42,7 +43,7 @@ def take(tensor: Tensor, picks: Picks) -> Tensor:
 
 
 def pick_block(block: Block, kept_part: Kept) -> dict[str, Picks]:
-    """Map the names of the parameters to slice in a block to the indices that are kept."""
+    """Return a dict from the name of each parameter to slice in a block to the kept indices."""
     picks: dict[str, Picks] = {}
     for part, heads in (("attn", kept_part.heads), ("cross_attn", kept_part.cross_heads)):
         spec = getattr(block.spec, part)
@@ -66,7 +67,7 @@ def pick_block(block: Block, kept_part: Kept) -> dict[str, Picks]:
 def _attention_rows(
     spec: AttentionSpec, heads: Sequence[int] | None, part: Kept
 ) -> dict[str, Tensor]:
-    """Map the name of each projection to its kept output rows (of `o_proj`: input columns)."""
+    """Return a dict from projection name to kept output rows (for `o_proj`, input columns)."""
     if heads is None and part.query_dims is None:
         return {}
     heads = tuple(range(spec.num_heads)) if heads is None else heads
@@ -91,7 +92,7 @@ def _attention_rows(
     if spec.sinks:
         kept_rows["sinks"] = torch.tensor(heads)
     kept_rows |= {f"{key[0]}_global_proj": kept_rows[key] for key in ("q_proj", "k_proj", "v_proj")}
-    if spec.qk_norm_whole:  # the norms cover all heads
+    if spec.qk_norm_whole:  # the norms are over all heads together
         kept_rows |= {"q_norm": kept_rows["q_proj"], "k_norm": kept_rows["k_proj"]}
     elif part.query_dims is not None:
         norm = torch.tensor(query[0])
@@ -126,7 +127,7 @@ def fold_block(old: BlockSpec, new: BlockSpec, key: str, has_norm: bool) -> floa
     if part not in ("attn", "cross_attn", "mlp") or None in specs:
         return 1.0
     module, _, kind = leaf.rpartition(".")
-    module = module or kind  # stacked experts are parameters without a module of their own
+    module = module or kind  # stacked experts are parameters, not modules
     factor = 1.0
     is_last = module.endswith(("o_proj", "down_proj")) or leaf.endswith("experts.down_proj")
     # Cross-attention has no Tensor Programs scales; see `Block`.

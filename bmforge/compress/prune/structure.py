@@ -39,7 +39,7 @@ from bmforge.surgery import wrappers_of
 __all__ = ["StructureConfig", "StructureMethod"]
 
 _CLOSE = 5e-5
-# Largest common shift of the gates, and number of bisection steps.
+# Maximum common shift of the gates, and number of bisection steps.
 _FAR, _HALVINGS = 32.0, 40
 
 
@@ -72,7 +72,7 @@ class StructureMethod(MethodBase):
         """Prune the model, or attach gates to it.
 
         Raises:
-            ConfigError: sizes do not fit, or a target cannot be reached.
+            ConfigError: a size does not fit, or the target cannot be reached.
         """
         if not self.config.gates:
             self.shrunk = shrink_(model, self.config, self.batches)
@@ -93,12 +93,12 @@ class StructureMethod(MethodBase):
         self._draw_(0)
 
     def optim_groups(self) -> dict[str, dict[str, float]]:
-        """Return a dict from globs of the gates' names to optimizer settings."""
+        """Return a dict from glob of the gates' names to optimizer settings."""
         settings = {"lr": self.config.gate_lr, "weight_decay": 0.0}
         return {"**.delta": settings} if self.gates else {}
 
     def extra_loss(self, model: nn.Module, step: int) -> Tensor | None:
-        """Return the Lagrangian term for the distance between expected cost and target.
+        """Return the Lagrangian term for the difference between expected cost and target.
 
         Raises:
             ConfigError: the model is a pipeline stage (whose gates are not visible to other
@@ -142,7 +142,7 @@ class StructureMethod(MethodBase):
             gate.draw_(self.config.seed, step)
 
     def _missed(self, step: int) -> Tensor:
-        """Return sparsity minus target at this step: one number, or one per layer."""
+        """Return the sparsity minus its target at this step: a scalar, or one value per layer."""
         grown = min(1.0, (step + 1) / max(1, self.config.warmup_steps))
         likely = densities(self.gates)
         if self.wanted:
@@ -190,7 +190,7 @@ class StructureMethod(MethodBase):
                 low, high = (middle, high) if too_sparse else (low, middle)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the multipliers, their Adam moments, and the plan if decided."""
+        """Return the multipliers, their Adam moments, and the plan, if it is decided."""
         return {
             "step": self._step,
             "multipliers": self._multipliers.tolist(),
@@ -205,7 +205,7 @@ class StructureMethod(MethodBase):
         }
 
     def _times(self) -> dict[str, Any]:
-        """Return the measured block costs, to be saved, as a new measurement would differ."""
+        """Return the measured block costs to save, because a new measurement would differ."""
         if self.config.target != "milliseconds":
             return {}
         return {
@@ -247,10 +247,10 @@ class StructureMethod(MethodBase):
             self._draw_(self._step)
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Remove the gates and shrink the model; return facts for the report.
+        """Remove the gates and shrink the model; return results for the report.
 
-        A parallelized model keeps its sizes; export it, load it without parallelism, and pass the
-        plan from the facts to `shrink_`.
+        The sizes of a parallelized model do not change; export it, load it without parallelism, and
+        pass the returned plan to `shrink_`.
         """
         if self.gates:
             if self.plan is None:

@@ -28,12 +28,12 @@ class StructureConfig:
 
     Args:
         num_heads: number of query heads per layer.
-        num_kv_heads: number of key-value heads per layer; 0 keeps them in models with
-            grouped-query attention.
-        head_dim: width of a head.
+        num_kv_heads: number of key-value heads per layer; in models with grouped-query attention, 0
+            keeps the current number.
+        head_dim: size of a head.
         intermediate_size: width of every MLP, or of every expert.
         num_experts: number of experts per mixture-of-experts layer.
-        hidden_size: width of the hidden states.
+        hidden_size: size of the hidden states.
         num_layers: number of blocks to keep per stack.
         attn_layers: number of blocks per stack that keep self-attention (the most important ones).
         mlp_layers: number of blocks per stack that keep the MLP (the most important ones).
@@ -46,15 +46,15 @@ class StructureConfig:
         by: importance measure: "size" (weight norm), "activation", "taylor" (needs labels), or
             "influence" (change of the hidden states' direction).
         gates: kinds of trained gates ("heads", "dims" of heads, "features", "attn", "mlp",
-            "block", "hidden" for the hidden states); empty prunes in one shot.
+            "block", "hidden" for the hidden states); if empty, pruning is one-shot.
         compensate: fit the layers after removed neurons and heads to their original outputs on
             the calibration batches, if there are any (default: True).
         uniform: raise an error for sizes that the family's classes in transformers cannot load.
         multiple_of: divisor of the MLP widths that a cost target or gates may choose.
         tensor_parallel: tensor-parallel size by which heads and widths must be divisible.
-        gate_steps: number of training steps of the gates; the target grows over the first
-            `warmup_steps`.
-        warmup_steps: number of steps over which the target grows.
+        gate_steps: number of training steps of the gates.
+        warmup_steps: number of steps at the beginning over which the target grows to its final
+            value.
         gate_lr: learning rate of gates and of the Lagrangian's multipliers.
         seq_len: sequence length in tokens for "flops" and "milliseconds".
         seed: random seed of the gates.
@@ -133,8 +133,8 @@ def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
     """Return a dict from block name to requested sizes; later globs take precedence.
 
     Raises:
-        ConfigError: the model or tensor parallelism does not allow a size; the message names
-            the nearest that fits.
+        ConfigError: the model or tensor parallelism does not allow a size; the message names the
+            nearest valid one.
     """
     common = {name: getattr(config, name) for name in _SIZES if getattr(config, name)}
     sizes_by_name: dict[str, Sizes] = {}
@@ -155,7 +155,7 @@ def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
 
 
 def sizes_that_apply(spec: Any, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes that apply to a layer of this spec."""
+    """Return the entries of `sizes` that apply to a layer of this spec."""
     heads = spec.attn is not None or spec.cross_attn is not None
     has = {"num_heads": heads, "num_kv_heads": heads, "head_dim": heads}
     has["intermediate_size"] = spec.mlp is not None
@@ -164,7 +164,7 @@ def sizes_that_apply(spec: Any, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _check_layout(model: Any, config: StructureConfig) -> None:
-    """Raise `ConfigError` for sizes that tensor parallelism cannot split."""
+    """Raise `ConfigError` for sizes that are not divisible by the tensor-parallel size."""
     if config.tensor_parallel == 1:
         return
     block = next(block for block in blocks_of(model).values() if block.spec.attn is not None)

@@ -1,4 +1,4 @@
-"""Makes a pruning plan that keeps a given fraction of a model's cost."""
+"""Builds a pruning plan that keeps a given fraction of a model's cost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def costs_of(model: Any, config: StructureConfig) -> Costs:
 
 
 def plan_for_target(model: Any, config: StructureConfig, scores: Scores) -> PruningPlan:
-    """Return the plan that drops the least important units until the target cost is reached.
+    """Return the plan that removes the least important units until the target cost is reached.
 
     Raises:
         ConfigError: the target cannot be reached, as every layer keeps at least one unit of
@@ -81,11 +81,11 @@ def _fewest(kind: str, config: StructureConfig) -> int:
 def _rank(
     costs: Costs, blocks: Mapping[str, Block], scores: Scores, config: StructureConfig
 ) -> list[tuple[float, str, str, list[int]]]:
-    """Return the removable units, ordered by importance per cost, lowest first.
+    """Return (score, block, kind, unit indices) of removable units, by importance per cost.
 
-    MLP features are removed in steps of `multiple_of`, heads in steps of `tensor_parallel`. Taylor
-    scores are comparable across layers, since all estimate the same loss; other scores are
-    comparable only within a kind and layer.
+    The lowest score comes first. MLP features are removed in steps of `multiple_of`, heads in steps
+    of `tensor_parallel`. Taylor scores are comparable across layers, since all estimate the change
+    of the same loss; other scores are comparable only within a kind and layer.
     """
     removable = []
     for name, halves in costs.blocks.items():
@@ -123,7 +123,7 @@ def _unit_scores(block: Block, kind: str, scores: Scores, name: str) -> Tensor:
 def _plan_of(
     blocks: Mapping[str, Block], dropped: Mapping[tuple[str, str], list[int]]
 ) -> PruningPlan:
-    """Return the plan without the dropped heads and features."""
+    """Return the plan that removes the given heads and features."""
     layers: dict[str, dict[str, Any]] = {}
     for (name, kind), numbers in dropped.items():
         spec = blocks[name].spec

@@ -79,7 +79,7 @@ def _sizes(units: int) -> list[int]:
 
 
 def _as_half(specs: dict[int, BlockSpec], units: int, block: Block, seq_len: int) -> Half:
-    """Return the cost of a sublayer from its measured times at several sizes."""
+    """Return the cost of a sublayer, measured at several sizes."""
     like = next(block.parameters())
     x = torch.zeros(1, seq_len, block.spec.hidden_size, dtype=like.dtype, device=like.device)
     times = time_each([_build(spec, like) for spec in specs.values()], x)
@@ -109,7 +109,7 @@ def time_each(blocks: Sequence[Block], x: Tensor) -> list[float]:
             start = time.perf_counter()
             block(x)
             _wait(x)
-            if number:  # the first round is warm-up
+            if number:  # the first round is a warm-up
                 taken.append(1000 * (time.perf_counter() - start))
     return [statistics.median(taken) for taken in times]
 

@@ -55,14 +55,14 @@ def _without_zeros(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def keep_zeros(weight: Tensor) -> Tensor:
-    """Return the weight unchanged; backward sets its gradient to 0 where the weight is 0."""
+    """Return the weight unchanged; in the backward pass its gradient is 0 where the weight is 0."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return weight
     return _KeepZeros.apply(weight)
 
 
 class Zeros(MethodBase):
-    """Sets weights to zero, at once or by a schedule, and keeps them zero.
+    """Sets weights to zero, immediately or by a schedule, and keeps them zero.
 
     Args:
         config: pruning settings.
@@ -85,8 +85,8 @@ class Zeros(MethodBase):
         """Make the selected modules keep zeros; prune immediately if there is no schedule.
 
         Raises:
-            ConfigError: a glob matches nothing, weights are quantized, or sizes do not fit the
-                pattern.
+            ConfigError: a glob matches nothing, weights are quantized, or a matrix's sizes do not
+                fit the pattern.
         """
         matrices = find_matrices(model, self.config.where)
         check_pattern(matrices, self.config)
@@ -117,7 +117,7 @@ class Zeros(MethodBase):
             if mask.shape == local_tensor(parameter).shape:
                 _put_zeros_(parameter, mask)
             else:
-                # The model was parallelized since: the mask has the wrong shape.
+                # The model was parallelized in the meantime, so the mask has the wrong shape.
                 del self._kept[name]
         if self._movement is not None:
             self._movement.note(dict(self._found(model)))
@@ -235,7 +235,7 @@ def _values_of(parameter: nn.Parameter) -> Tensor:
 
 
 def _put_zeros_(parameter: nn.Parameter, mask: Tensor) -> None:
-    """Set the weights outside the mask to 0, in the parameter and its offloaded copy."""
+    """Set the weights whose mask is False to 0, in the parameter and its offloaded copy."""
     values = _values_of(parameter)
     values.mul_(mask.to(values.device))  # several times as fast as masked_fill_
     if source_of(parameter).keeper is not None:

@@ -1,4 +1,4 @@
-"""Quantization, either after training or during it (quantization-aware training).
+"""Quantization after training or during training (quantization-aware training).
 
 Start reading at `apply.py` (after training) and `fake.py` (during training).
 """

@@ -39,10 +39,10 @@ def quantize(
     Args:
         model: bmforge, transformers or any other model, complete and in memory.
         spec: scheme name, `QuantSpec`, or complete config (default: "int8").
-        method: "absmax", "smooth", "awq" or "gptq"; None uses that of the config, or "absmax".
-        batches: calibration batches for all methods but "absmax", and for "auto": keyword
+        method: "absmax", "smooth", "awq" or "gptq"; if None, that of the config, or "absmax".
+        batches: calibration batches for all methods except "absmax", and for "auto": keyword
             arguments of the model's forward, or only token ids.
-        where: name globs of modules; empty uses those of the config.
+        where: name globs of modules; if empty, those of the config.
         specs: dict from module name to scheme, instead of one scheme for all modules.
 
     Raises:

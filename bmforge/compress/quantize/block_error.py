@@ -1,7 +1,7 @@
 """Measures how much a block's output changes when the matrices of a fold are scaled and rounded.
 
-The error of a single layer's output is a poor guide: errors of queries and keys count as much there
-as those of values, although the softmax reduces them.
+The error of a single layer's output is a poor measure: it gives errors of queries and keys the same
+weight as errors of values, although the softmax reduces them.
 
 Source: Lin et al., "AWQ" (2023), whose published code searches for the scales with the smallest
 error of the attention's or MLP's output.
@@ -59,7 +59,7 @@ def block_errors(
 
 @contextmanager
 def _rounded(fold: Fold, specs: Mapping[str, QuantSpec], scales: Tensor) -> Iterator[None]:
-    """Context manager: a fold's matrices and their inputs are scaled and rounded."""
+    """Context manager in which a fold's matrices and their inputs are scaled and rounded."""
     originals = [matrix.read().clone() for matrix in fold.targets]
     handles = []
     try:
@@ -83,7 +83,7 @@ def _round_input(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: divide a layer's input by the scales, and round it like inference."""
+    """Forward pre-hook that divides a layer's input by the scales and rounds it as in inference."""
     name = "" if args else next(iter(kwargs))
     x = (args[0] if args else kwargs[name]) / scales
     if spec.activations == "int8":

@@ -1,4 +1,4 @@
-"""Configuration of weight quantization, after training or during it."""
+"""Configuration of weight quantization, after or during training."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class QuantizeConfig:
         scheme: name in `nn.packing.PRESETS`, or "auto" to choose "int4" or "int8" per module by
             sensitivity, within `average_bits`.
         spec: explicit `QuantSpec` that replaces `scheme`.
-        method: "absmax": round to nearest; "smooth" (SmoothQuant) and "awq": scale input
-            channels first; "gptq": error compensation in later columns. All but "absmax" need
-            calibration batches.
-        where: name globs of modules; empty selects the blocks' linear layers and experts.
+        method: "absmax": round to nearest; "smooth" (SmoothQuant) and "awq": scale input channels
+            before rounding; "gptq": compensate errors in later columns. All methods except "absmax"
+            need calibration batches.
+        where: name globs of modules; if empty, the blocks' linear layers and experts.
         average_bits: mean bits per weight for "auto", including scales.
-        training: quantization during training: "none"; "fake" for fake quantization of weights
-            and inputs; "int8" for int8 matrix products in forward; "int8-both" for int8 products
-            also in backward. The int8 modes need the scheme "int8-dynamic".
+        training: quantization during training: "none"; "fake" for fake quantization of weights and
+            inputs; "int8" for int8 matrix products in the forward pass; "int8-both" for int8
+            products also in the backward pass. The int8 modes need the scheme "int8-dynamic".
         strength: fraction of the inputs' range that is moved into the weights, 0 to 1 (smooth
             only).
         grid: number of scale exponents to try (awq only).
@@ -123,17 +123,17 @@ class QuantizeConfig:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the scheme is chosen per module."""
+        """True if the scheme is chosen per module."""
         return self.scheme == AUTO and self.spec is None
 
     @property
     def used_spec(self) -> QuantSpec:
-        """`QuantSpec` of the scheme; undefined for "auto"."""
+        """`QuantSpec` of the scheme; not available for "auto"."""
         return self.spec or find_preset(self.scheme)
 
     @property
     def is_rows_by_tokens(self) -> bool:
-        """Whether the scheme is int8 with one scale per weight row and dynamic int8 activations."""
+        """True for int8 weights with one scale per row and dynamic int8 activations."""
         if self.is_auto:
             return False
         spec = self.used_spec
@@ -142,5 +142,5 @@ class QuantizeConfig:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether calibration batches are needed."""
+        """True if calibration batches are needed."""
         return self.method != "absmax" or self.is_auto

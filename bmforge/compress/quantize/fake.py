@@ -39,8 +39,8 @@ def is_rounding(module: nn.Module) -> bool:
 class FakeQuantize(MethodBase):
     """Fake-quantizes linear layers in training, and packs the weights at the end.
 
-    For experts only the weights are fake-quantized, not their inputs. With ``training="none"`` the
-    training is unchanged.
+    For experts, only the weights are fake-quantized, not the inputs. With ``training="none"``,
+    training is unchanged, and `finish_` quantizes the weights.
 
     Args:
         config: quantization settings; the scheme must not be "auto" unless `specs` is given.
@@ -102,7 +102,7 @@ class FakeQuantize(MethodBase):
         return partial(_run_int8, matrix.module, in_both, self._seen)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the dtype in which weights were quantized."""
+        """Return the dtype in which weights were fake-quantized."""
         return {"dtype": None if self._seen.dtype is None else str(self._seen.dtype)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ class FakeQuantize(MethodBase):
         self._seen.dtype = None if name is None else getattr(torch, name.removeprefix("torch."))
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Pack the weights; return facts for the report."""
+        """Pack the weights; return results for the report."""
         if self.config.training == "none":
             quantize(model, self.config, batches=self.batches)
             return {"scheme": self.config.scheme, "method": self.config.method}
@@ -131,7 +131,7 @@ class FakeQuantize(MethodBase):
 
 
 class _ComputeDtype:
-    """Records the dtype in which the layers compute; mixed precision stores another one."""
+    """Records the dtype in which layers compute, which may differ from that of their parameters."""
 
     dtype: torch.dtype | None = None
 
@@ -164,7 +164,7 @@ def _run_fake(
 
 
 def _group_here(spec: QuantSpec, module: nn.Module, weights: Mapping[str, Any]) -> int:
-    """Return the group size of a local shard; raise an error if sharding splits a group."""
+    """Return the group size for a local shard; raise an error if sharding splits a group."""
     for key, weight in weights.items():
         columns = weight.shape[0 if hasattr(module, "nf") else -1]
         if spec.group_size and columns % spec.group_size:
@@ -188,7 +188,7 @@ def _run_int8(
     seen.dtype = weight.dtype
     if isinstance(module, nn.Linear) or hasattr(module, "nf"):
         return int8_linear(x, weight, module.bias, in_both=in_both)
-    # Another class may also scale its input or output, so only its product is replaced.
+    # Layers of other classes may also scale their input or output, so only the product is replaced.
     with _Int8Products(weight, in_both) as products:
         y: Tensor = inner(x)
     if not products.count:
@@ -204,7 +204,7 @@ class _Int8Products(TorchFunctionMode):
 
     Args:
         weight: weight of the products.
-        in_both: use int8 products in backward as well.
+        in_both: use int8 products in the backward pass as well.
 
     Attributes:
         count: number of products computed.
@@ -215,7 +215,7 @@ class _Int8Products(TorchFunctionMode):
         self.weight, self.in_both, self.count = weight, in_both, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute a product with the weight in int8; run any other function unchanged."""
+        """Compute products with the weight in int8; run all other functions unchanged."""
         if func is F.linear and len(args) > 1 and _is_same(args[1], self.weight):
             self.count += 1
             return int8_linear(*args, **(kwargs or {}), in_both=self.in_both)

@@ -24,7 +24,8 @@ from bmforge.nn.moe import Experts
 
 __all__ = ["Fold", "find_folds", "fold_", "widened"]
 
-# Last name parts of (producer, consumer): the producer's rows are the consumer's columns.
+# Last name parts of (producer, consumer); the producer's output rows are the consumer's input
+# columns.
 _PAIRS = (("v_proj", "o_proj"), ("up_proj", "down_proj"))
 _TOLERANCE = 1e-3  # relative to the largest output
 
@@ -36,7 +37,7 @@ class Fold:
     Args:
         source: norm or linear layer.
         targets: matrices with one column per channel.
-        head_dim: head width if several heads of `targets` share a head of `source`; otherwise 0.
+        head_dim: head size if several heads of `targets` share a head of `source`; otherwise 0.
     """
 
     source: nn.Module
@@ -44,7 +45,7 @@ class Fold:
     head_dim: int = 0
 
     def settle(self, scales: Tensor) -> Tensor:
-        """Replace the scales of heads that share source channels with their maximum: (columns,)."""
+        """Return the scales, (columns,), with the maximum for heads that share source channels."""
         shared = self._by_source(scales)
         if shared.numel() == scales.numel():
             return scales
@@ -78,7 +79,7 @@ class Fold:
 
 
 def find_folds(run: BlockRun) -> list[Fold]:
-    """Return the possible folds of a block: from norms, from v to o, and from up to down."""
+    """Return the possible folds of a block: from norms, from v to o, and from up to down_proj."""
     linear = {m.owner: m for m in run.matrices if not isinstance(m.module, (Experts, nn.Embedding))}
     outputs: list[tuple[Tensor, nn.Module]] = []
     taken: list[tuple[Tensor, Matrix]] = []
@@ -102,7 +103,7 @@ def find_folds(run: BlockRun) -> list[Fold]:
         for handle in handles:
             handle.remove()
     if {id(m) for m in linear.values()} - {id(m) for _, m in taken}:
-        return []  # a layer that did not run may read the same input in another call
+        return []  # a layer that did not run may have the same input in another call
     folds = [
         Fold(source, targets)
         for out, source in outputs
@@ -135,8 +136,7 @@ def _find_pairs(run: BlockRun, linear: dict[str, Matrix]) -> list[Fold]:
 def fold_(run: BlockRun, fold: Fold, scales: Tensor) -> bool:
     """Apply scales to a block if its output is unchanged; return True if they were applied.
 
-    Outputs are compared in fp32: in bf16, the rounding of the scaled weights alone exceeds any
-    useful tolerance.
+    Outputs are compared in fp32: in bf16, rounding the scaled weights exceeds any useful tolerance.
 
     Shape:
         scales: (columns,), above 0
@@ -160,7 +160,7 @@ def fold_(run: BlockRun, fold: Fold, scales: Tensor) -> bool:
 
 @contextmanager
 def widened(block: nn.Module) -> Iterator[None]:
-    """Context manager: replace a block's 16-bit tensors with fp32 copies."""
+    """Context manager that replaces a block's 16-bit tensors by fp32 copies."""
     tensors = [*block.parameters(), *block.buffers()]
     originals = [(t, t.data) for t in tensors if t.is_floating_point()]
     try:

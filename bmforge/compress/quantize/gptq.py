@@ -1,4 +1,4 @@
-"""GPTQ: rounds column by column; later columns compensate the rounding errors.
+"""GPTQ: rounds matrices column by column; later columns compensate the rounding errors.
 
 Source: Frantar et al., "GPTQ" (2022). A group's scale is computed from the updated weights when its
 first column is reached, and is rounded to its storage dtype before it is used.
@@ -26,12 +26,12 @@ from bmforge.surgery import find_repeated_blocks
 
 __all__ = ["quantize_gptq_", "round_gptq"]
 
-# (bits, symmetric) -> smallest and largest integer.
+# (bits, is symmetric) -> smallest and largest integer.
 _RANGES = {(8, True): (-127, 127), (8, False): (-128, 127), (4, True): (-8, 7), (4, False): (0, 15)}
 
 
 class _BlockRounder:
-    """Rounds the matrices of one block after the other, and packs each complete layer.
+    """Rounds the matrices of each block, and packs each layer when it is complete.
 
     Attributes:
         done: names of the blocks that have been changed or are being changed.
@@ -55,7 +55,7 @@ class _BlockRounder:
             _check_tokens(run, self._narrowest)
             self.done.append(run.name)
         for matrix in run.matrices:
-            # Popping drops the last reference to a Hessian with the last matrix that needs it.
+            # Popping removes the last reference to a Hessian after the last matrix that needs it.
             hessian = run.statistics.pop(matrix.name, None)
             self._integers[matrix.name] = self._round(matrix, hessian)
         # The matrices of stacked experts are stored together.
@@ -93,7 +93,7 @@ def quantize_gptq_(
     specs: Mapping[str, QuantSpec],
     batches: Sequence[Any],
 ) -> None:
-    """Quantize the blocks of a model by GPTQ, each calibrated on the quantized blocks before it.
+    """Quantize a model by GPTQ; each block is calibrated on the quantized blocks before it.
 
     Args:
         model: model in memory.
@@ -138,7 +138,7 @@ def quantize_gptq_(
 def _narrowest(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, int]:
     """Return a dict from block name to the width of the block's narrowest matrix.
 
-    Experts count only in blocks without other matrices.
+    Experts are considered only in blocks without other matrices.
     """
     matrices = by_block(find_matrices(model, tuple(specs)), find_repeated_blocks(model))
     return {
@@ -148,7 +148,7 @@ def _narrowest(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, in
 
 
 def _check_tokens(run: BlockRun, narrowest: Mapping[str, int]) -> None:
-    """Raise `ConfigError` if a block got fewer tokens than its narrowest matrix has columns."""
+    """Raise `ConfigError` if a block has fewer tokens than its narrowest matrix has columns."""
     tokens = max(statistic.tokens for statistic in run.statistics.values())
     if tokens < narrowest[run.name]:
         raise ConfigError(
@@ -187,7 +187,7 @@ class _TokenCheck:
 class _Round:
     """Column update of GPTQ: rounds a column to integers times the scale of its group.
 
-    A weight of 0 stays 0, since it was pruned; error compensation would otherwise change it.
+    A weight of 0 stays 0, because it was pruned; error compensation would otherwise change it.
     """
 
     def __init__(self, matrix: Tensor, spec: QuantSpec) -> None:
@@ -210,7 +210,7 @@ class _Round:
         least = self.minima[-1].to(column.dtype) if self.minima else torch.zeros_like(scale)
         inverse = torch.where(scale == 0, 0.0, 1 / scale)
         low, high = _RANGES[self.spec.bits, self.spec.symmetric]
-        # With a minimum, 0 is not always representable: the nearest integer is used.
+        # In schemes with a minimum, 0 is not always representable; the nearest integer is used.
         column = column.masked_fill(self.is_pruned[:, number], 0)
         integers = ((column - least) * inverse).round().clamp(low, high)
         self.values[:, number] = integers.to(torch.int8)
@@ -249,7 +249,7 @@ def round_gptq(
         block_columns: number of columns per block, rounded up to whole groups; the remaining
             columns are updated after each block.
         name: name of the matrix for messages.
-        in_place: argument of `settle_columns`.
+        in_place: overwrite the matrix; see `settle_columns`.
 
     Raises:
         ConfigError: the Hessian is not positive definite.

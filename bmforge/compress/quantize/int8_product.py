@@ -1,9 +1,9 @@
 """Training with int8 matrix products: one scale per weight row and one per token.
 
 The forward pass is bit-identical to inference with "int8-dynamic". Only int8 tensors are saved for
-backward, a quarter of the size of fp32 activations. Optionally the backward pass also uses int8
-products; its inputs are quantized again, per token for the input's gradient and per weight row for
-the weight's gradient.
+the backward pass, a quarter of the size of fp32 activations. Optionally the backward pass also uses
+int8 products; its inputs are quantized again, per token for the input's gradient and per weight row
+for the weight's gradient.
 
 Source: BMCook's quantization-aware training (cpm_kernels' GEMMInt8); the weight's gradient uses a
 straight-through estimator.
@@ -83,7 +83,7 @@ def int8_linear(
         x: input, quantized per token.
         weight: weight, quantized per row.
         bias: bias, added without quantization.
-        in_both: use int8 products in backward as well (default: False).
+        in_both: use int8 products in the backward pass as well (default: False).
 
     Shape:
         x: (..., in); weight: (out, in); returns (..., out)

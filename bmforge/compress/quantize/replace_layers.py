@@ -1,4 +1,4 @@
-"""Replaces layers by quantized ones, optionally with precomputed integers."""
+"""Replaces layers by quantized layers, optionally with precomputed integers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store_block_(
         model: model that contains the matrices.
         matrices: all matrices of the modules to replace.
         specs: dict from module name to scheme.
-        integers: dict from matrix name to precomputed integers; None rounds to nearest.
+        integers: dict from matrix name to precomputed integers; None to round to nearest.
     """
     own_specs = {matrix.owner: specs[matrix.owner] for matrix in matrices}
     for spec, names in by_spec(own_specs).items():
@@ -59,7 +59,7 @@ def remember_(model: Any, specs: Mapping[str, QuantSpec]) -> None:
 
 
 def as_globs(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return a short list of globs that match exactly these modules."""
+    """Return a short list of globs that match exactly the modules `names`."""
     all_names, chosen = [name for name, _ in model.named_modules() if name], set(names)
     globs: dict[str, None] = {}
     for name in names:

@@ -24,10 +24,10 @@ from bmforge.nn.packing import Integers, QuantSpec, quantize_groups
 __all__ = ["awq_scales", "quantize_clipped", "quantize_scaled_", "smooth_scales"]
 
 _SMALLEST = 1e-5
-# Ratios of each group's range that AWQ's second search tries; those above 1 help symmetric 4-bit
-# groups, which have one value more below zero than above.
+# Fractions of each group's range that AWQ's second search tries; values above 1 help symmetric
+# 4-bit groups, which have one more negative than positive value.
 _RANGE_RATIOS = (1.0, 1.14, 1.07, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-_DAMP = 0.01  # share of the mean of the diagonal, added to it
+_DAMP = 0.01  # fraction of the diagonal's mean that is added to the diagonal
 _LARGEST_SCALE_RATIO = 8.0
 
 
@@ -85,7 +85,7 @@ def quantize_scaled_(
 def _clip_block(
     run: BlockRun, specs: Mapping[str, QuantSpec], scales: Mapping[str, Tensor]
 ) -> dict[str, Integers]:
-    """Return the integers of a block's matrices; groups are clipped if this reduces the error.
+    """Return a dict from matrix name to integers; groups are clipped if this reduces the error.
 
     Args:
         run: block whose inputs were measured before it was scaled.
@@ -97,7 +97,8 @@ def _clip_block(
     for matrix in run.matrices:
         inputs: InputSizes | None = run.statistics.get(matrix.name)
         spec = specs[matrix.owner]
-        # 8 bits resolve the whole range finely enough; clipping would only fit the calibration.
+        # 8 bits resolve the full range finely enough; clipping would only overfit the calibration
+        # data.
         if inputs is None or inputs.largest is None or spec.bits == 8:
             integers[matrix.name] = quantize_groups(matrix.read(), spec)
             continue
@@ -120,7 +121,7 @@ def quantize_clipped(matrix: Tensor, spec: QuantSpec, x: Tensor) -> Integers:
     wide = matrix.to(x.dtype)
     grouped = x.unflatten(1, (-1, group)).transpose(0, 1)
     products = grouped.transpose(1, 2) @ grouped  # (groups, group, group)
-    # Channels that calibration hardly excites count a little, as in GPTQ's damping.
+    # Channels with tiny calibration inputs get a small weight, as in GPTQ's damping.
     diagonal = products.diagonal(dim1=1, dim2=2)
     diagonal += _DAMP * diagonal.mean()
     best, least = quantize_groups(matrix, spec), wide.new_full((rows, columns // group), torch.inf)
@@ -138,7 +139,7 @@ def quantize_clipped(matrix: Tensor, spec: QuantSpec, x: Tensor) -> Integers:
 
 
 def _merge(first: Integers, second: Integers, takes_second: Tensor, group: int) -> Integers:
-    """Return the second matrix's groups where `takes_second` is True, elsewhere the first's."""
+    """Return integers with the groups of `second` where `takes_second` is True, else of `first`."""
     minima = None
     if first.minima is not None and second.minima is not None:
         minima = torch.where(takes_second, second.minima, first.minima)
@@ -165,7 +166,7 @@ def smooth_scales(fold: Fold, inputs: InputSizes, strength: float) -> Tensor:
 def awq_scales(
     run: BlockRun, fold: Fold, inputs: InputSizes, specs: Mapping[str, QuantSpec], grid: int
 ) -> Tensor:
-    """Return AWQ's scales: the power of mean input magnitudes with the smallest block error.
+    """Return AWQ's scales: the power of mean input magnitudes that minimizes the block's error.
 
     A channel that is zero for all calibration tokens has scale 1.
 
@@ -191,11 +192,11 @@ def _best_scales(
 
 
 def _bound(scales: Tensor, is_dead: Tensor) -> Tensor:
-    """Divide scales by their median and clamp them to 1/8 to 8; dead channels get 1.
+    """Divide scales by their median and clamp them to 1/8 to 8; dead channels get scale 1.
 
-    A common factor cancels in rounding, but it would make dead channels smaller or larger than the
-    others of their group. Without the clamp, a channel with very small calibration inputs would be
-    scaled to almost nothing.
+    Without the division, dead channels could be much smaller or larger than the others of their
+    group; a common factor has no other effect. Without the clamp, a channel with very small
+    calibration inputs would be scaled to almost nothing.
     """
     if bool(is_dead.all()):
         return torch.ones_like(scales)

@@ -1,6 +1,6 @@
 """Converts conversations to token rows with labels on the answers; packs rows for decoders.
 
-`encode_turns` gives the rows of one conversation; `pack_rows` puts several into one row;
+`encode_turns` returns the rows of a conversation; `pack_rows` packs several into one row;
 `PackedConversations` and `open_answers` are the data of the `conversations` task.
 """
 
@@ -37,12 +37,12 @@ __all__ = [
     "render_conversation",
 ]
 
-_WIDTH_MULTIPLE = 64  # tokens; keeps matrix products and context-parallel shards aligned
+_WIDTH_MULTIPLE = 64  # tokens; aligns matrix products and context-parallel shards
 _STEPS_PER_EPOCH = 10
 
 
 class EncodedRow(NamedTuple):
-    """Token ids of one training row, and its labels: -100 for tokens without a loss."""
+    """Token ids of a training row, and its labels, which are -100 for tokens without a loss."""
 
     ids: list[int]
     labels: list[int]
@@ -63,8 +63,7 @@ def render_conversation(
         ignore: names of fields to ignore.
 
     Raises:
-        DataError: a field is neither read by the template nor in `ignore`, or see
-            `render_answers`.
+        DataError: a field is neither read by the template nor in `ignore`; or see `render_answers`.
     """
     fields = {k: v for k, v in conversation.fields.items() if k not in ignore}
     # TRL's data sets put template variables such as enable_thinking into this field.
@@ -93,9 +92,9 @@ def render_conversation(
 def encode_turns(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> list[EncodedRow]:
     """Encode rendered answers; consecutive answers that extend the same text share a row.
 
-    The ids of a row are those of the whole rendered text, as ``apply_chat_template`` gives them. If
-    the tokenizer merges across the boundary between prompt and answer, the prompt keeps the ids
-    that it has in generation, and the answer is encoded separately.
+    The ids of a row are those that ``apply_chat_template`` returns for the whole text. If the
+    tokenizer merges tokens across the boundary between prompt and answer, the prompt has the same
+    ids as in generation, and the answer is encoded separately.
 
     Args:
         turns: answers of one conversation in order.
@@ -108,7 +107,7 @@ def encode_turns(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> list[Enco
         if ids[: len(prompt)] != prompt:
             ids = prompt + tokenizer.encode(turn.answer)
         labels = [IGNORE_INDEX] * len(prompt) + ids[len(prompt) :]
-        labels[:1] = [IGNORE_INDEX]  # nothing predicts the first token
+        labels[:1] = [IGNORE_INDEX]  # the first token is not predicted
         previous = rows[-1] if rows else None
         if previous is not None and ids[: len(previous.ids)] == previous.ids:
             rows[-1] = EncodedRow(ids, previous.labels + labels[len(previous.ids) :])
@@ -120,8 +119,8 @@ def encode_turns(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> list[Enco
 def choose_width(parts: Sequence[Sequence[EncodedRow]], data: Any, packs: bool = True) -> int:
     """Return the length of a packed row in tokens: `data.seq_len`, or less for a small data set.
 
-    In rows of the full length, a file of a few hundred chats fills less than one optimizer step,
-    so that an epoch would repeat the data within a step and learn almost nothing.
+    With rows of the full length, a file of a few hundred chats would not even fill one optimizer
+    step: an epoch would be a single step, which repeats the data and learns almost nothing.
 
     Args:
         parts: encoded conversations for training, then those for evaluation.
@@ -129,8 +128,8 @@ def choose_width(parts: Sequence[Sequence[EncodedRow]], data: Any, packs: bool =
         packs: whether a row has several conversations.
 
     Returns:
-        The smallest multiple of 64 that holds the longest conversation of all parts and, with
-        `packs`, gives at most ten optimizer steps per epoch; `data.seq_len` if that is smaller.
+        The smallest multiple of 64 that is not shorter than the longest conversation and, with
+        `packs`, leads to at most ten optimizer steps per epoch; `data.seq_len` if that is smaller.
     """
     longest = max((len(row.ids) for part in parts for row in part), default=0)
     tokens = sum(len(row.ids) for row in parts[0]) if packs else 0
@@ -141,21 +140,23 @@ def choose_width(parts: Sequence[Sequence[EncodedRow]], data: Any, packs: bool =
 def pack_rows(lengths: Sequence[int], width: int, seed: int) -> list[list[int]]:
     """Assign texts to rows by best-fit decreasing bin packing.
 
-    The longest text comes first, each goes to the fullest row with enough space. On chat-like
-    lengths less than 1 % of the rows is padding; first-fit in random order leaves up to 5 %.
+    Texts are assigned in order of decreasing length, each to the fullest row with enough space. For
+    typical chats, less than 1 % of the tokens are padding, compared with up to 5 % for first-fit in
+    random order.
 
     Args:
-        lengths: tokens of each text, at most `width`.
-        width: tokens of a row.
-        seed: random seed of the order of texts of equal length.
+        lengths: length of each text in tokens, at most `width`.
+        width: length of a row in tokens.
+        seed: random seed of the order of texts with equal lengths.
 
     Returns:
-        The indices of the texts in each row.
+        for each row, the indices of its texts.
     """
     count = len(lengths)
     order = permute(np.arange(count), max(count, 1), derive_key("pack", seed)).tolist()
     rows: list[list[int]] = []
-    # Rows by free tokens, and the sorted keys; these are at most `width`, unlike the rows.
+    # Number of free tokens -> rows, and the sorted keys of this dict. There are at most `width`
+    # keys, but there may be many more rows.
     open_rows: dict[int, list[list[int]]] = {}
     spaces: list[int] = []
     for number in sorted(order, key=lambda n: -lengths[n]):
@@ -178,15 +179,15 @@ def pack_rows(lengths: Sequence[int], width: int, seed: int) -> list[list[int]]:
 
 
 class PackedConversations:
-    """Conversations packed into rows of one width, for decoders; an `ExampleSource`.
+    """`ExampleSource` of conversations packed into rows of equal length, for decoders.
 
     Positions restart at each conversation of a row, and attention does not cross conversations.
 
     Args:
-        rows: encoded conversations; longer ones than `width` are truncated at the end.
-        width: tokens of a packed row.
+        rows: encoded conversations; those longer than `width` are truncated at the end.
+        width: length of a packed row in tokens.
         seed: random seed of the packing.
-        packs: put several conversations into a row; False for models that cannot separate them.
+        packs: pack several conversations into a row; False for models that cannot separate them.
     """
 
     def __init__(
@@ -269,7 +270,7 @@ def open_answers(
     Args:
         conversations: data of the run.
         render: function that renders the answers of a conversation by the chat template.
-        end: end mark of the template, which the decoder's end token replaces.
+        end: end-of-turn mark of the template, which is replaced by the decoder's end token.
         tokenizer: the model's tokenizer.
         traits: properties of the model family.
         config: the run's config.
@@ -299,7 +300,7 @@ def open_answers(
 
 
 def _encode_dialogue(conversation: ChatExample, tokenizer: Any, width: int) -> Iterator[Pair]:
-    """Yield the answers of a conversation in EVA's format, which has no chat template."""
+    """Yield (history, answer) pairs of a conversation for EVA, which has no chat template."""
     texts = [tokenizer.encode(message["content"]) for message in conversation.messages]
     end, blank = tokenizer.sep_id, tokenizer.sentinel_id(0)
     for number, message in enumerate(conversation.messages):

@@ -1,4 +1,4 @@
-"""Opens prepared text for a run: directories of `bmforge prepare`, or bare token stores.
+"""Opens the text of a run: directories of `bmforge prepare`, or bare token stores.
 
 A bare token store is a pair of files .bin and .idx (Megatron-LM's format) without the record of
 its tokenizer, splits and licenses that `bmforge prepare` writes.
@@ -94,7 +94,7 @@ class CorpusConfig:
 
 @dataclass(frozen=True)
 class Corpus:
-    """An opened corpus, with its loader, held-out rows, tokenizer, and end-of-document token."""
+    """Corpus of a run, with its loader, held-out rows, tokenizer, and end-of-document token."""
 
     loader: DataLoader
     validation: PackedDataset | None
@@ -104,7 +104,7 @@ class Corpus:
     config: CorpusConfig
 
     def held_out_batches(self, world: World) -> Iterator[Batch]:
-        """Yield this process's batches of one pass over the held-out rows."""
+        """Yield this process's batches of one epoch over the held-out rows."""
         assert self.validation is not None
         return iter_once(
             self.validation,
@@ -128,8 +128,8 @@ def open_corpus(
         init_from: initial model of the run; its tokenizer must be that of the corpora.
 
     Raises:
-        ConfigError: no paths, weights that do not fit the paths, or corpora of different
-            tokenizers.
+        ConfigError: there are no paths, the numbers of weights and paths differ, or the corpora
+            have different tokenizers.
         DataError: a store is missing, damaged, too short, or has ids beyond `vocab_size`.
     """
     _check_paths(config)
@@ -139,7 +139,8 @@ def open_corpus(
     weights = config.weights or (1.0,) * len(config.paths)
     stores = [open_text(path, config.where, config.split) for path in config.paths]
     datasets = [PackedDataset(store, config.seq_len, eos_id) for store in stores]
-    # The order depends on these names; they omit the path, since a corpus may be moved.
+    # The sample order depends on these names; they do not contain the path, since a corpus may be
+    # moved.
     names = [f"data.paths[{number}]" for number in range(len(datasets))]
     parts = dict(zip(names, zip(datasets, weights, strict=True), strict=True))
     loader = DataLoader(
@@ -172,7 +173,7 @@ def open_corpus(
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out token store, to be read once in rows of the training length.
+    """Held-out token store, to be read once in rows of a given length.
 
     Attributes:
         dataset: rows of the store.
@@ -183,7 +184,7 @@ class HeldOut:
     text_bytes: int | None
 
     def batches(self, size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Yield one process's batches of one pass, with `size` rows each."""
+        """Yield the batches of one epoch for this rank, with `size` rows each."""
         return iter_once(self.dataset, size, rank, world)
 
 
@@ -192,12 +193,12 @@ def open_held_out(path: str, seq_len: int, vocab_size: int, model: str | None) -
 
     Args:
         path: the directory, or the store without ``.bin`` or ``.idx``.
-        seq_len: tokens of a row.
+        seq_len: sequence length in tokens.
         vocab_size: vocabulary size of the model.
-        model: directory of the model; its tokenizer must be the text's.
+        model: directory of the model, whose tokenizer must be that of the text.
 
     Raises:
-        ConfigError: nothing was held out, or the text was prepared with another tokenizer.
+        ConfigError: there is no held-out split, or the text was prepared with another tokenizer.
         DataError: a store is missing or damaged, too short, or has ids beyond `vocab_size`.
     """
     report = read_report(path)
@@ -215,7 +216,7 @@ def open_held_out(path: str, seq_len: int, vocab_size: int, model: str | None) -
 
 
 def _find_end(config: CorpusConfig, report: PrepareReport | None) -> tuple[Path | None, int | None]:
-    """Return the run's tokenizer directory and its end-of-document token."""
+    """Return the run's tokenizer directory and the id of its end-of-document token."""
     tokenizer_dir = None if report is None else report.tokenizer_dir
     eos_id = config.eos_id
     if config.tokenizer is not None:
@@ -228,7 +229,7 @@ def _find_end(config: CorpusConfig, report: PrepareReport | None) -> tuple[Path 
 
 
 def _open_validation(prefix: str, config: CorpusConfig, eos_id: int | None) -> PackedDataset | None:
-    """Open the held-out documents that match the conditions; None if none matches."""
+    """Open the held-out documents that match the conditions; return None if there are none."""
     try:
         store = select_store(open_store(prefix), parse_conditions(config.where))
     except DataError as error:

@@ -1,8 +1,8 @@
-"""Loads examples as rows of fixed-width tensors, built on demand.
+"""Loads examples, built on demand, as batches of tensors of fixed widths.
 
-The example with global sample number n, and its random choices, depend on (seed, n) alone, so the
-order is the same on any number of processes and a run resumes exactly. `pieces.py` and the recipes
-implement the sources of examples.
+The example with the global sample index n, and its random choices, depend only on (seed, n), so the
+order is the same for any number of processes, and a run resumes exactly. `pieces.py` and the
+recipes implement the sources of examples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Seed = tuple[int | str, ...]
 
 @dataclass(kw_only=True)
 class ExampleConfig:
-    """Data of a run that trains on examples.
+    """Data options of a run that trains on examples.
 
     Args:
         paths: data files, or token stores if the recipe reads them.
@@ -81,11 +81,11 @@ class ExampleSource(Protocol):
     """Interface of a data set that `ExampleLoader` reads.
 
     Attributes:
-        columns: map from tensor name to width and padding value; ``labels`` is one of the names.
+        columns: dict from tensor name to (width, padding value); ``labels`` is one of the names.
         fingerprint: hex digest that changes whenever an example changes.
 
-    A source that reads token stores has `content`, an int digest of their contents. A source whose
-    examples are not rows of integers has a method `collate` that batches them.
+    A source that reads token stores also has `content`, an int digest of their contents. A source
+    whose examples are not rows of integers has a method `collate`, which builds batches.
     """
 
     columns: Mapping[str, tuple[int, int]]
@@ -101,13 +101,13 @@ class ExampleSource(Protocol):
 class ExampleLoader:
     """Endless iterator over optimizer steps; an item is a list of this rank's micro-batches.
 
-    The rows of a step are in slots [micro-batch][rank][row]; slots beyond the global batch size
-    contain rows without labels, so that all ranks have the same shapes.
+    The rows of a step are ordered by micro-batch, then rank; the last ones beyond the global batch
+    size are rows without labels, so that all ranks have the same shapes.
 
     Args:
         source: the examples; each is used once per epoch.
-        config: sizes and seed: an `ExampleConfig`, or another config with its sizes and seed.
-        rank: this data-parallel rank.
+        config: an `ExampleConfig`, or another config with the same sizes and seed.
+        rank: data-parallel rank of this process.
         world: number of data-parallel ranks.
 
     Raises:
@@ -147,7 +147,7 @@ class ExampleLoader:
         return batches
 
     def _row(self, number: int | None) -> Example:
-        """Return the example with a global sample number, or a row without labels for None."""
+        """Return the example with a global sample index; for None, a row without labels."""
         if number is None:
             return _unlabel(self._source.make(0, ("padding",)))
         count, seed = len(self._source), self._config.seed
@@ -196,7 +196,7 @@ class ExampleLoader:
 def iter_held_out(
     source: ExampleSource, config: Any, rank: int = 0, world: int = 1
 ) -> Iterator[Batch]:
-    """Yield this rank's batches of one pass, in order; every pass yields the same batches.
+    """Yield this rank's batches of one epoch in order; every epoch has the same batches.
 
     All ranks yield the same number of batches, padded with rows without labels.
     """
@@ -227,7 +227,7 @@ def open_examples(
 
 
 def digest_stores(stores: Sequence[TokenStore]) -> int:
-    """Return a 63-bit digest of the contents of some token stores, independent of their paths."""
+    """Return a 63-bit digest of the contents of token stores, independent of their paths."""
     return int(fingerprint_of([store.digest() for store in stores])[:16], 16) >> 1
 
 

@@ -1,4 +1,4 @@
-"""Digests of a run's training files, by which a resumed run finds the files that changed."""
+"""Digests of a run's training files, with which a resumed run detects changed files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Digests = list[list[str]]
 
 
 def digest_files(paths: Sequence[str | Path]) -> Digests:
-    """Return the name and the digest of each regular file; directories and others are left out."""
+    """Return the name and the digest of each regular file; other paths are skipped."""
     files = [path for path in map(Path, paths) if path.is_file()]
     return [[file.name, _digest(file)] for file in files]
 
@@ -27,7 +27,7 @@ def describe_change(before: Digests | None, now: Digests) -> str:
 
     Args:
         before: digests of the files when the run began; None if they were not recorded.
-        now: digests of the present files.
+        now: digests of the current files.
     """
     recorded = {digest for _, digest in before or []}
     present = {digest for _, digest in now}

@@ -2,7 +2,7 @@
 
 An image is converted to RGB (or gray), resized to a square, and normalized from 0..255 to -1..1, as
 transformers' ViTImageProcessor does. Training uses a random resized crop and mirrors half of the
-images; the random choices depend on the seed and the global sample number alone.
+images; the random choices depend only on the seed and the global sample index.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _MODES = {1: "L", 3: "RGB"}
 
 @dataclass(kw_only=True)
 class ImageConfig:
-    """Data of a run that trains on images.
+    """Data options of a run that trains on images.
 
     Args:
         paths: one folder, with a subfolder of images for every class.
-        validation: one folder of the same form with held-out images.
+        validation: one folder with the same structure and held-out images.
         global_batch_size: images per optimizer step over all processes.
         micro_batch_size: images per forward pass on one process.
         grad_accum_steps: gradient accumulation steps; see `ExampleConfig`.
@@ -90,9 +90,9 @@ class ImageFolder:
     Args:
         folder: folder whose subfolders are the classes, in the order of their names.
         config: preprocessing options.
-        model: a ViT's config: size and channels.
-        classes: required names of the subfolders; None accepts any.
-        learns: True to apply random crops and flips (training).
+        model: a ViT's config, with the image size and the number of channels.
+        classes: required names of the subfolders (default: any names).
+        learns: True to apply random crops and flips, for training.
 
     Raises:
         DataError: the folder does not exist, has no images, or has other classes than `classes`.
@@ -142,7 +142,7 @@ class ImageFolder:
         return len(self._files)
 
     def label(self, index: int) -> int:
-        """Return the class of the image at `index`."""
+        """Return the class index of the image at `index`."""
         return self._files[index][1]
 
     def make(self, index: int, seed: Seed) -> Any:

@@ -1,4 +1,4 @@
-"""Base class of example sources whose rows are padded at the end to one width."""
+"""Base class of example sources whose rows are padded at the end to the same length."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from bmforge.recipes.inputs.conversation_rows import EncodedRow
 
 __all__ = ["PaddedRows", "has_labels", "is_real_row", "report_rows", "truncate_row"]
 
-# Rows are padded to a multiple of this, which sequence parallelism can divide.
+# Rows are padded to a multiple of this number, which sequence parallelism can divide.
 _WIDTH_UNIT = 32
 
 
 class PaddedRows:
-    """Base class of example sources that pad their rows to one width.
+    """Base class of example sources that pad their rows to the same length.
 
     Attributes:
-        width: width of all rows in tokens.
+        width: length of all rows in tokens.
     """
 
     columns: Mapping[str, tuple[int, int]] = {"labels": (1, IGNORE_INDEX)}
 
     def set_width(self, rows: Iterable[Any], seq_len: int) -> None:
-        """Set the width to that of the longest row, rounded up, but at most `seq_len`.
+        """Set `width` to the length of the longest row, rounded up, but at most `seq_len`.
 
         Args:
             rows: rows with ``ids``.
-            seq_len: maximum width.
+            seq_len: maximum length in tokens.
         """
         longest = max((len(row.ids) for row in rows), default=1)
         self.width = min(seq_len, -(-longest // _WIDTH_UNIT) * _WIDTH_UNIT)
 
     def stack(self, rows: Sequence[EncodedRow], is_real: Sequence[bool]) -> dict[str, Tensor]:
-        """Stack rows to tensors, padded at the end; padding examples get no labels."""
+        """Stack rows into tensors, padded at the end; padding examples have no labels."""
         ids = torch.zeros(len(rows), self.width, dtype=torch.int64)
         labels = torch.full_like(ids, IGNORE_INDEX)
         mask = torch.zeros_like(ids)
@@ -67,14 +67,14 @@ def has_labels(row: EncodedRow) -> bool:
 
 
 def report_rows(count: int, dropped: int, cut: int, seq_len: int, kind: str) -> None:
-    """Log the numbers of examples, and of those that were truncated or skipped.
+    """Log how many examples there are, and how many were truncated or skipped.
 
     Args:
         count: number of examples in the data.
         dropped: number of examples that were skipped.
         cut: number of examples that were truncated.
-        seq_len: maximum tokens of a row.
-        kind: plural noun of the examples, such as "pairs".
+        seq_len: maximum length of a row in tokens.
+        kind: plural noun for the examples, such as "pairs".
     """
     log = get_logger()
     if cut:

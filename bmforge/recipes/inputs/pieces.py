@@ -64,7 +64,7 @@ class Pieces(Sequence[NDArray[np.int64]]):
         return len(self._spans)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the tokens of the piece at `index`, counted from 0."""
+        """Return the token ids of the piece at `index`, from 0."""
         number = next(i for i, (a, b) in enumerate(pairwise(self._bounds)) if a <= index < b)
         start, stop = self._spans[index].tolist()
         return self._stores[number].tokens[start:stop].astype(np.int64)
@@ -88,8 +88,8 @@ def open_pieces(
     The held-out split of a prepared directory is used if `config.validation` is empty.
 
     Raises:
-        ConfigError: a row of data.seq_len holds fewer than `shortest` tokens of text, or there are
-            no paths.
+        ConfigError: data.seq_len leaves fewer than `shortest` tokens of text, or there are no
+            paths.
         DataError: a store is missing or damaged, or has ids beyond `vocab_size`.
     """
     config.check()
@@ -122,11 +122,11 @@ def open_pieces(
 
 
 def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
-    """Open a run's tokenizer: that of ``data.tokenizer``, the prepared text, or `init_from`.
+    """Load a run's tokenizer: that of ``data.tokenizer``, the prepared text, or `init_from`.
 
     Args:
         config: a `RunConfig` with `data` and `model`.
-        kind: required class of the tokenizer; None accepts any.
+        kind: required class of the tokenizer (default: any class).
 
     Raises:
         ConfigError: the run has no tokenizer, the tokenizer has another class or more tokens
@@ -154,7 +154,7 @@ def find_tokenizer(config: Any) -> Path:
     """Return the directory of a run's tokenizer; see `open_tokenizer`.
 
     Raises:
-        ConfigError: the run names no tokenizer.
+        ConfigError: the run has no tokenizer.
     """
     report = read_report(config.data.paths[0]) if config.data.paths else None
     folder: Path | None = None

@@ -1,8 +1,7 @@
 """Converts preference data to token rows: pairs of answers, and rated answers for KTO.
 
-Answers are rendered and tokenized by the rules of conversations (`conversation_rows.py`). Plain
-texts are not rendered: the tokenizer's BOS token is put before the prompt, its EOS token after
-the answer.
+Answers are rendered and tokenized as in `conversation_rows.py`. Plain texts are not rendered: the
+tokenizer's BOS token is added before the prompt, and its EOS token after the answer.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def encode_preference(
 def _render(
     example: PreferenceExample, answer: Any, template: ChatTemplate, ignore: Sequence[str]
 ) -> list[AnswerText]:
-    """Render the messages of one answer, as the end of the conversation."""
+    """Render the messages of an answer at the end of the conversation."""
     prompt: Any = example.prompt
     messages = [*prompt, *answer]
     chat = ChatExample(example.location, messages, example.tools, example.fields)
@@ -93,7 +92,7 @@ def _render(
 def _share_prompt(turns: Sequence[list[AnswerText] | None]) -> list[list[AnswerText] | None]:
     """Move the end of the longer prompt into its answer, so that both prompts are equal.
 
-    A generation prompt may open a thought that only one of the answers has.
+    The prompts differ if a generation prompt opens a thought that only one of the answers has.
     """
     pairs = [each for each in turns if each]
     if len(pairs) < 2 or pairs[0][0].prompt == pairs[1][0].prompt:
@@ -110,7 +109,7 @@ def _share_prompt(turns: Sequence[list[AnswerText] | None]) -> list[list[AnswerT
 
 
 def _join(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> EncodedRow:
-    """Encode the messages of an answer as one row; the template must not rewrite earlier ones."""
+    """Encode the messages of an answer as one row; raise an error if they need several rows."""
     rows = encode_turns(turns, tokenizer)
     if len(rows) != 1:
         raise DataError(
@@ -125,7 +124,7 @@ def _end_of(tokenizer: Tokenizer) -> list[int]:
 
 
 def encode_start(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Encode the beginning of a plain text, preceded by one BOS token if the tokenizer has it."""
+    """Encode the beginning of a plain text, preceded by one BOS token if the tokenizer has one."""
     ids, prefix = tokenizer.encode(text), tokenizer.prompt_prefix
     return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
@@ -151,7 +150,7 @@ def _encode_text(prompt: str, answer: str, tokenizer: Tokenizer) -> EncodedRow:
 
 
 def _encode_whole(texts: Sequence[Any], tokenizer: Tokenizer) -> Iterable[EncodedRow | None]:
-    """Encode two whole texts; their prompt is the common beginning, cut between two tokens."""
+    """Encode two whole texts; their prompt is the longest common prefix of their tokens."""
     ids = [_finish(encode_start(text, tokenizer), tokenizer) for text in texts]
     shared = next(
         (n for n, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), min(map(len, ids))
@@ -162,13 +161,15 @@ def _encode_whole(texts: Sequence[Any], tokenizer: Tokenizer) -> Iterable[Encode
 class PreferencePairs(PaddedRows):
     """Preference pairs as an `ExampleSource`: two rows per pair, the chosen answer first.
 
-    A pair with a completely truncated answer, or with equal answers after truncation, teaches
-    nothing and is skipped; `dropped` counts such pairs.
+    A pair with a completely truncated answer, or with equal answers after truncation, is skipped;
+    `dropped` counts these pairs.
 
     Args:
         pairs: encoded pairs.
-        seq_len: maximum tokens of a prompt with its answer; longer ones are truncated at the end.
-        shares_prefix: True for one row per pair, with the prompt once; see `prefix_sharing`.
+        seq_len: maximum length of a prompt with its answer in tokens; longer ones are truncated at
+            the end.
+        shares_prefix: True to encode a pair as one row that contains the prompt once; see
+            `prefix_sharing`.
     """
 
     def __init__(
@@ -242,12 +243,12 @@ class PreferencePairs(PaddedRows):
 class MarkedAnswers(PaddedRows):
     """Answers rated good or bad as an `ExampleSource`, each with a mismatched answer.
 
-    The mismatched row has the prompt of the answer and the answer of the next example with another
-    prompt, in the order of the file: a fixed choice, whatever the batch.
+    The mismatched row has the same prompt, with the answer of the next example in the file that has
+    another prompt; it does not depend on the batch.
 
     Args:
-        pairs: encoded examples; a pair gives a good and a bad answer.
-        seq_len: maximum tokens of a row; longer ones are truncated at the end.
+        pairs: encoded examples; a pair counts as a good and a bad answer.
+        seq_len: maximum length of a row in tokens; longer rows are truncated at the end.
     """
 
     def __init__(self, pairs: Sequence[EncodedPair], seq_len: int) -> None:

@@ -1,4 +1,4 @@
-"""Opens a prompt run's template and verbalizer: the task's default, a file, or a user's class."""
+"""Loads a prompt run's template and verbalizer: the task's default, a file, or a user's class."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_template(config: Any, task: BenchmarkTask, example: TaskExample) -> str
 
 
 def find_words(config: Any, task: BenchmarkTask, example: TaskExample) -> dict[str, list[str]]:
-    """Return the label words of each class, from the run's file or the task's defaults."""
+    """Return a dict from class to label words, from the run's file or the task's defaults."""
     if config.verbalizer is not None:
         rows = read_verbalizer(config.verbalizer, config.choice, task.label_names)
     else:
@@ -63,7 +63,7 @@ def find_words(config: Any, task: BenchmarkTask, example: TaskExample) -> dict[s
 def open_words(
     config: Any, task: BenchmarkTask, example: TaskExample, tokenizer: Tokenizer, num_masks: int = 1
 ) -> Any:
-    """Build a run's verbalizer; with several masks in the template, it scores all of them."""
+    """Build a run's verbalizer; if the template has several masks, it scores all of them."""
     words = find_words(config, task, example)
     if example.choices:
         if config.verbalizer_class:
@@ -153,7 +153,7 @@ def _import(source: str, option: str) -> ModuleType:
 
 
 def _run_file(file: Path, option: str) -> ModuleType:
-    """Import a file as a module, only once, so that its classes keep their identity."""
+    """Import a file as a module, only once, so that its classes stay the same objects."""
     if not file.is_file():
         raise ConfigError(f"{option}: the file {str(file)!r} does not exist.")
     name = f"_bmforge_own_{file.resolve().as_posix()}"

@@ -28,11 +28,11 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class PromptConfig(ExampleConfig):
-    """Prompts of a run that generates its own answers.
+    """Prompt options of a run that generates its own answers.
 
     Args:
         paths: .jsonl, .json or .parquet files, or folders of them; every record has a ``prompt`` (a
-            text or a list of messages); all other fields reach the reward functions.
+            text or a list of messages); all other fields are passed to the reward functions.
         validation: not supported; evaluate the exported model with `bmforge evaluate`.
         tokenizer: directory of the tokenizer (default: that of `init_from`).
         seq_len: maximum length of a prompt in tokens; longer ones are skipped and counted.
@@ -65,7 +65,7 @@ def open_template(
     """Return the run's chat template; None if no prompt is a conversation.
 
     Raises:
-        ConfigError: a template is given, and no prompt is a conversation.
+        ConfigError: a template is given, but no prompt is a conversation.
     """
     if any(not isinstance(prompt.content, str) for prompt in prompts):
         return ChatTemplate(read_template(config, find_tokenizer(config)), tokenizer)
@@ -88,10 +88,10 @@ def encode_prompts(
 
     Args:
         prompts: prompts of the files.
-        data: sizes of the run.
+        data: prompt options of the run.
         tokenizer: tokenizer of the run.
-        template: chat template of conversations.
-        tools: schemas of tools, for conversations without tools.
+        template: chat template for conversations.
+        tools: schemas of the tools to use for conversations that define no tools.
 
     Raises:
         DataError: the template does not read a field, or no prompt is short enough.
@@ -137,7 +137,7 @@ def find_stops(config: Any, tokenizer: Any, template: ChatTemplate | None) -> li
     Args:
         config: config of the model.
         tokenizer: tokenizer of the model.
-        template: chat template; None without conversations.
+        template: chat template; None if no prompt is a conversation.
 
     Raises:
         ConfigError: no token ends an answer.

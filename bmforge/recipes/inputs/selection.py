@@ -23,7 +23,7 @@ def split_path(path: str) -> tuple[str, tuple[Condition, ...]]:
     """Split a path with conditions into the bare path and the conditions.
 
     Raises:
-        ConfigError: a condition has an unknown form.
+        ConfigError: a condition is malformed.
     """
     bare_path, mark, conditions = path.partition(_MARK)
     if not mark or Path(path).exists():
@@ -32,7 +32,7 @@ def split_path(path: str) -> tuple[str, tuple[Condition, ...]]:
 
 
 def place_of(path: str) -> str:
-    """Remove the conditions from a path."""
+    """Return a path without its conditions."""
     return split_path(path)[0]
 
 
@@ -55,7 +55,7 @@ def open_text(path: str, where: Sequence[str] = (), split: Sequence[float] = ())
     Args:
         path: a prepared directory, or a bare store without ``.bin``, with conditions after ``?``.
         where: further conditions.
-        split: shares of a bare store's documents; the first is opened.
+        split: relative sizes of the splits of a bare store's documents; the first split is opened.
 
     Raises:
         DataError: a store is missing or damaged, or no document is left.
@@ -67,7 +67,7 @@ def open_text(path: str, where: Sequence[str] = (), split: Sequence[float] = ())
 
 
 def read_report(path: str) -> PrepareReport | None:
-    """Return the record of a prepared directory; None for a bare token store."""
+    """Return the report of a prepared directory; None for a bare token store."""
     folder = Path(place_of(path))
     return read_record(folder)[0] if (folder / RECORD_NAME).exists() else None
 
@@ -78,7 +78,7 @@ def train_prefix(path: str) -> Path:
     A path that is itself the prefix of a token store is returned unchanged.
 
     Raises:
-        DataError: the directory is not a prepared one, or is a subdirectory of a prepared one.
+        DataError: the directory was not written by `prepare`, or is a subdirectory of its output.
     """
     directory = Path(place_of(path))
     if not directory.is_dir() or (directory / "train").is_dir():

@@ -13,20 +13,20 @@ _MUCH = 0.1
 
 
 def is_much(count: int, total: int) -> bool:
-    """Return True if `count` is a large share of `total`: more than a tenth."""
+    """Return True if `count` is more than a tenth of `total`."""
     return count > _MUCH * total
 
 
 def tell_left_out(
     reasons: Iterable[str], total: int, what: str, examples: Mapping[str, str] | None = None
 ) -> None:
-    """Log on one process how many items were skipped for each reason; warn if they are many.
+    """Log on one process how many items were skipped for each reason; warn if there are many.
 
     Args:
-        reasons: reason of each item that was skipped.
+        reasons: for each skipped item, the reason.
         total: number of all items.
         what: plural noun for the items in the message.
-        examples: map from reason to a message about one such item.
+        examples: dict from reason to a message about one of the items.
     """
     counts = Counter(reasons)
     if not counts or process_rank():

@@ -1,11 +1,11 @@
 """Reads CPM-Pretrain's preprocessed T5 corpora, whose spans were cut out in advance.
 
-There are three token stores: ``PREFIX_context`` has the texts with a sentinel for every span,
-``PREFIX_target`` the spans, each after its sentinel, and ``PREFIX_target_offset`` their offsets.
-Sentinel k of a text is stored as the vocabulary's size + k. A row is `seq_len` consecutive tokens
-of the contexts, across texts; its sentinels are renumbered.
+There are three token stores: ``PREFIX_context`` has the texts with a sentinel in place of every
+span, ``PREFIX_target`` the spans, each after its sentinel, and ``PREFIX_target_offset`` the offsets
+of the spans. Sentinel k of a text is stored as vocabulary size + k. A row is `seq_len` consecutive
+tokens of the contexts, across texts; its sentinels are renumbered.
 Source: ``megatron/data/T5_dataset.py`` of TsinghuaAI/CPM-1-Pretrain, which shuffles texts in every
-epoch before it cuts rows; here rows are cut once and shuffled.
+epoch before it cuts rows; this module cuts rows once and shuffles the rows.
 """
 
 from __future__ import annotations
@@ -59,15 +59,16 @@ class SpanCorpus:
 
     Args:
         prefixes: path prefixes, without suffixes such as ``_context.idx``.
-        split: shares of the texts, as in `data.split`; empty uses all texts.
-        index: index of the share.
+        split: relative sizes of the splits of the texts, as in `data.split`; if empty, all texts
+            are used.
+        index: index of the split to read.
         config: run config with `data.seq_len`, `target_len` and `model`.
         sentinels: token ids of the sentinels.
         vocab_size: vocabulary size of the corpus; stored ids from here on are sentinels.
 
     Raises:
         ConfigError: `target_len` is not set.
-        DataError: a store is missing or damaged, or there is not one whole row.
+        DataError: a store is missing or damaged, or the data do not fill a single row.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class SpanCorpus:
         return self._sentinels[count]
 
     def _span(self, part: _CorpusRange, position: int, token: int) -> list[int]:
-        """Return the span that a sentinel at `position` of the contexts replaces."""
+        """Return the ids of the span that the sentinel at `position` of the contexts replaces."""
         text = int(np.searchsorted(part.starts, position, side="right")) - 1
         number = token - self._vocab_size
         span: list[int] = []

@@ -1,4 +1,4 @@
-"""Splits the documents of a token store into training and validation shares."""
+"""Splits the documents of a token store into training and validation sets."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["StorePart", "check_split", "refuse_split"]
 
 
 class StorePart(TokenStore):
-    """One share of a token store's documents, usable as a store.
+    """One split of a token store's documents, usable as a store.
 
-    The split is Megatron-LM's: documents in order, each share rounded to whole documents.
+    As in Megatron-LM, documents stay in order and each split has whole documents.
 
     Args:
         prefix: path of the store without ``.bin`` or ``.idx``.
-        split: shares, relative to each other.
-        index: index of the share.
+        split: relative sizes of the splits.
+        index: index of this split.
 
     Raises:
-        DataError: the share is less than one document, or the store is damaged.
+        DataError: the split has no document, or the store is damaged.
 
     Memory: 16 bytes per document.
     """
@@ -47,12 +47,12 @@ class StorePart(TokenStore):
         self.tokens = self.tokens[self._begin : self._end]
 
     def map_for_random_access(self) -> NDArray[np.integer]:
-        """Return a second memory map of `tokens`, for reading short pieces in random order."""
+        """Return a second memory map of `tokens`, for reading short ranges in random order."""
         return TokenStore(self.prefix).map_for_random_access()[self._begin : self._end]
 
     @property
     def num_documents(self) -> int:
-        """Number of documents in this share."""
+        """Number of documents in this split."""
         return len(self._spans)
 
     def documents(self) -> Iterator[tuple[int, int]]:
@@ -62,7 +62,7 @@ class StorePart(TokenStore):
 
 
 def check_split(split: Sequence[float], validation: object, paths: Sequence[str]) -> None:
-    """Raise `ConfigError` for invalid shares, or if there is another validation set."""
+    """Raise `ConfigError` for invalid split sizes, or if there is another validation set."""
     if not split:
         return
     if len(split) > 3 or min(split) < 0 or split[0] <= 0:
@@ -83,7 +83,7 @@ def check_split(split: Sequence[float], validation: object, paths: Sequence[str]
 
 
 def refuse_split(split: Sequence[float]) -> None:
-    """Raise `ConfigError` if shares are given to a recipe that reads no token stores."""
+    """Raise `ConfigError` if `split` is set for a recipe that reads no token stores."""
     if split:
         raise ConfigError(
             f"data.split={tuple(split)} has no effect, because it divides token stores and this "

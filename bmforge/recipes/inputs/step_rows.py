@@ -1,6 +1,6 @@
 """Converts answers with labeled steps to token rows, for process reward models.
 
-A step is followed by a separator, and the label of the step is on the separator's last token, as in
+A step is followed by a separator, and the separator's last token has the label of the step, as in
 TRL. Prompt, steps and separators are tokenized separately, so that a step has the same ids in
 training and when `ProcessRewardModel` scores it.
 """
@@ -31,7 +31,7 @@ __all__ = ["LabeledSteps", "encode_steps", "split_steps"]
 
 
 def split_steps(text: str, separator: str) -> list[str]:
-    """Split an answer into its steps, without empty ones; an empty answer is one step.
+    """Split an answer into its non-empty steps; an empty answer is one step.
 
     Args:
         text: the answer.
@@ -47,7 +47,7 @@ def encode_steps(
     separator: str,
     ignore: Sequence[str] = (),
 ) -> EncodedRow:
-    """Encode a prompt and its steps; the label of a step is the class 1 (right) or 0 (wrong).
+    """Encode a prompt and its steps; the label of a step is 1 (correct) or 0 (wrong).
 
     Args:
         example: prompt, steps and labels.
@@ -99,12 +99,11 @@ def _encode_prompt(
 class LabeledSteps(PaddedRows):
     """Answers with labeled steps as an `ExampleSource`.
 
-    An answer without a label within `seq_len` tokens teaches nothing and is skipped; `dropped`
-    counts such answers.
+    An answer without a label within `seq_len` tokens is skipped; `dropped` counts these answers.
 
     Args:
         rows: encoded answers.
-        seq_len: maximum tokens of a row; longer ones are truncated at the end.
+        seq_len: maximum length of a row in tokens; longer rows are truncated at the end.
     """
 
     def __init__(self, rows: Sequence[EncodedRow], seq_len: int) -> None:

@@ -1,4 +1,4 @@
-"""Opens the examples of a published task, or of the user's own files with labels."""
+"""Loads the examples of a published task, or of the user's own files with labels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TaskDataConfig(ExampleConfig):
         fields: names of the text fields of user data, in reading order (default: the text fields
             of the first line).
         paths: folder with the task's files, or a folder with a subfolder named like the task. For
-            user data .jsonl files with {"text": "...", "label": "..."} on each line.
+            user data, .jsonl files with {"text": "...", "label": "..."} on each line.
         validation: held-out files of user data in the same format.
         train_split: training split of a published task.
         dev_split: evaluation split of a published task; None disables evaluation.

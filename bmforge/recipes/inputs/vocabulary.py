@@ -18,7 +18,7 @@ __all__ = ["check_tokenizers", "find_difference"]
 def check_tokenizers(
     paths: Sequence[str], init_from: str | None = None, tokenizer: str | None = None
 ) -> None:
-    """Check that prepared directories share one tokenizer, and that it is the run's.
+    """Check that all prepared directories have the run's tokenizer.
 
     Every token of a corpus must have the same id in the run's tokenizer. Bare token stores and
     models without a tokenizer are not checked.
@@ -58,7 +58,7 @@ def check_tokenizers(
 def find_difference(corpus: Path, own: Path) -> str | None:
     """Return a token whose ids differ between two tokenizers; None if all are equal."""
     if not own.is_dir():
-        return None  # reported when it is opened
+        return None  # the error is raised again when the tokenizer is loaded
     if _holds_same(corpus, own):
         return None
     try:

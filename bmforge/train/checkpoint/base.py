@@ -35,13 +35,16 @@ class Base:
 
 
 def describe_base(model: nn.Module, base: Base, peers: Peers) -> dict[str, Any]:
-    """Return the manifest entry of a base. Collective."""
+    """Return the manifest entry for omitted base weights. Collective."""
     mark, _ = _take_fingerprint(model, base.names, peers)
     return {"source": base.source, "fingerprint": mark, "names": list(base.names)}
 
 
 def find_other_base(manifest: dict[str, Any], model: nn.Module, peers: Peers) -> str | None:
-    """Describe how the model's base differs from the checkpoint's, or return None. Collective."""
+    """Describe how the model's base weights differ from the checkpoint's, or return None.
+
+    Collective.
+    """
     base = manifest.get("base")
     if base is None:
         return None

@@ -72,19 +72,19 @@ def save_checkpoint(
     blocking: bool = True,
     base: Base | None = None,
 ) -> Path:
-    """Save a checkpoint as ``directory/step-XXXXXXXX``; an identical existing one is kept.
+    """Save a checkpoint as ``directory/step-XXXXXXXX``, unless an identical one exists.
 
     Collective: every process of the run calls it. No file is ever overwritten in place.
 
     Args:
         directory: parent of the step directories; created if missing.
         model: model whose parameters and persistent buffers are saved, under their names.
-        optimizer: one optimizer, several, or None to save none.
+        optimizer: optimizer, or sequence of optimizers; if None, no optimizer state is saved.
         step: number of completed optimizer steps.
         state: JSON-serializable state; the same on every process (rank 0's is saved). An integer
             ``state["seed"]`` seeds the generators if the world size changes.
-        blocking: False returns once the tensors are copied and writes in a thread, where a
-            failure is only logged; `Checkpointer` reports failures.
+        blocking: if False, return once the tensors are copied, and write in a thread; a failure is
+            then only logged (`Checkpointer` reports failures).
         base: weights to omit from the checkpoint; loading compares them with those of the model.
 
     Returns:
@@ -129,11 +129,12 @@ def load_checkpoint(
     random numbers (creating a loader's iterator, for example) belongs before this call.
 
     Args:
-        path: step directory; or a directory of step directories (or the run directory above
-            it), in which the newest valid checkpoint is loaded.
+        path: step directory, or a run directory or parent of step directories, of which the newest
+            valid checkpoint is loaded.
         model: model with the same parameters, on any layout and any number of processes.
-        optimizer: one, several, or None to ignore the saved optimizer state.
-        strict: False allows missing and unexpected tensors and other dtypes, with a warning.
+        optimizer: optimizer, or sequence of optimizers; if None, the saved optimizer state is
+            ignored.
+        strict: if False, missing and unexpected tensors and other dtypes only cause a warning.
 
     Returns:
         The `state` that was saved.
@@ -158,7 +159,7 @@ def load_checkpoint(
 
 
 def _candidates(path: Path) -> tuple[bool, list[Path]]:
-    """Return a flag, True for a single checkpoint, and the checkpoints to try, in order."""
+    """Return a flag (True if `path` is a single checkpoint) and the checkpoints to try in order."""
     if path.is_dir() and (step_of(path) is not None or (path / MANIFEST_NAME).exists()):
         return True, [path]
     return False, find_checkpoints(path) or find_checkpoints(path / "checkpoints")
@@ -192,9 +193,9 @@ def _load_one(
 
 
 def _verify_together(path: Path, peers: Peers) -> dict[str, Any]:
-    """Verify one checkpoint on all processes, each of which hashes a share of the files.
+    """Verify a checkpoint; each process hashes some of its files.
 
-    Every process gets the same result.
+    Returns the manifest on every process, or raises the same error on every process.
     """
     manifest: dict[str, Any] = peers.broadcast(run_on_first(lambda: read_manifest(path)))
     damage = peers.gather(find_damage(path, manifest, peers.rank, peers.world_size))
@@ -208,16 +209,15 @@ class Checkpointer:
     """Saves a run's checkpoints in the background and deletes old ones.
 
     Creating, saving, loading and closing are collective. A save that fails (full disk, ...) is
-    logged and stored in `last_error`; the run continues and the last valid checkpoint stays. If the
-    disk has no space for an additional checkpoint, the oldest is deleted before the new one is
+    logged and stored in `last_error`; the run continues, and the last valid checkpoint is kept. If
+    the disk has no space for an additional checkpoint, the oldest is deleted before the new one is
     written; the last checkpoint is never deleted. Use it as a context manager, or call `close`.
 
     Args:
         directory: parent of the step directories.
         keep_last: number of newest checkpoints to keep, at least 1.
-        keep_every: also keep checkpoints whose step is a multiple of this number; None keeps no
-            others.
-        asynchronous: write in a background thread; False writes before `save` returns. If
+        keep_every: also keep checkpoints whose step is a multiple of this number; None to disable.
+        asynchronous: write in a background thread; if False, `save` returns after writing. If
             optimizer states are on disk, writing is always synchronous.
         base: weights to omit, as in `save_checkpoint`.
         check: function called before a save; if it raises an error (on all processes), the save
@@ -225,7 +225,7 @@ class Checkpointer:
         fault: function called with each name in `FAULT_POINTS`, for kill tests.
 
     Memory:
-        Between `save` and the end of writing: one host copy of this process's share.
+        Until writing has ended, one host copy of this process's shards.
     """
 
     def __init__(
@@ -271,14 +271,14 @@ class Checkpointer:
         state: dict[str, Any] | None = None,
         keep_step: int | None = None,
     ) -> None:
-        """Copy this process's state to the host and start writing, after an earlier save has ended.
+        """Wait for an earlier save, copy this process's state to the host, and start writing.
 
         Args:
             step: number of completed optimizer steps.
-            model: model to save; its tensors may be changed as soon as this returns.
-            optimizers: one, several, or None.
+            model: model to save; its tensors may be changed as soon as this method returns.
+            optimizers: optimizer, or sequence of optimizers, or None.
             state: JSON-serializable state, the same on every process.
-            keep_step: step of an earlier checkpoint to protect from removal; None protects none.
+            keep_step: step of an earlier checkpoint that must not be deleted, if any.
         """
         self.wait()
         self._keep_step = keep_step
@@ -294,7 +294,7 @@ class Checkpointer:
         if not self._asynchronous or snapshot.is_late:
             self._write(snapshot)
             return
-        # Not a daemon: the interpreter waits for it at exit, so the last save is completed.
+        # Not a daemon thread: the interpreter waits for it at exit, so the last save is completed.
         self._thread = threading.Thread(
             target=self._write, args=(snapshot,), name="bmforge-checkpoint"
         )

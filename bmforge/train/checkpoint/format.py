@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 FORMAT_NAME = "bmforge-checkpoint"
-# 1: all tensors in the shards; 2: frozen tensors in shared files; 3: a base is left out. Each
+# 1: all tensors in the shards; 2: frozen tensors in shared files; 3: base weights omitted. Each
 # checkpoint is written in the oldest format that can represent it.
 FORMAT_VERSION = 3
 MANIFEST_NAME = "manifest.json"
@@ -83,7 +83,7 @@ DTYPE_CODES: dict[torch.dtype, str] = {
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Raised if files of a checkpoint are missing or differ from those that were saved."""
+    """Raised if files of a checkpoint are missing or have changed since they were saved."""
 
 
 def step_name(step: int) -> str:
@@ -144,8 +144,8 @@ def write_shard(
 ) -> dict[str, Any]:
     """Write tensors as a new safetensors file, hash it while writing, and sync it.
 
-    The hash is computed from the bytes in memory, so loading detects a disk that stores other
-    bytes.
+    The hash is computed from the bytes in memory, so that loading detects bytes that the disk has
+    stored incorrectly.
 
     Args:
         path: path of the file, which must not exist yet.
@@ -159,7 +159,7 @@ def write_shard(
     Memory:
         Host tensors are not copied.
     """
-    # Wider types first keeps every tensor aligned to its own element size, as readers expect.
+    # With wider types first, every tensor is aligned to its element size, as readers expect.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header, payload_bytes = _shard_header(names, tensors)
     digest = hashlib.sha256(header)
@@ -186,7 +186,7 @@ def write_shard(
 
 
 def _shard_header(names: list[str], tensors: Mapping[str, Source]) -> tuple[bytes, int]:
-    """Return the safetensors header (length word included) and the payload's size in bytes."""
+    """Return the safetensors header, with its length field, and the payload's size in bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
@@ -242,9 +242,8 @@ def find_damage(
     Args:
         path: checkpoint directory.
         manifest: result of `read_manifest`.
-        part: index of the first file to check; every `parts`-th file is checked (processes share
-            the work).
-        parts: number of processes that share the work.
+        part: index of the first file to check; every `parts`-th file from there on is checked.
+        parts: number of processes that check the files together.
     """
     names = sorted(manifest["files"])[part::parts]
     damage = (damage_of(Path(path), name, manifest["files"][name]) for name in names)

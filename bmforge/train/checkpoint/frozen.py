@@ -1,13 +1,13 @@
-"""Frozen tensors, which are stored once for all checkpoints of a run.
+"""Stores frozen tensors once for all checkpoints of a run.
 
     checkpoints/
       frozen/5d41...c592.safetensors     one file per process that first wrote frozen tensors
       step-00001000/manifest.json        refers to it with size and hash, as to its own files
 
 A save compares frozen tensors with those of the newest checkpoint: by chunk hashes if the layout is
-the same, otherwise bit for bit. Equal tensors are referenced, others are written again. A file is
-added, complete and synced, before a checkpoint that refers to it is published, and removed after
-the last such checkpoint.
+the same, otherwise bit for bit. Equal tensors are referenced, others are written again. A frozen
+file is complete and synced before a checkpoint that refers to it is published, and is deleted after
+the last checkpoint that refers to it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Known = dict[str, dict[str, Any]]
 
 
 def known_frozen(directory: Path, sound: set[str]) -> Known:
-    """Return the frozen tensors of the newest checkpoint that has any.
+    """Return the manifest of the newest checkpoint's frozen tensors.
 
     Args:
         directory: parent of the step directories.
@@ -95,10 +95,10 @@ def _shared(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_changed(final: Path, snapshot: Snapshot, recorded: Known) -> frozenset[str]:
-    """Return the tensors of this process that differ from the stored frozen tensors.
+    """Return the names of this process's model tensors that must be written.
 
-    These are tensors that are not frozen on this process, or have a chunk that differs from the
-    stored one.
+    These are the tensors that are not frozen on this process, and frozen ones of which a chunk
+    differs from the stored frozen tensors.
     """
     changed = {name for name in snapshot.records if name.startswith("model/")} - snapshot.frozen
     with ChunkReader(final, recorded) as reader:
@@ -139,7 +139,7 @@ def write_frozen(
     """Write this process's frozen tensors into the temporary directory of a checkpoint.
 
     Returns:
-        file name, which is its hash, and its record for the manifest
+        name of the file, which is its hash, and its manifest entry
     """
     path = folder / f"frozen-{rank:05d}"
     record = write_shard(path, sources)
@@ -155,14 +155,14 @@ def publish_frozen(temporary: Path, directory: Path, names: list[str]) -> None:
     folder = directory / FROZEN_NAME
     folder.mkdir(exist_ok=True)
     for name in names:
-        # An existing file of that name is equal or damaged.
+        # An existing file with that name has the same content or is damaged.
         (temporary / name).replace(folder / name)
     sync_directory(folder)
     sync_directory(directory)
 
 
 def sweep_frozen(directory: Path, newest: Path) -> None:
-    """Remove the files of frozen tensors to which no checkpoint refers any more.
+    """Remove the frozen-tensor files to which no checkpoint refers any more.
 
     If a checkpoint cannot be read, all files are kept, since it may be repaired.
     """

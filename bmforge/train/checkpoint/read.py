@@ -1,4 +1,4 @@
-"""Reads a checkpoint into a model on any layout: validates everything, then copies."""
+"""Loads a checkpoint into a model on any layout: validates everything, then copies."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class _Fit:
 
 @dataclass(frozen=True)
 class _Problem:
-    """Difference between model and manifest; a fatal one is an error even with strict=False."""
+    """Difference between model and manifest; a fatal one raises an error even with strict=False."""
 
     text: str
     fatal: bool = False
@@ -153,7 +153,7 @@ def check_fit(
     problems += [
         _Problem(f"only in the checkpoint: {name.removeprefix('model/')}") for name in sorted(extra)
     ]
-    # A process may have no optimizer: a pipeline stage without trained parameters.
+    # A process on a pipeline stage without trained parameters has no optimizer.
     if manifest["optimizer"] is not None and any(fit.parameters for fit in compared):
         unexpected = set(manifest["optimizer"]).difference(*(fit.parameters for fit in compared))
         problems += [
@@ -242,7 +242,7 @@ def apply_checkpoint(
     """Copy a validated checkpoint into the model and the optimizers.
 
     Memory:
-        One tensor of this process's share at a time, on the host.
+        One local shard of a tensor at a time, on the host.
     """
     with ChunkReader(path, manifest) as reader:
         for name, tensor in model_tensors(model).items():
@@ -261,7 +261,7 @@ def apply_checkpoint(
         _restore_groups(model, optimizers, saved)
     record = laid_out(model)
     for streamer in () if record is None else record.streamers:
-        streamer.forget()  # loaded blocks have the old weights
+        streamer.forget()  # blocks that are on the device have the old weights
 
 
 def _state_tensor(
@@ -272,9 +272,9 @@ def _state_tensor(
     group: dict[str, Any],
     optimizer: Optimizer,
 ) -> Tensor:
-    """Create one tensor of a parameter's optimizer state with the required layout and device.
+    """Read one tensor of a parameter's optimizer state, with the required layout and device.
 
-    A tensor of the parameter's shape is sharded like the parameter; any other is replicated. A
+    A tensor of the parameter's shape is sharded like the parameter; other tensors are replicated. A
     `step` counter is on the host unless the optimizer is fused or capturable.
     """
     saved_name = state_tensor_name(name, key)
@@ -334,7 +334,7 @@ def _restore_setting(group: dict[str, Any], name: str, value: Any) -> None:
 
 
 def restore_generators(path: Path, manifest: dict[str, Any], peers: Peers) -> None:
-    """Restore this process's generators; with another world size, reseed them and warn."""
+    """Restore this process's generators; if the world size has changed, reseed them and warn."""
     if manifest["world_size"] == peers.world_size:
         with ChunkReader(path, manifest) as reader:
             file = reader.file(shard_name(peers.rank, peers.world_size))

@@ -27,9 +27,8 @@ class Retention:
 
     Args:
         keep_last: number of newest checkpoints to keep.
-        keep_every: also keep checkpoints whose step is a multiple of this number; None keeps no
-            others.
-        keep_step: also keep the checkpoint of this step, such as the best one; None keeps no other.
+        keep_every: also keep checkpoints whose step is a multiple of this number; None to disable.
+        keep_step: also keep the checkpoint of this step, such as the best one; None to disable.
     """
 
     keep_last: int
@@ -43,9 +42,10 @@ class Retention:
 
 
 def remove_old(directory: Path, step: int, retention: Retention, fault: Fault = no_fault) -> None:
-    """Remove the checkpoints and frozen files that retention does not keep; `step` is kept.
+    """Remove the checkpoints that retention does not keep, and unreferenced frozen files.
 
-    Checkpoints of steps later than `step` are not removed: the run has not reached them again yet.
+    The checkpoint of `step` is kept. Later checkpoints are kept too: the run has not reached these
+    steps again yet.
     """
     past = [path for path in find_checkpoints(directory) if (step_of(path) or 0) <= step]
     for path in past[retention.keep_last :]:
@@ -60,7 +60,7 @@ def remove_old(directory: Path, step: int, retention: Retention, fault: Fault = 
 
 
 def make_room(directory: Path, step: int, retention: Retention) -> bool:
-    """Before `step` is written, remove the checkpoints that retention would remove afterwards.
+    """Remove the checkpoints that retention would remove after `step` is written.
 
     At least one valid checkpoint is kept. Return True if any checkpoint was removed.
     """

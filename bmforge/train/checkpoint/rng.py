@@ -44,7 +44,7 @@ def capture_torch() -> dict[str, Tensor]:
 
 
 def restore_rng(states: dict[str, Tensor]) -> None:
-    """Restore every generator to the state of `capture_rng`.
+    """Restore every generator from the states that `capture_rng` returned.
 
     An accelerator that the saving process did not have is seeded from the restored torch state.
     """
@@ -56,7 +56,7 @@ def restore_rng(states: dict[str, Tensor]) -> None:
 
 
 def restore_torch(states: dict[str, Tensor]) -> None:
-    """Restore torch's generators to the state of `capture_torch`."""
+    """Restore torch's generators from the states that `capture_torch` returned."""
     device = _device_module()
     if device is not None:
         if "rng/accelerator" in states:
@@ -83,7 +83,7 @@ def _seed_of(text: bytes) -> int:
 
 
 def _device_module() -> Any:
-    """Return torch's module for the accelerator, with get_rng_state; None if there is none."""
+    """Return torch's accelerator module, such as `torch.cuda`; None if there is no accelerator."""
     if not torch.accelerator.is_available():
         return None
     return torch.get_device_module(torch.accelerator.current_accelerator())

@@ -53,32 +53,32 @@ __all__ = [
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 
-# Entries of a parameter group that are not hyper-parameters: its members, which are saved by name,
-# and the implementation of a step, which depends on the machine. They are not saved or loaded.
+# Entries of a parameter group that are not saved or loaded, because they are not hyperparameters:
+# its parameters, which are saved by name, and the choice of kernel, which depends on the machine.
 NOT_SETTINGS = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 )
-# Smaller tensors are saved in every checkpoint: counters and statistics, which may change.
+# Smaller tensors are saved in every checkpoint: counters and statistics may change.
 _SMALLEST_FROZEN_BYTES = 1 << 10
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One process's share of a checkpoint, on the host and independent of the model.
+    """This process's part of a checkpoint: host copies that are independent of the model.
 
     Args:
         step: number of completed optimizer steps.
         tensors: dict from tensor name to this process's chunk; chunks that are on disk (`is_late`)
             are read only when they are written.
-        boxes: position of each chunk in its whole tensor.
-        records: dtype and whole shape of every tensor that this process knows, including those
-            that other processes write.
-        frozen: names of the model's tensors that this process knows to be frozen.
+        boxes: dict from tensor name to the region of the whole tensor that the chunk covers.
+        records: dict from tensor name to dtype and full shape, also for tensors that other
+            processes write.
+        frozen: names of the model's tensors that are frozen on this process.
         optimizer: dict from parameter name to optimizer class, hyperparameters, Python values and
             tensor names; None without an optimizer.
         state: caller's state as JSON text.
-        seed: seed of the generators if the world size changes.
+        seed: seed for the generators if the run is resumed with another world size.
         rng: state of this process's generators.
         base: manifest entry of the omitted base weights; None if none are omitted.
     """
@@ -96,12 +96,12 @@ class Snapshot:
 
     @property
     def is_late(self) -> bool:
-        """Whether some tensors are read only when they are written, so that training must wait."""
+        """True if some tensors are read only when they are written, so that training must wait."""
         return any(tensor.is_late for tensor in self.tensors.values())
 
 
 def list_optimizers(optimizers: Optimizers) -> list[Optimizer]:
-    """Return the optimizers as a list: None becomes an empty list."""
+    """Return the optimizers as a list, which is empty for None."""
     if optimizers is None:
         return []
     if isinstance(optimizers, Sequence):
@@ -110,7 +110,7 @@ def list_optimizers(optimizers: Optimizers) -> list[Optimizer]:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Return the name of an optimizer in checkpoints, which is independent of offload."""
+    """Return the optimizer's class name in checkpoints, which does not depend on offloading."""
     return str(getattr(optimizer, "saved_as", type(optimizer).__name__))
 
 
@@ -142,10 +142,10 @@ def state_tensor_name(parameter_name: str, key: str) -> str:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers by their names without wrappers; tied tensors appear once.
+    """Return a dict from name to parameter or buffer; tied tensors appear once.
 
-    FSDP2 modules are resharded first: after a forward without a backward they would still have
-    gathered parameters, which no optimizer updates.
+    Names do not contain wrappers. FSDP2 modules are resharded first: after a forward pass without a
+    backward pass they would still have gathered parameters, which no optimizer updates.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -154,7 +154,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return a dict from checkpoint name to tensor of a model, as saved in a checkpoint."""
+    """Return a dict from checkpoint name to tensor with the model's tensors to save."""
     return {
         f"model/{name}": tensor
         for name, tensor in named_tensors(model).items()
@@ -200,7 +200,7 @@ def take_snapshot(
     rank: int,
     base: dict[str, Any] | None = None,
 ) -> Snapshot:
-    """Copy this process's share of all state to the host; training may continue afterwards.
+    """Copy this process's part of all state to the host; training may continue afterwards.
 
     Args:
         model: model, as in `save_checkpoint`.
@@ -214,7 +214,7 @@ def take_snapshot(
         CheckpointError: a tensor or a value has an unsupported type.
 
     Memory:
-        The bytes of this process's share of parameters, buffers and optimizer state.
+        The size of this process's shards of parameters, buffers and optimizer state.
     """
     state = dict(state or {})
     check_json(state, "state")
@@ -225,7 +225,7 @@ def take_snapshot(
     away = frozenset(() if base is None else base["names"])
 
     def is_first_stage(name: str) -> bool:
-        """Return True on the first pipeline stage with the tensor: only this stage writes it."""
+        """Return True on the first pipeline stage that has the tensor and therefore writes it."""
         plain = name.removeprefix("model/")
         return pipeline is None or pipeline.rank_of(plain) == pipeline.rank
 
@@ -264,7 +264,7 @@ def take_snapshot(
 def _describe(
     name: str, values: dict[str, Any], group: dict[str, Any], optimizer: Optimizer
 ) -> dict[str, Any]:
-    """Return the manifest entry of one parameter's optimizer state, without tensors."""
+    """Return the manifest entry of a parameter's optimizer state, without the tensors' values."""
     plain = {key: value for key, value in values.items() if not isinstance(value, Source)}
     check_json(plain, f"optimizer.state[{name!r}]")
     hyper = {

@@ -1,7 +1,7 @@
 """Publishes a checkpoint atomically: written to a temporary directory, synced, renamed.
 
-A directory with its final name is complete at every instant. A failure on any process fails the
-save on all of them, with one reason, and leaves the older checkpoints unchanged.
+A directory with its final name is always complete. If saving fails on any process, all processes
+report the same reason, and the older checkpoints are unchanged.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = ["FAULT_POINTS", "Fault", "NoRoomError", "no_fault", "publish"]
 
 # Disk full, and quota exceeded.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-# Space for headers and the manifest.
+# Bytes that are reserved for headers and the manifest.
 _MARGIN_BYTES = 1 << 20
 
 Fault = Callable[[str], None]
@@ -91,7 +91,7 @@ class NoRoomError(CheckpointError):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Result or error of one step of saving on one process, which the processes exchange."""
+    """Result or error of one phase of saving on one process, which the processes exchange."""
 
     value: Any = None
     error: str | None = None
@@ -119,8 +119,8 @@ def publish(
 
     Args:
         directory: parent of the step directories; created if missing.
-        snapshot: this process's share of the state.
-        peers: all processes that save; they call this together.
+        snapshot: this process's part of the state.
+        peers: all processes that save; they call this function together.
         fault: function called with the name of each phase.
         sound: names of frozen files known to be valid, which are not verified again; updated in
             place.
@@ -160,7 +160,7 @@ def publish(
 
 @dataclass(frozen=True)
 class _ShareWeight:
-    """Changed tensors and bytes that a process will write, and the free space on its disk."""
+    """Changed tensors and number of bytes that a process will write, and its free disk space."""
 
     changed: frozenset[str]
     needed_bytes: int
@@ -175,7 +175,7 @@ def _weigh_share(final: Path, snapshot: Snapshot, recorded: Known) -> _ShareWeig
 
 
 def _check_room(shares: list[_ShareWeight]) -> None:
-    """Raise an error on all processes if their shares together do not fit on the disk."""
+    """Raise an error on all processes if their data together do not fit on the disk."""
     needed = sum(share.needed_bytes for share in shares) + _MARGIN_BYTES
     free = shares[0].free_bytes
     if needed > free:
@@ -192,7 +192,7 @@ def _raise_failure(final: Path, outcome: _Outcome) -> None:
 
 
 def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
-    """Create the temporary directory; None if `final` is already a valid checkpoint.
+    """Create a temporary directory; return None if `final` is already a valid checkpoint.
 
     Returns:
         name of the directory, and the existing frozen tensors
@@ -210,10 +210,7 @@ def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
 
 
 def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
-    """Keep the existing valid checkpoint, after checking that the snapshot equals it.
-
-    Raises an error if they differ.
-    """
+    """Raise an error on all processes unless the existing checkpoint has the same content."""
     compared = peers.gather(_attempt(_find_difference, final, snapshot))
     differences = [o.error or o.value for o in compared if o.error or o.value]
     if differences:
@@ -228,7 +225,7 @@ def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
 
 
 def _find_difference(path: Path, snapshot: Snapshot) -> str | None:
-    """Describe how this process's share differs from a valid checkpoint; None if both are equal.
+    """Describe how this process's state differs from a valid checkpoint; None if both are equal.
 
     Random generators are not compared, because they depend on the number of processes.
     """
@@ -260,7 +257,7 @@ def _write_own_share(
     peers: Peers,
     fault: Fault,
 ) -> dict[str, Any]:
-    """Write this process's shard and new frozen tensors; return the manifest entry of both.
+    """Write this process's shard and new frozen tensors; return their entries for the manifest.
 
     Frozen tensors that have changed are written to the shard, since they may change again.
     """
@@ -295,10 +292,10 @@ def _finish(
     recorded: Known,
     fault: Fault,
 ) -> list[str]:
-    """On rank 0, write the manifest, publish the directory, then update `latest`.
+    """Write the manifest on rank 0, publish the directory, then update `latest`.
 
     Returns:
-        new files of frozen tensors
+        names of the new frozen-tensor files
     """
     failures = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error is not None]
     if failures:
@@ -339,7 +336,7 @@ def _move_latest(final: Path, fault: Fault) -> None:
 def _build_manifest(
     entries: list[dict[str, Any]], snapshot: Snapshot, recorded: Known
 ) -> dict[str, Any]:
-    """Merge the entries of all processes; raise CheckpointError if a tensor is incomplete."""
+    """Merge the entries of all processes into a manifest; raise an error for incomplete tensors."""
     tensors: dict[str, Any] = {}
     files: dict[str, Any] = {}
     optimizer: dict[str, Any] | None = None

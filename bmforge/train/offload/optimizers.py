@@ -1,8 +1,8 @@
 """AdamW and Muon with offloaded optimizer state: same results, less device memory.
 
-Offloaded parameters are updated on a thread, in the order of the model, while the device continues;
-each module waits for its parameters before its next forward. Muon updates run synchronously in the
-step, since processes gather matrices together; the next momentum is prefetched.
+Offloaded parameters are updated in a thread, in the order of the model, while the device continues;
+each module waits for its parameters before its next forward pass. Muon's updates run synchronously
+in the step, because gathering a matrix is collective; the next matrix's momentum is prefetched.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from bmforge.train.optim.muon import Muon, update_
 
 __all__ = ["Away", "OffloadedAdamW", "OffloadedMuon"]
 
-# Elements updated at a time; bounds the buffers of disk reads and upcasts.
+# Number of elements that are updated at a time, which limits the size of buffers for disk reads and
+# upcasts.
 _CHUNK_ELEMENTS = 1 << 20
 Group = dict[str, Any]
 
@@ -36,15 +37,15 @@ class Away:
 
     Args:
         parameter: parameter of the model.
-        order: position of the parameter in the model.
+        order: index of the parameter in the model.
         engine: copy engine, whose thread also runs the updates.
         homes: dict from the name of an optimizer state to its storage.
         master: fp32 master weights if the parameter has a narrower dtype.
         steps: number of updates so far.
         left: offloaded gradient, if gradients are offloaded during backward.
         tickets: handles of the last step's pending copies to the device.
-        changed: callback that is called at the beginning of a step; None calls nothing.
-        early: gradient of the step in which the parameter was offloaded.
+        changed: function to call at the beginning of a step, if any.
+        early: gradient of the step during which the parameter was offloaded.
     """
 
     parameter: nn.Parameter
@@ -61,7 +62,7 @@ class Away:
     def wait(self) -> None:
         """Wait until the weights contain the last update; may be called from any thread.
 
-        The host waits, since weights may be gathered on a separate stream.
+        The host waits, not a device stream, since weights may be gathered on a separate stream.
         """
         number = 0
         while number < len(self.tickets):  # a finished update may have appended its copies
@@ -96,20 +97,20 @@ class Away:
         return Gradient(lambda start, stop: flat[start:stop], dtype)
 
     def weights(self, start: int, stop: int) -> Tensor:
-        """Return a range of the weights to update, from the parameter or its master copy."""
+        """Return weights `start` to `stop` - 1, from the master copy if there is one."""
         if self.master is not None:
             return self.master.fetch(start, stop)
         return local_tensor(self.parameter.detach()).view(-1)[start:stop]
 
     def new_narrow(self, count: int) -> Tensor | None:
-        """Return a host buffer for updated bf16 weights; None if the parameter is not bf16."""
+        """Return a host buffer for updated bf16 weights; None if no bf16 copy is needed."""
         wants = self.master is not None and self.parameter.dtype == torch.bfloat16
         return self.engine.new_host((count,), torch.bfloat16) if wants else None
 
     def put_weights(
         self, start: int, values: Tensor, narrow: Tensor | None = None
     ) -> Ticket | None:
-        """Store updated weights; return the handle of a pending copy to the parameter, or None.
+        """Write updated weights to the master and the parameter; return a pending copy's handle.
 
         Args:
             start: index of the first weight.
@@ -135,7 +136,8 @@ class _OffloadingOptimizer:
 
     away: dict[int, Away]
     state: Any
-    # State from a checkpoint stays on the host until the offload decision is made.
+    # State from a checkpoint is kept on the host until it is decided which parameters are
+    # offloaded.
     is_waiting: bool
     waiting: dict[Tensor, dict[str, Any]]
 
@@ -149,7 +151,7 @@ class _OffloadingOptimizer:
         self.waiting.clear()
 
     def read_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Return a parameter's state: tensors, or their storage if they are offloaded."""
+        """Return a parameter's state: a dict of tensors, or of storages if it is offloaded."""
         offloaded = self.away.get(id(parameter))
         if parameter in self.waiting:
             values = self.waiting[parameter]
@@ -241,7 +243,7 @@ class OffloadedAdamW(_OffloadingOptimizer, torch.optim.AdamW):
 
 def _step_adamw(offloaded: Away, gradient: Gradient, numbers: Group, step: float) -> None:
     mean, square = offloaded.homes["exp_avg"], offloaded.homes["exp_avg_sq"]
-    # Use the one-pass kernel if it saves a pass: a 16-bit gradient, 16-bit weights, or scaling.
+    # The one-pass kernel is faster for a 16-bit gradient, 16-bit weights, or a scaled gradient.
     kernel = load_adam_kernel() if mean.dtype == torch.float32 else None
     kernel = kernel if len(gradient.factors) <= 1 else None
     for start in range(0, mean.numel, _CHUNK_ELEMENTS):
@@ -264,7 +266,7 @@ def _step_adamw(offloaded: Away, gradient: Gradient, numbers: Group, step: float
 
 
 class OffloadedMuon(_OffloadingOptimizer, Muon):
-    """Muon that fetches the offloaded momentum of a matrix for its update."""
+    """Muon whose momentum can be offloaded; it is fetched for each matrix's update."""
 
     saved_as = "Muon"
 

@@ -28,12 +28,12 @@ from bmforge.train.offload.optimizers import Away, OffloadedAdamW, OffloadedMuon
 
 __all__ = ["StateOffload"]
 
-# Name of a state -> True if it may be negative.
+# Name of an optimizer state -> True if its values may be negative.
 _STATES: dict[type[Optimizer], dict[str, bool]] = {
     OffloadedAdamW: {"exp_avg": True, "exp_avg_sq": False},
     OffloadedMuon: {"momentum_buffer": True},
 }
-# Minimum budget in bytes of gradients in transfer, however small the model.
+# Minimum buffer size in bytes for gradients in transfer, even for small models.
 _SMALLEST_BACKLOG_BYTES = 64 << 20
 
 
@@ -86,9 +86,9 @@ class StateOffload:
                 self._homes[id(parameter)] = (optimizer, _STATES[type(optimizer)])
 
     def settle(self) -> None:
-        """With fraction "auto", offload the states that do not fit; call it before the first step.
+        """With fraction "auto", offload the states that do not fit; called before the first update.
 
-        By then, a forward and a backward have run, so the free device memory is known.
+        By then, a forward and a backward pass have run, so the peak memory use is known.
         """
         if self.is_settled:
             return
@@ -190,7 +190,7 @@ class StateOffload:
             self._disk = SpillFile(self.config.directory, needed)
             needed = 0
         if self._leaves:
-            # Receive buffer of gradients, and accumulation buffer of micro-batches.
+            # Buffer that receives gradients, and buffer that accumulates them over micro-batches.
             needed += sum(8 * local_tensor(p).numel() for p in moved if not is_streamed(p))
         check_room(needed)
 
@@ -225,10 +225,10 @@ class StateOffload:
                     offloaded.changed = streamer.forget
 
     def _find_narrow(self, chosen: set[int]) -> set[int]:
-        """Return the parameters that are stored on the device in bfloat16 only.
+        """Return the ids of parameters that are stored on the device only in bfloat16.
 
-        These are whole offloaded units that compute in bfloat16, if gradients are offloaded too:
-        otherwise gradients would also be accumulated in bfloat16.
+        These are the parameters of units that compute in bfloat16 and are offloaded completely, if
+        gradients are offloaded too: otherwise gradients would also be accumulated in bfloat16.
         """
         if not self._leaves:
             return set()
@@ -257,7 +257,7 @@ class StateOffload:
         )
 
     def _state_bytes(self, parameter: Tensor, everywhere: bool) -> int:
-        """Return the size of a parameter's states on the device or, if `everywhere`, offloaded."""
+        """Return the bytes of a parameter's states on the device or, if `everywhere`, offloaded."""
         local = local_tensor(parameter)
         count, width = len(self._homes[id(parameter)][1]), wide_dtype(local.dtype)
         if not everywhere:
@@ -266,11 +266,11 @@ class StateOffload:
         if self._has_master(parameter):
             sizes.append(home_bytes(local.numel(), "fp32", width))
         if is_streamed(parameter):
-            sizes.append(home_bytes(local.numel(), "fp32", width))  # its gradient
+            sizes.append(home_bytes(local.numel(), "fp32", width))  # gradient
         return sum(SpillFile.rounded(size) for size in sizes)
 
     def _summed_late(self) -> set[int]:
-        """Return the ids of parameters whose gradients are summed over pipeline stages."""
+        """Return the ids of parameters that are shared by pipeline stages."""
         pipeline = pipeline_of(self._model)
         named = dict(self._model.named_parameters())
         return set() if pipeline is None else {id(named[n]) for n in pipeline.shared_names}
@@ -301,7 +301,7 @@ def _streamers_of(model: nn.Module) -> tuple[Any, ...]:
 def _read_stepped(
     named: Mapping[str, Any], before: Callable[[str, Tensor], None], name: str, target: Tensor
 ) -> None:
-    """Fill a tensor with the updated value of a trained parameter, or else the original value."""
+    """Fill `target` with a parameter's updated value, or with its original value if frozen."""
     offloaded = named.get(name)
     if offloaded is None or offloaded.master is None:
         before(name, target)

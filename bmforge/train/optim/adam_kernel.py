@@ -1,9 +1,9 @@
 """CPU kernel for AdamW in one memory pass, bit-identical to torch's fused kernel.
 
-A step on the host is bound by memory bandwidth. torch's kernel needs an fp32 gradient and writes
-fp32 weights, so bf16 tensors would need two more passes; this kernel reads and writes bf16 in the
-same pass. It is compiled on first use (`native.py`), and used only if its results are bit-identical
-to torch's on this CPU and with this torch version.
+A step on the host is limited by memory bandwidth. torch's kernel needs an fp32 gradient and writes
+fp32 weights, so bf16 tensors would need two more passes over memory; this kernel reads and writes
+bf16 in the same pass. It is compiled on first use (`native.py`), and used only if its results are
+bit-identical to torch's on this CPU and with this torch version.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def step_plain(
         mean: first moment, updated in place.
         square: second moment, updated in place.
         group: parameter group with lr, betas, eps, weight_decay.
-        step: number of the step, starting at 1.
+        step: index of the step, starting at 1.
     """
     adamw(
         [weights],
@@ -146,7 +146,7 @@ class AdamKernel:
             mean: fp32 first moment, updated in place.
             square: fp32 second moment, updated in place.
             group: parameter group with lr, betas, eps, weight_decay.
-            step: number of the step, starting at 1.
+            step: index of the step, starting at 1.
             scale: factor applied to the gradient first.
             narrow: bf16 output for the updated weights.
         """
@@ -190,7 +190,7 @@ class AdamKernel:
 
 @cache
 def load_adam_kernel() -> AdamKernel | None:
-    """Compile the kernel or load the cached one; None if that fails."""
+    """Compile the kernel or load it from the cache; return None if this fails."""
     library = load_native("adamw", _SOURCE)
     if library is None:
         return None

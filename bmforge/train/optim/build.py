@@ -41,7 +41,7 @@ __all__ = [
     "param_groups",
 ]
 
-# Optimizer name -> settings without effect on it.
+# Optimizer name -> settings that have no effect on it.
 _UNUSED = {
     "adamw": ("momentum", "muon_lr", "ns_steps"),
     "muon": (),
@@ -111,7 +111,7 @@ class OptimConfig:
         return {**asdict(self), "betas": list(self.betas), "groups": groups}
 
     def check_same(self, before: Mapping[str, Any], overridden: Collection[str] = ()) -> None:
-        """Compare with the recorded settings of a resumed run; missing settings are skipped.
+        """Check that a resumed run has the recorded settings; others are not compared.
 
         Args:
             before: record in the run's checkpoint.
@@ -137,7 +137,7 @@ class OptimConfig:
 def restore_settings_(
     optimizers: Sequence[torch.optim.Optimizer], settings: Sequence[Sequence[Mapping[str, Any]]]
 ) -> None:
-    """Restore the hyperparameters of every parameter group from a copy.
+    """Restore the hyperparameters of every parameter group from copies of the groups.
 
     Args:
         optimizers: optimizers whose groups were changed by loading a checkpoint.
@@ -151,7 +151,7 @@ def restore_settings_(
 def build_optimizers(
     model: nn.Module, config: OptimConfig, *, offloaded: bool = False
 ) -> list[torch.optim.Optimizer]:
-    """Build the optimizers of a run; call it after `parallelize`, and step all of them.
+    """Build the optimizers of a run, after `parallelize`; call `step` on all of them.
 
     Each parameter group has its peak learning rate in ``base_lr`` and its parameter names in
     ``param_names``. In a pipeline a process has optimizers for its own stages only, possibly fewer
@@ -164,7 +164,7 @@ def build_optimizers(
 
     Raises:
         ConfigError: no parameter is trainable, there is no hidden matrix for Muon, or the
-            optimizer cannot be offloaded; the same on every process.
+            optimizer cannot be offloaded. The error is the same on every process.
 
     Comm: in a pipeline, one all-reduce of two integers over its ranks.
     """
@@ -229,7 +229,7 @@ def _trainable(model: nn.Module) -> Named:
 
 
 def _adamw(named: Named, config: OptimConfig, offloaded: bool) -> torch.optim.Optimizer:
-    """Build AdamW: fused, or torch's default if the device or dtype has no fused kernel."""
+    """Build AdamW: fused, or torch's default implementation if there is no fused kernel."""
     groups = by_mesh(make_groups(named, config.lr, config.weight_decay, config.groups))
     settings = {"betas": config.betas, "eps": config.eps}
     kind = OffloadedAdamW if offloaded else torch.optim.AdamW
@@ -258,17 +258,17 @@ def _hidden_matrices(model: nn.Module, named: Named) -> Named:
 def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | None) -> Tensor:
     """Scale gradients to a global norm of at most `max_norm`; return the norm before clipping.
 
-    Plain and sharded parameters and several meshes may be mixed. A plain gradient counts once: it
-    must already be the same on every process.
+    Plain parameters and parameters sharded over different meshes may be mixed. A plain gradient
+    counts once: it must already be the same on every process.
 
     Args:
         parameters: parameters, in the same order on every process; for a pipelined model the model
             itself, as processes have different parameters.
-        max_norm: maximum norm, above 0; None only measures.
+        max_norm: maximum norm, above 0; if None, the norm is only measured.
 
     Returns:
-        The 2-norm over all gradients, a plain 0-dim tensor, the same on every process: float64
-        if a gradient is float64, else float32.
+        The 2-norm over all gradients as a plain 0-dim tensor, the same on every process; float64 if
+        any gradient is float64, otherwise float32.
 
     Comm: one all-reduce of one number per mesh axis with sharded gradients, and one of two numbers
         over a pipeline.
@@ -291,7 +291,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
         return torch.zeros(())
     # Norms of local gradients; parameters shared by pipeline stages count once.
     buckets: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:  # by parameter, so that buckets are the same on all processes
+    for parameter in parameters:  # not by gradient, so that all processes have the same buckets
         bucket = buckets.setdefault(_sharded_over(parameter), [])
         norm = _gradient_norm(parameter)
         if norm is not None and id(parameter) not in elsewhere:
@@ -310,7 +310,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
 
 
 def _sum_squares(buckets: Mapping[Any, Sequence[Tensor]], device: torch.device) -> Tensor:
-    """Return the sum of squared gradient norms, each summed over the axes that shard it."""
+    """Return the sum of squared gradient norms, each all-reduced over the axes that shard it."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for key, bucket in buckets.items():
         square = torch.zeros_like(total)

@@ -21,12 +21,12 @@ Named = list[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True)
 class OptimGroup:
-    """Parameters with separate optimizer settings; None uses the setting of `OptimConfig`.
+    """Parameters with separate optimizer settings; if None, the setting of `OptimConfig` is used.
 
     Args:
         glob: name glob of the parameters, see `surgery`; the first matching group applies.
         lr: peak learning rate of the group.
-        weight_decay: weight decay of the group's parameters other than vectors and biases.
+        weight_decay: weight decay of the group's parameters, except vectors and biases.
     """
 
     glob: str
@@ -62,7 +62,7 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[Group]:
 def make_groups(
     named: Named, lr: float, weight_decay: float, own: Sequence[OptimGroup]
 ) -> list[Group]:
-    """Build parameter groups with their peak learning rates, also in ``base_lr``.
+    """Build parameter groups; ``base_lr`` of each group is its peak learning rate.
 
     Args:
         named: pairs (name, parameter) of the trained parameters.
@@ -95,7 +95,7 @@ def check_globs(model: nn.Module, own: Sequence[OptimGroup]) -> None:
 
 
 def _decay_groups(named: Named, weight_decay: float) -> list[Group]:
-    """Split (name, parameter) pairs into those with and without weight decay."""
+    """Split (name, parameter) pairs into a group with and a group without weight decay."""
     plain = {name for name, p in named if p.dim() <= 1 or name.endswith(("_bias", ".bias"))}
     groups: list[Group] = [
         {"params": [(n, p) for n, p in named if n not in plain], "weight_decay": weight_decay},
@@ -105,9 +105,9 @@ def _decay_groups(named: Named, weight_decay: float) -> list[Group]:
 
 
 def by_mesh(groups: list[Group]) -> list[Group]:
-    """Split groups so that none mixes plain and sharded parameters or two meshes.
+    """Split groups by mesh: each new group has plain parameters, or parameters sharded on one mesh.
 
-    torch's fused kernel raises an error for such a mix.
+    torch's fused kernel raises an error for a group that mixes them.
     """
     split: list[Group] = []
     for group in groups:

@@ -37,10 +37,10 @@ class Muon(torch.optim.Optimizer):
         weight_decay: decoupled weight decay.
         momentum: decay of the moving average of gradients, with Nesterov's look-ahead.
         ns_steps: Newton-Schulz iterations.
-        adjust_lr: factor on the learning rate: "match_rms_adamw": 0.2 sqrt(max(rows, columns)),
-            so that AdamW's learning rate fits; "original": sqrt(max(1, rows / columns)).
-        ns_dtype: dtype of the gathered matrix and the iterations, bf16 or fp32; None uses bf16
-            on an accelerator and fp32 on the CPU, where bf16 products may be many times slower.
+        adjust_lr: factor on the learning rate: "match_rms_adamw": 0.2 sqrt(max(rows, columns)), so
+            that AdamW's learning rate is suitable; "original": sqrt(max(1, rows / columns)).
+        ns_dtype: dtype of the gathered matrix and the iterations, bf16 or fp32 (default: bf16 on an
+            accelerator; fp32 on the CPU, where bf16 products may be many times slower).
 
     Memory/Comm: one whole matrix at a time, all-gathered in `ns_dtype`; momentum stays sharded.
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the learning-rate factor
@@ -110,7 +110,7 @@ def update_(target: Tensor, grad: Tensor, buffer: Tensor, parameter: Tensor, gro
         buffer: momentum of the shard.
         parameter: the parameter, whose shape, mesh and placements are used; all processes of its
             mesh call this function together.
-        group: parameter group with the hyper-parameters.
+        group: parameter group with the hyperparameters.
 
     A weight of 0 stays 0 while its gradient and momentum are 0: orthogonalization mixes rows and
     would otherwise change pruned weights (`compress.prune`), whose masks Muon does not have.

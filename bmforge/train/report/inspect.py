@@ -4,8 +4,8 @@ Every process measures its shards in float64, five numbers per tensor. Two all-r
 the first for the extremes, the second for sums relative to the extremes' midpoint, so that a large
 mean does not reduce the accuracy of a small deviation. `format_table` prints the rows.
 
-Source: BMTrain's `inspect`, which gathers whole tensors; in this module no process needs more than
-its shard.
+Source: BMTrain's `inspect`, which gathers whole tensors; in this module a process reads only its
+shards.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def inspect_parameters(model: nn.Module, globs: Iterable[str] | str = ("**",)) -
 
 
 def inspect_activations(model: nn.Module, globs: Iterable[str] | str) -> ActivationRecorder:
-    """Context manager: record statistics of modules' outputs and of their gradients.
+    """Context manager that records statistics of modules' outputs and of their gradients.
 
         with inspect_activations(model, ("layers.*",)) as seen:
             run_step(model, run, batches)
@@ -105,8 +105,8 @@ def inspect_activations(model: nn.Module, globs: Iterable[str] | str) -> Activat
 class ActivationRecorder:
     """Accumulates statistics of modules' floating-point outputs; see `inspect_activations`.
 
-    Every call is included, so the micro-batches of a step are combined; recomputation in backward
-    is not. Modules inside a compiled block are not recorded.
+    All calls are included, so the micro-batches of a step are combined; recomputation in the
+    backward pass is excluded. Modules inside a compiled block are not recorded.
     """
 
     def __init__(self, model: nn.Module, globs: Iterable[str] | str) -> None:
@@ -143,7 +143,7 @@ class ActivationRecorder:
 
     def _note_gradient(self, key: str, tensor: Tensor) -> None:
         def note(gradient: Tensor) -> None:
-            handle.remove()  # the split backward of a pipeline calls the hook twice
+            handle.remove()  # a pipeline that splits the backward pass calls the hook twice
             _add(self._gradients, key, gradient)
 
         handle = tensor.register_hook(note)
@@ -155,7 +155,7 @@ class ActivationRecorder:
         process that has the tensor. Gradients are means over processes with different tokens, as
         for parameters. Values that are replicated over tensor- or context-parallel processes count
         once; with context parallelism a replicated value has no gradient statistics, as each
-        process has only a partial gradient. An output that is a tuple or dict gives one row per
+        process has only a partial gradient. An output that is a tuple or dict has one row per
         tensor, such as ``layers.0[1]``.
 
         Comm: call it on every process; names are gathered, then two all-reduces, and an all-gather
@@ -194,7 +194,7 @@ def _name_order(name: str) -> list[str]:
 
 
 def _select(names: Iterable[str], globs: Iterable[str] | str, what: str) -> list[str]:
-    """Return the matching names in order; raise an error for a glob without a match."""
+    """Return the names that match a glob, in order; raise an error for a glob without a match."""
     names, globs = list(names), (globs,) if isinstance(globs, str) else tuple(globs)
     for glob in globs:
         if not any(match_glob(name, glob) for name in names):
@@ -203,7 +203,7 @@ def _select(names: Iterable[str], globs: Iterable[str] | str, what: str) -> list
 
 
 def _join(own: Shapes, group: Any) -> Shapes:
-    """Merge the tensor shapes of all processes; for a repeated name the lowest rank counts."""
+    """Merge the tensor shapes of all processes; a repeated name has the lowest rank's shape."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     return {name: shape for part in reversed(everyone) for name, shape in part.items()}
@@ -295,7 +295,7 @@ def _drop_copies(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> lis
         dist.all_gather(everyone, own, group=axis_group(mesh, axis))
         equal = torch.stack([other == own for other in everyone]).all(dim=0).all(dim=1).tolist()
         if axis in CONTEXT_AXES:
-            # Each replica has a partial gradient of its process's tokens only.
+            # Each replica has only the partial gradient of its process's tokens.
             for index, is_copy in enumerate(equal[::2]):
                 parts[2 * index + 1] = None if is_copy else parts[2 * index + 1]
         if axis_rank(mesh, axis) > 0:

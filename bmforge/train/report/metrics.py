@@ -71,10 +71,10 @@ class MetricsWriter:
 
     Args:
         run_dir: directory of the run, created if missing.
-        resume_step: step of a resumed run: rows after it are dropped, so that curves have no
-            duplicate steps. None starts a new file.
+        resume_step: step from which a run resumes; later rows are dropped, so that curves have no
+            duplicate steps. If None, a new file is started.
         tensorboard: also write ``run_dir/tensorboard`` if TensorBoard is installed.
-        sinks: functions called with (step, values) for every row, for example a `WandbSink`.
+        sinks: functions to call with (step, values) for every row, such as a `WandbSink`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class MetricsWriter:
             sink(step, row)
 
     def _append(self, line: bytes) -> None:
-        """Write a complete line, or none: an incomplete line would corrupt the file."""
+        """Write a complete line or nothing, because an incomplete line would corrupt the file."""
         end = os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(line) != len(line):
@@ -163,7 +163,7 @@ def _plain(value: Any) -> Any:
 
 
 def _open_board(run_dir: Path, resume_step: int | None) -> Any:
-    """Create a TensorBoard writer; if the package is missing, log a line and return None."""
+    """Create a TensorBoard writer; if the package is missing, log this and return None."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -221,8 +221,9 @@ class Throughput:
     not counted.
 
     Args:
-        flops_per_token: FLOPs of forward and backward of the whole model; None if unknown.
-        peak_flops: peak FLOPs per second of all devices together; None if unknown.
+        flops_per_token: FLOPs per token of the whole model's forward and backward passes; None if
+            unknown.
+        peak_flops: peak FLOP/s of all devices together; None if unknown.
         window_steps: number of steps to average over.
         clock: monotonic clock in seconds.
     """
@@ -263,24 +264,24 @@ class Throughput:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization, 0 to 1; None if FLOPs or peak are unknown."""
+        """Model FLOPs utilization, 0 to 1; None if the FLOPs or the peak are unknown."""
         if not self._flops_per_token or not self._peak_flops:
             return None
         return self.tokens_per_s * self._flops_per_token / self._peak_flops
 
 
 def validation_row(result: Any) -> Row:
-    """Return the metrics row of an `EvalResult`: ``val_loss``, and metrics as ``val_NAME``."""
+    """Return the metrics row of an `EvalResult`: ``val_loss``, and each metric as ``val_NAME``."""
     return {"val_loss": result.loss, **{f"val_{n}": v for n, v in result.metrics.items()}}
 
 
 def measure_memory(device_memory: Callable[[], int | None] | None = None) -> dict[str, int]:
-    """Return this process's current and peak resident set in bytes.
+    """Return a dict with this process's current and peak resident set size in bytes.
 
     Args:
-        device_memory: function that returns the used accelerator memory in bytes, for example
-            based on `bmforge.device.device_memory_bytes`; added as ``device_memory_bytes``. None
-            without an accelerator.
+        device_memory: function that returns the used accelerator memory in bytes, such as
+            `bmforge.device.device_memory_bytes`, or None without an accelerator; the value is added
+            as ``device_memory_bytes``.
     """
     peak = peak_resident_bytes()
     now = resident_bytes() or peak
@@ -300,7 +301,7 @@ def format_progress(
     eta_s: float,
     mfu: float | None = None,
 ) -> str:
-    """Format the progress line: step, loss, tokens/s, MFU if known, memory, remaining time."""
+    """Format the progress line: step, loss, tokens/s, MFU if known, memory and remaining time."""
     rate = f"{tokens_per_s:,.0f}" if tokens_per_s < 100_000 else f"{tokens_per_s / 1000:,.0f}k"
     parts = [f"step {step}/{total_steps}", f"loss {loss:.4f}", f"{rate} tokens/s"]
     if mfu is not None:

@@ -87,7 +87,7 @@ def _points(rows: Sequence[Row], key: str) -> list[Point]:
 
 
 def _charts(rows: Sequence[Row]) -> list[str]:
-    """Return the four charts of every run, and charts of post-training metrics if there are any."""
+    """Return SVG charts: four for every run, and more for a run with post-training metrics."""
     skips = [float(row["step"]) for row in rows if row.get("skipped")]
     loss = [_Curve("training", _points(rows, "loss"), "c1")]
     validation = _points(rows, "val_loss")
@@ -102,7 +102,7 @@ def _charts(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-# Charts of runs with these metrics: title -> metrics.
+# Additional charts, for runs with these metrics: title -> metrics.
 _MORE = (
     ("Reward", ("reward", "reward_std")),
     ("Rewards of pairs", ("rewards/chosen", "rewards/rejected", "rewards/margins")),
@@ -122,7 +122,7 @@ def _curves(rows: Sequence[Row], keys: Sequence[str]) -> list[_Curve]:
 
 
 def _tiles(rows: Sequence[Row], results: dict[str, Any]) -> str:
-    """Return an HTML row of headline numbers."""
+    """Return an HTML row with the most important numbers of the run."""
     loss, validation = _points(rows, "loss"), _points(rows, "val_loss")
     speed = [value for _, value in _points(rows, "tokens_per_s")]
     tiles = [("steps", f"{max(row['step'] for row in rows):,}")]
@@ -329,7 +329,7 @@ def _thin(points: list[Point], most: int) -> list[Point]:
 
 
 def _ticks(low: float, high: float, integers_only: bool = False) -> list[float]:
-    """Return about five round numbers that cover low to high (seven integers for steps)."""
+    """Return about five round tick values from `low` to `high` (seven integers for steps)."""
     if high <= low:
         pad = 1.0 if integers_only else abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad

@@ -55,7 +55,8 @@ __all__ = [
     "use_deltas",
 ]
 
-# Module of the exports that generation does not need; the file formats are a third of the package.
+# Exports that generation does not need -> their module. The file formats, a third of the package,
+# are imported only on first use.
 _MODULES = {
     "BlackBoxConfig": "black_box",
     "load_delta": "files",

@@ -18,7 +18,7 @@ __all__ = ["Adapter", "LowRankAdapter", "ParallelAdapter"]
 class Adapter(Delta):
     """Bottleneck adapter ``h + up(act(down(h)))`` on the output of a module.
 
-    Options: those of `nn.bottleneck.BottleneckOptions`.
+    The options are those of `nn.bottleneck.BottleneckOptions`.
 
     Source: Houlsby et al., "Parameter-efficient transfer learning for NLP" (2019).
     """
@@ -33,7 +33,7 @@ class Adapter(Delta):
 class LowRankAdapter(Adapter):
     """Bottleneck adapter whose two matrices are low-rank products, of any rank.
 
-    Options: as `Adapter`.
+    The options are those of `Adapter`.
     """
 
     defaults = MappingProxyType({"form": "low_rank", "reduction": 32, "rank": 1})
@@ -45,8 +45,9 @@ class ParallelAdapter(Delta):
 
     Args:
         model: any model.
-        pairs: (read, write) targets; each must match the same number of modules. None reads the
-            input of every attention and every MLP and writes to the output of the same module.
+        pairs: (read, write) targets, which must match the same number of modules; by default, the
+            adapter reads the input of every attention and every MLP and writes to the output of the
+            same module.
         options: options of `Adapter` and of every `Delta`.
 
     Source: He et al., "Towards a unified view of parameter-efficient transfer learning" (2022).

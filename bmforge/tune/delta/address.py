@@ -1,8 +1,8 @@
 """Finds the modules that a target matches.
 
 A target is tried, in this order, as a generic name (`WORDS`), which means the same in every family;
-as the last dotted parts of a module's name; as ``[r]`` followed by a regular expression for such an
-ending; and as a name glob (see `surgery`). If nothing matches, the same forms are tried on the
+as the last dotted parts of a module's name; as ``[r]`` followed by a regular expression for these
+last parts; and as a name glob (see `surgery`). If nothing matches, the same forms are tried on the
 module names of published checkpoints, where the name of a fused layer matches all bmforge layers
 that it combines.
 Source: the rules of endings and regular expressions are OpenDelta's (Hu et al., 2023).
@@ -37,11 +37,11 @@ __all__ = [
 ]
 
 _REGEX = "[r]"
-# All linear layers of the repeated blocks but routers, as PEFT names them.
+# PEFT's name for all linear layers of the repeated blocks, except routers.
 ALL_LINEAR = "all-linear"
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
-# Endings of layers that compute queries, keys and values at once.
+# Name endings of fused layers that compute queries, keys and values.
 _FUSED = (
     ("attn.Wqkv",),
     ("attn.qkv_proj", "self_attention.qkv_proj"),
@@ -49,8 +49,8 @@ _FUSED = (
     ("attn.query_key_value", "self_attn.query_key_value"),
     ("self_attn.W_pack", "attention.wqkv"),
 )
-# Common word -> groups of endings; the first group with a match in the model is used. The first
-# group has our names, the others those of transformers' modules.
+# Generic name -> groups of name endings; the first group with a match in the model is used. The
+# first group has the names of bmforge's modules, the other groups those of transformers' modules.
 WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "attn": (
         ("attn",),
@@ -180,7 +180,7 @@ def is_excluded(name: str, exclude: Iterable[str]) -> bool:
 
 
 def known_names(model: nn.Module) -> list[str]:
-    """Return all names of a model's modules and parameters, including published ones."""
+    """Return all names of a model's modules and parameters, including their published names."""
     own = [name for name, _ in model.named_modules() if name]
     return [*own, *all_names(model), *(name for name, _ in model.named_parameters())]
 
@@ -195,7 +195,7 @@ def excludes_of(module_names: Sequence[str], exclude: Iterable[str]) -> list[str
 
 
 def published_names(model: Any) -> dict[str, list[str]]:
-    """Map the module names of published checkpoints to bmforge's; {} if not a bmforge model."""
+    """Return a dict from published module name to bmforge's names; {} for other models."""
     rules = getattr(model, "published_rules", None)
     names: dict[str, list[str]] = {}
     for rule in rules() if callable(rules) else ():
@@ -210,7 +210,7 @@ def published_names(model: Any) -> dict[str, list[str]]:
 
 
 def all_names(model: Any) -> dict[str, list[str]]:
-    """Map all alternative names of a model's modules to their names in the model.
+    """Return a dict from each alternative name of a model's modules to the names in the model.
 
     Alternative names are those in published checkpoints, also for bmforge models inside the model;
     those that a module declares itself (`published_modules`, as in the old model classes); and
@@ -228,14 +228,14 @@ def all_names(model: Any) -> dict[str, list[str]]:
 
 
 def _containers(model: nn.Module, published: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Map published container modules to the bmforge modules with exactly the same contents."""
+    """Return a dict from published container to the bmforge module with the same contents."""
     leaves = {name for names in published.values() for name in names}
     holds, containers = (
         {owner: frozenset(inside) for owner, inside in _inside(pairs).items()}
         for pairs in ([(n, [n]) for n in leaves], published.items())
     )
     own_modules = {inside: name for name, _ in model.named_modules() if (inside := holds.get(name))}
-    # A published attention that ends with its norm: its output is the norm's output.
+    # A published attention module may include the norm after it; its output is then the norm's.
     for inside, name in list(own_modules.items()):
         if (norm := f"{name}_norm") in leaves:
             own_modules.setdefault(inside | {norm}, norm)
@@ -243,7 +243,7 @@ def _containers(model: nn.Module, published: Mapping[str, list[str]]) -> dict[st
 
 
 def _inside(pairs: Iterable[tuple[str, list[str]]]) -> dict[str, set[str]]:
-    """Map every dotted prefix of the names to the set of modules below it."""
+    """Return a dict from every dotted prefix of the names to the set of modules below it."""
     modules: dict[str, set[str]] = {}
     for name, meant in pairs:
         parts = name.split(".")
@@ -253,7 +253,7 @@ def _inside(pairs: Iterable[tuple[str, list[str]]]) -> dict[str, set[str]]:
 
 
 def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Map names to the parameters of all matching modules, and to all matching parameters.
+    """Return a dict from name to parameter of all parameters and modules that the targets match.
 
     Raises:
         ConfigError: a target matches neither a module with parameters nor a parameter.
@@ -297,13 +297,13 @@ def find_places(
         model: any model.
         targets: targets in any form of the module docstring.
         exclude: name prefixes, or targets, of modules that are skipped.
-        needs_all: True to raise if any target matches nothing; False to raise only if all targets
-            match nothing.
+        needs_all: True to raise an error if any target matches nothing; False to raise it only if
+            no target matches anything.
 
     Raises:
         ConfigError: a target matches nothing; the message lists similar names.
     """
-    # Parts attached earlier do not count as modules of the model.
+    # Adapter modules that were attached earlier do not count as modules of the model.
     names = [n for n, m in model.named_modules() if n and not hasattr(m, "is_delta")]
     published = all_names(model)
     chosen: set[str] = set()
@@ -334,13 +334,12 @@ def _linear_in_blocks(model: nn.Module) -> list[str]:
 def find_called(
     model: nn.Module, targets: Sequence[str], exclude: Sequence[str], needs_all: bool
 ) -> list[str]:
-    """Find targeted modules that the model calls, since adapters work only on these.
+    """Return the names of the targeted modules that the model calls.
+
+    An adapter has no effect on a module that is never called.
 
     Args:
         model, targets, exclude, needs_all: arguments of `find_places`.
-
-    Returns:
-        names of the modules.
 
     Raises:
         ConfigError: same as in `find_places`; or a target that is not a generic name matches a

@@ -1,4 +1,4 @@
-"""Registry of a model's adapters, and of the modules that belong to each."""
+"""Registry of a model's adapters and of their modules."""
 
 from __future__ import annotations
 
@@ -83,18 +83,18 @@ class AdapterLike(Protocol):
 
 
 def deltas_of(model: nn.Module) -> dict[str, Any]:
-    """Return the model's mutable map from adapter name to adapter, including detached ones."""
+    """Return the model's mutable dict from name to adapter, including detached adapters."""
     deltas: dict[str, Any] = model.__dict__.setdefault(_DELTAS, {})
     return deltas
 
 
 def has_deltas(model: nn.Module) -> bool:
-    """Return True if adapters are registered at this module."""
+    """Return True if adapters are registered on this model."""
     return bool(model.__dict__.get(_DELTAS))
 
 
 def base_weights_of(model: nn.Module) -> dict[str, Any]:
-    """Return the map from name to original value of every base parameter with merged adapters."""
+    """Return the mutable dict from base parameter, changed by merging, to its original value."""
     weights: dict[str, Any] = model.__dict__.setdefault(_BASE_WEIGHTS, {})
     return weights
 
@@ -109,20 +109,20 @@ def find_delta(model: nn.Module, name: str) -> Any:
     """Return a model's adapter by its name.
 
     Raises:
-        ConfigError: the model has no adapter of that name.
+        ConfigError: the model has no adapter with that name.
     """
     deltas = deltas_of(model)
     if name not in deltas:
         listing = f" It has {', '.join(map(repr, deltas))}." if deltas else " It has none."
-        raise ConfigError(f"the model has no delta {name!r}.{suggest(name, deltas)}{listing}.")
+        raise ConfigError(f"the model has no delta {name!r}.{suggest(name, deltas)}{listing}")
     return deltas[name]
 
 
 def refuse_laid_out(model: nn.Module, what: str) -> None:
     """Raise `ConfigError` if a model is parallelized or streamed.
 
-    The check is skipped if `takes_parts` is set on the model, by code that itself parallelizes
-    newly attached modules.
+    The check is skipped for a model with the attribute `takes_parts`, which is set by code that
+    parallelizes newly attached modules itself.
     """
     if getattr(model, "takes_parts", False):
         return
@@ -150,7 +150,7 @@ _LAST: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 def part_around(model: nn.Module, name: str) -> str:
-    """Return the attention or MLP whose last projection is `name`; `name` for other modules.
+    """Return the name of the attention or MLP whose last projection is `name`, else `name`.
 
     For an expert that processes all tokens, the result is the mixture of experts around the expert.
     """
@@ -171,6 +171,6 @@ def is_in_mixture(model: nn.Module, name: str) -> bool:
 
 
 def whole_model(model: nn.Module) -> nn.Module:
-    """Return the unsplit model, on the meta device, of a pipeline stage; else the model itself."""
+    """Return the full model on the meta device for a pipeline stage; otherwise `model` itself."""
     find_whole = getattr(model, "whole", None)
     return find_whole() if callable(find_whole) else model

@@ -1,6 +1,6 @@
-"""Base class of all adapters: find target modules, attach, freeze, detach, and describe.
+"""Base class of all adapters: finds target modules, attaches, freezes, detaches and describes.
 
-An adapter is a set of modules of one kind (`nn.part_kinds`) under one name, trained and saved
+An adapter is a set of modules of one kind (`nn.part_kinds`) with a common name, trained and saved
 separately from the base. A type is a class that declares the kind, the default options and the
 default targets.
 """
@@ -45,7 +45,7 @@ class AttachedDelta:
 
     Args:
         model: any `nn.Module`, not yet parallelized; may be on the meta device.
-        targets: modules to attach to, see `address`; None uses the type's default targets.
+        targets: modules to attach to, see `address` (default: the type's default targets).
         name: name of the adapter and of its modules in the model.
         exclude: name prefixes, or targets, of modules that are skipped.
         train_also: modules, or single parameters, that are trained in full and saved with the
@@ -54,19 +54,20 @@ class AttachedDelta:
         options: options of the kind; see `nn.part_kinds`.
 
     Attributes:
-        default_targets: generic names of the default targets; missing ones are skipped.
+        default_targets: generic names of the default targets; those missing in a model are skipped.
         defaults: default values of the options.
-        stands_behind: True if the adapter needs the complete output of a module: a target that
-            is the last projection of an attention or MLP is replaced by that attention or MLP.
-        peft_options: maps PEFT's option names to those in `nn.part_kinds`; both are accepted.
-        peft_type: `peft_type` in saved configs: PEFT's name, or one that begins with BMFORGE.
+        stands_behind: True if the adapter needs the complete output of an attention or MLP; a
+            target that is the last projection of such a module is then replaced by the module.
+        peft_options: dict from PEFT's option names to those in `nn.part_kinds`; both are accepted.
+        peft_type: value of `peft_type` in saved configs: PEFT's name of the type, or a name that
+            begins with BMFORGE.
         peft_reads: further PEFT types with equivalent tensors, which are loaded as this type.
-        origin: config of the PEFT directory that was loaded; saved again with the adapter.
-        extra: tensors in that directory that do not belong to the adapter; saved again with it.
+        origin: config of the loaded PEFT directory; it is saved again with the adapter.
+        extra: other tensors in the loaded directory; they are saved again with the adapter.
         provenance: training data of a loaded adapter, and the licenses of these data.
 
     Raises:
-        ConfigError: targets or options that do not fit the model. The model is unchanged then.
+        ConfigError: the targets or options do not fit the model, which is then unchanged.
     """
 
     kind: ClassVar[str] = ""
@@ -123,14 +124,14 @@ class AttachedDelta:
             options: arguments of the class; `targets` are full module names.
         """
         arguments = dict(options)
-        if "targets" in arguments:  # a bare `norm` would match as a common word
+        if "targets" in arguments:  # the full name `norm` would match as a generic name
             arguments["targets"] = tuple(f"[r]^{re.escape(n)}$" for n in arguments["targets"])
         return cls(model, name=name, **arguments)
 
     # Hooks that types override.
 
     def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return all options with their defaults, after checking that this type has them."""
+        """Return the options, completed with defaults; raise an error for unknown ones."""
         option_names = PART_KINDS[self.kind].options.__dataclass_fields__
         for key in options:
             if key not in option_names:
@@ -220,7 +221,7 @@ class AttachedDelta:
         ]
 
     def here(self) -> list[Held]:
-        """Return the adapter modules on this process (pipeline stage), attached or detached."""
+        """Return the adapter modules, attached or detached, on this process's pipeline stage."""
         names = {name for name, _ in self.model.named_modules()}
         return [part for part in self.held if part.owner in names]
 
@@ -229,7 +230,7 @@ class AttachedDelta:
         return [part.owner for part in self.held if not part.slot.endswith(TOKENS_SLOT)]
 
     def init_(self, seed: int = 0) -> Self:
-        """Initialize the adapter at random, and return it.
+        """Initialize the adapter at random; return the adapter.
 
         The values of a tensor depend only on the seed and its name, so they are equal on every
         layout.
@@ -244,10 +245,10 @@ class AttachedDelta:
         return self
 
     def freeze_(self, base: bool = True) -> Self:
-        """Make only adapters, and the modules that they train in full, trainable.
+        """Make adapters, and the modules that they train in full, trainable; freeze the base.
 
         Args:
-            base: True to freeze the base; False makes the base trainable too.
+            base: True to freeze the base; False to make the base trainable too.
         """
         trained = {
             id(parameter)
@@ -267,13 +268,13 @@ class AttachedDelta:
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Make the adapter's parameters trainable, or with False freeze them."""
+        """Make the adapter's parameters trainable, or freeze them if `requires_grad` is False."""
         for parameter in self.parameters():
             parameter.requires_grad_(requires_grad)
         return self
 
     def wholes(self) -> dict[str, nn.Parameter]:
-        """Return a map from name to base parameter that is trained in full (`train_also`)."""
+        """Return a dict from name to base parameter trained in full (`train_also`)."""
         named = self.model.named_parameters() if self._whole_names else ()
         return {name: p for name, p in named if name in self._whole_names}
 
@@ -285,9 +286,9 @@ class AttachedDelta:
         )
 
     def detach(self) -> Self:
-        """Remove the adapter's modules from the model, which then computes the base's outputs.
+        """Remove the adapter's modules from the model, so that it computes the base's outputs.
 
-        `attach` adds them again. On a parallelized model they stay attached with weight 0.
+        `attach` adds the modules again. On a parallelized model they stay attached with weight 0.
         """
         if not self.is_attached():
             raise ConfigError(f"delta {self.name!r} is already detached.")
@@ -331,7 +332,7 @@ class AttachedDelta:
         return self
 
     def _restore_order_(self, module: nn.Module) -> None:
-        """Move adapters that were attached later behind this one, since their order matters."""
+        """Move adapters that were attached later behind this one; they apply in this order."""
         names = list(deltas_of(self.model))
         for name in names[names.index(self.name) + 1 :]:
             for slot in (f"{name}_reader", f"{name}{TOKENS_SLOT}", name):
@@ -348,7 +349,7 @@ class AttachedDelta:
         """Set the factor on the adapter's output; 0 disables the adapter.
 
         Raises:
-            ConfigError: a prefix or a soft prompt with a weight other than 0 or 1.
+            ConfigError: the adapter is a prefix or a soft prompt, and the weight is not 0 or 1.
         """
         self.check_weight(weight)
         if weight == self.weight:
@@ -389,7 +390,7 @@ class AttachedDelta:
         return sum(p.numel() for p in (*self.parameters(), *self.wholes().values()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return a map from name to tensor, including the parameters trained in full."""
+        """Return a dict from name to tensor, including the parameters trained in full."""
         return {**dict(self.named_parameters()), **self.wholes()}
 
     def __repr__(self) -> str:

@@ -15,20 +15,20 @@ from bmforge.tune.delta.fingerprint import fingerprint_of, library_of
 
 __all__ = ["BaseCheck", "FileFingerprint", "names_base"]
 
-# Takes the names of the parameters to exclude; None if the files cannot be compared.
+# Function (names of parameters to exclude) -> fingerprint; None if it cannot be computed.
 FileFingerprint = Callable[[Collection[str]], str | None]
 
 
 @dataclass(frozen=True)
 class BaseCheck:
-    """Compares the fingerprint of a model with the one in an adapter's file.
+    """Compares the fingerprint of a base model with the fingerprint in an adapter's file.
 
-    Adapters of PEFT, and those that were trained on a quantized base, have no fingerprint.
+    Adapters written by PEFT, and adapters trained on a quantized base, have no fingerprint.
 
     Args:
         allow_other_base: accept any base model.
-        read_files: function that computes the fingerprint from the base model's files; it is used
-            for a model that is quantized or streamed. None: such a model is not checked.
+        read_files: function that computes the fingerprint from the base model's files, for models
+            that are quantized or streamed; if None, such models are not checked.
     """
 
     allow_other_base: bool = False
@@ -85,7 +85,7 @@ class BaseCheck:
 
 @contextmanager
 def names_base(config: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: append the base model's name to errors of an adapter that does not fit.
+    """Context manager that adds the base model's name to errors about tensors that do not fit.
 
     Args:
         config: contents of the adapter's config file.

@@ -13,7 +13,7 @@ __all__ = ["BitFit"]
 class BitFit(Delta):
     """Trained bias added to a module's output, equivalent to training the module's own bias.
 
-    It has no options. Stacked experts, whose projections have no bias, share one bias that is added
+    It has no options. Stacked experts have no biases; they share one trained bias, which is added
     to the output of the mixture.
 
     Source: Ben Zaken et al., "BitFit" (2021).
@@ -29,7 +29,7 @@ class BitFit(Delta):
         "cross_attn.k_proj",
         "cross_attn.v_proj",
         "cross_attn.o_proj",
-        # Cross-attention in transformers.
+        # Names of cross-attention projections in transformers.
         "[r](encoder_attn|EncDecAttention|crossattention)\\.(\\w+\\.)?"
         "([qkvo](_proj)?|out_proj|query|key|value|dense|[cq]_attn|c_proj)$",
         "mlp.gate",

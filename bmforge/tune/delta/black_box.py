@@ -31,11 +31,11 @@ class BlackBoxConfig:
     """Settings of the black-box search for a soft prompt.
 
     Args:
-        evaluations: maximum number of scores to request, the initial one included.
+        evaluations: maximum number of evaluations, including that of the initial prompt.
         dims: dimensions of the subspace.
         sigma: initial step size of CMA-ES; 1 moves the prompt's embeddings by about the standard
             deviation of the model's token embeddings.
-        population: candidates per iteration; 0 uses 4 + 3 log(dims).
+        population: candidates per iteration (default: 0, which means 4 + 3 log(dims)).
         seed: random seed of subspace and search.
     """
 
@@ -65,7 +65,7 @@ def tune_black_box(
     config: BlackBoxConfig | None = None,
     **options: Any,
 ) -> SoftPrompt:
-    """Search for a soft prompt with a high score; leave it attached to the model, frozen.
+    """Search for a soft prompt with a high score; it stays attached to the model, frozen.
 
     Args:
         model: bmforge model that reads tokens; not parallelized.
@@ -77,11 +77,11 @@ def tune_black_box(
         options: options of `SoftPrompt`, such as `words`.
 
     Returns:
-        the prompt with the best embeddings evaluated, the initial ones included; its attribute
-        `scores` lists all scores in the order of evaluation.
+        the prompt with the best of the evaluated embeddings, which include the initial ones; its
+        attribute `scores` lists all scores in the order of evaluation.
 
     Raises:
-        ConfigError: a score that is not a number.
+        ConfigError: `score` returned a value that is not a number.
         MissingDependencyError: `cma` is not installed.
     """
     settings = config or BlackBoxConfig()
@@ -103,7 +103,7 @@ def _search(
     prompt: SoftPrompt,
     config: BlackBoxConfig,
 ) -> list[float]:
-    """Search for the best embeddings with CMA-ES, write them into the prompt, return all scores."""
+    """Search for the best embeddings with CMA-ES, write them to the prompt; return all scores."""
     rows: Tensor = prompt.held[0].part.weight
     start, spread = rows.clone(), _spread_of(model)
     rng = np.random.default_rng(config.seed)

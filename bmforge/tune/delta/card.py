@@ -22,10 +22,11 @@ def write_card(delta: AttachedDelta, facts: Mapping[str, Any]) -> str:
 
     Args:
         delta: adapter that the card describes.
-        facts: values of the fields in `CARD_FIELDS`; scores maps table names to numbers.
+        facts: dict from a field of `CARD_FIELDS` to its value; the value of `scores` is a dict from
+            name to number.
 
     Raises:
-        ConfigError: an unknown field.
+        ConfigError: `facts` has an unknown field.
     """
     for key in facts:
         if key not in CARD_FIELDS:
@@ -61,7 +62,7 @@ def write_card(delta: AttachedDelta, facts: Mapping[str, Any]) -> str:
 
 
 def _shorten(places: list[str]) -> str:
-    """Return the distinct module names, with layer numbers replaced by ``*``."""
+    """Return the distinct module names as text, with layer indices replaced by ``*``."""
     kinds = dict.fromkeys(
         ".".join("*" if part.isdigit() else part for part in name.split(".")) for name in places
     )

@@ -23,22 +23,22 @@ def combine_deltas(
     how: str = "concatenate",
     rank: int | None = None,
 ) -> Delta:
-    """Attach a new adapter that adds the weighted sum of the contributions of others.
+    """Attach a new adapter whose output is a weighted sum of the outputs of other adapters.
 
-    The others stay attached, but are disabled.
+    The other adapters stay attached, but are disabled.
 
     Args:
         model: model with the adapters; not parallelized.
-        weights: map from adapter name to weight.
+        weights: dict from adapter name to weight.
         into: name of the new adapter.
-        how: "concatenate" (LoRAs only): exact; the new rank is the sum of the ranks. "svd" (LoRAs
-            only): the best approximation of rank `rank` to the weighted sum. "sum": weighted sum of
-            each tensor, for adapters of the same type, targets and options; of LoRAs, this is not
-            the sum of their contributions.
+        how: "concatenate" (LoRAs only) is exact; the new rank is the sum of the ranks. "svd" (LoRAs
+            only) computes the best approximation of rank `rank`. "sum" adds each tensor with its
+            weight, for adapters of the same type, targets and options; for LoRAs this is not the
+            sum of their outputs.
         rank: rank of the new adapter for "svd"; None for the other methods.
 
     Raises:
-        ConfigError: adapters that cannot be combined in this way.
+        ConfigError: the adapters cannot be combined in this way.
     """
     deltas = [find_delta(model, name) for name in weights]
     if not deltas:

@@ -15,8 +15,8 @@ class Compacter(Adapter):
     It computes ``h + up(act(down(h)))``, where ``down`` and ``up`` multiply with matrices of the
     form ``sum over n of kron(rule[n], left[n] right[n])``.
 
-    Options: as `Adapter`; `rank` 0 does not factorize the right Kronecker factors, and with
-    `shared_rule` both matrices of an adapter share the left Kronecker factors.
+    The options are those of `Adapter`, and `rank` (0 to keep the right Kronecker factors
+    unfactorized) and `shared_rule` (both matrices of an adapter share the left Kronecker factors).
 
     Source: Karimi Mahabadi et al., "Compacter" (2021).
     """

@@ -18,16 +18,16 @@ __all__ = ["Delta"]
 class Delta(AttachedDelta):
     """An adapter: trained modules attached to a frozen base model, under one name.
 
-    Arguments and attributes are those of `AttachedDelta`. Subclasses are the methods (LoRA, IA3,
-    ...): each declares the kind of its modules, their default options and default targets.
+    Arguments and attributes are those of `AttachedDelta`. Each method (LoRA, IA3, ...) is a
+    subclass, which declares the kind of its modules, their default options and the default targets.
     """
 
     def attach(self) -> Self:
         """Attach a detached adapter again to the same modules.
 
         Raises:
-            ConfigError: the adapter is attached already, or is not compatible with the adapters
-                that are merged now.
+            ConfigError: the adapter is already attached, or cannot be combined with the merged
+                adapters.
         """
         super().attach()
         if base_weights_of(self.model):
@@ -45,10 +45,9 @@ class Delta(AttachedDelta):
             dequantize: True to replace torchao's quantized weights with plain ones first.
 
         Raises:
-            ConfigError: a kind of adapter that cannot be merged into weights; a weight that is
-                quantized, shared or streamed; an adapter that is merged or detached already; or one
-                that can only be merged together with others (`merge_deltas`). Nothing is changed
-                then.
+            ConfigError: adapters of this kind cannot be merged into weights; a weight is quantized,
+                shared or streamed; the adapter is already merged or detached; or it can only be
+                merged together with others (`merge_deltas`). Nothing is changed in this case.
 
         Memory: a copy of the original value of every changed weight, until unmerging.
         """
@@ -62,8 +61,8 @@ class Delta(AttachedDelta):
         original.
 
         Raises:
-            ConfigError: an adapter that is not merged, or that can only be unmerged together with
-                others (`unmerge_deltas`). Nothing is changed then.
+            ConfigError: the adapter is not merged, or can only be unmerged together with others
+                (`unmerge_deltas`). Nothing is changed in this case.
         """
         unmerge_(self.model, [self])
         return self
@@ -73,7 +72,7 @@ class Delta(AttachedDelta):
 
         Args:
             directory: target directory; created if it does not exist.
-            card: further fields of the card: base, data, license, scores, command.
+            card: fields of the model card: base, data, license, scores, command.
         """
         # The file formats are imported here, because generation with adapters does not need them.
         from bmforge.tune.delta.files import save_delta
@@ -85,7 +84,7 @@ class Delta(AttachedDelta):
         """Load a saved adapter of this type and attach it to a model; see `files.load_delta`.
 
         Raises:
-            ConfigError: the directory has an adapter of another type.
+            ConfigError: the directory contains an adapter of another type.
         """
         from bmforge.tune.delta.files import load_delta
 

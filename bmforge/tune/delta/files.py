@@ -61,11 +61,11 @@ def is_delta_dir(directory: str | Path) -> bool:
 
 
 def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) -> None:
-    """Write an adapter; see `Delta.save`. On a parallelized model every process must call this."""
+    """Write an adapter as `Delta.save` does; collective on a parallelized model."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     mark: dict[str, Any] = {"version": _VERSION}
     keeps_origin = delta.origin is not None and peft_write.can_write(delta)
-    # The 16-bit weights from which a base was quantized have another fingerprint.
+    # A quantized base has another fingerprint than the 16-bit weights that it was quantized from.
     is_quantized = any(hasattr(module, "packed") for module in delta.model.modules())
     base: dict[str, Any] = {"base": None, "base_library": library_of(delta.model)}
     if not keeps_origin and not is_quantized:
@@ -101,7 +101,7 @@ def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) 
 
 @contextmanager
 def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
-    """Context manager: gather an adapter's tensors; yield the parameters trained in full.
+    """Context manager that gathers an adapter's tensors, and yields the parameters trained in full.
 
     Comm: an all-gather of each tensor; with a pipeline, the stages also exchange their tensors.
     """
@@ -135,7 +135,7 @@ def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
 
 
 def _own_tensors(delta: AttachedDelta) -> dict[str, Tensor]:
-    """Map bmforge's tensor names, as saved (without the adapter's name), to an adapter's tensors.
+    """Return a dict from saved name (without the adapter's name) to tensor of an adapter.
 
     The reparameterization layers of a prefix are replaced by the keys and values that they compute.
     """
@@ -150,7 +150,7 @@ def _own_tensors(delta: AttachedDelta) -> dict[str, Tensor]:
 
 
 def _describe(delta: AttachedDelta) -> dict[str, Any]:
-    """Return the config fields from which the adapter can be built again."""
+    """Return the config fields from which the adapter can be rebuilt."""
     description = delta.describe()
     if delta.kind == "prefix":
         description["options"]["inner"] = 0
@@ -180,14 +180,14 @@ def load_delta(
         base_fingerprint: function that computes the base's fingerprint from its files, for a model
             that is quantized or streamed (`bmforge.models.file_fingerprint`); without it, such a
             base is not checked.
-        kind: required adapter type; None accepts any.
-        trainable: True to train the adapter further; False freezes it like the base.
+        kind: required adapter type (default: any type).
+        trainable: True to train the adapter further; False to freeze it.
 
     Raises:
-        CheckpointError: no adapter, or one that does not fit: trained on another base, or with
-            tensors that are missing, unexpected, of a wrong shape or not finite, all listed. The
-            model is unchanged.
-        ConfigError: an unknown type, version or setting.
+        CheckpointError: there is no adapter, it was trained on another base, or tensors are
+            missing, unexpected, not finite or of a wrong shape (all are listed). The model is
+            unchanged.
+        ConfigError: the adapter's type, version or a setting is unknown.
     """
     directory = Path(directory)
     if not (directory / CONFIG_NAME).exists() and is_opendelta(directory):
@@ -277,7 +277,7 @@ def type_of_delta(directory: str | Path) -> type[AttachedDelta]:
 
     Raises:
         CheckpointError: the directory contains no adapter.
-        ConfigError: an unknown type.
+        ConfigError: the adapter's type is unknown.
     """
     directory = Path(directory)
     if not (directory / CONFIG_NAME).exists() and is_opendelta(directory):
@@ -315,7 +315,7 @@ def _told(own_config: Mapping[str, Any]) -> dict[str, Any]:
 def _ranks_of_blocks(
     model: nn.Module, options: dict[str, Any], blocks: Mapping[str, list[int]]
 ) -> None:
-    """Set the LoRA rank and alpha of each bmforge layer that belongs to a fused layer in the file.
+    """Set the LoRA rank and alpha of each bmforge layer that is part of a fused layer in the file.
 
     The file lists one rank per bmforge layer; layers with rank 0 are removed from the targets.
     """

@@ -26,7 +26,7 @@ def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:
 
     Returns:
         16 hexadecimal digits; None if some parameters are on the meta device, streamed, quantized
-        (such a base cannot be compared with the original), or on another pipeline stage.
+        (quantized weights differ from the original ones), or on another pipeline stage.
 
     Comm: on a parallelized model, an all-gather of each parameter.
     """

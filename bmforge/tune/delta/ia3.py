@@ -11,9 +11,9 @@ __all__ = ["IA3"]
 
 
 class IA3(Delta):
-    """Trained per-channel factors on layers' outputs, or on inputs of the layers in `into`.
+    """Trained per-channel factors on the outputs of layers, or on the inputs of layers in `into`.
 
-    Options: `into`, name endings of the modules whose inputs are scaled. Stacked experts are not
+    The option `into` lists name endings of modules whose inputs are scaled. Stacked experts are not
     supported.
 
     Source: Liu et al., "Few-shot parameter-efficient fine-tuning is better and cheaper than

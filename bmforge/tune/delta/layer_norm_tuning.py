@@ -17,9 +17,9 @@ __all__ = ["LayerNormTuning"]
 
 
 class LayerNormTuning(Delta):
-    """Adapter that trains the norms' own weights and biases; `detach` restores the base's.
+    """Adapter that trains the weights and biases of the norms; `detach` restores the base's.
 
-    It has no options. Several adapters of this type on one model must not share norms.
+    It has no options. Adapters of this type on the same model must train different norms.
 
     Source: Zhao et al., "Tuning LayerNorm in attention" (2023); PEFT's LN_TUNING.
     """
@@ -98,7 +98,7 @@ class LayerNormTuning(Delta):
         return self
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return a map from name to trained norm parameter."""
+        """Return a dict from name to trained norm parameter."""
         return dict(self.wholes())
 
     def describe(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class LayerNormTuning(Delta):
         return {"type": type(self).__name__, "kind": self.kind, "options": {}}
 
     def merge(self, dequantize: bool = False) -> LayerNormTuning:
-        """Raise `ConfigError`: the trained values are in the model already."""
+        """Raise `ConfigError`, because the model already contains the trained values."""
         raise ConfigError(
             f"adapter {self.name!r} cannot be merged, because it trains the model's own "
             "norms. Save the model instead: its norms have the trained values."

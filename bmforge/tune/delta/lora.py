@@ -16,11 +16,11 @@ __all__ = ["LoRA", "Lora"]
 class Lora(Delta):
     """LoRA adapter: a low-rank update ``alpha / rank * B A x`` added to a layer's output.
 
-    Options: those of `nn.low_rank.LowRankOptions`; `use_rslora` (`root_scale`) scales by
+    The options are those of `nn.low_rank.LowRankOptions`: `use_rslora` (`root_scale`) scales by
     ``alpha / sqrt(rank)``, `use_dora` (`magnitude`) trains the magnitudes of weight rows, `bias`
-    adds a bias to B; `ranks` and `alphas` map name globs to the rank and alpha of modules.
+    adds a bias to B; `ranks` and `alphas` are dicts from name glob to rank and alpha.
     `trainable_token_indices` also trains the embedding rows of some tokens: a list of token ids, or
-    a dict from names of embeddings or heads to such lists; tied layers share the rows.
+    a dict from the name of an embedding or head to such a list; tied layers share the rows.
 
     Source: Hu et al., "LoRA: Low-rank adaptation of large language models" (2021).
     """

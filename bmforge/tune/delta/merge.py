@@ -1,8 +1,8 @@
 """Merges adapters into the base weights, and unmerges them bit for bit, in any order.
 
 A merged weight is always computed from the base weight and all merged adapters, in the order in
-which they apply, never from an earlier merged weight. Merging or unmerging raises an error, before
-anything changes, if the outputs of adapters that stay attached would change.
+which they apply, never from an earlier merged weight. If merging or unmerging would change the
+outputs of adapters that stay attached, an error is raised and nothing is changed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from bmforge.tune.delta.merged_weights import (
 
 __all__ = ["check_attached", "merge_", "merge_deltas", "unmerge_", "unmerge_deltas"]
 
-# Name of a module -> parameters of it that merging changes -> their values.
+# Module name -> name of a parameter that merging changes -> value of the parameter.
 Values = dict[str, dict[str, Tensor]]
 
 
@@ -53,7 +53,7 @@ def merge_deltas(
 
     Args:
         model: model with adapters.
-        names: names of the adapters to merge; None merges all attached ones.
+        names: names of the adapters to merge (default: all attached adapters).
         dequantize: True to replace torchao's quantized weights with plain ones first.
 
     Raises:
@@ -69,7 +69,7 @@ def unmerge_deltas(model: nn.Module, names: Sequence[str] | None = None) -> None
 
     Args:
         model: model with merged adapters.
-        names: names of the adapters to unmerge; None unmerges all.
+        names: names of the adapters to unmerge (default: all merged adapters).
 
     Raises:
         ConfigError: same as in `Delta.unmerge`.
@@ -100,7 +100,7 @@ def merge_(model: nn.Module, deltas: Sequence[AttachedDelta], dequantize: bool =
         module: Any = model.get_submodule(target)
         base[f"{target}.weight"] = module.weight
         module.weight = nn.Parameter(weight, requires_grad=False)
-    # All originals are copied before the first write: targets may share a weight.
+    # All original values are copied before the first write, because targets may share a weight.
     for target, values in new.items() if not laid_out else ():
         for key in values:
             original = get_parameter(model, target, key).detach().clone()
@@ -144,14 +144,14 @@ def unmerge_(model: nn.Module, deltas: Sequence[AttachedDelta]) -> None:
 
 
 def check_attached(model: nn.Module, delta: AttachedDelta) -> None:
-    """Raise `ConfigError` if a newly attached adapter is not compatible with the merged ones."""
+    """Raise `ConfigError` if a newly attached adapter cannot be combined with the merged ones."""
     merged = [d for d in deltas_of(model).values() if d.merged]
     for target in _targets(model, merged):
         _check_exact(model, target, merged)
 
 
 class _Link(NamedTuple):
-    """One of the adapter modules that transform a layer's output in sequence."""
+    """One adapter module in the sequence of those that transform a layer's output."""
 
     delta: AttachedDelta | None
     owner: str
@@ -159,7 +159,7 @@ class _Link(NamedTuple):
 
 
 def _targets(model: nn.Module, deltas: Iterable[AttachedDelta]) -> dict[str, list[_Link]]:
-    """Map each module whose parameters hold merged adapters to its adapter modules."""
+    """Return a dict from the name of each module to merge into, to its adapter modules."""
     targets: dict[str, list[_Link]] = {}
     for delta in deltas:
         for attached in delta.here():
@@ -191,9 +191,9 @@ def _refuse_part(delta: AttachedDelta, part: Any) -> None:
 def _chain(model: nn.Module, target: str) -> list[_Link]:
     """Return all adapter modules that act on a layer's output, in the order in which they apply.
 
-    Adapters on the layer itself come before those on the attention or MLP whose output projection
-    it is. In each group, adapters that belong to no `Delta` come first, then the others in order of
-    attachment.
+    Adapters on the layer itself come first, then those on the attention or MLP whose output
+    projection the layer is. In both groups, adapters that belong to no `Delta` come first, then the
+    others in order of attachment.
     """
     owners = [target]
     around = target.rpartition(".")[0]
@@ -226,8 +226,8 @@ def _is_additive(part: Any) -> bool:
 def _check_exact(model: nn.Module, target: str, merged: Sequence[AttachedDelta]) -> None:
     """Raise `ConfigError` if merging would change the joint result of the adapters.
 
-    Sums commute. Otherwise the merged modules must be the first of the chain: DoRA uses the norms
-    of the base's rows, and a factor on the input affects all adapter modules of the layer.
+    Adapters that only add to the output can be merged in any order. Others must be the first of the
+    chain: DoRA uses the norms of the base's rows, and a factor on the input affects all adapters.
     """
     chain = _chain(model, target)
     inside = [any(link.delta is delta for delta in merged) for link in chain]
@@ -277,7 +277,7 @@ def _keys(model: nn.Module, target: str, chain: Iterable[_Link]) -> list[str]:
 def _merged_values(
     model: nn.Module, target: str, merged: Sequence[AttachedDelta], plain: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the parameters of one module with the given adapters merged; {} without adapters."""
+    """Return a dict from name to merged value of a module's parameters; {} without adapters."""
     chain = [
         link for link in _chain(model, target) if any(link.delta is applied for applied in merged)
     ]
@@ -293,7 +293,7 @@ def _merged_values(
 
     values = {key: original(key) for key in _keys(model, target, chain)}
     before = dict(values)
-    # Factors on the input come last: every module of the layer sees the scaled input.
+    # Factors on the input are applied last, because all adapters of the layer see the scaled input.
     for link in sorted(
         chain, key=lambda applied: isinstance(applied.part, Gain) and applied.part.enters
     ):
@@ -320,7 +320,7 @@ def _merged_values(
 def _apply_low_rank(
     part: LowRank, weight: float, values: dict[str, Tensor], base: dict[str, Tensor], module: Any
 ) -> None:
-    """Add a LoRA update to the weight values, or replace the values for DoRA."""
+    """Add a LoRA update to the weight in `values`; for DoRA, compute the new weight."""
     up, down = full_precision(part.up), full_precision(part.down)
     turned = isinstance(part, EmbeddingLowRank) or not hasattr(module, "out_features")
     added = part.scale * (up @ down)
@@ -356,7 +356,7 @@ def _check_weights(
     for target, chain in targets.items():
         for key in _keys(model, target, chain):
             tensor = get_parameter(model, target, key)
-            # Rows of tokens are attached to every layer that shares the weight.
+            # Trained token rows are attached to every layer that shares the weight.
             is_whole = all(isinstance(link.part, TokenRows) for link in chain)
             if id(tensor) in shared and not is_whole:
                 raise ConfigError(
@@ -378,7 +378,7 @@ def _join_licenses_(delta: AttachedDelta) -> None:
         return
     own = [ProvenanceSource("base", type(model).__name__, base.license)] if base.license else []
     if any(part.kind == "base" and part.license == base.license for part in source.parts):
-        own = []  # `said` lists the base already
+        own = []  # the adapter's provenance lists the base already
     more = source.as_parts("delta", delta.name) if source.license else source.parts
     model.provenance = Provenance("", (*own, *base.parts)).joined(more)
     where = f"{type(model).__name__} with its adapter merged"
@@ -386,7 +386,7 @@ def _join_licenses_(delta: AttachedDelta) -> None:
 
 
 def _remove_modules_(delta: AttachedDelta) -> None:
-    """Remove the adapter modules; unlike `detach`, this also works on a parallelized model."""
+    """Remove the adapter modules, also from a parallelized model (`detach` keeps them there)."""
     if not is_laid_out(delta.model):
         delta.detach()
         return

@@ -27,14 +27,14 @@ def get_parameter(model: nn.Module, target: str, key: str) -> Tensor:
 
 @torch.no_grad()
 def write_local_(tensor: Tensor, value: Tensor) -> None:
-    """Copy a full or local value into this rank's shard of a tensor."""
+    """Copy a value, full or already sharded, into this rank's shard of a tensor."""
     box = local_box(tensor)
     local = local_tensor(tensor.detach())
     local.copy_(value[box.slices] if value.shape != local.shape else value)
 
 
 def full_precision(tensor: Tensor) -> Tensor:
-    """Return the unsharded tensor in at least fp32, so that the merged weight is rounded once."""
+    """Return the unsharded tensor in fp32 or wider, so that merging rounds only once."""
     full = whole_tensor(tensor.detach())
     return full if full.dtype == torch.float64 else full.float()
 
@@ -51,7 +51,7 @@ def dequantized_weight(model: nn.Module, target: str, allowed: bool) -> Tensor |
     """Return the dequantized weight of a layer quantized by torchao; None for a plain layer.
 
     Raises:
-        ConfigError: a weight in another quantized storage, or dequantizing is not allowed.
+        ConfigError: the weight is quantized by another library, or dequantizing is not allowed.
     """
     module: Any = model.get_submodule(target)
     weight = getattr(module, "weight", None)

@@ -34,7 +34,7 @@ __all__ = [
 
 OLD_WEIGHTS_NAME = "pytorch_model.bin"
 
-# Names of OpenDelta's common structure -> our common words.
+# Name in OpenDelta's common structure -> generic target name of bmforge.
 _COMMON = {
     "attn@": "attn",
     "attn@.q@": "attn.q",
@@ -47,7 +47,7 @@ _COMMON = {
     "layer_norm@": "norm",
     "lm_head@.proj@": "lm_head",
 }
-# OpenDelta's type -> our class.
+# OpenDelta's type -> adapter class of bmforge.
 _TYPES: Mapping[str, str] = {
     "lora": "Lora",
     "adapter": "Adapter",
@@ -82,7 +82,7 @@ def opendelta_type(
     """Convert OpenDelta's config to an adapter type and its options.
 
     Raises:
-        ConfigError: a type that bmforge does not have.
+        ConfigError: bmforge does not have this type.
     """
     kind = str(config.get("delta_type"))
     if kind not in _TYPES:
@@ -103,7 +103,8 @@ def opendelta_type(
     return adapter_types()[_TYPES[kind]], options
 
 
-# OpenDelta's default in a T5 of transformers: the attention sublayer with its norm, and the MLP.
+# OpenDelta's default targets in transformers' T5: the attention sublayer with its norm, and the
+# MLP.
 _THEIR_T5_PAIRS = [("[r]layer\\.0", "[r]layer\\.0"), ("mlp.up", "mlp.down")]
 
 
@@ -113,7 +114,10 @@ def _is_their_t5(model: nn.Module | None) -> bool:
 
 
 def _pairs(config: Mapping[str, Any], model: nn.Module | None) -> list[tuple[str, str]]:
-    """Return the (read, write) targets of a parallel adapter; attention may include a norm."""
+    """Return the (read, write) targets of a parallel adapter.
+
+    An attention target may include the norm.
+    """
     backbone = str(config.get("backbone_class", ""))
     names = [_COMMON.get(name, name) for name in config.get("modified_modules") or ()]
     if names[::2] == ["attn", "mlp.up"] and model is not None and not hasattr(model, "traits"):
@@ -173,13 +177,13 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **overrides: An
         overrides: options common to every `Delta`.
 
     Raises:
-        CheckpointError: tensors that are missing, unexpected or of a wrong shape, all listed.
-        ConfigError: a type or a module that the model does not have.
+        CheckpointError: tensors are missing, unexpected or of a wrong shape; all are listed.
+        ConfigError: the type is unknown, or the model does not have a target module.
     """
     config = read_opendelta_config(directory)
     tensors = torch.load(directory / OLD_WEIGHTS_NAME, map_location="cpu", weights_only=True)
     kind, options = opendelta_type(config, model)
-    if kind.kind == "shift":  # the set of biases depended on the backbone
+    if kind.kind == "shift":  # OpenDelta's set of biases depends on the base model
         names = all_names(model)
         owners = (name.rpartition(".")[0] for name in tensors)
         options = {
@@ -220,14 +224,14 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **overrides: An
 def to_our_names(
     model: nn.Module, delta: AttachedDelta, tensors: Mapping[str, Tensor], minus_base: bool = True
 ) -> dict[str, Tensor]:
-    """Rename tensors in OpenDelta's format, or their gradients, to bmforge's names.
+    """Return a dict from bmforge's name to tensor, for tensors or gradients in OpenDelta's format.
 
     Args:
         model: bmforge model with the adapter.
         delta: adapter built from OpenDelta's config.
-        tensors: map from OpenDelta's tensor name to tensor.
-        minus_base: True to subtract the model's biases: OpenDelta's biases replace them, bmforge's
-            are added.
+        tensors: dict from OpenDelta's tensor name to tensor.
+        minus_base: True to subtract the model's biases, which OpenDelta's biases replace, while
+            bmforge adds the adapter's biases to them.
     """
     published = all_names(model)
     renamed = {} if delta.kind == "shift" else _wholes(model, tensors)
@@ -265,7 +269,7 @@ def to_our_names(
 def _owner(
     model: nn.Module, delta: AttachedDelta, published: Mapping[str, list[str]], published_name: str
 ) -> str:
-    """Return bmforge's name of the module to which a published module's adapter belongs."""
+    """Return bmforge's name of the module that has the adapter of a published module."""
     own = {part.owner for part in delta.held}
     reads_at = delta.options.get("reads_at") or {}
     written = [writes for writes, reads in reads_at.items() if reads == published_name]
@@ -276,7 +280,7 @@ def _owner(
 
 
 def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Map bmforge's names to the parameters that OpenDelta trained in full and saved."""
+    """Return a dict from bmforge's name to tensor, of parameters that OpenDelta trained in full."""
     published, renamed = all_names(model), {}
     for name, tensor in tensors.items():
         if INSIDE.fullmatch(name) is None and "reparams." not in name:
@@ -292,7 +296,7 @@ def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _place(delta: AttachedDelta, beginning: str) -> str:
-    """Return the name of the first adapter module whose base module's name starts with a prefix."""
+    """Return the name of the first adapter module whose base module has this name prefix."""
     for owner, slot, part in delta.held:
         if owner.startswith(beginning) and list(part.parameters()):
             return f"{owner}.{slot}"
@@ -302,7 +306,7 @@ def _place(delta: AttachedDelta, beginning: str) -> str:
 
 
 def _side(model: nn.Module, published: Mapping[str, list[str]], published_name: str) -> str:
-    """Return bmforge's attention or MLP that corresponds to, or contains, a published module."""
+    """Return the name of bmforge's attention or MLP that contains a published module."""
     inside = [
         n
         for t in published
@@ -356,13 +360,13 @@ def _biases(
 
 
 def _as_heads(delta: AttachedDelta, tensor: Tensor) -> Tensor:
-    """Split a prefix of P tokens into K heads of size H: (P, K * H) to (K, P, H)."""
+    """Reshape a prefix of P tokens to K heads of size H: (P, K * H) -> (K, P, H)."""
     heads, _, width = delta.held[0].part.key.shape
     return tensor.unflatten(1, (heads, width)).transpose(0, 1)
 
 
 def _fold(delta: AttachedDelta, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Run the prefix's reparameterization MLP; return the keys and values of all layers."""
+    """Return the keys and values of all layers that a prefix's reparameterization MLP computes."""
     mid = torch.tanh(
         tensors["wte.weight"] @ tensors["control_trans.0.weight"].T
         + tensors["control_trans.0.bias"]

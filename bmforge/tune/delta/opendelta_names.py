@@ -36,9 +36,9 @@ LEAVES = {
         )
     },
 }
-# OpenDelta's name of the adapter module -> ours, where they differ.
+# OpenDelta's name of an adapter module -> bmforge's name, if it differs.
 _SLOTS = {"compactor": "compacter", "soft_prompt_layer": "soft_prompt"}
-# OpenDelta's type -> beginnings of the tensor names inside its module.
+# OpenDelta's type -> prefixes of the tensor names inside its adapter module.
 _STARTS: Mapping[str, tuple[str, ...]] = {
     "lora": ("lora_",),
     "prefix": ("past_",),
@@ -49,7 +49,7 @@ _STARTS: Mapping[str, tuple[str, ...]] = {
 
 
 def rename_inner(name: str) -> str:
-    """Replace OpenDelta's names inside an adapter module with bmforge's.
+    """Replace the part of a tensor name inside an adapter module by bmforge's name.
 
     `...project_q.lora.lora_A` becomes `...project_q.lora.down`; other names do not change.
     """
@@ -61,11 +61,11 @@ def rename_inner(name: str) -> str:
 
 
 def old_inner_name(kind: str, key: str) -> str | None:
-    """Return OpenDelta's name of a tensor inside an adapter; None if it has no such tensor.
+    """Return OpenDelta's name of a tensor in an adapter module; None if OpenDelta lacks the tensor.
 
     Args:
         kind: OpenDelta's type, such as "lora".
-        key: bmforge's name in the adapter module; "down" of a LoRA is "lora.lora_A".
+        key: bmforge's name in the adapter module, such as "down" (OpenDelta: "lora.lora_A").
     """
     starts = _STARTS.get(kind, ())
     names = [n for n, own in LEAVES.items() if own == key and n.startswith(starts)]

@@ -1,7 +1,7 @@
 """Loads PEFT's LoRA adapters on stacked experts (`target_parameters`).
 
 PEFT has one pair of factors per stack of experts, with fused gate and up projections; bmforge has
-one pair per expert matrix. The loaded adapter gives the same outputs; it is saved in bmforge's
+one pair per expert matrix. The loaded adapter computes the same outputs; it is saved in bmforge's
 format.
 Source: PEFT 0.21, `ParamWrapper`.
 """
@@ -23,7 +23,7 @@ _NAME = re.compile(r"(?:model\.)?(layers\.\d+\.mlp\.experts)(?:\.base_layer)*")
 
 
 def expert_owner(model: nn.Module, name: str) -> str | None:
-    """Return bmforge's name of a transformers module with stacked experts; None for others."""
+    """Return bmforge's name of transformers' stacked-experts module `name`, or None."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -41,14 +41,14 @@ def read_experts(
     Args:
         name: name of the adapter module, used in messages.
         part: the adapter module, an `ExpertsLowRank`.
-        pairs: factors "A" and "B" of every PEFT stack; the matrix they belong to is inferred from
-            their shapes. Matrices without factors get an update of zero.
+        pairs: factors "A" and "B" of every PEFT stack; their shapes determine to which matrix they
+            belong. The update of matrices without factors is zero.
 
     Returns:
-        tensors by their names in `part`.
+        dict from tensor name in `part` to tensor.
 
     Raises:
-        CheckpointError: factors that match no stack.
+        CheckpointError: factors match no stack.
     """
     factors: dict[str, Tensor] = {}
     for key in part.keys:
@@ -68,7 +68,7 @@ def _read_stack(name: str, part: Any, first: Tensor, second: Tensor) -> dict[str
     flat = first.reshape(experts, -1, first.shape[-1])
     other = second.reshape(second.shape[0], -1, experts).permute(2, 0, 1)
     stacks = [["down_proj"], [key for key in part.keys if key != "down_proj"]]
-    # A stack is (out, in) or (in, out), and PEFT does not transpose it.
+    # The matrices of a stack are (out, in) or (in, out); PEFT does not transpose them.
     for up, down in ((other, flat), (flat.mT, other.mT)):
         for keys in stacks:
             rows = [int(getattr(part, f"{key}_up").shape[1]) for key in keys]

@@ -1,9 +1,9 @@
 """Table of PEFT's adapter config fields, and how bmforge handles each of them.
 
-Every field is *read*, is *without effect* on what a saved adapter computes, or has *required*
-values: any other value is refused by name, and so is a field that is not in the table. A field has
-no effect for one of three reasons: it describes how the adapter was initialized or trained, it
-describes the file rather than its numbers, or the tensors' names and shapes already say the same.
+A field is *read*, has *no effect* on what a saved adapter computes, or has *required* values: other
+values, and fields that are not in the table, raise an error that names the field. A field has no
+effect for one of three reasons: it describes how the adapter was initialized or trained; it
+describes the file, not the values; or the tensors' names and shapes already determine it.
 Source: PEFT 0.21, the config classes of its tuners. `tests/tune/delta/test_peft_law.py` compares
 the table with the installed version and the logits with those of PEFT.
 """
@@ -19,7 +19,7 @@ __all__ = ["FIELDS", "NO_EFFECT", "READ", "check_fields"]
 
 READ, NO_EFFECT = "read", "no effect"
 
-# Values that a field must have: anything else changes numbers in a way that bmforge does not know.
+# Values that a field must have; other values would change outputs in ways that are unsupported.
 Required = tuple[Any, ...]
 
 _ALL: Mapping[str, str | Required] = {
@@ -30,23 +30,23 @@ _ALL: Mapping[str, str | Required] = {
     "peft_version": NO_EFFECT,
     "base_model_name_or_path": NO_EFFECT,
     "revision": NO_EFFECT,
-    "inference_mode": NO_EFFECT,  # whether PEFT trains it
+    "inference_mode": NO_EFFECT,  # whether PEFT trains the adapter
 }
 _TARGETED: Mapping[str, str | Required] = {
     **_ALL,
-    "target_modules": NO_EFFECT,  # the tensors' names say which modules
+    "target_modules": NO_EFFECT,  # determined by the tensors' names
     "exclude_modules": NO_EFFECT,  # likewise
 }
 _PROMPT: Mapping[str, str | Required] = {
     **_ALL,
     "num_virtual_tokens": READ,
-    "token_dim": NO_EFFECT,  # the tensor's width
+    "token_dim": NO_EFFECT,  # determined by the tensor's shape
     "num_transformer_submodules": READ,
-    "num_attention_heads": NO_EFFECT,  # the model's
-    "num_layers": NO_EFFECT,  # the model's
+    "num_attention_heads": NO_EFFECT,  # determined by the model
+    "num_layers": NO_EFFECT,  # determined by the model
 }
-# Initializations that leave the base's weights as they are. The others (PiSSA, OLoRA, CorDA, LoftQ,
-# LoRA-GA) subtract the initial adapter from the base every time when PEFT opens the directory.
+# Initializations that do not change the base's weights. The others (PiSSA, OLoRA, CorDA, LoftQ,
+# LoRA-GA) subtract the initial adapter from the base every time PEFT loads the directory.
 _INITS: Required = (True, False, None, "gaussian", "eva", "orthogonal")
 
 FIELDS: Mapping[str, Mapping[str, str | Required]] = {
@@ -65,7 +65,7 @@ FIELDS: Mapping[str, Mapping[str, str | Required]] = {
         "ensure_weight_tying": READ,
         "init_lora_weights": _INITS,
         "fan_in_fan_out": NO_EFFECT,  # the shapes of the factors do not depend on it
-        "layers_to_transform": NO_EFFECT,  # the tensors' names say which layers
+        "layers_to_transform": NO_EFFECT,  # determined by the tensors' names
         "layers_pattern": NO_EFFECT,  # likewise
         "megatron_core": NO_EFFECT,  # a module's name, used with megatron_config only
         "loftq_config": NO_EFFECT,  # used with init_lora_weights="loftq" only

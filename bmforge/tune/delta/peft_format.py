@@ -2,8 +2,8 @@
 
 Tensors are named after transformers' modules. Where one fused layer of transformers corresponds to
 several bmforge layers (`c_attn` = q, k and v), its pair of factors is split into one pair per
-bmforge layer, all with the same `down`. bmforge layers with different `down` are written as one
-pair whose rank is the sum of theirs and whose `up` is block-diagonal.
+bmforge layer, all with the same `down`. If bmforge layers have different `down` factors, they are
+written as one pair whose rank is the sum of their ranks and whose `up` is block-diagonal.
 Source: PEFT 0.21, `utils/save_and_load.py` and the configs of its tuners.
 """
 
@@ -38,10 +38,12 @@ __all__ = ["PREFIX", "Names", "options_of", "read_tensors", "rows_of", "tie_fact
 
 
 class Names:
-    """Map between published and bmforge's module names; fused layers map to several, in row order.
+    """Conversion between published module names and bmforge's.
+
+    The name of a fused layer corresponds to several bmforge names, in the order of the rows.
 
     Args:
-        model: bmforge model; for any other model the map is the identity.
+        model: bmforge model; for other models the names are the same.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -59,14 +61,14 @@ class Names:
         self.tied = _tied_names(model)
 
     def read_whole(self, published_name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Split a published parameter; return a map from bmforge's name to tensor, or {}.
+        """Split a published parameter; return a dict from bmforge's name to tensor, or {}.
 
         Args:
             published_name: published name of the parameter.
             tensor: value of the parameter.
 
         Raises:
-            CheckpointError: a value of another shape.
+            CheckpointError: the value has another shape than in the model.
         """
         if self.rules is None:
             parameters = dict(self.model.named_parameters())
@@ -92,7 +94,7 @@ class Names:
         return pieces
 
     def sources_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert bmforge's parameters to a map from published name to parameter."""
+        """Return a dict from published name to tensor, for bmforge's parameters."""
         if self.rules is None:
             return dict(tensors)
         sources: dict[str, Tensor] = {}
@@ -123,7 +125,7 @@ class Names:
 
 
 def _tied_names(model: Any) -> dict[str, list[str]]:
-    """Map the published name of each tied parameter to its other published names."""
+    """Return a dict from published parameter name to the other names that share the parameter."""
     if not hasattr(model, "all_rules"):
         return {}
     published_names = {rule.ours: rule.theirs for rule in model.all_rules() if rule.is_renaming}
@@ -148,7 +150,7 @@ def options_of(
 
     Raises:
         ConfigError: an unsupported field would change the outputs; the message names the field.
-        CheckpointError: tensors of modules that the model does not have.
+        CheckpointError: tensors belong to modules that the model does not have.
     """
     check_fields(config)
     kind, names = str(config["peft_type"]), Names(model)
@@ -181,7 +183,7 @@ def options_of(
 
 
 def _prefix_options(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a prefix; PEFT's encoder-decoders have it in the decoder only."""
+    """Return the options of a prefix; PEFT's encoder-decoders have prefixes only in the decoder."""
     is_apart = config.get("num_transformer_submodules") == 2
     if is_apart != (getattr(getattr(model, "traits", None), "reads", "") == "apart"):
         raise ConfigError(
@@ -216,7 +218,7 @@ def _low_rank_options(
 
 
 def _first_pattern(name: str, patterns: Iterable[str]) -> str | None:
-    """Return the first pattern that matches an ending of the name, like PEFT."""
+    """Return the first pattern that matches the end of the name, by PEFT's rule."""
     matches = (key for key in patterns if re.match(rf"(.*\.)?({key})$", name))
     return next(matches, None)
 
@@ -237,13 +239,13 @@ def _named(name: str, patterns: Any) -> bool:
 def read_tensors(
     delta: AttachedDelta, tensors: Mapping[str, Tensor], blocks: Mapping[str, list[int]]
 ) -> dict[str, Tensor]:
-    """Rename the tensors of a PEFT adapter to bmforge's names.
+    """Convert the tensors of a PEFT adapter; return a dict from bmforge's name to tensor.
 
     Args:
         delta: adapter built from PEFT's config.
-        tensors: map from PEFT's tensor name to tensor.
-        blocks: ranks of the bmforge layers in each fused layer whose adapters bmforge wrote as one
-            block-diagonal LoRA.
+        tensors: dict from PEFT's tensor name to tensor.
+        blocks: dict from fused layers that bmforge wrote as one block-diagonal LoRA, to the ranks
+            of the bmforge layers.
     """
     names, attached = Names(delta.model), {part.owner: part for part in layer_parts(delta)}
     stacks: dict[str, dict[str, dict[str, Tensor]]] = {}
@@ -275,7 +277,7 @@ def read_tensors(
 
 
 def _read_other(delta: AttachedDelta, names: Names, key: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Convert a tensor that belongs to no adapted module; return a map from bmforge's names."""
+    """Convert a tensor of no adapted module; return a dict from bmforge's name to tensor."""
     if key == "prompt_embeddings":
         return _read_prompt(delta, tensor)
     if is_token_key(key):
@@ -313,11 +315,11 @@ def _read_prompt(delta: AttachedDelta, rows: Tensor) -> dict[str, Tensor]:
 
 
 def _repeated_layers(rows: Tensor, layers: int) -> Tensor:
-    """Return the keys and values that PEFT gives to each decoder layer of an encoder-decoder.
+    """Return the keys and values that PEFT passes to each decoder layer of an encoder-decoder.
 
-    PEFT's prefix has two tensors (key, value) per layer. PEFT repeats the list of tensors, takes
-    four for every layer and does not use the last two, which are meant for cross-attention. The
-    second half of the layers therefore gets the same tensors as the first half.
+    PEFT's prefix has two tensors (key, value) per layer. PEFT repeats the list of tensors, assigns
+    four to every layer and ignores the last two, which are meant for cross-attention. The second
+    half of the layers therefore has the same tensors as the first half.
     """
     each = rows.chunk(2 * layers, 1)
     chosen = [each[(4 * i + j) % (2 * layers)] for i in range(layers) for j in (0, 1)]
@@ -325,11 +327,11 @@ def _repeated_layers(rows: Tensor, layers: int) -> Tensor:
 
 
 def tie_factors_(delta: AttachedDelta, blocks: Mapping[str, Any]) -> None:
-    """Share one `down` factor among the bmforge layers of each fused layer, as PEFT does.
+    """Make the bmforge layers of each fused layer share one `down` factor, as in PEFT.
 
     Args:
         delta: adapter loaded from PEFT's files.
-        blocks: fused layers whose bmforge layers have separate `down` factors.
+        blocks: fused layers to skip, because their bmforge layers have separate `down` factors.
     """
     names = Names(delta.model)
     attached = {part.owner: part.part for part in layer_parts(delta)}

@@ -23,11 +23,12 @@ _LEAVES = {
 def split_fused(
     parts: list[Held | None], rows: list[int], leaf: str, tensor: Tensor, ranks: list[int] | None
 ) -> dict[str, Tensor]:
-    """Split the adapter tensor of a fused layer into tensors of the bmforge layers.
+    """Split a fused layer's adapter tensor; return a dict from bmforge's name to tensor.
 
     Args:
-        parts: adapter modules of the fused layer, in order; None for layers without one.
-        rows: output features of each layer; [] if the layer is not fused.
+        parts: adapter modules of the fused layer's bmforge layers, in order; None for a layer
+            without an adapter.
+        rows: number of output features of each bmforge layer; [] if the layer is not fused.
         leaf: PEFT's name of the tensor.
         tensor: tensor of the whole fused layer.
         ranks: rank of each adapter module, if they were written as one block-diagonal LoRA.
@@ -74,8 +75,8 @@ def interleave_rows(name: str, tensor: Tensor, order: Tensor | None) -> Tensor:
     Args:
         name: PEFT's name of the tensor.
         tensor: tensor with the rows of each part contiguous.
-        order: order of the rows in the file, see `interleaved_order`; None returns the tensor
-            unchanged.
+        order: order of the rows in the file, see `interleaved_order`; if None, the tensor is
+            returned unchanged.
     """
     if order is None or "lora_A" in name or tensor.shape[0] != order.shape[0]:
         return tensor

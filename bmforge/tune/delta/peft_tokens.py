@@ -1,4 +1,4 @@
-"""Reads and writes trained embedding rows of selected tokens (PEFT's `trainable_token_indices`)."""
+"""Reads and writes the trained embedding rows of PEFT's `trainable_token_indices`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_token_key(key: str) -> bool:
 
 
 def token_owner(key: str, prefix: str) -> str:
-    """Return the published name of the layer whose rows a tensor of trained rows replaces."""
+    """Return the published name of the layer to which a tensor of trained rows belongs."""
     return key.removeprefix(prefix).removesuffix(_ENDING)
 
 
@@ -44,16 +44,16 @@ def layer_parts(delta: AttachedDelta) -> list[Held]:
 def token_indices_of(
     names: Any, indices: Any, owners: list[str], fits: Callable[[str, Any], bool]
 ) -> dict[str, list[int]]:
-    """Map bmforge's layer names to the token ids of their trained rows.
+    """Return a dict from bmforge's layer name to the token ids of its trained rows.
 
     Args:
-        names: the map of published module names (`peft_format.Names`).
+        names: conversion of module names (`peft_format.Names`).
         indices: value of `trainable_token_indices` in the config.
         owners: published names of the layers with trained rows in the file.
-        fits: function (published name, patterns) -> True if PEFT targets the layer.
+        fits: function (published name, patterns) that returns True if PEFT targets the layer.
 
     Raises:
-        CheckpointError: rows of layers that the model does not have.
+        CheckpointError: rows belong to layers that the model does not have.
     """
     kind = type(names.model).__name__
     if unknown := [name for name in owners if name not in names.ours]:
@@ -82,7 +82,7 @@ def token_indices_of(
 
 
 def _biased_heads(model: Any, indices: Mapping[str, Any]) -> list[str]:
-    """Return layers with a bias and trained (or tied) rows; PEFT would drop their bias."""
+    """Return the names of layers with trained rows and a bias, which PEFT would drop."""
     tables = [model.get_submodule(owner).weight for owner in indices]
     return [
         name
@@ -93,18 +93,18 @@ def _biased_heads(model: Any, indices: Mapping[str, Any]) -> list[str]:
 
 
 def can_write_tokens(delta: AttachedDelta, names: Any) -> bool:
-    """Return True if PEFT gives the same outputs with the adapter's trained rows."""
+    """Return True if PEFT computes the same outputs with the adapter's trained rows."""
     indices = delta.options.get("trainable_token_indices") or {}
     is_known = all(owner in names.theirs for owner in indices)
     return is_known and not _biased_heads(names.model, indices)
 
 
 def read_token_rows(delta: AttachedDelta, owners: list[str], tensor: Tensor) -> dict[str, Tensor]:
-    """Map bmforge's tensor names to the trained rows that one PEFT tensor contains.
+    """Return a dict from bmforge's tensor name to the trained rows in a PEFT tensor.
 
     Args:
         delta: adapter with modules for the trained rows.
-        owners: bmforge's names of the layer; several if layers are tied.
+        owners: bmforge's name of the layer, or the names of all tied layers.
         tensor: trained rows of PEFT's file.
     """
     parts = [h for h in delta.held if isinstance(h.part, TokenRows) and h.owner in owners]
@@ -112,11 +112,11 @@ def read_token_rows(delta: AttachedDelta, owners: list[str], tensor: Tensor) -> 
 
 
 def write_token_rows(delta: AttachedDelta, names: Any, prefix: str) -> dict[str, Tensor]:
-    """Map PEFT's tensor names to the trained rows; rows of tied layers occur once, as in PEFT.
+    """Return a dict from PEFT's tensor name to trained rows; tied layers occur once, as in PEFT.
 
     Args:
         delta: adapter with all its modules, unsharded.
-        names: the map of published module names (`peft_format.Names`).
+        names: conversion of module names (`peft_format.Names`).
         prefix: prefix of every name.
     """
     indices = delta.options.get("trainable_token_indices") or {}

@@ -18,7 +18,7 @@ PREFIX = "base_model.model."
 
 
 def module_of(key: str) -> str | None:
-    """Return the published name of the module that an adapter tensor modifies; None for others."""
+    """Return the published name of the module of an adapter tensor; None for other tensors."""
     bare = key.removeprefix(PREFIX)
     for mark in (".lora_", ".ia3_l"):
         if mark in bare:
@@ -35,7 +35,7 @@ def whole_key(key: str) -> str | None:
     bare = key.removeprefix(PREFIX) if key.startswith(PREFIX) else key.removeprefix("base_model.")
     owner, _, leaf = bare.rpartition(".")
     if owner.endswith(".base_layer"):
-        # The weight under an adapter is the base's, saved with a targeted embedding.
+        # PEFT saves the base weight of a targeted embedding too, which is not trained.
         return f"{owner.removesuffix('.base_layer')}.{leaf}" if leaf == "bias" else None
     return bare
 
@@ -44,7 +44,7 @@ def saved_whole(names: Any, config: Mapping[str, Any], tensors: Mapping[str, Ten
     """Return the names of the bmforge parameters that a file contains in full.
 
     Raises:
-        CheckpointError: parameters that this model does not have.
+        CheckpointError: the model does not have some of these parameters.
         ConfigError: PEFT trained only one of two tied weights.
     """
     saved: dict[str, None] = {}

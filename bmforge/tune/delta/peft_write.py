@@ -25,7 +25,7 @@ _PROMPTS = ("PREFIX_TUNING", "PROMPT_TUNING")
 
 
 def can_write(delta: AttachedDelta) -> bool:
-    """Return True if PEFT would give the same outputs with this adapter in PEFT's format."""
+    """Return True if PEFT would compute the same outputs with this adapter."""
     model = whole_model(delta.model)
     wholes = delta.wholes()
     if delta.peft_type not in _METHODS or any(map(_is_of_a_part(delta), wholes)):
@@ -50,18 +50,18 @@ def can_write(delta: AttachedDelta) -> bool:
 
 
 def _can_fold(delta: AttachedDelta) -> bool:
-    """Return True if PEFT can represent the adapter's weight: 0, 1, or multiplied into alpha."""
+    """Return True if the adapter's weight is 0 or 1, or can be multiplied into alpha."""
     is_sum = delta.kind == "low_rank" and not delta.options.get("magnitude")
     is_sum = is_sum and not delta.options.get("trainable_token_indices")
     return delta.weight in (0, 1) or is_sum
 
 
 def fold_weight_(config: dict[str, Any], delta: AttachedDelta) -> dict[str, Any]:
-    """Multiply alpha by the adapter's weight; return the data that loading needs to undo this.
+    """Multiply alpha by the adapter's weight; return the metadata with which loading undoes this.
 
     Args:
         config: adapter config in PEFT's format, changed in place.
-        delta: the adapter; a disabled one keeps its alpha, since PEFT has no disabled state.
+        delta: the adapter; if it is disabled, alpha is unchanged, since PEFT does not save this.
     """
     mark: dict[str, Any] = {"weight": float(delta.weight)} if delta.weight != 1 else {}
     if delta.weight not in (0, 1):
@@ -73,7 +73,7 @@ def fold_weight_(config: dict[str, Any], delta: AttachedDelta) -> dict[str, Any]
 
 
 def _by_layer(names: Names, delta: AttachedDelta) -> dict[str, list[Held]]:
-    """Map each published module name to the adapter modules of the bmforge layers it contains."""
+    """Return a dict from published module name to the adapter modules of its bmforge layers."""
     groups: dict[str, list[Held]] = {}
     for attached in layer_parts(delta):
         groups.setdefault(names.of(attached.owner), []).append(attached)
@@ -81,7 +81,7 @@ def _by_layer(names: Names, delta: AttachedDelta) -> dict[str, list[Held]]:
 
 
 def _is_one_layer(owners: list[str], parts: list[Held]) -> bool:
-    """Return True if the LoRAs in a fused layer can be written as one LoRA on the fused layer."""
+    """Return True if the LoRAs of a fused layer's parts can be written as one LoRA."""
     if len(owners) == 1:
         return True
     loras = [attached.part for attached in parts]
@@ -103,15 +103,15 @@ def _is_of_a_part(delta: AttachedDelta) -> Callable[[str], bool]:
 
 
 def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
-    """Return True if the parameters trained in full form complete published modules.
+    """Return True if PEFT can represent the parameters that are trained in full.
 
-    In the directory of a prompt, PEFT looks only for the classification head.
+    They must form complete published modules; for prompts, PEFT supports only the task's head.
     """
     wholes = set(delta.wholes())
     if delta.peft_type == "LN_TUNING":
         owners = tuple(f"{name}." for name in delta.places())
         wholes = {name for name in wholes if not name.startswith(owners)}
-    if delta.origin is not None:  # came from PEFT
+    if delta.origin is not None:  # loaded from PEFT's format
         return True
     heads = set(_heads(model))
     shared, named = shared_tensors(model), dict(model.named_parameters())
@@ -152,13 +152,14 @@ def written_whole(delta: AttachedDelta) -> set[str]:
 def write_tensors(
     delta: AttachedDelta, wholes: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, list[int]], dict[str, Any]]:
-    """Return an adapter's tensors under PEFT's names, ranks in fused layers, and rank patterns.
-
-    The patterns are the config fields `rank_pattern` and `alpha_pattern`.
+    """Return an adapter's tensors and the config fields that depend on them.
 
     Args:
         delta: adapter with all its modules, unsharded.
         wholes: parameters trained in full (`modules_to_save`).
+
+    Returns:
+        dict from PEFT's name to tensor; dict from fused layer to ranks; rank and alpha patterns
     """
     names = Names(whole_model(delta.model))
     if delta.peft_type in _PROMPTS:
@@ -190,7 +191,7 @@ def write_tensors(
 def _write_wholes(
     delta: AttachedDelta, names: Names, wholes: Mapping[str, Tensor], prefix: str = PREFIX
 ) -> dict[str, Tensor]:
-    """Map PEFT's names to the parameters trained in full."""
+    """Return a dict from PEFT's name to tensor, of the parameters trained in full."""
     written: dict[str, Tensor] = {}
     places, norms = set(delta.places()), delta.peft_type == "LN_TUNING"
     sources = names.sources_of(wholes)
@@ -210,7 +211,7 @@ def _write_wholes(
 def _write_prompt(
     delta: AttachedDelta, names: Names, wholes: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Map PEFT's names to the prompt embeddings and the head that PEFT expects for the task."""
+    """Return a dict from PEFT's name to tensor, of the prompt and of the task's head."""
     if delta.kind == "prompt":
         written = {"prompt_embeddings": _prompt_rows(delta)}
     else:
@@ -324,7 +325,7 @@ def write_config(
     full_model = whole_model(delta.model)
     names, heads = Names(full_model), _heads(full_model)
     if delta.peft_type not in _PROMPTS and not set(heads) <= set(wholes):
-        config["task_type"] = None  # with one, PEFT wants the head in the file
+        config["task_type"] = None  # with a task type, PEFT requires the head in the file
     norms = delta.places() if delta.peft_type == "LN_TUNING" else []
     owners = {n.rpartition(".")[0] for n in wholes} - set(norms)
     if owners:

@@ -1,4 +1,4 @@
-"""Prefix tuning: trained keys and values, per layer, prepended to those of every sample."""
+"""Prefix tuning: trained keys and values that are prepended to those of every sample."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Prefix"]
 class Prefix(Delta):
     """Prefix tuning: trained keys and values to which every query attends.
 
-    Options: `length`, `std`; `inner`, the width of the two-layer MLP that computes the prefix in
-    training (the saved file contains only the computed prefix); and `shift_positions`: True if the
-    text's positions start at `length`, as in PEFT (default for decoders that count positions),
-    False for 0.
+    Options: `length`; `std`; `inner`, the hidden size of the two-layer MLP that computes the prefix
+    in training (only the computed prefix is saved); and `shift_positions`: True if the text's
+    positions start at `length`, as in PEFT (default for decoders with position ids), False if they
+    start at 0.
 
     Source: Li and Liang, "Prefix-Tuning" (2021).
     """

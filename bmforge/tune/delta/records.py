@@ -1,4 +1,4 @@
-"""Checks an adapter's module patterns, and orders the adapters in the model's config."""
+"""Checks and renames an adapter's options, and orders the adapters in the model's config."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def rename_options(options: Mapping[str, Any], names: Mapping[str, str]) -> dict
     """Rename PEFT's options to bmforge's.
 
     Args:
-        options: values by option name; an empty or False value of bmforge's option counts as
-            missing.
-        names: map from PEFT's option names to bmforge's, in addition to `modules_to_save`.
+        options: dict from option name to value; an empty or False value of bmforge's option counts
+            as missing.
+        names: dict from PEFT's option name to bmforge's, in addition to `modules_to_save`.
 
     Raises:
         ConfigError: an option is set under both names.

@@ -1,7 +1,7 @@
 """Per-call adapter selection: `adapter_names` per sample, `select_adapters` in a with block.
 
-`use_deltas` sets the weights for calls without a selection. A selection is a value that a call
-passes on (`nn.adapter_selection`); it is not stored on the model or its modules.
+`use_deltas` sets the weights for calls without a selection. A selection is passed along with a call
+(`nn.adapter_selection`); it is not stored on the model or its modules.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ DeltaChoice: TypeAlias = str | Sequence[str] | None
 DeltaNames: TypeAlias = tuple[str, ...] | None
 """Names of the enabled adapters in attachment order; None for the model's own state."""
 
-# Wrappers under which a block may run a second time, in backward.
+# Wrappers that may run a block a second time, in the backward pass.
 _RUN_AGAIN = frozenset({"weights", "recompute"})
 # Arguments whose first dim is the batch.
 _BATCHES = ("input_ids", "decoder_input_ids", "inputs_embeds", "pixel_values")
-# The argument in which a call, or a block's call, carries its selection.
+# The argument that passes the selection to the model, or to a block.
 _ARGUMENT = "adapter_names"
 
 
 def list_deltas(model: nn.Module) -> dict[str, Any]:
-    """Return a map from name to adapter of a model, in the order in which they were attached."""
+    """Return a dict from name to adapter of a model, in the order of attachment."""
     return dict(deltas_of(model))
 
 
@@ -80,13 +80,13 @@ def use_deltas(
 
     Args:
         model: model with adapters; parallelized or not.
-        names: adapters to enable; () disables all.
-        weights: map from adapter name to the factor on its output, or factors in the order of
-            `names`; None means 1.
+        names: adapters to enable; () to disable all.
+        weights: dict from adapter name to the factor on its output, or factors in the order of
+            `names` (default: 1).
 
     Raises:
-        ConfigError: an unknown name, a weight that an adapter does not support, or a merged
-            adapter whose weight would change. No adapter is changed then.
+        ConfigError: a name is unknown, an adapter does not support its weight, or the weight of a
+            merged adapter would change. No adapter is changed in this case.
     """
     chosen = [names] if isinstance(names, str) else list(names)
     for name in chosen:
@@ -115,17 +115,17 @@ def use_deltas(
 
 @contextmanager
 def select_adapters(model: nn.Module, names: AdapterNames | Selection) -> Iterator[None]:
-    """Context manager: apply one adapter, or none, per sample in all calls of the model.
+    """Context manager that applies one adapter, or none, to each sample in calls of the model.
 
-    ``model(..., adapter_names=[...])`` does the same for one call and its backward. In this way the
-    adapters of several users can be trained in one batch, each on its own samples.
+    ``model(..., adapter_names=[...])`` does the same for one call and its backward pass. In this
+    way the adapters of several users can be trained in one batch, each on its own samples.
 
     Args:
         model: model with adapters, all attached.
         names: name of an adapter for each sample, or None or "__base__" for the base model.
 
     Raises:
-        ConfigError: an unknown name, or an adapter that cannot differ between samples.
+        ConfigError: a name is unknown, or an adapter cannot be selected per sample.
     """
     selection = names if isinstance(names, Selection) else per_sample_selection(model, names)
     with run_with_selection(selection):
@@ -168,7 +168,7 @@ def per_sample_selection(model: nn.Module, names: AdapterNames) -> Selection:
 
 
 def _check_per_sample(model: nn.Module, delta: AdapterLike) -> None:
-    """Raise `ConfigError` for an adapter that cannot differ between the samples of a batch."""
+    """Raise `ConfigError` for an adapter that cannot be selected per sample."""
     _check_available(delta)
     full_model = whole_model(model)
     if not all(_has_samples(full_model, part) for part in delta.held):
@@ -205,8 +205,8 @@ def accept_adapter_names_(model: nn.Module) -> None:
 def _prepare(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of a model with adapters: check the names and build a `Selection`."""
-    if "delta_rows" in kwargs:  # the argument's name in earlier versions
+    """Forward pre-hook of a model with adapters: checks the names and builds a `Selection`."""
+    if "delta_rows" in kwargs:  # name of the argument in earlier versions
         kwargs = dict(kwargs)
         kwargs.setdefault(_ARGUMENT, kwargs.pop("delta_rows"))
     names = kwargs.get(_ARGUMENT)
@@ -233,7 +233,7 @@ def _concerns(selection: Any, model: nn.Module) -> bool:
 
 
 def _run(inner: Callable[..., Any], /, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
-    """Forward wrapper of a model with adapters: run the model with the call's selection."""
+    """Forward wrapper of a model with adapters: runs the model with the call's selection."""
     if adapter_names is None:
         return inner(*args, **kwargs)
     with run_with_selection(adapter_names):
@@ -241,7 +241,7 @@ def _run(inner: Callable[..., Any], /, *args: Any, adapter_names: Any = None, **
 
 
 def _pass_to_recomputed_(model: nn.Module) -> None:
-    """Make blocks that are recomputed in backward use the selection of their first run.
+    """Make blocks that are recomputed in the backward pass use the selection of their first run.
 
     The selection becomes an argument of the block, because the second run happens outside of the
     model's call and, on accelerators, on another thread.
@@ -256,7 +256,7 @@ def _pass_to_recomputed_(model: nn.Module) -> None:
 def _give_selection(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of a recomputed block: pass the active selection to the block."""
+    """Forward pre-hook of a recomputed block: passes the active selection to the block."""
     selection = active_selection()
     return None if selection is None else (args, {**kwargs, _ARGUMENT: selection})
 
@@ -266,10 +266,10 @@ def check_names(model: nn.Module, selection: DeltaChoice) -> DeltaNames:
 
     Args:
         model: model with adapters, or without.
-        selection: names of adapters to enable; None returns None.
+        selection: names of adapters to enable; if None, None is returned.
 
     Raises:
-        ConfigError: an unknown name, or an adapter that is merged or detached.
+        ConfigError: a name is unknown, or an adapter is merged or detached.
     """
     if selection is None:
         return None
@@ -280,7 +280,7 @@ def check_names(model: nn.Module, selection: DeltaChoice) -> DeltaNames:
 
 
 def tell_choice(model: nn.Module, names: DeltaNames) -> str:
-    """Return a cache key of a selection: equal for equal selections, "" for the base model."""
+    """Return a cache key for a selection: equal for equal selections, "" for the base model."""
     weights = {name: _weight(delta, names) for name, delta in deltas_of(model).items()}
     working = {name: weight for name, weight in weights.items() if weight}
     return repr(working) if working else ""
@@ -288,13 +288,13 @@ def tell_choice(model: nn.Module, names: DeltaNames) -> str:
 
 @contextmanager
 def choosing_deltas(model: nn.Module, names: DeltaNames) -> Iterator[None]:
-    """Context manager: enable adapters by name for all samples, in calls on this thread.
+    """Context manager that enables adapters by name for all samples, in calls on this thread.
 
     An enabled adapter keeps the weight that `use_deltas` gave it, or 1 if it was disabled.
 
     Args:
         model: model with adapters, or without.
-        names: adapters to enable; None keeps the adapters that `use_deltas` enabled.
+        names: adapters to enable; if None, those that `use_deltas` enabled.
     """
     if names is None:
         yield
@@ -318,7 +318,7 @@ def per_token_selection(
 ) -> Selection:
     """Build the selection for concatenated sequences with different adapters.
 
-    Its samples are tokens, so that only the native step supports it.
+    It selects adapters per token instead of per sample, which only the native step supports.
 
     Args:
         model: model with adapters.

@@ -1,4 +1,4 @@
-"""Soft prompts: trained embeddings before the text (the source of an encoder-decoder)."""
+"""Soft prompts: trained embeddings before the text (for an encoder-decoder, the source text)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bmforge.tune.delta.delta import Delta
 
 __all__ = ["SoftPrompt", "put_rows_before"]
 
-# Per-token arguments -> their value for the prompt's rows.
+# Per-token argument -> its value at the prompt's positions.
 _OF_TOKENS = {"attention_mask": 1, "token_type_ids": 0, "global_attention_mask": 0, "role_ids": 0}
 # Arguments that do not depend on the prompt.
 _OTHERS = {
@@ -49,16 +49,15 @@ _OTHERS = {
 
 
 class SoftPrompt(Delta):
-    """Soft prompt: trained embeddings before every text, with ids above the vocabulary.
+    """Soft prompt: trained embeddings before every text, with token ids above the vocabulary.
 
-    A bmforge model is called as before: the ids are prepended to `input_ids`, and masks and labels
-    are lengthened. Logits cover all positions, the prompt's included; the loss covers only the
-    text.
+    The model is called as before: the soft prompt's ids are prepended to `input_ids`, and masks and
+    labels are extended. Logits include the prompt's positions; the loss does not.
 
     Args:
         model: bmforge model that reads tokens.
-        words: ids of tokens whose embeddings initialize the rows, repeated as needed; ()
-            initializes at random.
+        words: ids of tokens whose embeddings initialize the prompt, repeated as needed; () for a
+            random initialization.
         options: `length` and `std`, and the options of every `Delta`.
 
     Attributes:
@@ -122,10 +121,10 @@ class SoftPrompt(Delta):
 def put_prompt_first(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of a model with a soft prompt: prepend the prompt to the inputs.
+    """Forward pre-hook of a model with a soft prompt: prepends the prompt to the inputs.
 
     Raises:
-        ConfigError: a per-token argument that has no defined value for the prompt's rows.
+        ConfigError: a per-token argument has no defined value at the prompt's positions.
     """
     table = model.whole().embed
     prompt = getattr(table, "prompt", None)
@@ -141,7 +140,8 @@ def put_prompt_first(
     if ids is None or (cache is not None and cache.length):
         return args, kwargs
     if torch.compiler.is_compiling() and cache is None:
-        # A graph's shapes cannot depend on values of ids; `generate`, which has a cache, adds them.
+        # A compiled graph cannot branch on the values of ids. Only `generate`, which passes a
+        # cache, adds the prompt to the ids itself.
         torch._assert_async((ids < table.num_embeddings).all(), _PUT_TWICE)
     elif has_prompt(table, ids):
         return args, kwargs
@@ -179,19 +179,19 @@ _PUT_TWICE = (
 
 
 def _is_apart(model: Any) -> bool:
-    """Return True if the model is an encoder-decoder, with separate source and target rows."""
+    """Return True if the model is an encoder-decoder, with separate source and target sequences."""
     return bool(model.traits.reads == "apart")
 
 
 def put_rows_before(
     model: Any, ids: tuple[int, ...], names: tuple[str, ...] | None
 ) -> tuple[int, ...]:
-    """Prepend the ids of an enabled soft prompt, if there is one, to the ids of a text.
+    """Prepend the ids of the enabled soft prompt, if any, to the token ids of a text.
 
     Args:
         model: model with or without adapters.
         ids: token ids of a text.
-        names: names of the enabled adapters; None uses the adapters that `use_deltas` enabled.
+        names: names of the enabled adapters; if None, those that `use_deltas` enabled.
     """
     for name, delta in deltas_of(model).items():
         is_on = bool(delta.weight) if names is None else name in names

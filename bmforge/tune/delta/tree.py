@@ -1,4 +1,4 @@
-"""Module tree of a model: adjacent equal modules are folded, tensors are marked frozen or trained.
+"""Module tree of a model, with adjacent equal modules folded and parameters marked as trained.
 
 `tree_page` renders it as an HTML page, `draw_tree` in a terminal.
 """
@@ -20,7 +20,7 @@ from bmforge.tune.delta.address import WORDS
 
 __all__ = ["Counts", "OwnTensor", "ModuleRun", "draw_tree", "fold_tree", "short_count", "walk_rows"]
 
-# Owner of a tensor -> its style in a terminal.
+# Role of a parameter -> its style in a terminal.
 _STYLES = {"trained": "bright_blue", "frozen": "bright_black", "delta": "magenta"}
 
 
@@ -33,7 +33,7 @@ class OwnTensor:
         shape: global shape.
         is_trained: True if the parameter requires gradients.
         is_delta: True if the parameter belongs to an adapter.
-        is_again: True if an earlier module of the tree has the same parameter (tied).
+        is_again: True if the parameter is tied to one that appears earlier in the tree.
     """
 
     name: str
@@ -53,9 +53,9 @@ class Counts:
     """Parameter counts of a module.
 
     Args:
-        total: parameters of the module and its submodules, adapters included.
-        trained: trained parameters among these.
-        delta: adapter parameters among these.
+        total: number of parameters of the module and its submodules, including adapters.
+        trained: number of trained parameters among them.
+        delta: number of adapter parameters among them.
     """
 
     total: int = 0
@@ -71,7 +71,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class ModuleRun:
-    """Row of the tree: adjacent modules with equal structure, and the contents of one of them.
+    """Row of the tree: adjacent modules with the same structure, and the contents of one of them.
 
     Args:
         name: displayed name, such as ``attn``, ``layers.0-11`` or ``q_proj, k_proj``.
@@ -79,7 +79,7 @@ class ModuleRun:
         targets: adapter targets that match the modules; () for the root and for modules of an
             adapter.
         tensors: parameters registered directly on one of the modules.
-        counts: parameters of all the modules.
+        counts: parameter counts of all modules of the row.
         children: rows of the submodules of one of the modules.
     """
 
@@ -103,7 +103,7 @@ class _Node:
         is_delta: True for an adapter module, or a module inside one.
         is_list: True for a container without computation.
         look: structure key; modules with equal keys have the same structure.
-        counts: parameters of the module and its submodules.
+        counts: parameter counts of the module and its submodules.
     """
 
     name: str
@@ -187,7 +187,7 @@ def _run_row(owner: _Node, run: Sequence[_Node], target: str) -> ModuleRun:
 
 
 def _numbers(owner: _Node, run: Sequence[_Node]) -> str:
-    """Return a pattern for the indices of a module list's `run`; ``*`` if it is the whole list."""
+    """Return a pattern for the indices of a run of list entries; ``*`` for the whole list."""
     if len(run) == len(owner.children):
         return "*"
     return f"({'|'.join(node.name for node in run)})"
@@ -196,8 +196,8 @@ def _numbers(owner: _Node, run: Sequence[_Node]) -> str:
 def _write_target(target: str) -> str:
     """Write a target in user syntax.
 
-    It is a regular expression for a subset of the layer indices, and for a module name that is
-    also a generic target name, which would match more modules.
+    The target is written as a regular expression if it selects a subset of the layers, or if the
+    module name is also a generic target name, which would match more modules.
     """
     if target in WORDS:
         return f"[r]^{target}$"
@@ -216,7 +216,7 @@ def walk_rows(row: ModuleRun, depth: int = 0) -> Iterator[tuple[int, ModuleRun]]
 
 
 def short_count(count: int) -> str:
-    """Abbreviate a number of parameters, for example to 11.31B."""
+    """Abbreviate a number of parameters, for example as 11.31B."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             return f"{count / size:.{2 if count < 100 * size else 1}f}{unit}"

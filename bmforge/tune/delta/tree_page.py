@@ -11,7 +11,7 @@ from bmforge.tune.delta.tree import ModuleRun, short_count, walk_rows
 
 __all__ = ["write_tree_page"]
 
-# Types with user-selectable targets, in the order of the page's list.
+# Adapter types with user-selectable targets, in the order of the page's list.
 _TYPES = ("Lora", "Adapter", "LowRankAdapter", "Compacter", "BitFit", "IA3")
 _STYLE = """
 #say{background:var(--bg);border-bottom:1px solid var(--rule);padding:10px 0;position:sticky;top:0}

@@ -11,7 +11,7 @@ __all__ = ["adapter_types", "init_deltas_"]
 
 
 def adapter_types(base: type[AttachedDelta] = AttachedDelta) -> dict[str, type[AttachedDelta]]:
-    """Return a map from class name to adapter type: the subclasses that define a `peft_type`."""
+    """Return a dict from class name to adapter type: all subclasses that define a `peft_type`."""
     types: dict[str, type[AttachedDelta]] = {}
     for kind in base.__subclasses__():
         types |= {kind.__name__: kind} if "peft_type" in vars(kind) else {}

@@ -45,7 +45,7 @@ def find_label_tokens(
         logits: (N, V); labels: (N,)
 
     Raises:
-        ConfigError: a class has no examples, or has all of them.
+        ConfigError: a class has no examples, or all examples belong to one class.
     """
     if score not in ("llr", "ce"):
         raise ConfigError(f"unknown score: score={score!r} (known: llr, ce).")

@@ -49,7 +49,7 @@ def ask_model(
             out.logits, pick_places(out.last_hidden_state, mask_at) if hidden else None
         )
     arguments = dict(inputs)
-    # Other modules than those of transformers, such as ModelCenter's, need no such method.
+    # Modules that are not from transformers, such as ModelCenter's, need no such method.
     table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if getattr(table, "prompt", None) is not None:
         arguments["inputs_embeds"] = look_up(table, arguments.pop("input_ids"))
@@ -62,5 +62,5 @@ def ask_model(
 
 
 def pick_places(x: Tensor, places: Tensor) -> Tensor:
-    """Select M positions from every row: x (B, T, ...) and places (B, M) give (B, M, ...)."""
+    """Select M positions from every row: x (B, T, ...), places (B, M) -> (B, M, ...)."""
     return x[torch.arange(len(places), device=x.device)[:, None], places]

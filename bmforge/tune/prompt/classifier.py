@@ -27,8 +27,8 @@ class ClassOutput(NamedTuple):
     Attributes:
         class_logits: (B, C); log-probabilities with most verbalizers.
         loss: mean loss over rows; None without labels.
-        vocab_logits: (B, V), or (B, M, V) for several masks; log-probabilities of the W label
-            words, (B, W), with a verbalizer that scores words.
+        vocab_logits: (B, V), or (B, M, V) for several masks; for a verbalizer that scores words,
+            the log-probabilities of the W label words, (B, W).
     """
 
     class_logits: Tensor
@@ -46,8 +46,8 @@ class PromptClassifier(nn.Module):
         frozen: True to train only the template's soft tokens and the verbalizer.
 
     Raises:
-        ConfigError: the verbalizer needs another number of masks than the template has, or text
-            after the mask would not be scored.
+        ConfigError: template and verbalizer have different numbers of masks, or text after the mask
+            would not be scored.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PromptClassifier(nn.Module):
 
         Args:
             mask_at: answer positions.
-            labels: target classes, see `class_loss`; if given, the loss is returned too.
+            labels: target classes, see `class_loss`; if given, the loss is computed too.
             inputs: further columns of `collate`.
 
         Shape:
@@ -119,7 +119,7 @@ class PromptClassifier(nn.Module):
     def look(
         self, examples: Sequence[Any], hidden: bool = False, **options: Any
     ) -> PositionOutputs:
-        """Return the model's outputs at the masks of examples, on which verbalizers can be fitted.
+        """Return the model's outputs at the masks of examples, for fitting a verbalizer.
 
         Args:
             examples: examples in any form that `Template.wrap` accepts.
@@ -145,7 +145,7 @@ def check_masks(template: Template, verbalizer: Any) -> None:
     """Check that a template and a verbalizer are compatible.
 
     Raises:
-        ConfigError: different numbers of masks, or text after the mask that would not be scored.
+        ConfigError: the numbers of masks differ, or text after the mask would not be scored.
     """
     if verbalizer.num_masks != template.num_masks:
         raise ConfigError(
@@ -201,7 +201,7 @@ def class_loss(scores: Tensor, labels: Tensor, verbalizer: Any) -> Tensor:
 
     Args:
         scores: class scores of a verbalizer.
-        labels: class numbers; or (B, C) floats, 1 for each class of a row; or (B,) floats between 0
+        labels: class indices; or (B, C) floats, 1 for each class of a row; or (B,) floats between 0
             and 1 that interpolate between the first and the second of two classes.
         verbalizer: verbalizer that computed the scores.
 
@@ -209,8 +209,8 @@ def class_loss(scores: Tensor, labels: Tensor, verbalizer: Any) -> Tensor:
         scores: (B, C)
 
     Raises:
-        ConfigError: several classes per row with normalized scores.
-        ShapeError: float labels of another shape.
+        ConfigError: rows have several classes, but the scores are normalized.
+        ShapeError: float labels have another shape.
 
     Source: Gao et al., "Making pre-trained language models better few-shot learners" (2021) for
     regression between two words.

@@ -25,14 +25,15 @@ def classify_together(
     Args:
         classifiers: classifiers of the same classes; usually one model with several templates.
         examples: examples in any form that `Template.wrap` accepts.
-        mean: "probabilities" or "logits" (scores before the softmax) to average.
+        mean: values to average: "probabilities", or "logits" (scores before the softmax).
         options: options of `PromptClassifier.batches`.
 
     Shape:
         returns (N, C)
 
     Raises:
-        ConfigError: no classifiers, different numbers of classes, or an unknown `mean`.
+        ConfigError: there are no classifiers, their numbers of classes differ, or `mean` is
+            unknown.
     """
     counts = sorted({classifier.verbalizer.num_classes for classifier in classifiers})
     if len(counts) != 1:

@@ -1,8 +1,8 @@
 """Reads template and label word files in OpenPrompt's formats; writes the files of a run.
 
-Formats of label words: .txt or .csv with one class per line, words separated by commas, an empty
-line between verbalizers; .json with one verbalizer or a list; .jsonl with one per line. A
-verbalizer is a list with the words of every class, or a map from class names to words.
+Formats of label words: .txt or .csv with one class per line, words separated by commas, and an
+empty line between verbalizers; .json with one verbalizer or a list; .jsonl with one verbalizer per
+line. A verbalizer is a list with the words of every class, or a dict from class name to words.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ def read_verbalizer(
     Args:
         path: path of the file.
         choice: index of the verbalizer in the file.
-        classes: class names in order; the words of a map are sorted into this order.
+        classes: class names in order; the words of a dict are sorted into this order.
 
     Raises:
-        ConfigError: the file is missing or malformed, or lacks this verbalizer or these classes.
+        ConfigError: the file is missing or malformed, or does not contain the verbalizer or a
+            class.
     """
     file = Path(path)
     try:
@@ -104,14 +105,14 @@ def _order(words: Any, file: Path, classes: Sequence[str]) -> list[list[str]]:
 def write_prompt(
     folder: Path, template: str, words: Sequence[Sequence[str]], classes: Sequence[str], card: str
 ) -> None:
-    """Write a template, its label words and a README into a folder.
+    """Write a template, its label words and a README to a directory.
 
     Args:
-        folder: target folder; created if it does not exist.
+        folder: target directory; created if it does not exist.
         template: text of the template.
         words: words of every class.
         classes: class names.
-        card: text of the folder's README.md.
+        card: text of README.md.
     """
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "template.txt", template + "\n")

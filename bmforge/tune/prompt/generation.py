@@ -21,17 +21,17 @@ class GenerationVerbalizer(nn.Module):
     In training, the text of the correct class is the target.
 
     Args:
-        words: text of every class, in order; if a class has several, the first is used.
+        words: text of every class, in order; if a class has several texts, the first is used.
         tokenizer: the model's tokenizer.
-        rule: True to treat the texts as templates without a mask, filled from each example, such as
-            `{"meta":"choice1"}`.
+        rule: True if the texts are templates without a mask that are filled from each example, such
+            as `{"meta":"choice1"}`.
         per_token: True to divide by the number of tokens, so that long texts are not penalized.
 
     Shape:
-        scores: (B, C), of the texts -> (B, C)
+        scores: (B, C), scores of the texts -> (B, C)
 
     Raises:
-        ConfigError: no texts, or a rule that is not a valid template.
+        ConfigError: there are no texts, or a text is not a valid template.
     """
 
     takes = "words"
@@ -69,10 +69,10 @@ class GenerationVerbalizer(nn.Module):
         return text
 
     def answers(self, example: Any) -> list[list[int]]:
-        """Return the tokens of the texts of all classes.
+        """Return the token ids of each class's text.
 
         Raises:
-            ConfigError: a text without tokens.
+            ConfigError: a text has no tokens.
         """
         texts = [self.write(example, label) for label in range(self.num_classes)]
         tokens = self._tokenizer.encode_plain(texts)
@@ -81,5 +81,5 @@ class GenerationVerbalizer(nn.Module):
         return tokens
 
     def forward(self, scores: Tensor) -> Tensor:
-        """Return the scores unchanged: the score of a class is that of its text."""
+        """Return the scores unchanged, since the score of a class is that of its text."""
         return scores

@@ -27,7 +27,7 @@ class WriteOutput(NamedTuple):
     """Output of a `PromptGenerator`.
 
     Attributes:
-        loss: sum over each row's target tokens, averaged over rows.
+        loss: loss summed over each row's target tokens and averaged over rows.
         logits: (B, L, V), at the positions that predict the target's tokens.
     """
 
@@ -41,8 +41,8 @@ class PromptGenerator(nn.Module):
     Args:
         model: language model that the template was built for.
         template: template with one mask, where texts are written.
-        write: (model, input_ids, attention_mask, **options) -> ids, such as
-            `bmforge.infer.generate`; used only by `write`. None uses the model's own `generate`.
+        write: function (model, input_ids, attention_mask, **options) -> ids that the method `write`
+            calls, such as `bmforge.infer.generate` (default: the model's method `generate`).
         frozen: True to train only the template's soft tokens.
 
     Raises:
@@ -114,7 +114,7 @@ class PromptGenerator(nn.Module):
         Args:
             examples: examples in any form that `Template.wrap` accepts.
             size: batch size.
-            max_seq_len: longest prompt in tokens.
+            max_seq_len: maximum length of a prompt in tokens.
             options: options of the `write` function, such as max_new_tokens, num_beams or
                 do_sample.
 
@@ -149,7 +149,7 @@ class PromptGenerator(nn.Module):
         return texts
 
     def _pad(self, prompts: Sequence[Encoded], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Pad prompts to equal length, on the left for decoders; return ids and masks."""
+        """Pad prompts to equal length, on the left for decoders; return ids and attention masks."""
         width = max(map(len, prompts))
         apart = self.template.asking.writes_apart
         rows, masks = [], []
@@ -161,7 +161,7 @@ class PromptGenerator(nn.Module):
         return torch.tensor(rows, device=device), torch.tensor(masks, device=device)
 
     def _read(self, ids: Sequence[int]) -> str:
-        """Decode generated ids up to the EOS token, without a leading sentinel."""
+        """Decode generated ids up to the EOS token; a leading sentinel is removed."""
         tokenizer = self.template.tokenizer
         ends = set(find_ends(self.template)) | {tokenizer.pad_id}
         written: list[int] = []
@@ -175,7 +175,7 @@ class PromptGenerator(nn.Module):
 
 
 def find_ends(template: Template) -> list[int]:
-    """Return a list with the token that ends a target (GLM: its end-of-piece token), or []."""
+    """Return [id] of the token that ends a target (EOS; for GLM, end of piece), or []."""
     roles = ("eop", "eos") if template.asking.kind == "blanks" else ("eos",)
     ids = (template.tokenizer.role_id(role) for role in roles)
     return [id for id in ids if id is not None][:1]

@@ -13,7 +13,7 @@ __all__ = ["PTRTemplate", "PTuning", "PrefixTemplate", "SoftTemplate"]
 
 
 class SoftTemplate(Template):
-    """Template preceded by soft tokens, equal to `Template(..., front=num_tokens)`.
+    """Template preceded by soft tokens, equivalent to `Template(..., front=num_tokens)`.
 
     Args:
         text, tokenizer, model: arguments of `Template`.
@@ -78,13 +78,13 @@ class PrefixTemplate(Template):
 
     Args:
         text, tokenizer, model: arguments of `Template`.
-        length: number of trained keys and values per attention.
-        inner: width of the layers that compute the prefix in training; 0 trains the prefix
+        length: number of trained keys and values per attention layer.
+        inner: hidden size of the MLP that computes the prefix in training; 0 to train the prefix
             directly.
         options: further options of `Template`.
 
     Attributes:
-        delta: the prefix, which can be saved and removed.
+        delta: the `Prefix` adapter, which can be saved and removed.
 
     Source: Li and Liang, "Prefix-Tuning" (2021).
     """

@@ -1,8 +1,8 @@
 """Parses the lambdas in old template files without evaluating code.
 
-A lambda is compiled to nested Python functions if it uses only text methods, `+` of texts,
-indices and slices by constants, f-strings, `"...".join(...)` and comprehensions over its argument
-(with `enumerate` too). Any other syntax is refused, so a template file cannot run code.
+A lambda is compiled to nested Python functions if it uses only string methods, `+` of strings,
+constant indices and slices, f-strings, `"...".join(...)`, and comprehensions over its argument,
+also with `enumerate`. Any other syntax is refused, so a template file cannot run code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read_lambda(node: ast.Lambda) -> Callable[[Any], str]:
     """Return a function that is equivalent to a lambda of one argument.
 
     Raises:
-        ValueError: the lambda uses unsupported syntax, which the message names.
+        ValueError: the lambda uses unsupported syntax; the message names it.
     """
     spec = node.args
     names = [argument.arg for argument in spec.args]
@@ -52,7 +52,7 @@ def read_lambda(node: ast.Lambda) -> Callable[[Any], str]:
 
 
 def _compile(node: ast.expr, names: set[str]) -> Expression:
-    """Compile an expression to a function of a dict with the values of the variables `names`."""
+    """Compile an expression to a function whose argument is a dict from variable name to value."""
     match node:
         case ast.Name(id=name) if name in names:
             return lambda scope: scope[name]
@@ -85,7 +85,7 @@ def _compile_method(name: str, owner: Expression, arguments: list[Expression]) -
 
 
 def _compile_loop(element: ast.expr, loop: ast.comprehension, names: set[str]) -> Expression:
-    """Compile a comprehension without conditions to a function."""
+    """Compile a comprehension to a function; conditions are not supported."""
     if loop.ifs or loop.is_async:
         raise ValueError("a comprehension with conditions is not supported")
     targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]

@@ -1,7 +1,7 @@
-"""The template language: text, and pieces in braces, each a literal dict or set.
+"""Parser of the template language: text, and pieces in braces, each a literal dict or set.
 
-The text is never evaluated. A scanner that knows quotes and braces finds the pieces, and each is
-parsed as a literal; any mistake is a `TemplateError` with its position.
+The text is never evaluated. A scanner that handles quotes and braces finds the pieces, and each
+piece is parsed as a literal; a mistake raises a `TemplateError` with its position.
 Source: the language is OpenPrompt's (Ding et al., "OpenPrompt: An Open-source Framework for
 Prompt-learning", 2022).
 """
@@ -25,7 +25,7 @@ __all__ = ["parse_template"]
 
 _KINDS = ("placeholder", "meta", "mask", "special", "text", "soft", "soft_id")
 _KEYS = {*_KINDS, "shortenable", "post_processing", "duplicate", "same", "add_prefix_space"}
-# Keys that are allowed for some kinds only.
+# Keys that are allowed only for some kinds of pieces.
 _ONLY = {
     "duplicate": ("soft",),
     "same": ("soft",),
@@ -40,10 +40,10 @@ def parse_template(text: str, needs_mask: bool = True) -> tuple[Piece, ...]:
 
     Args:
         text: text in the template language.
-        needs_mask: True to raise if the template has no mask.
+        needs_mask: True to raise an error if the template has no mask.
 
     Raises:
-        TemplateError: invalid template; the message has line, column and the expected syntax.
+        TemplateError: the template is invalid; the message has line, column and expected syntax.
     """
     _check_characters(text)
     pieces: list[Piece] = []
@@ -178,7 +178,7 @@ def _read_literal(piece: str, fail: Callable[[str], TemplateError]) -> Mapping[A
 
 
 def _check_value(kind: str, value: Any, fail: Callable[[str], TemplateError]) -> None:
-    """Validate the value of the key that determines the piece's type."""
+    """Raise a `TemplateError` if the value of the key that determines a piece's type is invalid."""
     if kind in ("placeholder", "meta", "special", "text") and not isinstance(value, str):
         raise fail(f"{kind}={value!r} must be a text")
     if kind == "soft" and not isinstance(value, (str, type(None))):
@@ -192,7 +192,7 @@ def _check_value(kind: str, value: Any, fail: Callable[[str], TemplateError]) ->
 
 
 def _read_process(value: Any, fail: Callable[[str], TemplateError]) -> Callable[[str], str] | None:
-    """Return the text function that `post_processing` specifies by name or as a lambda."""
+    """Return the text function that the `post_processing` key names or contains as a lambda."""
     if value is None:
         return None
     if isinstance(value, str) and value.lstrip().startswith("lambda"):

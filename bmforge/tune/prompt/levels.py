@@ -15,7 +15,7 @@ __all__ = ["score_levels"]
 def score_levels(
     scores: Tensor, classes: Sequence[str], sep: str = "-"
 ) -> list[tuple[list[str], Tensor]]:
-    """Return the class names and log-probabilities at every level, with the full names last.
+    """Return a pair (class names, log-probabilities) for every level; full names come last.
 
     Args:
         scores: class scores.
@@ -23,10 +23,10 @@ def score_levels(
         sep: separator of the levels in a name.
 
     Shape:
-        scores: (B, C); each level (B, number of its names)
+        scores: (B, C); log-probabilities of a level with K names: (B, K)
 
     Raises:
-        ConfigError: the number of names differs from the number of classes.
+        ConfigError: the number of names differs from the number of scores.
     """
     if len(classes) != scores.shape[-1]:
         raise ConfigError(

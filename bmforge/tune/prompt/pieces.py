@@ -11,7 +11,7 @@ from bmforge.errors import ConfigError
 __all__ = ["SPECIALS", "Piece", "TemplateError", "Wrapped"]
 
 Kind = Literal["text", "placeholder", "meta", "mask", "special", "soft"]
-# Name of a special piece -> roles of the token that it inserts.
+# Name of a special piece -> tokenizer roles of the token that it inserts.
 SPECIALS = {
     "<mask>": ("mask",),
     "<eos>": ("eos",),
@@ -32,7 +32,7 @@ class TemplateError(ConfigError):
         at: character index of the mistake.
 
     Attributes:
-        line, column: position of the mistake, from 1.
+        line, column: position of the mistake, starting at 1.
     """
 
     def __init__(self, problem: str, text: str, at: int) -> None:
@@ -56,14 +56,14 @@ class Piece:
 
     Args:
         kind: type of the piece.
-        value: text, name of the field or meta entry, special token, or words of a soft piece.
+        value: the piece's text, field name, meta entry name, special token, or soft piece's words.
         spaced: True if a space precedes the piece.
         shortenable: True if the piece's text may be truncated when the prompt is too long.
         soft_id: id of the soft tokens; pieces with the same id share their embeddings; 0 for pieces
             without an id.
         duplicate: number of repetitions of a soft piece.
         same: True if all repetitions share the same trained embeddings.
-        process: function applied to the example's text; None uses the text unchanged.
+        process: function applied to the example's text; if None, the text is unchanged.
         at: index of the piece's first character in the template's text.
     """
 
@@ -80,12 +80,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A template piece after an example's text was inserted.
+    """A template piece with the text of an example.
 
     Args:
         text: text to tokenize; for a soft token, the word that initializes its embedding.
         kind: "mask", "special" (a special token), "soft", or "text" for any other piece.
-        soft: number of the soft token, from 1; 0 if the piece is not a soft token.
+        soft: index of the soft token, starting at 1; 0 if the piece is not a soft token.
         shortenable: True if the text may be truncated.
     """
 

@@ -33,7 +33,7 @@ def register_post_processing(name: str, process: Process) -> None:
     """Register a text function under a name for use in templates.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: the name is already registered.
     """
     if name in _BUILT_IN and _BUILT_IN[name] is not process:
         raise ConfigError(f"post-processing {name!r} is already registered. Choose another name.")

@@ -16,7 +16,7 @@ from bmforge.tune.prompt.prompt_formats import Asking, role_token
 
 __all__ = ["Encoded", "Frame", "Text", "lay_out", "make_frame"]
 
-# CPM-Ant's pre-training task of hidden tokens: the numbers of its prompt and of its segment.
+# Index of CPM-Ant's pre-training task of hidden tokens, for its prompt and its segment ids.
 _HIDDEN_TASK = 1
 
 
@@ -25,13 +25,13 @@ class Encoded:
     """A prompt encoded as model input.
 
     Attributes:
-        input_ids: T token ids; ids from the vocabulary size on are soft tokens.
+        input_ids: T token ids; ids of at least the vocabulary size are soft tokens.
         mask_at: M answer positions, in the input or, for an encoder-decoder, in
             `decoder_input_ids`.
-        decoder_input_ids: input of the decoder; empty without one.
+        decoder_input_ids: input of the decoder; empty without a decoder.
         num_cut: number of the example's tokens that were truncated.
-        columns: further per-token arguments of the model, with one number per token.
-        fixed: further arguments of the model, the same for every prompt of the template.
+        columns: dict from further per-token arguments of the model to one number per token.
+        fixed: dict with further arguments of the model, equal for every prompt of the template.
         predicted: target tokens at `mask_at`, if an answer was given.
     """
 
@@ -51,7 +51,7 @@ class Text(NamedTuple):
     """Content of a prompt, without the special tokens before and after it.
 
     Attributes:
-        ids: token ids of the truncated pieces.
+        ids: token ids of all pieces, after truncation.
         masks: position of each mask in `ids`.
         answer: tokens of the answer at the only mask; () if the model must predict the answer.
     """
@@ -65,11 +65,11 @@ class Frame(NamedTuple):
     """Special tokens that surround every prompt of a template.
 
     Attributes:
-        begin, end: ids before and after the text.
-        tails: for every mask, the ids appended to the row, up to the mask's answer position.
-        begin_columns, tail_columns: per-token arguments of the model for these ids.
-        text_columns: per-token arguments of the model for the text.
-        fixed: further arguments of the model, the same for every prompt of the template.
+        begin, end: token ids before and after the text.
+        tails: token ids that are appended for each mask, up to its answer position.
+        begin_columns, tail_columns: per-token arguments of the model for `begin` and `tails`.
+        text_columns: per-token arguments of the model for the text, one value for all tokens.
+        fixed: further arguments of the model, equal for every prompt of the template.
     """
 
     begin: list[int]
@@ -109,11 +109,11 @@ def make_frame(asking: Asking, tokenizer: Tokenizer, config: Any, num_masks: int
 
 
 def _frame_document(tokenizer: Any, num_masks: int) -> Frame:
-    """Build the special tokens of a CPM-Bee document: one text, and an answer for each blank."""
+    """Build the special tokens of a CPM-Bee document with one text and an answer for each blank."""
     names = [f"<mask_{n}>" for n in range(num_masks)]
     document = {"input": "".join(names), "<ans>": dict.fromkeys(names, "")}
     encoded = encode_document(document, tokenizer, blank_answers=True)
-    inside = np.flatnonzero(encoded.segs == 2)  # the root, the key, and then the text
+    inside = np.flatnonzero(encoded.segs == 2)  # segment 2, after the root and the key, is the text
     columns: dict[str, list[int]] = {
         "input_ids": encoded.ids.tolist(),
         "input_sub": encoded.subs.tolist(),
@@ -145,11 +145,11 @@ def lay_out(
         text: pieces of the prompt.
         front: soft tokens at the start of the prompt; for CPM models, after the first special
             tokens.
-        blanks: start token of the decoder, followed by one sentinel per mask.
+        blanks: ids of the decoder's start token and of one sentinel per mask.
         name: name of the example, used in messages.
 
     Raises:
-        ConfigError: no token precedes the first predicted one.
+        ConfigError: no token precedes the first predicted token.
     """
     answer = list(text.answer)
     inside = asking.form in ("hidden", "document")

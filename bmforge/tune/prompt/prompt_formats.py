@@ -1,4 +1,4 @@
-"""Prompt formats of each kind of model, which differ in how the input represents a mask."""
+"""Prompt formats of the kinds of models, which differ in how the input represents a mask."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class Asking:
         reads_behind: True if the model reads text after the mask.
         shows_mask: True if the input contains the mask token.
         start_is_blank: True if the decoder's start token is the first sentinel.
-        marks: pairs of a config field of the model and a tokenizer role that must have the same
-            token id.
+        marks: pairs (config field of the model, tokenizer role) that must have the same token id.
     """
 
     kind: str
@@ -51,7 +50,7 @@ class Asking:
 
     @property
     def goes_on(self) -> bool:
-        """True if an answer's tokens are predicted one after another, False if all at once."""
+        """True if an answer's tokens are predicted one after another, False if in parallel."""
         return self.form != "row" or not self.shows_mask
 
 
@@ -69,7 +68,7 @@ ASKINGS = {
         Asking("documents", "a numbered blank, filled under <ans>", "document"),
     )
 }
-# Traits of a family (inputs, training objective) -> its prompt format.
+# Traits of a model family (inputs, training objective) -> prompt format.
 _BY_TRAITS = {
     ("both", "masked tokens"): "masked",
     ("left", "next token"): "causal",

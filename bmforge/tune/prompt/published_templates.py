@@ -1,11 +1,11 @@
 """Templates and label words for tasks: those published with OpenPrompt, and generic ones.
 
 Both are stored in `published.json`: for each task the templates, and the words of every class in
-the task's order; for a template with several masks one word per mask. There, templates that repeat
-a text, or have unnecessary text after the mask, are simplified, and a word shared by several
-classes is assigned to only one of them. A task without label words gets the wording of
-`data.tasks.wording`, with the mask at the end, so that every kind of model supports it; this
-template comes after the published ones.
+the task's order (one word per mask for a template with several masks). Templates that repeat a
+text, or have unnecessary text after the mask, are simplified there, and a word shared by several
+classes is assigned to only one of them. A task without label words uses the wording of
+`data.tasks.wording`, with the mask at the end, which every kind of model supports; this template
+comes after the published ones.
 Source: scripts/ of thunlp/OpenPrompt (Apache-2.0): FewGLUE, LMBFF, RelationClassification,
 SuperGLUE, TextClassification, Typing.
 """
@@ -43,7 +43,7 @@ class Published:
 
 @cache
 def read_published() -> Mapping[str, Published]:
-    """Return a map from task name to the published templates and label words."""
+    """Return a dict from task name to its published templates and label words."""
     table = json.loads((files(__package__) / "published.json").read_text("utf-8"))
     return {
         name: Published(tuple(row["templates"]), tuple(map(tuple, row.get("words", ()))))

@@ -1,4 +1,4 @@
-"""Encodes an example as prompts: a single one, or several to score multi-token label words."""
+"""Encodes an example as one prompt, or as several to score label words of several tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Question(NamedTuple):
 
     Attributes:
         prompts: K prompts; only one if the verbalizer scores single tokens at the masks.
-        words: target tokens of each of W words; [] if the verbalizer scores single tokens.
-        which: index of each word's prompt.
+        words: token ids of each of W words; [] if the verbalizer scores single tokens.
+        which: index of the prompt in which each word is scored.
     """
 
     prompts: list[Encoded]
@@ -37,7 +37,7 @@ def ask_example(
     cut: Cut = "tail",
     name: str = "the example",
 ) -> Question:
-    """Encode an example as a `Question`; arguments are those of `Template.encode`."""
+    """Encode an example as a `Question`; the other arguments are those of `Template.encode`."""
     if verbalizer.takes != "words":
         return Question([template.encode(example, max_seq_len, cut, name)], [], [])
     words = verbalizer.answers(example)
@@ -48,7 +48,7 @@ def ask_example(
         for shape in unique
     ]
     which = [unique.index(shape) for shape in shapes]
-    answers = [  # with the text scored after the word
+    answers = [  # a word, then the template's text after it, which is scored too
         [*word, *prompts[at].predicted[len(word) :]] for word, at in zip(words, which, strict=True)
     ]
     return Question(prompts, answers, which)
@@ -97,7 +97,7 @@ def score_words(logits: Tensor, answers: Tensor, which: Tensor) -> Tensor:
     Args:
         logits: logits at the answer positions of all prompts.
         answers: tokens of the words, padded with -100.
-        which: index of each word's prompt.
+        which: index of the prompt in which each word is scored.
 
     Shape:
         logits: (B K, M, V); answers: (B, W, L <= M); which: (B, W); returns (B, W)

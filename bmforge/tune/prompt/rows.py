@@ -1,9 +1,8 @@
 """Example sources and objectives for training on prompts; examples are tokenized lazily.
 
-`PromptRows` and `TargetRows` are sources of examples as `recipes/inputs/examples.py` reads them;
-their objectives work on every layout. The first label of each row is ignored, like that of a
-causal language model that shifts its labels, so that all models have the same number of labels per
-row.
+`PromptRows` and `TargetRows` are sources of examples for `recipes/inputs/examples.py`; their
+objectives work on every layout. The first label of each row is ignored, as for a causal language
+model that shifts its labels, so that all models have the same number of labels per row.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from bmforge.tune.prompt.truncate import Cut
 
 __all__ = ["PromptRows", "TargetRows", "prompt_objective", "target_objective"]
 
-# Batch widths are multiples of this: few distinct shapes, and little padding.
+# Sequence lengths of batches are multiples of this number, for few shapes and little padding.
 _WIDTH_STEP = 64
 
 
@@ -36,14 +35,14 @@ class _Rows:
     Args:
         template: template that encodes the examples.
         examples: any indexable sequence.
-        seq_len: longest prompt in tokens.
+        seq_len: maximum length of a prompt in tokens.
         cut: truncation of long prompts, as in `cut_parts`.
-        settings: further values on which the rows depend, to include in the fingerprint.
+        settings: further values on which the rows depend, for the fingerprint.
 
     Attributes:
         columns: label columns; `collate` adds all other columns.
         fingerprint: hash of the template, the settings, the number of examples, and the first and
-            last example; hashing every example would require reading all of them.
+            last example, so that not all examples must be read.
 
     Raises:
         ConfigError: there are no examples.
@@ -85,7 +84,7 @@ class PromptRows(_Rows):
     Args:
         template, examples, seq_len, cut: arguments of `_Rows`.
         verbalizer: verbalizer whose words determine the prompts of an example.
-        labels: class of each example; -100 for unlabeled ones.
+        labels: class index of each example; -100 for an unlabeled example.
 
     Raises:
         ConfigError: there are no examples, or template and verbalizer do not fit.
@@ -160,7 +159,7 @@ class TargetRows(_Rows):
 def prompt_objective(verbalizer: Any) -> Callable[[nn.Module, Batch, float], Tensor]:
     """Return the training objective for `PromptRows`: the cross-entropy of the classes.
 
-    On earlier pipeline stages its return value is a placeholder.
+    On pipeline stages before the last, the objective returns a placeholder.
     """
 
     def objective(model: nn.Module, batch: Batch, num_items: float) -> Tensor:

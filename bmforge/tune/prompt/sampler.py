@@ -1,4 +1,4 @@
-"""Few-shot sampling that reproduces OpenPrompt's samples for the same seed."""
+"""Few-shot sampling that selects the same examples as OpenPrompt for the same seed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ def draw_few(
     with_dev: bool = False,
     allow_fewer: bool = False,
 ) -> tuple[list[int], list[int]]:
-    """Sample few-shot training examples and the same number of validation examples; return indices.
+    """Sample few-shot training and validation examples; return two lists of indices.
 
     Args:
         labels: labels of all examples.
-        per_label: number of examples per label; give this or `total`.
+        per_label: number of examples per label; set this or `total`.
         total: number of examples of all labels together.
         seed: random seed of the sample.
-        with_dev: True to sample validation examples too; else the second list is empty.
+        with_dev: True to also sample equally many validation examples; otherwise the second list is
+            empty.
         allow_fewer: True to use all examples of a label that has too few.
 
     Raises:

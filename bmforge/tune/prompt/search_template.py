@@ -19,7 +19,7 @@ from bmforge.tune.prompt.template import Template
 
 __all__ = ["search_templates"]
 
-# Positions of the generated parts: two blanks around the label word, or before it.
+# Templates without and with a second text; the model fills the blanks around the label word.
 _SHAPES = (
     '{"placeholder":"text_a"} {"mask"} {"meta":"label_word"} {"mask"}',
     '{"placeholder":"text_a"} {"mask"} {"meta":"label_word"} {"mask"} {"placeholder":"text_b"}',
@@ -48,12 +48,13 @@ def search_templates(
         words: label word of each example.
         pairs: True if the template has a second text at its end.
         beams: beam width.
-        max_tokens: longest template in tokens, sentinels included.
+        max_tokens: maximum length of a template in tokens, including sentinels.
         keep: number of templates to return.
-        max_seq_len: longest example in tokens.
+        max_seq_len: maximum length of an example in tokens.
 
     Raises:
-        ConfigError: no examples, not one word per example, or a model without span corruption.
+        ConfigError: there are no examples, the numbers of words and examples differ, or the
+            model was not trained on span corruption.
     """
     if not examples or len(examples) != len(words) or min(beams, keep) < 1:
         raise ConfigError(
@@ -120,7 +121,7 @@ def _read_source(
 
 
 def _go_on(model: Any, source: Any, mask: Tensor, ids: Sequence[int]) -> Tensor:
-    """Return the log-probabilities of the next token, averaged over the examples, (V,)."""
+    """Return the next token's log-probabilities averaged over the examples, (V,)."""
     rows = torch.tensor([ids] * len(mask), device=mask.device)
     last = torch.full_like(rows[:, :1], len(ids) - 1)
     out = model(encoder_outputs=source, attention_mask=mask, decoder_input_ids=rows, logits_at=last)
@@ -128,7 +129,7 @@ def _go_on(model: Any, source: Any, mask: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def _write(ids: Sequence[int], second: int, tokenizer: Tokenizer, pairs: bool) -> str:
-    """Return the template text of generated ids, with braces escaped."""
+    """Return the template text for generated ids, with braces escaped."""
     position = list(ids).index(second)
     parts = [
         tokenizer.decode_written(part).strip() for part in (ids[:position], ids[position + 1 :])

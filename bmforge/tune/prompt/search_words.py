@@ -23,23 +23,23 @@ def search_label_words(
 ) -> list[tuple[list[int], float]]:
     """Search for the best sets of label words; return them with their accuracy on the examples.
 
-    Ties are broken by the probability of the words. Each set may then be used for training, and the
-    best one selected on validation examples.
+    Ties are broken by the probability of the words. The caller may train with each set and select
+    the best one on validation examples.
 
     Args:
         logits: logits at the masks of labeled examples.
-        labels: classes of the examples, from 0.
+        labels: class indices of the examples.
         num_candidates: candidate tokens per class: the most probable tokens on the class's
             examples.
         keep: number of sets to return.
-        max_tries: maximum number of sets to try; if there are more, each class gets fewer
-            candidates.
+        max_tries: maximum number of sets to try; if there are more, fewer candidates are used per
+            class.
 
     Shape:
         logits: (N, V); labels: (N,)
 
     Raises:
-        ConfigError: a class without examples, or counts below 1.
+        ConfigError: a class has no examples, or a count is below 1.
     """
     classes = int(labels.max()) + 1
     missing = [number for number in range(classes) if not bool((labels == number).any())]

@@ -31,7 +31,8 @@ class SoftRow:
     """Initialization of the trained embedding of one soft token.
 
     Args:
-        token: id of the token whose embedding initializes the soft token; -1 initializes at random.
+        token: id of the token whose embedding initializes the soft token; -1 for a random
+            initialization.
         word: text of that token.
     """
 
@@ -42,9 +43,9 @@ class SoftRow:
 def number_rows(
     pieces: Sequence[Piece], tokenizer: Tokenizer
 ) -> tuple[tuple[SoftRow, ...], list[tuple[int, ...]]]:
-    """Assign soft tokens to a template's pieces; return all soft tokens and each piece's numbers.
+    """Assign soft tokens to pieces; return all soft tokens, and their indices for each piece.
 
-    Numbers start at 1. Pieces with the same soft_id share soft tokens; a word gets one soft token
+    Indices start at 1. Pieces with the same soft_id share soft tokens; a word has one soft token
     per token.
     """
     rows: list[SoftRow] = []
@@ -108,7 +109,7 @@ class MadeRows(nn.Module):
         return self.mlp(rows)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Look up the embeddings of soft tokens by their numbers."""
+        """Look up the embeddings of soft tokens by their indices."""
         return nn.functional.embedding(rows, self.weight)
 
 
@@ -135,7 +136,7 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
     A model on the meta device may already have the soft tokens, created from its config.
 
     Raises:
-        ConfigError: the model already has other soft tokens, or has no token embedding.
+        ConfigError: the model has other soft tokens already, or has no token embedding.
     """
     table = token_table(model)
     attached = getattr(table, "prompt", None)
@@ -176,8 +177,8 @@ def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
     Args:
         model: model on any layout; every process gets the same values.
         rows: initialization of each soft token of the model's template.
-        seed: random seed of embeddings without initialization words, which get the standard
-            deviation of the token embedding.
+        seed: random seed of embeddings without initialization words; their standard deviation is
+            that of the token embedding.
 
     Comm: on a sharded embedding, two all-reduces.
     """
@@ -205,10 +206,9 @@ def _remember(model: Any, rows: ExtraEmbeddings) -> None:
 
 
 def drop_rows_(model: Any) -> None:
-    """Remove the soft tokens of a model, so that another template can add its own.
+    """Remove the soft tokens of a model, if any, so that another template can add its own.
 
-    Templates that use the removed soft tokens no longer work. A model without soft tokens is not
-    changed.
+    Templates that use the removed soft tokens no longer work.
     """
     table = token_table(model)
     prompt = getattr(table, "prompt", None)

@@ -35,17 +35,18 @@ class Template:
         model: model that reads the prompts; soft tokens of the template are attached to the model
             (`nn.prompt`) and trained, even if the model is frozen. If the model is on the meta
             device, the soft tokens are too; `draw_rows_` initializes them later.
-        front: number of soft tokens at the start of the prompt; for CPM models after the first
-            special tokens.
-        encoder: "" trains the soft tokens' embeddings directly; "lstm" or "mlp" trains a P-tuning
-            encoder.
-        behind: handling of text after the mask if the model does not read it: "refuse", "leave
-            out", or "score" it after each word, for a verbalizer with "joint" words.
+        front: number of soft tokens at the start of the prompt (for CPM models, after the first
+            special tokens).
+        encoder: "" to train the soft tokens' embeddings directly; "lstm" or "mlp" to train a
+            P-tuning encoder.
+        behind: handling of text after the mask if the model does not read it: "refuse" raises an
+            error, "leave out" drops the text, and "score" scores the text after each word, for a
+            verbalizer with "joint" words.
         asking: name in `ASKINGS` that overrides the prompt format of the model's family.
         seed: random seed of new soft tokens.
 
     Attributes:
-        shown: examples with answers (demonstrations) before every prompt.
+        shown: demonstrations (examples with answers) before every prompt.
         blanks: sentinel tokens used for the masks.
 
     Raises:
@@ -98,7 +99,7 @@ class Template:
         return list(self._prompt.parameters()) if self.rows else []
 
     def _check_masks(self, behind: str) -> str:
-        """Refuse unsupported masks; return the handling of text after the mask (`behind`)."""
+        """Raise an error for unsupported masks; return the handling of text after the mask."""
         if self.asking.reads_behind:
             return "refuse"
         first = next(n for n, piece in enumerate(self.pieces) if _is_mask(piece))
@@ -150,8 +151,8 @@ class Template:
         """Insert an example's texts into the template; return the filled pieces.
 
         Args:
-            example: a `TaskExample`, a mapping of texts (with "meta", a mapping of further
-                entries), or anything with text_a, text_b and meta.
+            example: a `TaskExample`, a mapping from field name to text (and from "meta" to a
+                mapping of further entries), or an object with text_a, text_b and meta.
 
         Raises:
             ConfigError: the example lacks a field that the template names.
@@ -191,10 +192,10 @@ class Template:
 
         Args:
             example: example in any form that `wrap` accepts.
-            max_seq_len: longest prompt in tokens, soft tokens and special tokens included.
+            max_seq_len: maximum length of a prompt in tokens, including soft and special tokens.
             cut: truncation of long prompts, as in `cut_parts`.
             name: name of the example, used in messages.
-            answer: target tokens at the only mask; () predicts one token.
+            answer: target tokens at the only mask; () to predict one token.
 
         Raises:
             ConfigError: the pieces that may not be truncated are too long, or no token precedes
@@ -232,7 +233,7 @@ class Template:
         )  # fmt: skip
 
     def question_of(self, answer: Sequence[int]) -> tuple[int, ...]:
-        """Return a key of the prompt in which an answer is scored; equal keys share one prompt."""
+        """Return a key: answers with equal keys are scored in the same prompt."""
         if self.behind == "score":
             return tuple(answer)
         return tuple(answer[:-1]) if self.asking.goes_on else (0,) * len(answer)
@@ -270,7 +271,7 @@ def _is_mask(piece: Piece) -> bool:
 
 
 def read_fields(example: Any) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Return a map from name to text of an example, and its meta entries.
+    """Return a dict from name to text of an example, and a dict with its meta entries.
 
     The first two texts are also named text_a and text_b. The choices of a `TaskExample` are the
     meta entries choice1, choice2, ...
@@ -315,7 +316,7 @@ def _process_value(piece: Piece, value: Any) -> str:
     """Convert a field's value to text, with the piece's `post_processing`.
 
     Raises:
-        ConfigError: the value is a list or an object, and no function converts it to a text.
+        ConfigError: the value is a list or an object, and no function converts it to text.
     """
     value = str(value) if isinstance(value, int | float) else value
     try:
@@ -336,7 +337,7 @@ def read_template(path: str | Path, choice: int = 0) -> str:
     """Read a template from a file with one template per line; empty lines are skipped.
 
     Raises:
-        ConfigError: the file has fewer templates than `choice` requires.
+        ConfigError: the file has no template with the index `choice`.
     """
     lines = [line for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
     if not 0 <= choice < len(lines):

@@ -27,21 +27,21 @@ class SoftVerbalizer(nn.Module):
     """Verbalizer with one trained output row per class, initialized from its label word (WARP).
 
     Args:
-        words: label words of every class, in order; the class's row is initialized with the mean
-            output row of the first word's tokens. Or the number of classes, to initialize the rows
-            like those of `nn.Linear`.
+        words: label words of every class, in order, or the number of classes. A class's row is
+            initialized with the mean output row of its first word's tokens; without words, as in
+            `nn.Linear`.
         tokenizer: the model's tokenizer.
         model: model whose head is copied; not yet parallelized.
 
     Attributes:
         head: trained copy of the head without its last layer.
-        rows: (C, D), trained.
+        rows: trained output rows, (C, D).
 
     Shape:
         hidden: (B, D) -> (B, C)
 
     Raises:
-        ConfigError: the model has no head that predicts tokens, or is parallelized.
+        ConfigError: the model has no LM head, or is parallelized.
     """
 
     takes = "hidden"
@@ -71,13 +71,13 @@ class SoftVerbalizer(nn.Module):
 
 
 def copy_head(model: Any) -> tuple[nn.Module, Tensor, float]:
-    """Return a copy of a head without its last layer, that layer's weight, and a logit scale.
+    """Return a copy of a head without its last layer, the last layer's weight, and a logit scale.
 
     Args:
         model: bmforge or transformers model.
 
     Raises:
-        ConfigError: the model has no such head, or is parallelized.
+        ConfigError: the model has no LM head, or is parallelized.
     """
     last, module = _find_last(model)
     weight = last.matrix(torch.float32) if hasattr(last, "matrix") else last.weight
@@ -115,10 +115,10 @@ class PrototypeVerbalizer(nn.Module):
 
     Args:
         num_classes: number of classes, C.
-        width: D, hidden size of the model.
-        size: dimensions of the prototype space.
+        width: hidden size of the model, D.
+        size: dimension of the prototype space.
         words: verbalizer whose scores are averaged with the prototypes' scores, both standardized
-            to mean 0 and standard deviation 1; None uses the prototypes alone.
+            to mean 0 and standard deviation 1; if None, only the prototypes' scores are used.
         seed: random seed of the initialization.
 
     Shape:
@@ -193,7 +193,7 @@ class PrototypeVerbalizer(nn.Module):
             hidden: (N, D); labels: (N,)
 
         Raises:
-            ShapeError: a class without an example.
+            ShapeError: a class has no examples.
         """
         missing = sorted(set(range(self.num_classes)) - set(labels.tolist()))
         if missing:

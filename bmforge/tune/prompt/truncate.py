@@ -16,17 +16,19 @@ CUTS = ("tail", "head", "balanced")
 def cut_parts(
     parts: Sequence[tuple[list[int], bool]], room: int, cut: Cut, name: str
 ) -> list[list[int]]:
-    """Truncate the shortenable parts of a prompt by just enough tokens; return all parts.
+    """Truncate the shortenable parts of a prompt to fit into `room` tokens; return all parts.
 
     Args:
         parts: (ids, flag) of every part; the flag is True if the part may be truncated.
         room: maximum number of tokens of all parts together.
-        cut: "tail" removes tokens from the end, starting with the last part; "head" from the
-            beginning, starting with the first; "balanced" from the end of all, in proportion.
+        cut: "tail" removes tokens from the end, starting with the last part; "head" removes them
+            from the beginning, starting with the first part; "balanced" removes them from the end
+            of every part, in proportion to its length.
         name: name of the example, used in messages.
 
     Raises:
-        ConfigError: an unknown `cut`, or the other parts are already longer than `room`.
+        ConfigError: `cut` is unknown, or the parts that may not be truncated are longer than
+            `room`.
     """
     if cut not in CUTS:
         raise ConfigError(f"unknown method: cut={cut!r} (known: {', '.join(CUTS)}).")
@@ -55,7 +57,7 @@ def cut_parts(
 
 
 def _share(lengths: Sequence[int], excess: int) -> list[int]:
-    """Distribute `excess` tokens to remove over the parts, in proportion to their lengths."""
+    """Return how many of `excess` tokens to remove from each part, in proportion to its length."""
     total, losses = sum(lengths), []
     for length in lengths:  # the part's share of the remaining excess, rounded up
         loss = 0 if not total else -(-excess * length // total)

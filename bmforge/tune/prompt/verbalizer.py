@@ -23,7 +23,7 @@ __all__ = ["KnowledgeableVerbalizer", "ManualVerbalizer", "OneToOneVerbalizer", 
 
 Joining = Literal["first", "max", "mean", "joint"]
 _JOININGS = ("first", "max", "mean", "joint")
-# Score of a padding word, and the lower bound of probabilities.
+# Score of padding words, and the minimum probability.
 _ABSENT, _TINY = -10_000.0, 1e-15
 
 
@@ -31,23 +31,25 @@ class ManualVerbalizer(nn.Module):
     """Verbalizer with label words chosen by the user, one or several per class.
 
     Args:
-        words: words of every class, in order; or a map from class names to words. A space is
-            put before a word unless it is Chinese or starts with "<!>".
+        words: words of every class, in order; or a dict from class name to words. A space is added
+            before a word unless it is Chinese or starts with "<!>".
         tokenizer: the model's tokenizer.
-        join: score of a word with several tokens: at one mask, the score of the "first" token, or
-            the "max" or "mean" of all; or "joint", the word's log-probability over as many masks or
-            steps as it has tokens.
-        normalize: True to return log-probabilities; False for the mean of the words' raw scores.
+        join: score of a word with several tokens: "first" is the first token's score at one mask,
+            "max" and "mean" those of all tokens at one mask, and "joint" the word's log-probability
+            over as many masks or decoding steps as it has tokens.
+        normalize: True to return log-probabilities; False to return the mean of the words' raw
+            scores.
 
     Attributes:
-        takes: input of the verbalizer: "logits", token scores at the mask; or "words", word scores.
+        takes: input of the verbalizer: "logits" (token scores at the mask) or "words" (word
+            scores).
 
     Shape:
         logits: (B, V), or for "joint" (B, number of all words) -> (B, C)
 
     Raises:
-        ConfigError: no words, a word that the tokenizer cannot encode, or one that two classes
-            share.
+        ConfigError: there are no words, the tokenizer cannot encode a word, or two classes share a
+            word.
     """
 
     shares_words = False
@@ -105,7 +107,7 @@ class ManualVerbalizer(nn.Module):
         self.register_buffer("there", is_valid, persistent=False)
 
     def answers(self, example: Any) -> list[list[int]]:
-        """Return the tokens of all words, class by class, to be scored with "joint"."""
+        """Return the token ids of all words, class by class; used with "joint"."""
         return [word for row in self.tokens for word in row]
 
     def project(self, logits: Tensor) -> Tensor:
@@ -145,10 +147,11 @@ class ManualVerbalizer(nn.Module):
         """Set the words' prior probabilities, by which later word probabilities are divided.
 
         Args:
-            logits: logits on content-free texts, averaged; None removes the calibration.
+            logits: logits on content-free texts, which are averaged; None to remove the
+                calibration.
 
         Shape:
-            logits: (N, V), or as `forward` accepts them
+            logits: (N, V), or the input shape of `forward`
 
         Raises:
             ConfigError: there are no content-free texts.
@@ -165,15 +168,15 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
         words: words of every class, as in `ManualVerbalizer`; a word shared by classes is kept only
             for the class that lists it earliest.
         tokenizer: the model's tokenizer.
-        max_tokens: maximum length of a word in tokens; longer words are removed; -1 sets no limit.
-        drop_ratio: fraction of the vocabulary; calibration removes label words that are among this
-            fraction of least probable tokens.
+        max_tokens: maximum length of a word in tokens; longer words are removed; -1 for no limit.
+        drop_ratio: calibration removes label words that are among this fraction of the vocabulary's
+            least probable tokens.
         temperature: factor on the weights in evaluation mode.
         options: further options of `ManualVerbalizer`.
 
     Raises:
-        ConfigError: same as in `ManualVerbalizer`; or join="joint", which has no vocabulary scores
-            from which rare words could be found.
+        ConfigError: same as in `ManualVerbalizer`; or join="joint", for which there are no
+            vocabulary scores to find rare words.
     """
 
     shares_words = True
@@ -219,7 +222,7 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
         """Calibrate, remove the least probable words, and reset the trained weights.
 
         Raises:
-            ConfigError: a class would lose all of its words; nothing is changed then.
+            ConfigError: a class would lose all of its words; nothing is changed in this case.
         """
         if logits is None:
             return super().calibrate_(None)
@@ -243,7 +246,7 @@ class OneToOneVerbalizer(ManualVerbalizer):
     """Verbalizer with exactly one word per class.
 
     Raises:
-        ConfigError: a class with several words.
+        ConfigError: a class has several words.
     """
 
     def __init__(self, words: Words, tokenizer: Tokenizer, **options: Any) -> None:
@@ -259,11 +262,11 @@ class PTRVerbalizer(nn.Module):
     """Verbalizer for several masks, whose classes are defined by one word at each mask.
 
     Args:
-        words: one word per mask for every class, as a list in class order or a map from class
-            name.
+        words: one word per mask for every class, as a list in class order or a dict from class name
+            to words.
         tokenizer: the model's tokenizer.
-        per_mask: True to add the mean of the log-probabilities at the single masks, in training and
-            evaluation.
+        per_mask: True to add the mean of the log-probabilities at the individual masks, in training
+            and evaluation.
 
     Shape:
         logits: (B, M, V) -> (B, C)

@@ -17,7 +17,7 @@ def read_words(words: Words) -> tuple[list[str], list[list[str]]]:
     """Parse the `words` option; return the class names and the words of each class.
 
     Raises:
-        ConfigError: a class without words, or a word that is not a non-empty string.
+        ConfigError: a class has no words, or a word is empty or not a string.
     """
     if isinstance(words, str) or not isinstance(words, (Mapping, Sequence)) or not words:
         raise ConfigError(f"words={words!r:.60} must be a list with words for every class.")
