@@ -377,7 +377,7 @@ def bad_blocks() -> None:
     block = bmt.Block(old.OldLinear(4, 4))
     with pytest.raises(ConfigError, match="already in the list"):
         bmt.TransformerBlockList([block, block])
-    with pytest.raises(AssertionError, match="module itself"):
+    with pytest.raises(AssertionError, match="Pass the module inside it"):
         bmt.Block(block)
     forgotten = old.OldLinear(4, 4)
     forgotten.scale = nn.Parameter(torch.ones(4))

@@ -59,8 +59,7 @@ class AttachedDelta:
         stands_behind: True if the adapter needs the complete output of an attention or MLP; a
             target that is the last projection of such a module is then replaced by the module.
         peft_options: dict from PEFT's option names to those in `nn.part_kinds`; both are accepted.
-        peft_type: value of `peft_type` in saved configs: PEFT's name of the type, or a name that
-            begins with BMFORGE.
+        peft_type: `peft_type` in saved configs: PEFT's name, or one that begins with BMFORGE.
         peft_reads: further PEFT types with equivalent tensors, which are loaded as this type.
         origin: config of the loaded PEFT directory; it is saved again with the adapter.
         extra: other tensors in the loaded directory; they are saved again with the adapter.
@@ -318,9 +317,7 @@ class AttachedDelta:
             if getattr(self.model.get_submodule(entry.owner), entry.slot, None) is not None
         ]
         if taken:
-            raise ConfigError(
-                f"{taken[0]} already has another adapter {self.name!r}. Detach that adapter first."
-            )
+            raise ConfigError(f"{taken[0]} already has another adapter {self.name!r}. Detach it.")
         for owner, slot, part in self.held:
             module = self.model.get_submodule(owner)
             if isinstance(part, BesidePart):
