@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -122,8 +123,10 @@ def _join(location: str, turns: Sequence[AnswerText], tokenizer: Tokenizer) -> E
     rows = encode_turns(turns, tokenizer)
     if len(rows) == 1:
         return rows[0]
-    pairs = zip(turns, turns[1:], strict=False)
-    changed = next((a for a, b in pairs if not b.prompt.startswith(a.prompt + a.answer)), turns[0])
+    changed = next(
+        (a for a, b in pairwise(turns) if not b.prompt.startswith(a.prompt + a.answer)),
+        turns[0],
+    )
     raise DataError(
         f"{location}: the chat template changes message {changed.number + 1} when later messages "
         f"follow it (many omit the thoughts or the end token of earlier answers), so the "
