@@ -16,6 +16,7 @@ __all__ = [
     "partial_name",
     "read_bytes",
     "read_json",
+    "refuse_pipe",
     "replace_file",
     "replacing",
     "sync_directory",
@@ -50,6 +51,16 @@ def check_place(path: str | Path, name: str, *, is_file: bool = False) -> None:
         raise ConfigError(
             f"cannot write {name}={str(path)!r}: no permission to write in {str(existing)!r}. "
             "Choose another path, or change its permissions."
+        )
+
+
+def refuse_pipe(path: str | Path) -> None:
+    """Raise `DataError` for a pipe or a device, for readers that read their input twice."""
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise DataError(
+            f"input {str(path)!r} is a pipe or a device, which only `bmforge prepare` can read. "
+            "Write its content to a file first."
         )
 
 

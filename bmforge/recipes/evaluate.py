@@ -22,7 +22,7 @@ from bmforge.data.sources.files import read_documents
 from bmforge.data.tasks import find_task, read_task
 from bmforge.data.tasks.rows import AnswerRows, Pair
 from bmforge.errors import ConfigError, DataError
-from bmforge.files import replace_file
+from bmforge.files import refuse_pipe, replace_file
 from bmforge.host_tuning import tuned_host
 from bmforge.infer.score import roll_windows
 from bmforge.logging import get_logger
@@ -312,6 +312,7 @@ def _describe_task(name: str, subject: _Subject, config: EvaluateConfig) -> Task
             )
         data_config = TaskDataConfig(labels=labels, fields=config.fields, paths=(name,), **sizes)
     else:
+        refuse_pipe(name)
         if config.task_data is None:
             raise ConfigError(f"the folder of {name} is not set. Give it with --task-data.")
         data_config = TaskDataConfig(task=find_task(name).name, paths=(config.task_data,), **sizes)

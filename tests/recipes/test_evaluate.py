@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from test_sft import write_letters
 
 from bmforge.cli import main
 from bmforge.data import TokenStoreWriter
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, DataError
 from bmforge.models import GPT2, GPT2Config
 from bmforge.models.changes import Change
 from bmforge.parallel import Layout
@@ -276,3 +277,6 @@ def test_what_cannot_be_evaluated(subject: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             evaluate_model(name, config)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="is a pipe or a device"):
+        evaluate_model(model, EvaluateConfig(tasks=(str(tmp_path / "pipe"),)))
