@@ -124,7 +124,7 @@ def evaluate_model(
         for what, measure in measures:
             for metric, value in measure().items():
                 results.setdefault(metric, {})[what] = value
-    run_on_first(lambda: _store_results(name, subject.directory, config, layout, results))
+    run_on_first(lambda: _store_results(name, subject, config, layout, results))
     return results
 
 
@@ -328,15 +328,15 @@ def _own_labels(model: Model) -> tuple[str, ...]:
 
 
 def _store_results(
-    name: str, directory: Path, config: EvaluateConfig, layout: Layout, results: Results
+    name: str, subject: _Subject, config: EvaluateConfig, layout: Layout, results: Results
 ) -> None:
     """Write the metrics to the output file, and add them to the results of the training run."""
     if config.out is not None:
         settings = {n: v for n, v in config_to_dict(config).items() if n != "out"}
-        settings["layout"] = layout.unusual()
+        settings |= {"seq_len": subject.seq_len, "layout": layout.unusual()}
         content = {"model": name, "results": results, "settings": settings}
         replace_file(config.out, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    run = _find_run(directory)
+    run = _find_run(subject.directory)
     if run is not None:
         try:
             add_results(run, results)

@@ -92,6 +92,7 @@ def test_texts_are_what_transformers_says(subject: Path, tmp_path: Path) -> None
     told = json.loads((tmp_path / "new" / "a.json").read_text())
     assert told["results"] == found
     assert told["settings"]["micro_batch_size"] == 4
+    assert told["settings"]["seq_len"] == 24  # the model's positions
     with pytest.raises(ConfigError, match="already exists"):
         evaluate_model(str(subject / "model"), config)
 
