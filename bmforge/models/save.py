@@ -84,7 +84,7 @@ def write_model(
             None if first is None else _dtype_of(meta_tensors[groups[first][0].ours], first, dtype)
         )
         write_config(model, out, tensors, main)
-        _warn_of_changes(model, out)
+        _warn_of_changes(model)
         write_provenance(out, model.provenance)
         write_index(out, files, sum(sizes.values()))
     if world > 1:
@@ -112,24 +112,22 @@ def write_config(
         (out / GENERATION_FILE).write_text(text, encoding="utf-8")
 
 
-def _warn_of_changes(model: Any, out: Path) -> None:
+def _warn_of_changes(model: Any) -> None:
+    """Log what other programs do with the saved model; the directory may be a temporary one."""
     changes = [change for change in model.config.changes if not change.options.get("split")]
     if changes:
         kinds = ", ".join(dict.fromkeys(change.kind for change in changes))
         get_logger().warning(
             (
-                "%s contains a changed model (%s), which bmforge loads; transformers rejects it or "
+                "the saved model is changed (%s): bmforge loads it; transformers rejects it or "
                 "initializes the changed tensors randomly"
             ),
-            *(out, kinds),
+            kinds,
         )
     if any(change.kind == "prompt" for change in changes):
         get_logger().warning(
-            (
-                "%s contains the rows of a soft prompt, but a loaded model does not prepend them: "
-                "save the adapter as well (Delta.save), and load it with load_delta"
-            ),
-            out,
+            "the saved model has the rows of a soft prompt, but a loaded model does not prepend "
+            "them: save the adapter as well (Delta.save), and load it with load_delta"
         )
 
 

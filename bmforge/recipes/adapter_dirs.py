@@ -26,6 +26,7 @@ from bmforge.models.config import read_config_file
 from bmforge.models.formats.convert import find_companions, find_dtype
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.hub import find_base_model, find_model, head_options
+from bmforge.provenance import write_provenance
 from bmforge.recipes.export import copy_side_files, read_dtypes, swapped_directory
 from bmforge.tune.delta import load_delta
 from bmforge.tune.delta.merge import merge_
@@ -124,6 +125,7 @@ def merge_adapter(
         model = _open_base(source, directory)
         merge_(model, [load_delta(model, directory, allow_other_base=allow_other_base)])
         model.save_pretrained(partial, dtype=dtype or read_dtypes(source))
+        write_provenance(partial, model.provenance, name=target.resolve().name)
         _copy_companions(source, directory, partial)
     get_logger().info("merged the adapter %s into a copy of %s", directory, source)
     return target

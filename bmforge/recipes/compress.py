@@ -29,6 +29,7 @@ from bmforge.models.formats.compressed_write import save_compressed
 from bmforge.models.formats.convert import write_directory
 from bmforge.models.save import write_model
 from bmforge.parallel import init_distributed, run_on_first
+from bmforge.provenance import read_provenance, write_provenance
 from bmforge.recipes.adapter_dirs import find_source, plain_model
 from bmforge.recipes.compress_checks import (
     changeable_fields,
@@ -351,6 +352,7 @@ def _publish(report: CompressReport, config: CompressRunConfig, original: Path) 
         except OSError:  # another file system, or no hard links
             shutil.copyfile(file, partial)
         os.replace(partial, target)
+    write_provenance(out, read_provenance(out), name=out.resolve().name)
     page = report.save(out)
     get_logger().info("%s\nreport: %s", report.format(), page)
     return report

@@ -90,6 +90,8 @@ def export_run(
                 model.config = model.config.replace(raw=raw, **own)
             _save_model(model, config, target)
         if world.rank == 0:
+            # The card's title, which is the name of the temporary directory until now.
+            write_provenance(target, model.provenance, name=config.run_dir.resolve().name)
             if config.init_from is not None:
                 copy_side_files(find_model(config.init_from), target)
             if save_tokenizer is not None:
@@ -152,18 +154,13 @@ def read_dtypes(directory: Path) -> Callable[[str], torch.dtype] | None:
 
 
 def _save_adapter(adapter: Delta, model: Any, config: Any, target: Path) -> None:
-    """Save an adapter with its card, provenance and the name of its base model."""
+    """Save an adapter with its card and the name of its base model."""
     provenance = model.provenance
     data = dict.fromkeys(f"{p.name} ({p.license})" for p in provenance.parts if p.kind == "data")
     card = {"base": config.init_from, "command": f"run.toml of {config.run_dir.name}"}
     card |= {"data": ", ".join(data), "license": provenance.license}
     adapter.save(target, **{key: value for key, value in card.items() if value})
-
-    def complete() -> None:
-        describe_base(target, config.init_from, model.traits.reads)
-        write_provenance(target, provenance)
-
-    run_on_first(complete)
+    run_on_first(lambda: describe_base(target, config.init_from, model.traits.reads))
 
 
 def describe_base(adapter: Path, base: str | None, reads: str) -> None:

@@ -97,7 +97,7 @@ def test_files_for_others(start: Path, tmp_path: Path, capsys: pytest.CaptureFix
     file.write_text(tomli_w.dumps(recipe))
     given = ["--recipe", str(file), "--out", str(out), "--format", "compressed-tensors"]
     assert main(["compress", str(start / "model"), *given]) != 0
-    assert "compressed-tensors cannot hold this model" in capsys.readouterr().err
+    assert "compressed-tensors does not support this model" in capsys.readouterr().err
     assert not out.exists()
     assert main(["compress", str(tmp_path / "model"), *given]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
@@ -107,6 +107,7 @@ def test_files_for_others(start: Path, tmp_path: Path, capsys: pytest.CaptureFix
         got = theirs.eval()(input_ids=ids).logits
     assert (got - want).norm() < 0.02 * want.norm()
     assert read_provenance(out).license == "apache-2.0"
+    assert "\n# small\n" in (out / "README.md").read_text()
     report = CompressReport.load(out)
     for speed in (report.speed, *(phase.speed for phase in report.phases)):
         assert set(speed) == {"prefill, tokens/s", "decode, tokens/s"}
