@@ -66,7 +66,8 @@ def export_run(
         config: the run's config.
         save_tokenizer: function that writes tokenizer and template into a directory.
         special_ids: fields of the exported config.json, such as ``eos_token_id``; those that
-            generation_config.json also has are changed there as well.
+            generation_config.json also has are changed there as well. An adapter keeps the names
+            of labels.
         world: all processes; every one must call this.
     """
     directory = config.run_dir / "export"
@@ -76,18 +77,12 @@ def export_run(
         if config.adapter.merge:
             adapter.merge()
             adapter = None
+    if special_ids:
+        model.config = _with_fields(model.config, special_ids)
     with swapped_directory(directory) as target:
         if adapter is not None:
             _save_adapter(adapter, model, config, target)
         else:
-            if special_ids:
-                raw = {**model.config.raw, **special_ids}
-                if generation := raw.get(GENERATION_KEY):
-                    changed = {n: v for n, v in special_ids.items() if n in generation}
-                    raw[GENERATION_KEY] = {**generation, **changed}
-                # A field of the family's own is written in place of the raw value.
-                own = {n: v for n, v in special_ids.items() if hasattr(model.config, n)}
-                model.config = model.config.replace(raw=raw, **own)
             _save_model(model, config, target)
         if world.rank == 0:
             # The card's title, which is the name of the temporary directory until now.
@@ -102,6 +97,17 @@ def export_run(
     get_logger().info("exported the %s to %s", what, directory)
     if config.push_to_hub is not None:
         run_on_first(lambda: push_export(directory, config.push_to_hub))
+
+
+def _with_fields(config: Any, fields: dict[str, Any]) -> Any:
+    """Return a model's config with changed fields of config.json and generation_config.json."""
+    raw = {**config.raw, **fields}
+    if generation := raw.get(GENERATION_KEY):
+        changed = {n: v for n, v in fields.items() if n in generation}
+        raw[GENERATION_KEY] = {**generation, **changed}
+    # A field of the family's own is written in place of the raw value.
+    own = {n: v for n, v in fields.items() if hasattr(config, n)}
+    return config.replace(raw=raw, **own)
 
 
 def push_export(directory: Path, repo_id: str) -> None:

@@ -33,6 +33,7 @@ from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.base_check import BaseCheck, FileFingerprint, names_base
 from bmforge.tune.delta.card import write_card
 from bmforge.tune.delta.fingerprint import fingerprint_of
+from bmforge.tune.delta.label_names import read_labels, set_labels_
 from bmforge.tune.delta.opendelta_format import (
     is_opendelta,
     load_opendelta,
@@ -63,7 +64,7 @@ def is_delta_dir(directory: str | Path) -> bool:
 def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) -> None:
     """Write an adapter; see `Delta.save`. On a parallelized model every process must call this."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    mark: dict[str, Any] = {"version": _VERSION}
+    mark: dict[str, Any] = {"version": _VERSION, **read_labels(delta.model)}
     keeps_origin = delta.origin is not None and peft_write.can_write(delta)
     # The 16-bit weights from which a base was quantized have another fingerprint.
     is_quantized = any(hasattr(module, "packed") for module in delta.model.modules())
@@ -269,6 +270,7 @@ def _attach(
     if not own_config and "base" not in mark and not config.get("target_parameters"):
         delta.origin = dict(config)
         delta.extra = {n: t for n, t in tensors.items() if n.endswith(".base_layer.weight")}
+    set_labels_(model, mark)
     return delta
 
 
