@@ -6,7 +6,6 @@ merge the two into a plain model.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.models.adapter_dirs import ADAPTER_CONFIG, find_export, is_adapter
 from bmforge.models.config import read_config_file
-from bmforge.models.formats.convert import find_companions, find_dtype
+from bmforge.models.formats.convert import copy_companion, find_companions, find_dtype
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.hub import find_base_model, find_model, head_options
 from bmforge.provenance import write_provenance
@@ -143,8 +142,7 @@ def _copy_companions(base: Path, adapter: Path, target: Path) -> None:
     """Copy tokenizer, chat template and generation config of the adapter, or else of the base."""
     for directory in (adapter, base):
         for name in find_companions(directory) if directory.is_dir() else ():
-            if not (target / name).exists():
-                shutil.copyfile(directory / name, target / name)
+            copy_companion(directory, target, name)
     if base.is_dir():
         copy_side_files(base, target)
 

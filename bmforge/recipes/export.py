@@ -25,18 +25,23 @@ from bmforge.logging import get_logger
 from bmforge.models import Model
 from bmforge.models.adapter_dirs import find_export
 from bmforge.models.config_file import GENERATION_KEY
-from bmforge.models.formats.convert import find_companions, find_dtype
+from bmforge.models.formats.convert import copy_companion, find_companions, find_dtype
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.hub import find_model
 from bmforge.parallel import World, run_on_first
 from bmforge.provenance import write_provenance
 from bmforge.recipes.adapters import ADAPTER_NAME
 from bmforge.recipes.inputs.vocabulary import find_difference
-from bmforge.tokenizers.chat_template import TEMPLATE_FILE, find_template
-from bmforge.tokenizers.tokenizer_json import TOKENIZER_FILE
+from bmforge.tokenizers.chat_template import find_template
+from bmforge.tokenizers.tokenizer_json import (
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    find_named_templates,
+)
 from bmforge.tune.delta import Delta, list_deltas
 
 __all__ = [
+    "SIDE_FILES",
     "copy_side_files",
     "describe_base",
     "export_run",
@@ -46,7 +51,7 @@ __all__ = [
 ]
 
 # Files of a base model that are copied to every derived model.
-_SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
 _TASK_TYPES = {"left": "CAUSAL_LM", "apart": "SEQ_2_SEQ_LM"}
 
 
@@ -189,7 +194,7 @@ def describe_base(adapter: Path, base: str | None, reads: str) -> None:
 
 def copy_side_files(source: Path, target: Path) -> None:
     """Copy the base's additional files, other than weights, config and tokenizer."""
-    for name in _SIDE_FILES:
+    for name in SIDE_FILES:
         if (source / name).is_file() and not (target / name).exists():
             shutil.copyfile(source / name, target / name)
 
@@ -205,18 +210,19 @@ def copy_tokenizer_files(base: Path, target: Path) -> None:
         target: export of the run.
     """
     names = [] if is_gguf(base) else find_companions(base)
-    if not is_gguf(base) and set(names) <= set(_SIDE_FILES):
+    if not is_gguf(base) and set(names) <= set(SIDE_FILES):
         return
-    lacks_tokenizer = set(find_companions(target)) <= set(_SIDE_FILES)
+    lacks_tokenizer = set(find_companions(target)) <= set(SIDE_FILES)
     if not lacks_tokenizer and find_difference(target, base) is not None:
         return
     template = find_template(base)
     if template is not None and find_template(target) is None:
         replace_file(target / TEMPLATE_FILE, template)
     has_same_file = (target / TOKENIZER_FILE).is_file() and (base / TOKENIZER_FILE).is_file()
+    if not lacks_tokenizer:  # the named templates are saved with the run's template
+        names = [name for name in names if name not in find_named_templates(base)]
     for name in names if lacks_tokenizer or has_same_file else ():
-        if not (target / name).exists():
-            shutil.copyfile(base / name, target / name)
+        copy_companion(base, target, name)
 
 
 @contextmanager

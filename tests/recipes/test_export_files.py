@@ -15,8 +15,15 @@ from small_runs import write_jsonl
 from bmforge.cli import main
 from bmforge.data import TokenStoreWriter
 
+from bmforge.tokenizers import AutoTokenizer
+from bmforge.tokenizers.chat_named import NAMED_TEMPLATES
+from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 TEMPLATE = TEMPLATES["thoughts of the last answer alone"]
 IDS = {"bos_token_id": 5, "eos_token_id": 2, "pad_token_id": 0}
+# Templates besides the default one, which transformers 5 keeps in a folder.
+NAMED = {"tool_use": TEMPLATES["plain ChatML"], "rag": TEMPLATES["no end mark"]}
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 # What transformers and others leave next to a tokenizer.json.
 EXTRA = {"special_tokens_map.json": '{"bos_token": "<|endoftext|>"}', "added_tokens.json": "{}"}
 
@@ -26,7 +33,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama `base` with all files of a published chat model, and data for each command."""
     root = tmp_path_factory.mktemp("files")
     base = write_bpe(root / "base", TEMPLATE)
-    for name, text in EXTRA.items():
+    (base / "additional_chat_templates").mkdir()
+    files = {f"additional_chat_templates/{name}.jinja": text for name, text in NAMED.items()}
+    for name, text in {**EXTRA, **files}.items():
         (base / name).write_text(text)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(
@@ -58,8 +67,13 @@ def corpus(root: Path) -> Path:
 
 def check_files(export: Path, base: Path) -> None:
     """Compare the files and ids of an export with those of its base model."""
-    theirs = transformers.AutoTokenizer.from_pretrained(export)
-    assert theirs.chat_template == TEMPLATE
+    theirs, own = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (export, base))
+    assert {**theirs.chat_template, "default": ""} == {**NAMED, "default": ""}
+    for tools in (None, [TOOL]):
+        texts = [t.apply_chat_template(CHAT, tools=tools, tokenize=False) for t in (theirs, own)]
+        assert texts[0] == texts[1]
+        template = ChatTemplate(find_template(export), AutoTokenizer.from_pretrained(export))
+        assert template.render(CHAT, tools=tools) == texts[1]
     settings = (json.loads((f / "tokenizer_config.json").read_text()) for f in (base, export))
     assert next(settings) == next(settings)
     assert {name: (export / name).read_text() for name in EXTRA} == EXTRA
@@ -121,6 +135,15 @@ def test_writers_of_directories(root: Path, tmp_path: Path, options: tuple[str, 
     command, *more = options
     assert main([command, str(root / "base"), str(tmp_path / "out"), *more]) == 0
     check_files(tmp_path / "out", root / "base")
+def test_another_template_replaces_that_for_tools(root: Path, tmp_path: Path) -> None:
+    """transformers would otherwise render conversations with tools by the tokenizer's template."""
+    chats = root / "chats.jsonl"
+    export = train("conversations", root, chats, tmp_path / "run", "--template", "chatml")
+    theirs = transformers.AutoTokenizer.from_pretrained(export)
+    assert set(theirs.chat_template) == {"default", "rag"}
+    assert theirs.chat_template["default"] == NAMED_TEMPLATES["chatml"]
+
+
 
 
 @pytest.mark.parametrize("steps", [{}, {"structure": 1, "weights": 1}])
