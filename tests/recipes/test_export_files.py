@@ -10,20 +10,21 @@ import tomli_w
 import torch
 import transformers
 from chat_traits import TEMPLATES, write_bpe
+from safetensors.torch import load_file
 from small_runs import write_jsonl
 
 from bmforge.cli import main
 from bmforge.data import TokenStoreWriter
-
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.tokenizers.chat_named import NAMED_TEMPLATES
 from bmforge.tokenizers.chat_template import ChatTemplate, find_template
+
 TEMPLATE = TEMPLATES["thoughts of the last answer alone"]
-IDS = {"bos_token_id": 5, "eos_token_id": 2, "pad_token_id": 0}
 # Templates besides the default one, which transformers 5 keeps in a folder.
 NAMED = {"tool_use": TEMPLATES["plain ChatML"], "rag": TEMPLATES["no end mark"]}
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+IDS = {"bos_token_id": 5, "eos_token_id": 2, "pad_token_id": 0}
 # What transformers and others leave next to a tokenizer.json.
 EXTRA = {"special_tokens_map.json": '{"bos_token": "<|endoftext|>"}', "added_tokens.json": "{}"}
 
@@ -112,12 +113,35 @@ def test_pretraining(root: Path, corpus: Path, tmp_path: Path, text: str) -> Non
     check_files(train("pretrain", root, corpus, tmp_path / "run"), root / "base")
 
 
+def test_the_tokenizer_of_a_model_brings_no_weights(root: Path, tmp_path: Path) -> None:
+    """`data.tokenizer` may be the directory of a model; the export is the trained one."""
+    with TokenStoreWriter(tmp_path / "tokens", vocab_size=400) as writer:
+        writer.add_item(list(range(10, 390)))
+        writer.end_document()
+    base = root / "base"
+    more = ("--data.tokenizer", str(base), "--lr", "0.1", "--train.schedule.kind", "constant")
+    export = train("pretrain", root, tmp_path / "tokens", tmp_path / "run", *more)
+    check_files(export, base)
+    old, new = (load_file(folder / "model.safetensors") for folder in (base, export))
+    assert old.keys() == new.keys()
+    assert not any(torch.equal(old[name], new[name]) for name in old if "proj" in name)
+
+
 @pytest.mark.parametrize(
     ("task", "data"), [("conversations", "chats"), ("preferences", "pairs"), ("reward", "pairs")]
 )
 def test_tasks_on_conversations(root: Path, tmp_path: Path, task: str, data: str) -> None:
     export = train(task, root, root / f"{data}.jsonl", tmp_path / "run")
     check_files(export, root / "base")
+
+
+def test_another_template_replaces_that_for_tools(root: Path, tmp_path: Path) -> None:
+    """transformers would otherwise render conversations with tools by the tokenizer's template."""
+    chats = root / "chats.jsonl"
+    export = train("conversations", root, chats, tmp_path / "run", "--template", "chatml")
+    theirs = transformers.AutoTokenizer.from_pretrained(export)
+    assert set(theirs.chat_template) == {"default", "rag"}
+    assert theirs.chat_template["default"] == NAMED_TEMPLATES["chatml"]
 
 
 def test_an_adapter_and_its_merge(root: Path, tmp_path: Path) -> None:
@@ -135,15 +159,6 @@ def test_writers_of_directories(root: Path, tmp_path: Path, options: tuple[str, 
     command, *more = options
     assert main([command, str(root / "base"), str(tmp_path / "out"), *more]) == 0
     check_files(tmp_path / "out", root / "base")
-def test_another_template_replaces_that_for_tools(root: Path, tmp_path: Path) -> None:
-    """transformers would otherwise render conversations with tools by the tokenizer's template."""
-    chats = root / "chats.jsonl"
-    export = train("conversations", root, chats, tmp_path / "run", "--template", "chatml")
-    theirs = transformers.AutoTokenizer.from_pretrained(export)
-    assert set(theirs.chat_template) == {"default", "rag"}
-    assert theirs.chat_template["default"] == NAMED_TEMPLATES["chatml"]
-
-
 
 
 @pytest.mark.parametrize("steps", [{}, {"structure": 1, "weights": 1}])
