@@ -13,6 +13,7 @@ from bmforge.errors import ConfigError, DataError
 
 __all__ = [
     "check_place",
+    "find_export",
     "partial_name",
     "read_bytes",
     "read_json",
@@ -52,6 +53,25 @@ def check_place(path: str | Path, name: str, *, is_file: bool = False) -> None:
             f"cannot write {name}={str(path)!r}: no permission to write in {str(existing)!r}. "
             "Choose another path, or change its permissions."
         )
+
+
+def find_export(name: str | Path) -> str | Path:
+    """Return the export directory of a run directory; other names are returned unchanged.
+
+    Raises:
+        ConfigError: the run directory has no export.
+    """
+    if not (Path(name) / "run.toml").is_file():
+        return name
+    if (Path(name) / "config.json").is_file():  # the output of `bmforge compress`
+        return name
+    export = Path(name) / "export"
+    if not export.is_dir():
+        raise ConfigError(
+            f"{str(export)!r} does not exist: the run is not finished, or has export=False. Run "
+            "the same `bmforge train` command again to finish it."
+        )
+    return export
 
 
 def refuse_pipe(path: str | Path) -> None:

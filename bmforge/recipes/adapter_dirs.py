@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from bmforge.errors import CheckpointError, ConfigError
-from bmforge.files import check_place
+from bmforge.files import check_place, find_export
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
-from bmforge.models.adapter_dirs import ADAPTER_CONFIG, find_export, is_adapter
+from bmforge.models.adapter_dirs import ADAPTER_CONFIG, is_adapter
 from bmforge.models.config import read_config_file
 from bmforge.models.formats.convert import copy_companion, find_companions, find_dtype
 from bmforge.models.formats.hf_format import WeightFiles

@@ -22,12 +22,12 @@ from bmforge.data.sources.files import read_documents
 from bmforge.data.tasks import find_task, read_task
 from bmforge.data.tasks.rows import AnswerRows, Pair
 from bmforge.errors import ConfigError, DataError
-from bmforge.files import refuse_pipe, replace_file
+from bmforge.files import find_export, refuse_pipe, replace_file
 from bmforge.host_tuning import tuned_host
 from bmforge.infer.score import roll_windows
 from bmforge.logging import get_logger
 from bmforge.models import Model, load_weights_
-from bmforge.models.adapter_dirs import find_export, is_adapter
+from bmforge.models.adapter_dirs import is_adapter
 from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.file_fingerprint import fingerprint_of_files
 from bmforge.models.hub import find_model, head_options

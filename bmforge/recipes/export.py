@@ -19,11 +19,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 
 from bmforge.device import parse_dtype
 from bmforge.errors import ConfigError
-from bmforge.files import replace_file
+from bmforge.files import find_export, replace_file
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models import Model
-from bmforge.models.adapter_dirs import find_export
 from bmforge.models.config_file import GENERATION_KEY
 from bmforge.models.formats.convert import copy_companion, find_companions, find_dtype
 from bmforge.models.formats.hf_format import WeightFiles

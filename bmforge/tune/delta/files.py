@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bmforge.errors import CheckpointError, ConfigError
+from bmforge.files import find_export
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.nn.token_rows import TOKENS_SLOT
 from bmforge.provenance import read_provenance
@@ -174,7 +175,8 @@ def load_delta(
 
     Args:
         model: base model with its weights; not parallelized.
-        directory: directory written by bmforge, PEFT or OpenDelta.
+        directory: directory written by bmforge, PEFT or OpenDelta, or the directory of a run,
+            whose export is loaded.
         name: name of the adapter in the model.
         allow_other_base: True to accept a base model other than the one that the adapter was
             trained on.
@@ -188,9 +190,9 @@ def load_delta(
         CheckpointError: no adapter, or one that does not fit: trained on another base, or with
             tensors that are missing, unexpected, of a wrong shape or not finite, all listed. The
             model is unchanged.
-        ConfigError: an unknown type, version or setting.
+        ConfigError: an unknown type, version or setting, or a run without an export.
     """
-    directory = Path(directory)
+    directory = Path(find_export(directory))
     if not (directory / CONFIG_NAME).exists() and is_opendelta(directory):
         delta = load_opendelta(model, directory, name)
     else:
@@ -281,7 +283,7 @@ def type_of_delta(directory: str | Path) -> type[AttachedDelta]:
         CheckpointError: the directory contains no adapter.
         ConfigError: an unknown type.
     """
-    directory = Path(directory)
+    directory = Path(find_export(directory))
     if not (directory / CONFIG_NAME).exists() and is_opendelta(directory):
         return opendelta_type(read_opendelta_config(directory))[0]
     return _type_of(_read(directory)[0], directory)
