@@ -13,9 +13,11 @@ from bmforge.errors import ConfigError, DataError
 
 __all__ = [
     "check_place",
+    "find_export",
     "partial_name",
     "read_bytes",
     "read_json",
+    "refuse_pipe",
     "replace_file",
     "replacing",
     "sync_directory",
@@ -50,6 +52,35 @@ def check_place(path: str | Path, name: str, *, is_file: bool = False) -> None:
         raise ConfigError(
             f"cannot write {name}={str(path)!r}: no permission to write in {str(existing)!r}. "
             "Choose another path, or change its permissions."
+        )
+
+
+def find_export(name: str | Path) -> str | Path:
+    """Return the export directory of a run directory; other names are returned unchanged.
+
+    Raises:
+        ConfigError: the run directory has no export.
+    """
+    if not (Path(name) / "run.toml").is_file():
+        return name
+    if (Path(name) / "config.json").is_file():  # the output of `bmforge compress`
+        return name
+    export = Path(name) / "export"
+    if not export.is_dir():
+        raise ConfigError(
+            f"{str(export)!r} does not exist: the run is not finished, or has export=False. Run "
+            "the same `bmforge train` command again to finish it."
+        )
+    return export
+
+
+def refuse_pipe(path: str | Path) -> None:
+    """Raise `DataError` for a pipe or a device, for readers that read their input twice."""
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise DataError(
+            f"input {str(path)!r} is a pipe or a device, which only `bmforge prepare` can read. "
+            "Write its content to a file first."
         )
 
 

@@ -206,7 +206,8 @@ class EvaluateConfig:
             token stores, for the same metrics.
         tasks: published tasks by name (BoolQ, SQuAD, ...), or .jsonl files of a custom task.
         task_data: directory of the published tasks.
-        labels: labels of a custom task (default: those of the classifier's training).
+        labels: labels of a custom task, for a classifier in any order (default: those of the
+            classifier's training).
         fields: names of the text fields of a custom task (default: those in its first line).
         split: split of published tasks.
         examples: maximum number of examples per task.

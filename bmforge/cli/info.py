@@ -10,7 +10,7 @@ from typing import Any
 
 from bmforge.cli.options import InfoCommand
 from bmforge.config import config_to_dict
-from bmforge.models.adapter_dirs import find_export
+from bmforge.files import find_export
 from bmforge.models.config import ModelConfig
 from bmforge.models.hub import Backend, find_config
 from bmforge.provenance import describe_provenance, read_provenance

@@ -15,10 +15,10 @@ from rich.console import Console
 from safetensors import safe_open
 
 from bmforge.errors import ConfigError
+from bmforge.files import find_export
 from bmforge.gguf_header import is_gguf
 from bmforge.infer.engine import Engine, EngineConfig
 from bmforge.models import AutoModel
-from bmforge.models.adapter_dirs import find_export
 from bmforge.models.file_fingerprint import fingerprint_of_files
 from bmforge.models.formats.packed_config import read_raw_config
 from bmforge.models.integer_weights import KEEP, layers_with_integers

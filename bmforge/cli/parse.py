@@ -13,7 +13,8 @@ from typing import Any
 
 import tyro
 
-from bmforge.errors import ConfigError, suggest
+from bmforge.cli.foreign_options import suggest_option
+from bmforge.errors import ConfigError
 
 __all__ = [
     "find_options",
@@ -61,6 +62,7 @@ def parse_options(
 def _check_names(kind: Any, arguments: Sequence[str], command: str) -> None:
     """Raise `ConfigError` for an unknown option; the message suggests the most similar option."""
     options = {f"--{path}" for path, _ in find_options(kind, positional=False)}
+    positional = [p for p, _ in find_options(kind) if f"--{p}" not in options]
     # An annotation can rename a field with a dot: `data_task` is --data.task.
     plain = {option.replace(".", "-") for option in options} | {"--help"}
     for argument in arguments:
@@ -68,9 +70,9 @@ def _check_names(kind: Any, arguments: Sequence[str], command: str) -> None:
         if argument == "--":  # only positional arguments follow
             return
         if name.startswith("--") and name.replace(".", "-") not in plain:
+            advice = suggest_option(command, name, options, positional)
             raise ConfigError(
-                f"unknown option of bmforge {command}: {name}.{suggest(name, options)} --help "
-                "lists the options."
+                f"unknown option of bmforge {command}: {name}.{advice} --help lists the options."
             )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bmforge.cli.foreign_options import suggest_option
 from bmforge.cli.train_help import SHORT_NAMES, SWITCHES, describe_task, list_tasks
 from bmforge.cli.train_options import FIELDS
-from bmforge.errors import ConfigError, suggest
+from bmforge.errors import ConfigError
 from bmforge.task_names import check_task
 
 __all__ = ["run_train"]
@@ -38,9 +39,9 @@ def _check_names(arguments: Sequence[str]) -> None:
         name = argument.partition("=")[0].replace("_", "-")
         spellings = {name, name.replace("--no-", "--", 1), name.replace(".no-", ".", 1)}
         if name.startswith("--") and spellings.isdisjoint(options):
+            advice = suggest_option("train", name, [*options, *SHORT_NAMES])
             raise ConfigError(
-                "unknown option of bmforge train: "
-                f"{name}.{suggest(name, [*options, *SHORT_NAMES])} --help lists the common "
+                f"unknown option of bmforge train: {name}.{advice} --help lists the common "
                 "options; together with --model, --help-all lists all of them."
             )
 

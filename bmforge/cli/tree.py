@@ -7,8 +7,8 @@ from rich.console import Console
 from bmforge.cli.open_model import put_deltas_, with_own_adapter
 from bmforge.cli.tree_options import TreeCommand
 from bmforge.errors import ConfigError
-from bmforge.files import check_place
-from bmforge.models.adapter_dirs import find_export, is_adapter
+from bmforge.files import check_place, find_export
+from bmforge.models.adapter_dirs import is_adapter
 from bmforge.models.hub import find_config
 from bmforge.recipes.adapter_dirs import find_source
 from bmforge.tune.delta.tree import draw_tree, fold_tree

@@ -1,4 +1,4 @@
-"""Resolves a model argument: a model directory, a run directory with an export, or an adapter.
+"""Reads adapter directories: the base model that they name, and the classification head.
 
 `AutoModel.from_pretrained` and the commands share these functions.
 """
@@ -15,36 +15,16 @@ from safetensors import safe_open
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models.formats.hf_format import has_weights
 
-__all__ = ["ADAPTER_CONFIG", "find_base", "find_export", "head_of_adapter", "is_adapter"]
+__all__ = ["ADAPTER_CONFIG", "find_base", "head_of_adapter", "is_adapter"]
 
 ADAPTER_CONFIG = "adapter_config.json"
-_RUN_FILE = "run.toml"
-# PEFT task type -> name of the head, which is saved with the adapter.
+# PEFT task types of classifiers, whose heads are saved with the adapter.
 _HEADS = {
     "SEQ_CLS": "sequence_classification",
     "TOKEN_CLS": "token_classification",
     "QUESTION_ANS": "question_answering",
 }
 _HEAD_WORDS = ("classifier", "score", "qa_outputs")
-
-
-def find_export(name: str | Path) -> str | Path:
-    """Return the export directory of a run directory; other names are returned unchanged.
-
-    Raises:
-        ConfigError: the run directory has no export.
-    """
-    if not (Path(name) / _RUN_FILE).is_file():
-        return name
-    if (Path(name) / "config.json").is_file():  # the output of `bmforge compress`
-        return name
-    export = Path(name) / "export"
-    if not export.is_dir():
-        raise ConfigError(
-            f"{str(export)!r} does not exist: the run is not finished, or has export=False. Run "
-            "the same `bmforge train` command again to finish it."
-        )
-    return export
 
 
 def is_adapter(name: str | Path) -> bool:

@@ -9,9 +9,10 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 from bmforge.errors import ConfigError, suggest
+from bmforge.files import find_export
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
-from bmforge.models.adapter_dirs import find_base, find_export, head_of_adapter, is_adapter
+from bmforge.models.adapter_dirs import find_base, head_of_adapter, is_adapter
 from bmforge.models.base import Model
 from bmforge.models.changes import CHANGES_KEY
 from bmforge.models.config import ModelConfig, read_config_file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models.formats.hf_format import has_all_weights
+from bmforge.tokenizers.tokenizer_json import TEMPLATE_DIR
 
 __all__ = ["find_neighbors", "resolve_model"]
 
@@ -112,13 +114,19 @@ def _find_cached(name: str, hint: str) -> Path | None:
 
 
 def _download(name: str) -> Path:
-    """Download the needed files from the root of a hub repository."""
+    """Download the needed files from the root of a hub repository, and its chat templates."""
     from huggingface_hub import model_info, snapshot_download
 
     # Unlike list_repo_files, model_info does not retry: without a network it fails at once.
     siblings = model_info(name, timeout=_TIMEOUT_S).siblings or ()
-    files = [file.rfilename for file in siblings if "/" not in file.rfilename]
+    paths = [file.rfilename.rpartition("/") for file in siblings]
+    files = [name for folder, _, name in paths if not folder]
+    folders = sorted({folder for folder, *_ in paths} - {"", TEMPLATE_DIR})
     forms = [pattern for pattern in _WEIGHTS if fnmatch.filter(files, pattern)]
     return Path(
-        snapshot_download(name, allow_patterns=[*_WANTED, *forms[:1]], ignore_patterns=["*/*"])
+        snapshot_download(
+            name,
+            allow_patterns=[*_WANTED, *forms[:1]],
+            ignore_patterns=[f"{glob.escape(folder)}/*" for folder in folders],
+        )
     )

@@ -85,7 +85,7 @@ def write_model(
             None if first is None else _dtype_of(meta_tensors[groups[first][0].ours], first, dtype)
         )
         write_config(model, out, tensors, main)
-        _warn_of_changes(model, out)
+        _warn_of_changes(model)
         write_provenance(out, model.provenance)
         write_index(out, files, sum(sizes.values()))
     if world > 1:
@@ -125,24 +125,22 @@ def _changes_of(model: Any) -> list[Change]:
     return [change for change in model.config.changes if not change.options.get("split")]
 
 
-def _warn_of_changes(model: Any, out: Path) -> None:
+def _warn_of_changes(model: Any) -> None:
+    """Log what other programs do with the saved model; the directory may be a temporary one."""
     changes = _changes_of(model)
     if changes:
         kinds = ", ".join(dict.fromkeys(change.kind for change in changes))
         get_logger().warning(
             (
-                "%s contains a changed model (%s), which only bmforge opens; its weight files are "
-                "named bmforge_model, so that transformers refuses it"
+                "the saved model is changed (%s), so only bmforge loads it; its weight files are "
+                "named bmforge_model, which transformers does not open"
             ),
-            *(out, kinds),
+            kinds,
         )
     if any(change.kind == "prompt" for change in changes):
         get_logger().warning(
-            (
-                "%s contains the rows of a soft prompt, but a loaded model does not prepend them: "
-                "save the adapter as well (Delta.save), and load it with load_delta"
-            ),
-            out,
+            "the saved model has the rows of a soft prompt, but a loaded model does not prepend "
+            "them: save the adapter as well (Delta.save), and load it with load_delta"
         )
 
 

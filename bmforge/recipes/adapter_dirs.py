@@ -6,7 +6,6 @@ merge the two into a plain model.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,15 +16,16 @@ from typing import Any
 import torch
 
 from bmforge.errors import CheckpointError, ConfigError
-from bmforge.files import check_place
+from bmforge.files import check_place, find_export
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
-from bmforge.models.adapter_dirs import ADAPTER_CONFIG, find_export, is_adapter
+from bmforge.models.adapter_dirs import ADAPTER_CONFIG, is_adapter
 from bmforge.models.config import read_config_file
-from bmforge.models.formats.convert import find_companions, find_dtype
+from bmforge.models.formats.convert import copy_companion, find_companions, find_dtype
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.hub import find_base_model, find_model, head_options
+from bmforge.provenance import write_provenance
 from bmforge.recipes.export import copy_side_files, read_dtypes, swapped_directory
 from bmforge.tune.delta import load_delta
 from bmforge.tune.delta.merge import merge_
@@ -125,6 +125,7 @@ def merge_adapter(
         model = _open_base(source, directory)
         merge_(model, [load_delta(model, directory, allow_other_base=allow_other_base)])
         model.save_pretrained(partial, dtype=dtype or read_dtypes(source))
+        write_provenance(partial, model.provenance, name=target.resolve().name)
         _copy_companions(source, directory, partial)
     get_logger().info("merged the adapter %s into a copy of %s", directory, source)
     return target
@@ -142,8 +143,7 @@ def _copy_companions(base: Path, adapter: Path, target: Path) -> None:
     """Copy tokenizer, chat template and generation config, from the adapter if it has them."""
     for directory in (adapter, base):
         for name in find_companions(directory) if directory.is_dir() else ():
-            if not (target / name).exists():
-                shutil.copyfile(directory / name, target / name)
+            copy_companion(directory, target, name)
     if base.is_dir():
         copy_side_files(base, target)
 

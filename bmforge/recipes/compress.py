@@ -26,10 +26,11 @@ from bmforge.host_tuning import return_freed_memory
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.models.formats.compressed_write import save_compressed
-from bmforge.models.formats.convert import write_directory
+from bmforge.models.formats.convert import find_companions, write_directory
 from bmforge.models.formats.hf_format import remove_stale_weights
 from bmforge.models.save import write_model
 from bmforge.parallel import init_distributed, run_on_first
+from bmforge.provenance import read_provenance, write_provenance
 from bmforge.recipes.adapter_dirs import find_source, plain_model
 from bmforge.recipes.compress_checks import (
     changeable_fields,
@@ -341,11 +342,11 @@ def _publish(report: CompressReport, config: CompressRunConfig, original: Path) 
     if config.speed:
         report = _with_speed(report, original)
     source, out = _in_format(config, Path(report.phases[-1].directory)), config.out
-    for file in sorted(path for path in source.iterdir() if path.is_file()):
-        target = out / file.name
-        if file.name in ("run.toml", "log.txt"):
-            continue
-        partial = out / f"{file.name}.partial"
+    names = [path.name for path in source.iterdir() if path.is_file()]
+    for name in sorted({*names, *find_companions(source)} - {"run.toml", "log.txt"}):
+        file, target = source / name, out / name
+        target.parent.mkdir(exist_ok=True)
+        partial = target.with_name(f"{target.name}.partial")
         partial.unlink(missing_ok=True)
         try:
             os.link(file, partial)
@@ -354,6 +355,7 @@ def _publish(report: CompressReport, config: CompressRunConfig, original: Path) 
         os.replace(partial, target)
     # An earlier recipe may have left weights under other names.
     remove_stale_weights(out, [path.name for path in source.iterdir()])
+    write_provenance(out, read_provenance(out), name=out.resolve().name)
     page = report.save(out)
     get_logger().info("%s\nreport: %s", report.format(), page)
     return report

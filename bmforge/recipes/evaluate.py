@@ -22,15 +22,15 @@ from bmforge.data.sources.files import read_documents
 from bmforge.data.tasks import find_task, read_task
 from bmforge.data.tasks.rows import AnswerRows, Pair
 from bmforge.errors import ConfigError, DataError
-from bmforge.files import replace_file
+from bmforge.files import find_export, refuse_pipe, replace_file
 from bmforge.host_tuning import tuned_host
 from bmforge.infer.score import roll_windows
 from bmforge.logging import get_logger
 from bmforge.models import Model, load_weights_
-from bmforge.models.adapter_dirs import find_export, is_adapter
+from bmforge.models.adapter_dirs import is_adapter
 from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.file_fingerprint import fingerprint_of_files
-from bmforge.models.hub import find_model
+from bmforge.models.hub import find_model, head_options
 from bmforge.parallel import (
     Layout,
     World,
@@ -44,7 +44,12 @@ from bmforge.parallel import (
 from bmforge.recipes.adapter_dirs import find_source
 from bmforge.recipes.inputs.corpus import open_held_out
 from bmforge.recipes.inputs.examples import ExampleConfig, iter_held_out
-from bmforge.recipes.inputs.task_data import TaskDataConfig, open_task
+from bmforge.recipes.inputs.task_data import (
+    TaskDataConfig,
+    label_names,
+    open_task,
+    order_labels,
+)
 from bmforge.recipes.run import Results
 from bmforge.recipes.run_dir import add_results
 from bmforge.recipes.start import find_start, traits_of
@@ -124,7 +129,7 @@ def evaluate_model(
         for what, measure in measures:
             for metric, value in measure().items():
                 results.setdefault(metric, {})[what] = value
-    run_on_first(lambda: _store_results(name, subject.directory, config, layout, results))
+    run_on_first(lambda: _store_results(name, subject, config, layout, results))
     return results
 
 
@@ -150,7 +155,7 @@ def _open_subject(
     model = start.family.from_config(sizes, device="meta")
     adapter = None if resolved is None else resolved.adapter
     if adapter is not None:  # every process reads the whole base model
-        model = start.family.from_pretrained(directory)
+        model = start.family.from_pretrained(directory, **head_options(adapter, directory))
         read = partial(fingerprint_of_files, model, directory)
         check: dict[str, Any] = {"allow_other_base": allow_other_base, "base_fingerprint": read}
         load_delta(model, adapter, trainable=False, **check)
@@ -287,6 +292,13 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
                 f"the head {model.config.head!r} distinguishes {has}. Fine-tune it first: "
                 "bmforge train classify."
             )
+        own = _own_labels(model)
+        if order_labels(task.label_names, own) != tuple(task.label_names):
+            raise ConfigError(
+                f"the outputs of the classifier are {', '.join(own)}, but {name} has these labels "
+                f"in the order {', '.join(task.label_names)}. Give the examples as a .jsonl file, "
+                "whose labels are matched by their names."
+            )
         form = AskedClasses
     elif traits.reads in ("left", "apart") and traits.writes:
         form = AskedTexts if task.asks_for_text else AskedOptions
@@ -305,13 +317,15 @@ def _describe_task(name: str, subject: _Subject, config: EvaluateConfig) -> Task
         "micro_batch_size": config.micro_batch_size,
     }
     if name.endswith(".jsonl"):
-        labels = config.labels or _own_labels(subject.model)
+        own = _own_labels(subject.model)
+        labels = order_labels(config.labels, own) or own
         if not labels:
             raise ConfigError(
                 f"{name!r} is a custom task, whose labels are not known. Give them with --labels."
             )
         data_config = TaskDataConfig(labels=labels, fields=config.fields, paths=(name,), **sizes)
     else:
+        refuse_pipe(name)
         if config.task_data is None:
             raise ConfigError(f"the folder of {name} is not set. Give it with --task-data.")
         data_config = TaskDataConfig(task=find_task(name).name, paths=(config.task_data,), **sizes)
@@ -322,20 +336,19 @@ def _describe_task(name: str, subject: _Subject, config: EvaluateConfig) -> Task
 def _own_labels(model: Model) -> tuple[str, ...]:
     """Return the label names of a classifier in order; empty for other models."""
     is_classifier = model.config.head == "sequence_classification"
-    named = (model.config.raw.get("id2label") or {}) if is_classifier else {}
-    return tuple(named[key] for key in sorted(named, key=int))
+    return label_names(model.config.raw) if is_classifier else ()
 
 
 def _store_results(
-    name: str, directory: Path, config: EvaluateConfig, layout: Layout, results: Results
+    name: str, subject: _Subject, config: EvaluateConfig, layout: Layout, results: Results
 ) -> None:
     """Write the metrics to the output file, and add them to the results of the training run."""
     if config.out is not None:
         settings = {n: v for n, v in config_to_dict(config).items() if n != "out"}
-        settings["layout"] = layout.unusual()
+        settings |= {"seq_len": subject.seq_len, "layout": layout.unusual()}
         content = {"model": name, "results": results, "settings": settings}
         replace_file(config.out, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    run = _find_run(directory)
+    run = _find_run(subject.directory)
     if run is not None:
         try:
             add_results(run, results)

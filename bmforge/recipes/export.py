@@ -19,24 +19,28 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 
 from bmforge.device import parse_dtype
 from bmforge.errors import ConfigError
-from bmforge.files import replace_file
+from bmforge.files import find_export, replace_file
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models import Model
-from bmforge.models.adapter_dirs import find_export
 from bmforge.models.config_file import GENERATION_KEY
-from bmforge.models.formats.convert import find_companions, find_dtype
+from bmforge.models.formats.convert import copy_companion, find_companions, find_dtype
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.hub import find_model
 from bmforge.parallel import World, run_on_first
 from bmforge.provenance import write_provenance
 from bmforge.recipes.adapters import ADAPTER_NAME
 from bmforge.recipes.inputs.vocabulary import find_difference
-from bmforge.tokenizers.chat_template import TEMPLATE_FILE, find_template
-from bmforge.tokenizers.tokenizer_json import TOKENIZER_FILE
+from bmforge.tokenizers.chat_template import find_template
+from bmforge.tokenizers.tokenizer_json import (
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    find_named_templates,
+)
 from bmforge.tune.delta import Delta, list_deltas
 
 __all__ = [
+    "SIDE_FILES",
     "copy_side_files",
     "describe_base",
     "export_run",
@@ -46,7 +50,7 @@ __all__ = [
 ]
 
 # Files of a base model that are copied to every derived model.
-_SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
 _TASK_TYPES = {"left": "CAUSAL_LM", "apart": "SEQ_2_SEQ_LM"}
 
 
@@ -66,7 +70,7 @@ def export_run(
         config: the run's config.
         save_tokenizer: function that writes tokenizer and template to a directory.
         special_ids: fields of the exported config.json, such as ``eos_token_id``; they are also
-            changed in generation_config.json if it has them.
+            changed in generation_config.json if it has them. An adapter keeps the names of labels.
         world: all processes; all of them call this function.
     """
     directory = config.run_dir / "export"
@@ -76,21 +80,16 @@ def export_run(
         if config.adapter.merge:
             adapter.merge()
             adapter = None
+    if special_ids:
+        model.config = _with_fields(model.config, special_ids)
     with swapped_directory(directory) as target:
         if adapter is not None:
             _save_adapter(adapter, model, config, target)
         else:
-            if special_ids:
-                raw = {**model.config.raw, **special_ids}
-                if generation := raw.get(GENERATION_KEY):
-                    changed = {n: v for n, v in special_ids.items() if n in generation}
-                    raw[GENERATION_KEY] = {**generation, **changed}
-                # If the family's config has the field, it is set there instead of adding a raw
-                # value.
-                own = {n: v for n, v in special_ids.items() if hasattr(model.config, n)}
-                model.config = model.config.replace(raw=raw, **own)
             _save_model(model, config, target)
         if world.rank == 0:
+            # The card's title, which is the name of the temporary directory until now.
+            write_provenance(target, model.provenance, name=config.run_dir.resolve().name)
             if config.init_from is not None:
                 copy_side_files(find_model(config.init_from), target)
             if save_tokenizer is not None:
@@ -101,6 +100,17 @@ def export_run(
     get_logger().info("exported the %s to %s", what, directory)
     if config.push_to_hub is not None:
         run_on_first(lambda: push_export(directory, config.push_to_hub))
+
+
+def _with_fields(config: Any, fields: dict[str, Any]) -> Any:
+    """Return a model's config with changed fields of config.json and generation_config.json."""
+    raw = {**config.raw, **fields}
+    if generation := raw.get(GENERATION_KEY):
+        changed = {n: v for n, v in fields.items() if n in generation}
+        raw[GENERATION_KEY] = {**generation, **changed}
+    # A field of the family's own is written in place of the raw value.
+    own = {n: v for n, v in fields.items() if hasattr(config, n)}
+    return config.replace(raw=raw, **own)
 
 
 def push_export(directory: Path, repo_id: str) -> None:
@@ -153,18 +163,13 @@ def read_dtypes(directory: Path) -> Callable[[str], torch.dtype] | None:
 
 
 def _save_adapter(adapter: Delta, model: Any, config: Any, target: Path) -> None:
-    """Save an adapter with its card, provenance and the name of its base model."""
+    """Save an adapter with its card and the name of its base model."""
     provenance = model.provenance
     data = dict.fromkeys(f"{p.name} ({p.license})" for p in provenance.parts if p.kind == "data")
     card = {"base": config.init_from, "command": f"run.toml of {config.run_dir.name}"}
     card |= {"data": ", ".join(data), "license": provenance.license}
     adapter.save(target, **{key: value for key, value in card.items() if value})
-
-    def complete() -> None:
-        describe_base(target, config.init_from, model.traits.reads)
-        write_provenance(target, provenance)
-
-    run_on_first(complete)
+    run_on_first(lambda: describe_base(target, config.init_from, model.traits.reads))
 
 
 def describe_base(adapter: Path, base: str | None, reads: str) -> None:
@@ -187,7 +192,7 @@ def describe_base(adapter: Path, base: str | None, reads: str) -> None:
 
 def copy_side_files(source: Path, target: Path) -> None:
     """Copy the base's additional files, other than weights, config and tokenizer."""
-    for name in _SIDE_FILES:
+    for name in SIDE_FILES:
         if (source / name).is_file() and not (target / name).exists():
             shutil.copyfile(source / name, target / name)
 
@@ -203,18 +208,19 @@ def copy_tokenizer_files(base: Path, target: Path) -> None:
         target: export of the run.
     """
     names = [] if is_gguf(base) else find_companions(base)
-    if not is_gguf(base) and set(names) <= set(_SIDE_FILES):
+    if not is_gguf(base) and set(names) <= set(SIDE_FILES):
         return
-    lacks_tokenizer = set(find_companions(target)) <= set(_SIDE_FILES)
+    lacks_tokenizer = set(find_companions(target)) <= set(SIDE_FILES)
     if not lacks_tokenizer and find_difference(target, base) is not None:
         return
     template = find_template(base)
     if template is not None and find_template(target) is None:
         replace_file(target / TEMPLATE_FILE, template)
     has_same_file = (target / TOKENIZER_FILE).is_file() and (base / TOKENIZER_FILE).is_file()
+    if not lacks_tokenizer:  # the named templates are saved with the run's template
+        names = [name for name in names if name not in find_named_templates(base)]
     for name in names if lacks_tokenizer or has_same_file else ():
-        if not (target / name).exists():
-            shutil.copyfile(base / name, target / name)
+        copy_companion(base, target, name)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ which `task_prompts.py` computes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,15 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
 from bmforge.models import Model
 from bmforge.models.bert import BertConfig
+from bmforge.models.config_file import read_config_file
 from bmforge.models.gpt2 import GPT2Config
+from bmforge.models.hub import find_model
 from bmforge.models.llama import LlamaConfig
 from bmforge.models.t5 import T5Config
 from bmforge.parallel import World
 from bmforge.recipes.inputs.examples import open_examples
 from bmforge.recipes.inputs.pieces import open_tokenizer
-from bmforge.recipes.inputs.task_data import TaskDataConfig, open_task, read_examples
+from bmforge.recipes.inputs.task_data import (
+    TaskDataConfig,
+    label_names,
+    open_task,
+    order_labels,
+    read_examples,
+)
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import change_model, check_length, traits_of
 from bmforge.recipes.task_prompts import (
@@ -148,10 +158,21 @@ def tune_task(config: Any) -> RunResult:
 
 
 def with_classes(config: Any) -> Any:
-    """Check the data config, and set an encoder's number of outputs to the task's classes."""
+    """Check the data config, and set an encoder's number of outputs to the task's classes.
+
+    Labels of user data that are those of the initial model get the order of its outputs.
+    """
     config.data.check()
     if traits_of(config.model).reads != "both":
         return config
+    if config.data.labels and config.init_from is not None:
+        names = label_names(read_config_file(find_model(config.init_from)))
+        ordered = order_labels(config.data.labels, names)
+        if ordered != tuple(config.data.labels):
+            get_logger().info("labels in the order of %s: %s", config.init_from, ", ".join(names))
+            config = dataclasses.replace(
+                config, data=dataclasses.replace(config.data, labels=ordered)
+            )
     labels = count_classes(open_task(config.data))
     return change_model(config, head="sequence_classification", num_labels=labels)
 

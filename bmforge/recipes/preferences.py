@@ -19,7 +19,6 @@ from bmforge.align.preferences import PairObjective, UnpairedObjective
 from bmforge.align.reference import Reference, adapter_off
 from bmforge.data.sources.preferences import PreferenceExample, read_preferences
 from bmforge.errors import ConfigError, suggest
-from bmforge.files import replace_file
 from bmforge.parallel import World
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
 from bmforge.recipes.inputs.pieces import find_tokenizer, open_tokenizer
@@ -39,7 +38,7 @@ from bmforge.recipes.reference_model import (
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.sft import read_template
 from bmforge.recipes.start import check_length, traits_of
-from bmforge.tokenizers.chat_template import TEMPLATE_FILE, ChatTemplate
+from bmforge.tokenizers.chat_template import ChatTemplate
 from bmforge.train import OptimConfig, TrainConfig
 
 __all__ = [
@@ -204,7 +203,7 @@ def open_template(config: Any) -> tuple[Any, ChatTemplate, Any]:
 
     def save(directory: Path) -> None:
         tokenizer.save_pretrained(directory)
-        replace_file(directory / TEMPLATE_FILE, template.source)
+        template.save(directory)
 
     return tokenizer, template, save
 

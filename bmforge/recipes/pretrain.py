@@ -10,10 +10,12 @@ from typing import Any
 from bmforge.models import Model
 from bmforge.models.config_file import GENERATION_KEY, read_config_file
 from bmforge.models.cpm1 import CPM1Config
+from bmforge.models.formats.convert import copy_companion, find_companions
 from bmforge.models.gpt2 import GPT2Config
 from bmforge.models.hub import find_model
 from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import World
+from bmforge.recipes.export import SIDE_FILES
 from bmforge.recipes.inputs.corpus import Corpus, CorpusConfig, open_corpus
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import check_length
@@ -111,8 +113,15 @@ def _end_ids(corpus: Corpus, init_from: str | None) -> dict[str, Any]:
 
 
 def _copy_tokenizer(source: Path | None, directory: Path) -> None:
-    for file in () if source is None else source.iterdir():
-        shutil.copy2(file, directory / file.name)
+    """Copy a tokenizer to an export; of a model's directory, only the tokenizer files."""
+    if source is None:
+        return
+    if not (source / "config.json").is_file():
+        shutil.copytree(source, directory, dirs_exist_ok=True)
+        return
+    for name in find_companions(source):
+        if name not in SIDE_FILES:
+            copy_companion(source, directory, name)
 
 
 def _bits_per_byte(corpus: Corpus, evaluation: EvalResult) -> Results:

@@ -14,7 +14,6 @@ from bmforge.align.rollout_metrics import CompletionLog
 from bmforge.align.rollouts import RolloutLoader, RolloutRanks, Scores
 from bmforge.device import default_device, is_host, parse_dtype
 from bmforge.errors import ConfigError
-from bmforge.files import replace_file
 from bmforge.infer import GenerationConfig
 from bmforge.infer.engine.native_step import load_step
 from bmforge.parallel import World, init_distributed
@@ -31,7 +30,6 @@ from bmforge.recipes.inputs.prompt_rows import (
 from bmforge.recipes.rollout_tools import open_functions, open_turns
 from bmforge.recipes.run import TrainingData
 from bmforge.recipes.start import check_length, family_of, traits_of, with_changes
-from bmforge.tokenizers.chat_template import TEMPLATE_FILE
 from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig
 
 __all__ = ["RolloutRun", "check_rollouts", "default_training"]
@@ -167,7 +165,7 @@ class RolloutRun:
     def _save_tokenizer(self, directory: Path) -> None:
         self.tokenizer.save_pretrained(directory)
         if self._template is not None:
-            replace_file(directory / TEMPLATE_FILE, self._template.source)
+            self._template.save(directory)
 
     def _begin(self, open_scores: Callable[[Any], Scores | None], model: Any) -> None:
         """Start the generation engine, and create the scores of the model's initial weights."""

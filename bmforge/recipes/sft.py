@@ -18,7 +18,6 @@ from bmforge.data.load.example import fingerprint_of
 from bmforge.data.sources.conversations import ChatExample, read_conversations
 from bmforge.data.sources.text_files import read_text
 from bmforge.errors import ConfigError, DataError
-from bmforge.files import replace_file
 from bmforge.logging import get_logger
 from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import World
@@ -36,7 +35,7 @@ from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import check_length, family_of, traits_of
 from bmforge.tokenizers.chat_named import NAMED_TEMPLATES
-from bmforge.tokenizers.chat_template import TEMPLATE_FILE, ChatTemplate, find_template
+from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 from bmforge.tokenizers.chat_turns import AnswerChoice, AnswerText
 from bmforge.train import OptimConfig, TrainConfig
 
@@ -137,7 +136,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     def save(directory: Path) -> None:
         tokenizer.save_pretrained(directory)
         if not has_own_form:
-            replace_file(directory / TEMPLATE_FILE, template.source)
+            template.save(directory)
 
     conversations = _read_all(data.paths)
     held_out = _read_all(data.validation)

@@ -293,6 +293,6 @@ def save_files(directory: str | os.PathLike[str], files: dict[str, bytes]) -> No
             f"{str(folder)!r} already contains another {' and '.join(taken)}. Save into a new "
             "directory, or remove the old files first."
         )
-    folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         replace_file(folder / name, content)

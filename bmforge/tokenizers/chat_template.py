@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.errors import ConfigError, DataError, MissingDependencyError
+from bmforge.files import replace_file
 from bmforge.gguf_header import is_gguf, read_gguf_header
 from bmforge.tokenizers import Tokenizer
 from bmforge.tokenizers.chat_messages import Message, Tools
 from bmforge.tokenizers.template_limits import TemplateLimits, run_template
-from bmforge.tokenizers.tokenizer_json import CONFIG_FILE, TEMPLATE_FILE
+from bmforge.tokenizers.tokenizer_json import CONFIG_FILE, TEMPLATE_DIR, TEMPLATE_FILE
 
-__all__ = ["TEMPLATE_FILE", "ChatTemplate", "Message", "find_template"]
+__all__ = ["ChatTemplate", "Message", "find_template"]
 
+# transformers uses this template, if there is one, for conversations with tools.
+_TOOL_FILE = f"{TEMPLATE_DIR}/tool_use.jinja"
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 Render = Callable[[Mapping[str, Any]], str]
 
@@ -127,6 +130,17 @@ class ChatTemplate:
         text = self.render(messages, add_generation_prompt=True, tools=tools, **variables) + begin
         return text, self._tokenizer.encode_chat(text)
 
+    def save(self, directory: Path) -> None:
+        """Write the template as the default one of a directory.
+
+        A `tool_use` template of the tokenizer that is not a part of this one is removed, because it
+        would replace this one in conversations with tools.
+        """
+        replace_file(directory / TEMPLATE_FILE, self.source)
+        other = directory / _TOOL_FILE
+        if other.is_file() and other.read_text(encoding="utf-8") not in self.source:
+            other.unlink()
+
     def end_mark(self) -> str:
         """Return the text that the template writes after an assistant message at the end."""
         example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "answer"}]
@@ -166,8 +180,9 @@ def find_template(folder: Path) -> str | None:
     """Return the chat template of a model directory or GGUF file; None if it has none.
 
     The template is read from ``chat_template.jinja`` or, without this file, from
-    tokenizer_config.json. If there are several templates, ``default`` is used, and ``tool_use`` for
-    conversations with tools, as in transformers; both are joined into one source.
+    tokenizer_config.json. If there are several templates, also in ``additional_chat_templates``,
+    ``default`` is used, and ``tool_use`` for conversations with tools, as in transformers; both are
+    joined into one source.
 
     Args:
         folder: model directory, or a GGUF file.
@@ -179,16 +194,19 @@ def find_template(folder: Path) -> str | None:
         source = read_gguf_header(folder).metadata.get("tokenizer.chat_template")
         return source if isinstance(source, str) and source else None
     try:
-        if (folder / TEMPLATE_FILE).is_file():
-            return (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
         file = folder / CONFIG_FILE
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        source = config.get("chat_template")
-        if isinstance(source, list):
+        source, for_tools = config.get("chat_template"), None
+        if (folder / TEMPLATE_FILE).is_file():
+            source = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+        elif isinstance(source, list):
             named = {entry["name"]: entry["template"] for entry in source}
-            source = named["default"]
-            if "tool_use" in named:
-                source = f"{{% if tools %}}{named['tool_use']}{{% else %}}{source}{{% endif %}}"
+            source, for_tools = named["default"], named.get("tool_use")
+        if (folder / _TOOL_FILE).is_file():
+            for_tools = (folder / _TOOL_FILE).read_text(encoding="utf-8")
+        # A template that a run exported has it already.
+        if source and for_tools and not source.startswith(f"{{% if tools %}}{for_tools}"):
+            source = f"{{% if tools %}}{for_tools}{{% else %}}{source}{{% endif %}}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{str(folder)!r} has a damaged chat template ({type(error).__name__}: {error}). "

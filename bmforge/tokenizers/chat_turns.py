@@ -102,9 +102,10 @@ def _render_answer(
     if missing == "thoughts" and _CLOSE in template.source + prompt:
         return AnswerText(number, prompt, _write_thoughts(message, prompt, answer))
     if missing:
+        advice = _place_thoughts(template, message) if missing == "thoughts" else "Give"
         raise DataError(
             f"the chat template omits the {missing} of message {number + 1}, so the "
-            "model cannot be trained on it. Give another template with --template, or "
+            f"model cannot be trained on it. {advice} another template with --template, or "
             "remove that part from the data."
         )
     return AnswerText(number, start, answer)
@@ -153,6 +154,15 @@ def split_thought(message: Message) -> tuple[str, str]:
         own, _, content = content.partition(_CLOSE)
         thought = thought or own.rpartition(_OPEN)[2]
     return thought.strip(), content.strip()
+
+
+def _place_thoughts(template: ChatTemplate, message: Message) -> str:
+    """Return advice, up to "give", on where a template reads the thoughts of a message."""
+    for name in THOUGHT_FIELDS:
+        if re.search(rf"\b{name}\b", template.source):
+            place = f"Write them into the field {name!r}, which it reads, or give"
+            return "Give" if message.get(name) else place
+    return f"Write them as {_OPEN}...{_CLOSE} at the beginning of 'content', or give"
 
 
 def _write_thoughts(message: Message, prompt: str, answer: str) -> str:

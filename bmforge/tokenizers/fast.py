@@ -23,6 +23,7 @@ from bmforge.tokenizers.tokenizer_json import (
     ROLE_FILES,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
+    find_named_templates,
     find_tokenizer_json,
     open_tokenizer_json,
     read_role_tokens,
@@ -64,7 +65,7 @@ class FastTokenizer(Tokenizer):
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
         """Load ``tokenizer.json``, and the special tokens in transformers' other files.
 
-        `save_pretrained` also writes the ``chat_template.jinja``, if there is one.
+        A ``chat_template.jinja`` and further named templates are saved with the tokenizer.
 
         If only ``vocab.json`` with ``merges.txt`` (GPT-2, OPT, RoBERTa), BERT's ``vocab.txt`` or
         T5's ``spiece.model`` exists, a tokenizer.json is built from these files, and is saved
@@ -78,6 +79,7 @@ class FastTokenizer(Tokenizer):
                 "be written. Save the tokenizer with transformers' save_pretrained."
             )
         names = [n for n in (*ROLE_FILES, TEMPLATE_FILE) if (folder / n).exists()]
+        names += find_named_templates(folder)
         companions = {name: (folder / name).read_bytes() for name in names}
         roles = read_role_tokens(folder)
         # Write the tokenizer.json built from the older files.

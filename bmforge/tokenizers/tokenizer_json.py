@@ -19,8 +19,10 @@ __all__ = [
     "BYTE_PAIR_FILES",
     "CONFIG_FILE",
     "ROLE_FILES",
+    "TEMPLATE_DIR",
     "TEMPLATE_FILE",
     "TOKENIZER_FILE",
+    "find_named_templates",
     "find_tokenizer_json",
     "has_tokenizer_json",
     "open_byte_pairs",
@@ -32,6 +34,8 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 ROLE_FILES = (CONFIG_FILE, "special_tokens_map.json")
 TEMPLATE_FILE = "chat_template.jinja"
+# Folder in which transformers 5 keeps the chat templates other than the default one.
+TEMPLATE_DIR = "additional_chat_templates"
 _ROLES = ("pad", "bos", "eos", "unk", "mask", "cls", "sep")
 BYTE_PAIR_FILES, _WORD_PIECES = ("vocab.json", "merges.txt"), ("vocab.txt",)
 # Values of tokenizer_class or model_type, without "tokenizer" and "fast", for which these files
@@ -46,6 +50,11 @@ _ROBERTA_ROLES = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "sep": "</s>", "c
 _GPT2_ROLES = dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>")
 _T5_ROLES = {"pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
 _BERT_ROLES = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
+
+
+def find_named_templates(folder: Path) -> list[str]:
+    """Return the chat templates in a folder's `TEMPLATE_DIR`, as paths relative to the folder."""
+    return sorted(f"{TEMPLATE_DIR}/{path.name}" for path in folder.glob(f"{TEMPLATE_DIR}/*.jinja"))
 
 
 def open_tokenizer_json(content: bytes, path: Path) -> Any:

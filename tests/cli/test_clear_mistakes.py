@@ -11,7 +11,10 @@ from pydantic import ValidationError
 
 from bmforge.cli import main
 from bmforge.cli.commands import COMMANDS
+from bmforge.cli.completion import list_words
+from bmforge.cli.foreign_options import FOREIGN_OPTIONS
 from bmforge.cli.option_names import name_options, options_of
+from bmforge.cli.options import EvaluateCommand
 from bmforge.cli.parse import find_options
 from bmforge.cli.train_help import SHORT_NAMES, describe_task
 from bmforge.config import save_toml
@@ -41,6 +44,49 @@ def test_misspelled_options(command: str, capsys: pytest.CaptureFixture[str]) ->
         assert said.startswith(f"error: unknown option of bmforge {command}: --")
         assert said.count("\n") == 1
         assert "Did you mean '--" in said
+
+
+# Option of another program, and the option that does the same in `bmforge train`.
+OTHER_NAMES = """
+--num_train_epochs 3: --epochs; --num-train-epochs=3: --epochs; --adapter.r 8: --adapter.rank
+--lora_r 8: --adapter.rank; --lora_alpha 16: --adapter.alpha; --loss-type ipo: --method
+--learning_rate 1e-4: --lr; --per_device_train_batch_size 2: --micro-batch-size
+--max_seq_length 512: --seq-len; --gradient_accumulation_steps 4: --data.grad-accum-steps
+--gradient_checkpointing: --recompute; --bf16: --precision bf16; --cutoff_len 9: --seq-len
+--load_in_4bit: --base-dtype int4; --weight_decay 0.1: --train.optim.weight-decay
+"""
+
+
+@pytest.mark.parametrize("pair", OTHER_NAMES.strip().replace("\n", "; ").split("; "))
+def test_options_of_other_programs(pair: str, capsys: pytest.CaptureFixture[str]) -> None:
+    typed, option = pair.split(": ")
+    assert main(["train", "preferences", "--model", "gpt2", *typed.split()]) == 2
+    assert f"Did you mean '{option}'?" in capsys.readouterr().err
+
+
+def test_the_task_and_the_command_select_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--beta` is an option of preferences, not of rl; a model has no option elsewhere."""
+    for arguments, advice in (
+        (["train", "rl", "--model", "gpt2", "--beta", "0.1"], "Did you mean '--rl.beta'?"),
+        (["evaluate", "--max_length", "9"], "Did you mean '--seq-len'?"),
+        (["plan", "gpt2", "--lora_r", "9"], "Did you mean '--adapter-rank'?"),
+        (["merge", "x", "--base_model=y"], "Did you mean '--base'?"),
+        (["generate", "--model", "x"], "Give it without a name: bmforge generate MODEL."),
+        (["quantize", "--model_name_or_path=x"], "bmforge quantize SOURCE."),
+    ):
+        assert main(arguments) == 2
+        assert advice in capsys.readouterr().err
+
+
+def test_suggested_options_exist() -> None:
+    """Each is an option of its command, or one of its arguments without a name."""
+    words = list_words()
+    for command, table in FOREIGN_OPTIONS.items():
+        options = set(words[(command, "*") if command == "train" else (command,)])
+        kind = EvaluateCommand if command == "evaluate" else COMMANDS[command].options
+        arguments = set() if kind is None else {name for name, _ in find_options(kind)}
+        for known in table:
+            assert f"--{known.partition(' ')[0]}" in options or known in arguments
 
 
 def test_planned_length_needs_a_budget() -> None:

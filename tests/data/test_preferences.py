@@ -275,6 +275,46 @@ def test_tool_results_are_masked(tmp_path: Path, tokenizer: Any) -> None:
     assert "found" in tokenizer.decode(pair.chosen.ids)
 
 
+# The last answer has another end than earlier ones, as in OLMo 2's template.
+END_OF_LAST = CHATML.replace(
+    "'<|im_end|>' +", "('</s>' if loop.last and m.role == 'assistant' else '<|im_end|>') +"
+)
+READS_FIELD = CHATML.replace("{{ m['content']", "{{ m.thinking if m.tools }}{{ m['content']")
+
+
+@pytest.mark.parametrize(
+    ("source", "answer", "problem", "advice"),
+    [
+        (END_OF_LAST, [says("yes"), OTHER, says("no")], "changes message 2", "into 'prompt'"),
+        (CHATML, [says("yes") | {"weight": 0}], "weight 0", "Remove the weight"),
+        (CHATML, [says("yes") | {"thinking": "hm"}], "thoughts of message 2", "at the beginning"),
+        (READS_FIELD, [says("yes") | {"reasoning": "hm"}], "thoughts of", "the field 'thinking'"),
+    ],
+)
+def test_answers_that_a_template_changes(
+    source: str, answer: Any, problem: str, advice: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    """The error names file and line, what is wrong, and what helps."""
+    examples = read(tmp_path, PAIR, PAIR | {"chosen": answer})
+    encode(examples[0], tokenizer, source)
+    with pytest.raises(DataError) as raised:
+        encode(examples[1], tokenizer, source)
+    said = str(raised.value)
+    assert said.startswith(f"'{tmp_path / 'data.jsonl'}', line 2: ")
+    assert problem in said
+    assert advice in said
+
+
+def test_answers_of_several_messages_are_one_row(tmp_path: Path, tokenizer: Any) -> None:
+    """All assistant messages are answers; the user's message between them is not."""
+    several = [says("yes"), OTHER, says("good")]
+    (example,) = read(tmp_path, PAIR | {"chosen": several})
+    pair = encode(example, tokenizer)
+    rendered = ChatTemplate(CHATML, tokenizer).render([USER, *several])
+    assert tokenizer.decode(pair.chosen.ids) == rendered
+    assert split(pair.chosen, tokenizer)[1] == "yes<|im_end|>\ngood<|im_end|>\n"
+
+
 def test_a_generation_prompt_that_opens_a_thought(tmp_path: Path, tokenizer: Any) -> None:
     """Nothing is cut off an answer that does not begin as the generation prompt ends."""
     pair = encode(read(tmp_path, PAIR)[0], tokenizer, THINKING)

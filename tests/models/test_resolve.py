@@ -72,8 +72,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 )
 def test_what_is_fetched(weights: list[str], fetched: list[str], hub: Hub) -> None:
     """All of config and tokenizer, the card, which has the license, and the weights once."""
-    there = [*COMMON, "README.md", *weights, "train.py", "onnx/config.json"]
-    assert hub(there) == [*COMMON, "README.md", *fetched]
+    named = "additional_chat_templates/tool_use.jinja"
+    there = [*COMMON, "README.md", *weights, named, "train.py", "onnx/config.json", "onnx/a/b.json"]
+    assert hub(there) == [*COMMON, "README.md", *fetched, named]
 
 
 def test_a_cached_copy_without_all_weights_is_completed(hub: Hub) -> None:

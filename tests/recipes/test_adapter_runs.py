@@ -295,6 +295,9 @@ def test_python_opens_adapters_and_runs(base: Path, tmp_path: Path) -> None:
             assert not model.training
             assert not any(p.requires_grad for p in model.parameters())
             assert_close(model(IDS).logits, want, rtol=1e-4, atol=1e-5)
+        model = AutoModel.from_pretrained(base)
+        load_delta(model, run)
+        assert_close(model(IDS).logits, want, rtol=1e-4, atol=1e-5)
         packed = AutoModel.from_pretrained(run, quantize="int8")
         assert_close(packed(IDS).logits, want, rtol=0.1, atol=0.1)
     with pytest.raises(ConfigError, match=r"is an adapter, not a model\. Merge it first"):

@@ -107,6 +107,7 @@ def test_files_for_others(start: Path, tmp_path: Path, capsys: pytest.CaptureFix
         got = theirs.eval()(input_ids=ids).logits
     assert (got - want).norm() < 0.02 * want.norm()
     assert read_provenance(out).license == "apache-2.0"
+    assert "\n# small\n" in (out / "README.md").read_text()
     report = CompressReport.load(out)
     for speed in (report.speed, *(phase.speed for phase in report.phases)):
         assert set(speed) == {"prefill, tokens/s", "decode, tokens/s"}

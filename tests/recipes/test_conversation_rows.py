@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmforge.data.sources.conversations import ChatExample, read_conversations
+from bmforge.data.sources.preferences import read_preferences
+from bmforge.data.tasks.user_tasks import make_task
 from bmforge.errors import DataError
 from bmforge.recipes.inputs.conversation_rows import encode_turns, render_conversation
 from bmforge.tokenizers import AutoTokenizer
@@ -278,6 +282,15 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "dpo.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}')
     with pytest.raises(DataError, match="preference data"):
         read_conversations(tmp_path / "dpo.jsonl")
+
+
+def test_pipes_are_refused(tmp_path: Path) -> None:
+    """A named pipe, and with it /dev/stdin, is not called a folder."""
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    for read in (read_conversations, read_preferences, partial(make_task, ["a", "b"])):
+        with pytest.raises(DataError, match=r"input '.*pipe.jsonl' is a pipe or a device"):
+            read(pipe)
 
 
 def test_several_templates_are_joined(folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from test_sft import write_letters
 
 from bmforge.cli import main
 from bmforge.data import TokenStoreWriter
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, DataError
 from bmforge.models import GPT2, GPT2Config
+from bmforge.models.bert import Bert
 from bmforge.models.changes import Change
 from bmforge.parallel import Layout
+from bmforge.recipes.adapters import AdapterConfig
 from bmforge.recipes.evaluate import EvaluateConfig, evaluate_model
 from bmforge.testing import run_distributed
 
@@ -91,6 +94,7 @@ def test_texts_are_what_transformers_says(subject: Path, tmp_path: Path) -> None
     told = json.loads((tmp_path / "new" / "a.json").read_text())
     assert told["results"] == found
     assert told["settings"]["micro_batch_size"] == 4
+    assert told["settings"]["seq_len"] == 24  # the model's positions
     with pytest.raises(ConfigError, match="already exists"):
         evaluate_model(str(subject / "model"), config)
 
@@ -232,6 +236,58 @@ def test_a_task_of_ones_own(recipe: str, tmp_path: Path) -> None:
         evaluate_model(str(tmp_path / "run"), EvaluateConfig(tasks=(dev,)))
 
 
+@pytest.mark.parametrize("adapter", [None, "lora"])
+def test_labels_are_matched_by_name(adapter: str | None, tmp_path: Path) -> None:
+    """In any order of the labels, evaluation counts what transformers' names say."""
+    transformers = pytest.importorskip("transformers")
+    words, dev = write_words(tmp_path / "words"), str(write_jsonl(tmp_path / "dev.jsonl", OWN))
+    Bert.from_config(MODELS["bert"], seed=0).save_pretrained(tmp_path / "base")
+    config = task_config(
+        *("bert-superglue", "BoolQ", Path("x"), words, tmp_path / "run", 40),
+        **{"init_from": str(tmp_path / "base"), "new_head": True},
+        adapter=AdapterConfig(kind=adapter),
+    )
+    config.data = dataclasses.replace(
+        config.data, task=None, labels=("rose", "fell"), paths=(dev,), validation=(dev,)
+    )
+    run_task("bert-superglue", config)
+    export = tmp_path / "run" / "export"
+    if adapter is not None:
+        assert main(["merge", str(export), "--out", str(tmp_path / "merged")]) == 0
+        export = tmp_path / "merged"
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(export).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(words)
+    right = 0
+    for row in OWN:
+        ids = tokenizer(row["text"], return_tensors="pt")["input_ids"]
+        right += theirs.config.id2label[int(theirs(ids).logits.argmax())] == row["label"]
+    assert right != len(OWN) / 2  # which the other order would give as well
+    for labels in ((), ("rose", "fell"), ("fell", "rose")):
+        found = evaluate_model(str(tmp_path / "run"), EvaluateConfig(tasks=(dev,), labels=labels))
+        assert found["accuracy"][dev] == right / len(OWN)
+
+
+def test_a_classifier_keeps_the_order_of_its_labels(tmp_path: Path) -> None:
+    """Training continues with the outputs that the labels had; evaluation on others is refused."""
+    words, dev = write_words(tmp_path / "words"), str(write_jsonl(tmp_path / "dev.jsonl", OWN))
+    names = {"raw": {"id2label": {"1": "fell", "0": "rose"}}, "head": "sequence_classification"}
+    Bert.from_config(MODELS["bert"].replace(**names), seed=0).save_pretrained(tmp_path / "model")
+    config = task_config("bert-superglue", "BoolQ", Path("x"), words, tmp_path / "run", 1)
+    config.init_from = str(tmp_path / "model")
+    config.data = dataclasses.replace(
+        config.data, task=None, labels=("fell", "rose"), paths=(dev,), validation=(dev,)
+    )
+    run_task("bert-superglue", config)
+    told = json.loads((tmp_path / "run" / "export" / "config.json").read_text())
+    assert told["id2label"] == {"0": "rose", "1": "fell"}
+    told["id2label"] = {"0": "True", "1": "False"}
+    (tmp_path / "run" / "export" / "config.json").write_text(json.dumps(told))
+    write_boolq(tmp_path / "BoolQ")
+    asked = EvaluateConfig(tasks=("BoolQ",), task_data=str(tmp_path / "BoolQ"))
+    with pytest.raises(ConfigError, match=r"are True, False, but BoolQ has .* false, true"):
+        evaluate_model(str(tmp_path / "run"), asked)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -260,8 +316,6 @@ def test_what_is_wrong_with_a_task_of_ones_own(
 
 
 def test_what_cannot_be_evaluated(subject: Path, tmp_path: Path) -> None:
-    from bmforge.models.bert import Bert
-
     Bert.from_config(MODELS["bert"]).save_pretrained(tmp_path / "bert")
     file = str(subject / "texts.jsonl")
     model, bert = str(subject / "model"), str(tmp_path / "bert")
@@ -276,3 +330,6 @@ def test_what_cannot_be_evaluated(subject: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             evaluate_model(name, config)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="is a pipe or a device"):
+        evaluate_model(model, EvaluateConfig(tasks=(str(tmp_path / "pipe"),)))

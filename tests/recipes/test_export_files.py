@@ -10,12 +10,20 @@ import tomli_w
 import torch
 import transformers
 from chat_traits import TEMPLATES, write_bpe
+from safetensors.torch import load_file
 from small_runs import write_jsonl
 
 from bmforge.cli import main
 from bmforge.data import TokenStoreWriter
+from bmforge.tokenizers import AutoTokenizer
+from bmforge.tokenizers.chat_named import NAMED_TEMPLATES
+from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 
 TEMPLATE = TEMPLATES["thoughts of the last answer alone"]
+# Templates besides the default one, which transformers 5 keeps in a folder.
+NAMED = {"tool_use": TEMPLATES["plain ChatML"], "rag": TEMPLATES["no end mark"]}
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 IDS = {"bos_token_id": 5, "eos_token_id": 2, "pad_token_id": 0}
 # What transformers and others leave next to a tokenizer.json.
 EXTRA = {"special_tokens_map.json": '{"bos_token": "<|endoftext|>"}', "added_tokens.json": "{}"}
@@ -26,7 +34,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama `base` with all files of a published chat model, and data for each command."""
     root = tmp_path_factory.mktemp("files")
     base = write_bpe(root / "base", TEMPLATE)
-    for name, text in EXTRA.items():
+    (base / "additional_chat_templates").mkdir()
+    files = {f"additional_chat_templates/{name}.jinja": text for name, text in NAMED.items()}
+    for name, text in {**EXTRA, **files}.items():
         (base / name).write_text(text)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(
@@ -58,8 +68,13 @@ def corpus(root: Path) -> Path:
 
 def check_files(export: Path, base: Path) -> None:
     """Compare the files and ids of an export with those of its base model."""
-    theirs = transformers.AutoTokenizer.from_pretrained(export)
-    assert theirs.chat_template == TEMPLATE
+    theirs, own = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (export, base))
+    assert {**theirs.chat_template, "default": ""} == {**NAMED, "default": ""}
+    for tools in (None, [TOOL]):
+        texts = [t.apply_chat_template(CHAT, tools=tools, tokenize=False) for t in (theirs, own)]
+        assert texts[0] == texts[1]
+        template = ChatTemplate(find_template(export), AutoTokenizer.from_pretrained(export))
+        assert template.render(CHAT, tools=tools) == texts[1]
     settings = (json.loads((f / "tokenizer_config.json").read_text()) for f in (base, export))
     assert next(settings) == next(settings)
     assert {name: (export / name).read_text() for name in EXTRA} == EXTRA
@@ -98,12 +113,35 @@ def test_pretraining(root: Path, corpus: Path, tmp_path: Path, text: str) -> Non
     check_files(train("pretrain", root, corpus, tmp_path / "run"), root / "base")
 
 
+def test_the_tokenizer_of_a_model_brings_no_weights(root: Path, tmp_path: Path) -> None:
+    """`data.tokenizer` may be the directory of a model; the export is the trained one."""
+    with TokenStoreWriter(tmp_path / "tokens", vocab_size=400) as writer:
+        writer.add_item(list(range(10, 390)))
+        writer.end_document()
+    base = root / "base"
+    more = ("--data.tokenizer", str(base), "--lr", "0.1", "--train.schedule.kind", "constant")
+    export = train("pretrain", root, tmp_path / "tokens", tmp_path / "run", *more)
+    check_files(export, base)
+    old, new = (load_file(folder / "model.safetensors") for folder in (base, export))
+    assert old.keys() == new.keys()
+    assert not any(torch.equal(old[name], new[name]) for name in old if "proj" in name)
+
+
 @pytest.mark.parametrize(
     ("task", "data"), [("conversations", "chats"), ("preferences", "pairs"), ("reward", "pairs")]
 )
 def test_tasks_on_conversations(root: Path, tmp_path: Path, task: str, data: str) -> None:
     export = train(task, root, root / f"{data}.jsonl", tmp_path / "run")
     check_files(export, root / "base")
+
+
+def test_another_template_replaces_that_for_tools(root: Path, tmp_path: Path) -> None:
+    """transformers would otherwise render conversations with tools by the tokenizer's template."""
+    chats = root / "chats.jsonl"
+    export = train("conversations", root, chats, tmp_path / "run", "--template", "chatml")
+    theirs = transformers.AutoTokenizer.from_pretrained(export)
+    assert set(theirs.chat_template) == {"default", "rag"}
+    assert theirs.chat_template["default"] == NAMED_TEMPLATES["chatml"]
 
 
 def test_an_adapter_and_its_merge(root: Path, tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_an_export_says_what_it_was_made_of(
     assert "the license of data corpus is unknown" in log
     card = (place / "first" / "export" / "README.md").read_text("utf-8")
     assert card.startswith("---\nlicense: mit\n")
+    assert "\n# first\n" in card
     assert main(["info", str(place / "first" / "export")]) == 0
     shown = capsys.readouterr().out
     assert "license: MIT" in shown
@@ -122,6 +123,8 @@ def test_a_delta_takes_it_along_and_a_merge_joins_it(place: Path, tmp_path: Path
     model = AutoModel.from_pretrained(base)
     load_delta(model, delta_dir).merge()
     model.save_pretrained(tmp_path / "merged")
+    assert main(["merge", str(delta_dir), "--out", str(tmp_path / "card")]) == 0
+    assert "\n# card\n" in (tmp_path / "card" / "README.md").read_text("utf-8")
     merged = read_provenance(tmp_path / "merged")
     assert merged.license == ""  # nobody has said one for this
     assert merged.parts.count(ProvenanceSource("base", "export", "MIT")) == 1

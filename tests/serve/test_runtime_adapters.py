@@ -134,12 +134,15 @@ def test_only_the_admin_loads_adapters_and_errors_change_nothing(
         shutil.copytree(adapters[0], tmp_path / "cut")
         (weights,) = (tmp_path / "cut").glob("*.safetensors")
         weights.write_bytes(weights.read_bytes()[:-7])
+        (tmp_path / "stopped").mkdir()
+        (tmp_path / "stopped" / "run.toml").write_text("")
         wider = AutoModel.from_pretrained(write_model(tmp_path / "model", hidden_size=64))
         Lora(wider).save(tmp_path / "wider")
         for fields, status in (
             ({"lora_name": "ann", "lora_path": str(tmp_path / "none")}, 404),
             ({"lora_name": "ann", "lora_path": str(tmp_path / "empty")}, 400),
             ({"lora_name": "ann", "lora_path": str(tmp_path / "wrong")}, 400),
+            ({"lora_name": "ann", "lora_path": str(tmp_path / "stopped")}, 400),
             ({"lora_name": "ann", "lora_path": str(tmp_path / "cut")}, 400),
             ({"lora_name": "ann", "lora_path": str(tmp_path / "wider")}, 400),
             ({"lora_name": "ann", "lora_path": "a\x00b"}, 404),
@@ -153,6 +156,19 @@ def test_only_the_admin_loads_adapters_and_errors_change_nothing(
         assert admin(server, "unload", lora_name="ann").status_code == 404
         assert names(server) == ["tiny"]
         assert list_deltas(own_engine.model) == {}
+
+
+def test_the_directory_of_a_run_is_loaded_as_its_export(
+    start: Any, own_engine: Engine, model_directory: Path, adapters: list[Path], tmp_path: Path
+) -> None:
+    shutil.copytree(adapters[0], tmp_path / "export")
+    (tmp_path / "run.toml").write_text("")
+    with open_server(start, own_engine, model_directory) as server:
+        assert admin(server, "load", lora_name="ann", lora_path=str(tmp_path)).status_code == 200
+        fields = {"ignore_eos": True}
+        text = ask(server, "ann", **fields).json()["choices"][0]["text"]
+        assert text == written(model_directory, adapters[0], 8)
+        assert admin(server, "unload", lora_name="ann").status_code == 200
 
 
 def test_the_option_needs_an_admin_key() -> None:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from bmforge.errors import ConfigError
 from bmforge.files import replacing
 
-__all__ = ["HashedFile", "Journal", "digest_file", "make_key", "write_hashed"]
+__all__ = ["HashedFile", "Journal", "digest_file", "digest_files", "make_key", "write_hashed"]
 
 _NAME = "journal.jsonl"
 _PARTIAL = ".partial"
@@ -40,6 +40,12 @@ def digest_file(path: Path) -> str:
     """Return the hash of a file's content, as recorded in the journal."""
     with path.open("rb") as file:
         return file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
+
+
+def digest_files(folder: Path) -> dict[str, str]:
+    """Return the hash of every file in a folder and its subfolders, by relative path."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): digest_file(path) for path in files}
 
 
 class HashedFile:

@@ -24,7 +24,7 @@ from bmforge.data.prepare.documents import DocumentStage, DocumentsTask, make_do
 from bmforge.data.prepare.earlier_corpora import Earlier, open_earlier
 from bmforge.data.prepare.encode import Chosen, EncodeTask, encode_shard, training_texts
 from bmforge.data.prepare.engine import Blame, Limits, StagePart, Work, run_parts
-from bmforge.data.prepare.journal import Journal, digest_file, make_key
+from bmforge.data.prepare.journal import Journal, digest_files, make_key
 from bmforge.data.prepare.masks import open_mask
 from bmforge.data.prepare.near import (
     DROPS,
@@ -162,11 +162,7 @@ def make_keys(
 def _tokenizer_digest(tokenizer: Tokenizer) -> list[list[str]]:
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        return [[name, digest] for name, digest in _digests(Path(folder)).items()]
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    return {path.name: digest_file(path) for path in sorted(folder.iterdir())}
+        return [[name, digest] for name, digest in digest_files(Path(folder)).items()]
 
 
 def stage_states(journal: Journal, keys: StageKeys) -> list[StageState]:
@@ -225,7 +221,7 @@ def run_stages(
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         trained.save_pretrained(folder)
-        return {"files": _digests(folder)}
+        return {"files": digest_files(folder)}
 
     results["tokenizer"] = [_once(journal, "tokenizer", keys, make_tokenizer)]
     results["encode"] = _encode(chosen, work, choose_grouping(plan.inputs))

@@ -17,6 +17,7 @@ from bmforge.data.sources.conversation_forms import find_messages, read_tools
 from bmforge.data.sources.encoding import decode
 from bmforge.data.sources.packed import PACKED, open_unpacked
 from bmforge.errors import DataError, MissingDependencyError
+from bmforge.files import refuse_pipe
 from bmforge.tokenizers.chat_messages import Message
 
 __all__ = ["ChatExample", "find_conversation_files", "read_conversations", "read_records"]
@@ -65,9 +66,10 @@ def find_conversation_files(path: str | os.PathLike[str]) -> list[Path]:
     """List the conversation files at a path: the file itself, or all such files of a folder.
 
     Raises:
-        DataError: the path does not exist, or the folder contains no such file.
+        DataError: the path does not exist or is a pipe, or the folder contains no such file.
     """
     folder = Path(path)
+    refuse_pipe(folder)
     if folder.is_file():
         return [folder]
     if not folder.exists():

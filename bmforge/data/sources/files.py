@@ -18,6 +18,7 @@ from bmforge.data.sources.kinds import SOURCES, kind_of, read_stream
 from bmforge.data.sources.packed import PACKED
 from bmforge.data.sources.record import ReadOptions, Record, Where, show_name
 from bmforge.errors import BmforgeError, DataError
+from bmforge.files import refuse_pipe
 from bmforge.logging import get_logger
 
 __all__ = [
@@ -124,13 +125,9 @@ def list_files(
         raise DataError("the list of inputs is empty. Give at least one file or directory.")
     files: list[Path] = []
     for path in map(Path, named):
+        refuse_pipe(path)
         if path.is_dir():
             files += _walk(path, [] if unread is None else unread)
-        elif path.exists() and not path.is_file():
-            raise DataError(
-                f"input {str(path)!r} is a pipe or a device, which only `prepare` can "
-                "read. Write its content to a file first."
-            )
         elif not path.exists():
             raise DataError(f"input {str(path)!r} does not exist. Check the path.")
         elif not _is_input(path):

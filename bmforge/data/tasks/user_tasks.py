@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bmforge.data.tasks.task import BenchmarkTask, TaskExample, TaskRecord, read_records
 from bmforge.errors import ConfigError, DataError
+from bmforge.files import refuse_pipe
 
 __all__ = ["make_task"]
 
@@ -53,6 +54,7 @@ def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = (
 
 def _find_fields(path: Path) -> tuple[str, ...]:
     """Return the names of the text fields in a file's first line."""
+    refuse_pipe(path)
     first: TaskRecord | None = next(read_records(path), None)
     values = {} if first is None else first.values
     names = [name for name, value in values.items() if isinstance(value, str) and name != _LABEL]

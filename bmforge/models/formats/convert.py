@@ -29,8 +29,15 @@ from bmforge.models.formats.model_center import is_model_center, load_model_cent
 from bmforge.models.hub import AutoModel, find_model
 from bmforge.provenance import read_provenance, write_provenance
 from bmforge.tokenizers import AutoTokenizer
+from bmforge.tokenizers.tokenizer_json import find_named_templates
 
-__all__ = ["convert_checkpoint", "find_companions", "find_dtype", "write_directory"]
+__all__ = [
+    "convert_checkpoint",
+    "copy_companion",
+    "find_companions",
+    "find_dtype",
+    "write_directory",
+]
 
 # Glob patterns for a model's files other than weights and config.
 _COMPANIONS = (
@@ -39,8 +46,7 @@ _COMPANIONS = (
     "merges.txt",
     "*token*.json",
     "special_tokens_map.json",
-    "spiece.model",
-    "sentencepiece*.model",
+    "*.model",
     "generation_config.json",
     "preprocessor_config.json",
     "chat_template*",
@@ -131,7 +137,7 @@ def write_directory(
         if is_gguf(directory):
             _save_tokenizer(directory, partial)
         for name in find_companions(directory):
-            shutil.copyfile(directory / name, partial / name)
+            copy_companion(directory, partial, name, replaces=True)
         provenance = read_provenance(directory)
         write_provenance(partial, provenance, name=out.name)
         os.replace(partial, out)
@@ -179,5 +185,13 @@ def _save_tokenizer(source: Path, target: Path) -> None:
 
 
 def find_companions(directory: Path) -> list[str]:
-    """Return the names of a model's files other than its weights and config."""
-    return sorted({p.name for glob in _COMPANIONS for p in directory.glob(glob) if p.is_file()})
+    """Return a model's files other than its weights and config, as paths relative to it."""
+    names = {p.name for glob in _COMPANIONS for p in directory.glob(glob) if p.is_file()}
+    return sorted({*names, *find_named_templates(directory)})
+
+
+def copy_companion(source: Path, target: Path, name: str, replaces: bool = False) -> None:
+    """Copy a file in `find_companions`; one that the target has is kept unless `replaces`."""
+    (target / name).parent.mkdir(parents=True, exist_ok=True)
+    if replaces or not (target / name).exists():
+        shutil.copyfile(source / name, target / name)

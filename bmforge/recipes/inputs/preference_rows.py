@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -64,12 +65,14 @@ def encode_preference(
         ignore: names of fields to ignore.
 
     Raises:
-        DataError: see `render_conversation`.
+        DataError: the template changes an answer's message when later ones follow it, or see
+            `render_conversation`.
     """
     answers = [example.chosen, example.rejected]
     if any(isinstance(answer, list) for answer in answers):
         turns = [None if a is None else _render(example, a, template, ignore) for a in answers]
-        rows = [None if t is None else _join(t, tokenizer) for t in _share_prompt(turns)]
+        join = partial(_join, example.location, tokenizer=tokenizer)
+        rows = [None if t is None else join(t) for t in _share_prompt(turns)]
     elif example.prompt is None:
         rows = list(_encode_whole(answers, tokenizer))
     else:
@@ -86,7 +89,13 @@ def _render(
     messages = [*prompt, *answer]
     chat = ChatExample(example.location, messages, example.tools, example.fields)
     turns = render_conversation(chat, template, "all", ignore)
-    return [turn for turn in turns if turn.number >= len(prompt)]
+    scored = [turn for turn in turns if turn.number >= len(prompt)]
+    if not scored:
+        raise DataError(
+            f"{example.location}: all assistant messages of an answer have weight 0 (needed: one "
+            "with weight 1). Remove the weight, or the record."
+        )
+    return scored
 
 
 def _share_prompt(turns: Sequence[list[AnswerText] | None]) -> list[list[AnswerText] | None]:
@@ -108,15 +117,22 @@ def _share_prompt(turns: Sequence[list[AnswerText] | None]) -> list[list[AnswerT
     return shared
 
 
-def _join(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> EncodedRow:
-    """Encode the messages of an answer as one row; raise an error if they need several rows."""
+def _join(location: str, turns: Sequence[AnswerText], tokenizer: Tokenizer) -> EncodedRow:
+    """Encode the messages of an answer as one row; the template must not rewrite earlier ones."""
     rows = encode_turns(turns, tokenizer)
-    if len(rows) != 1:
-        raise DataError(
-            f"the chat template renders the {len(turns)} messages of an answer as {len(rows)} "
-            "separate texts. Give answers of one message, or another template with --template."
-        )
-    return rows[0]
+    if len(rows) == 1:
+        return rows[0]
+    changed = next(
+        (a for a, b in pairwise(turns) if not b.prompt.startswith(a.prompt + a.answer)),
+        turns[0],
+    )
+    raise DataError(
+        f"{location}: the chat template changes message {changed.number + 1} when later messages "
+        f"follow it (many omit the thoughts or the end token of earlier answers), so the "
+        f"{len(turns)} assistant messages of an answer are not one text. Give answers with one "
+        "assistant message and put the common earlier ones into 'prompt', or give a template that "
+        "does not change earlier messages with --template."
+    )
 
 
 def _end_of(tokenizer: Tokenizer) -> list[int]:

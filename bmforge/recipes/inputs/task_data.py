@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bmforge.data.tasks import TASKS, BenchmarkTask, TaskExample, read_task
 from bmforge.data.tasks.user_tasks import make_task
 from bmforge.errors import ConfigError, DataError, suggest
 from bmforge.recipes.inputs.examples import ExampleConfig
 
-__all__ = ["TaskDataConfig", "open_task", "read_examples"]
+__all__ = ["TaskDataConfig", "label_names", "open_task", "order_labels", "read_examples"]
 
 
 @dataclass(kw_only=True)
@@ -82,6 +84,26 @@ class TaskDataConfig(ExampleConfig):
                 "data.validation and data.split have no effect on a published task, which "
                 "has its own splits. Set data.dev_split instead."
             )
+
+
+def label_names(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the label names in the contents of a config.json, in the order of the outputs."""
+    names = raw.get("id2label") or {}
+    return tuple(names[key] for key in sorted(names, key=int))
+
+
+def order_labels(labels: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Return labels in the order of a classifier's outputs, if they are its labels.
+
+    Args:
+        labels: labels of the data. Other labels than the classifier's keep their order, in which
+            they stand for its outputs.
+        names: label names of the classifier, in the order of its outputs.
+    """
+    places = {str(name).casefold(): number for number, name in enumerate(names)}
+    if len(labels) != len(names) or {label.casefold() for label in labels} != set(places):
+        return tuple(labels)
+    return tuple(sorted(labels, key=lambda label: places[label.casefold()]))
 
 
 def open_task(data: TaskDataConfig) -> BenchmarkTask:

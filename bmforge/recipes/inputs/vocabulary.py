@@ -10,7 +10,7 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.logging import get_logger
 from bmforge.models.hub import find_model
 from bmforge.tokenizers import AutoTokenizer
-from bmforge.tokenizers.tokenizer_json import ROLE_FILES, TEMPLATE_FILE
+from bmforge.tokenizers.tokenizer_json import ROLE_FILES, TEMPLATE_DIR, TEMPLATE_FILE
 
 __all__ = ["check_tokenizers", "find_difference"]
 
@@ -76,7 +76,7 @@ def find_difference(corpus: Path, own: Path) -> str | None:
 
 def _holds_same(corpus: Path, own: Path) -> bool:
     """Return True if `own` contains identical copies of all vocabulary files in `corpus`."""
-    names = {path.name for path in corpus.glob("*")} - {*ROLE_FILES, TEMPLATE_FILE}
+    names = {path.name for path in corpus.glob("*")} - {*ROLE_FILES, TEMPLATE_FILE, TEMPLATE_DIR}
     return bool(names) and all(
         (own / name).is_file() and (own / name).read_bytes() == (corpus / name).read_bytes()
         for name in names

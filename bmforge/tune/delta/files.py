@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bmforge.errors import CheckpointError, ConfigError
+from bmforge.files import find_export
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.nn.token_rows import TOKENS_SLOT
 from bmforge.provenance import read_provenance
@@ -33,6 +34,7 @@ from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.base_check import BaseCheck, FileFingerprint, names_base
 from bmforge.tune.delta.card import write_card
 from bmforge.tune.delta.fingerprint import fingerprint_of, library_of
+from bmforge.tune.delta.label_names import read_labels, set_labels_
 from bmforge.tune.delta.opendelta_format import (
     is_opendelta,
     load_opendelta,
@@ -63,7 +65,7 @@ def is_delta_dir(directory: str | Path) -> bool:
 def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) -> None:
     """Write an adapter as `Delta.save` does; collective on a parallelized model."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    mark: dict[str, Any] = {"version": _VERSION}
+    mark: dict[str, Any] = {"version": _VERSION, **read_labels(delta.model)}
     keeps_origin = delta.origin is not None and peft_write.can_write(delta)
     # A quantized base has another fingerprint than the 16-bit weights that it was quantized from.
     is_quantized = any(hasattr(module, "packed") for module in delta.model.modules())
@@ -173,7 +175,8 @@ def load_delta(
 
     Args:
         model: base model with its weights; not parallelized.
-        directory: directory written by bmforge, PEFT or OpenDelta.
+        directory: directory written by bmforge, PEFT or OpenDelta, or the directory of a run,
+            whose export is loaded.
         name: name of the adapter in the model.
         allow_other_base: True to accept a base model other than the one that the adapter was
             trained on.
@@ -187,9 +190,9 @@ def load_delta(
         CheckpointError: there is no adapter, it was trained on another base, or tensors are
             missing, unexpected, not finite or of a wrong shape (all are listed). The model is
             unchanged.
-        ConfigError: the adapter's type, version or a setting is unknown.
+        ConfigError: the adapter's type, version or a setting is unknown, or a run has no export.
     """
-    directory = Path(directory)
+    directory = Path(find_export(directory))
     if not (directory / CONFIG_NAME).exists() and is_opendelta(directory):
         delta = load_opendelta(model, directory, name)
     else:
@@ -269,6 +272,7 @@ def _attach(
     if not own_config and "base" not in mark and not config.get("target_parameters"):
         delta.origin = dict(config)
         delta.extra = {n: t for n, t in tensors.items() if n.endswith(".base_layer.weight")}
+    set_labels_(model, mark)
     return delta
 
 
@@ -279,7 +283,7 @@ def type_of_delta(directory: str | Path) -> type[AttachedDelta]:
         CheckpointError: the directory contains no adapter.
         ConfigError: the adapter's type is unknown.
     """
-    directory = Path(directory)
+    directory = Path(find_export(directory))
     if not (directory / CONFIG_NAME).exists() and is_opendelta(directory):
         return opendelta_type(read_opendelta_config(directory))[0]
     return _type_of(_read(directory)[0], directory)
