@@ -27,6 +27,7 @@ from bmforge.compress.prune.shrink import shrink_
 from bmforge.compress.prune.structure import StructureMethod
 from bmforge.compress.prune.structure_config import GATE_KINDS, StructureConfig
 from bmforge.errors import ConfigError
+from bmforge.infer.decoder import Decoder
 from bmforge.nn.gates import HardConcrete, log_alpha_of
 from bmforge.surgery import persistent_tensors
 from bmforge.testing import assert_close
@@ -130,6 +131,22 @@ def test_adapters_of_a_gated_model_are_gated(name: str) -> None:
     delta.merge()
     close_some(attach_gates_(merged, GATE_KINDS))
     assert_close(run(gated, name), run(merged, name))
+
+
+@pytest.mark.parametrize("kind", GATE_KINDS)
+@torch.no_grad()
+def test_decoding_with_the_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The kernel for an addition and a norm leaves out no gate: as without a KV cache."""
+    monkeypatch.setattr("bmforge.nn.block.takes_device_kernels", lambda *tensors: True)
+    model, ids = stir("llama", torch.float32), make_inputs("llama")["input_ids"]
+    for is_gated in (False, True):
+        if is_gated:
+            close_some(attach_gates_(model, (kind,)))
+        decoder = Decoder(model, None, 16)
+        decoder.cache.step = None
+        decoder.run(ids[:, :5])
+        want = model(ids[:, :6]).logits[:, -1]
+        assert_close(decoder.run(ids[:, 5:6]), want, rtol=1e-4, atol=1e-4)
 
 
 def test_what_a_gated_model_refuses() -> None:
