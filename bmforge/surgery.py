@@ -53,6 +53,7 @@ PLACES = (
     "draws",  # isolates the module's own random numbers
     "rounding",  # rounds local weights and inputs (quantization-aware training)
     "zeros",  # sets pruned weights to zero
+    "gates",  # scales the effect of a block or sublayer on hidden states
     "width",  # ignores hidden dimensions whose gates are closed
     "views",  # replaces parameters by their local shards
     "experts",  # selects the local experts

@@ -178,9 +178,6 @@ class Attention(nn.Module):
         enter: function applied to `x` first; set by layouts that shard the projections.
         enter_memory: function applied to `memory` first; set by the same layouts.
         mix: attention function; set by layouts that shard heads or tokens.
-        thin: pruning gate of the heads, applied to their concatenated outputs before `o_proj`.
-        thin_dims: pruning gate of head dims, applied after `thin`.
-        thin_query: pruning gate of head dims, applied to queries before the rotary embedding.
         head_share: (index, count) of the local shard of heads; set by layouts.
         prefix: module that returns keys and values to prepend, or None; see `nn.prefix`.
         sinks: module with the sink logits of the heads, or None; see `nn.sinks`.
@@ -204,9 +201,6 @@ class Attention(nn.Module):
             self.mix = partial(mix_values, softcap=spec.softcap)
         elif spec.alibi:
             self.mix = partial(mix_values, slopes=self._slopes)
-        self.thin: Pass = pass_on
-        self.thin_dims: Pass = pass_on
-        self.thin_query: Pass = pass_on
         self.prefix: nn.Module | None = None
         self.sinks = HeadSinks(spec.num_heads) if spec.sinks else None
         self.q_norm = self.k_norm = None
@@ -273,7 +267,7 @@ class Attention(nn.Module):
         else:
             mixed = self._mix(query, key, value, mask, bias)
         mixed = self._drop_padding(mixed)
-        return self.o_proj(self.thin_dims(self.thin(mixed.transpose(1, 2).flatten(2))))
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def pick_heads(self, bias: Tensor) -> Tensor:
         """Return the first `num_heads` heads of a bias that layers of different widths share.
@@ -336,7 +330,7 @@ class Attention(nn.Module):
 
     def _queries(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """Project hidden states to queries, (B, N, T, H), with rotary positions."""
-        query = self._heads(self.thin_query(self.q_proj(x)), self.q_norm)
+        query = self._heads(self.q_proj(x), self.q_norm)
         return query if rope is None else apply_rope(query, rope, self.rope_interleaved)
 
     def _drop_padding(self, mixed: Tensor) -> Tensor:

@@ -19,13 +19,11 @@ from bmforge.nn.norm import NormSpec, RMSNorm, build_norm
 from bmforge.nn.recompute import call_and_drop, hold_weights
 from bmforge.nn.shard_hooks import Pass, pass_on
 from bmforge.nn.window import WindowAttention
+from bmforge.surgery import wrappers_of
 
-__all__ = ["Block", "BlockSpec", "NormPlace", "Weigh"]
+__all__ = ["Block", "BlockSpec", "NormPlace", "Residual"]
 
 NormPlace = Literal["pre", "post", "parallel", "parallel_norms", "output", "sandwich"]
-
-# (x before a sublayer, x after it) -> input of the next sublayer
-Weigh = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,78 @@ class BlockSpec:
     layer_drop: float = 0.0
 
 
+class Residual(nn.Module):
+    """Residual connection of a sublayer, with its norms, scales and dropout.
+
+    The sublayer and the norms belong to the block and are arguments of the forward. A wrapper of
+    the forward (`surgery.wrap_forward_`) can change the effect of the sublayer on hidden states.
+
+    Args:
+        spec: hyperparameters of the block.
+        part: hyperparameters of the sublayer; None for factors of 1 on its inputs.
+
+    Shape:
+        x: (B, T, D) -> (B, T, D)
+    """
+
+    def __init__(
+        self, spec: BlockSpec, part: AttentionSpec | MLPSpec | MoESpec | None = None
+    ) -> None:
+        super().__init__()
+        self.norm_place, self.dropout = spec.norm_place, spec.residual_dropout
+        self.sum_scale, self.guards_half = spec.sum_scale, spec.guards_half
+        self.in_scale = 1.0 if part is None else part.in_scale
+        # The last projection is linear, so its factor is applied to its output, the smaller tensor.
+        self.out_scale = spec.residual_scale * (1.0 if part is None else part.out_scale)
+
+    def forward(
+        self,
+        x: Tensor,
+        part: Callable[[Tensor], Tensor],
+        norm: nn.Module | None,
+        out_norm: nn.Module | None = None,
+    ) -> Tensor:
+        """Add a sublayer's output to hidden states; return it alone in parallel blocks.
+
+        Args:
+            x: hidden states.
+            part: sublayer.
+            norm: norm of the sublayer's input or output; None if `x` is already normalized.
+            out_norm: norm of the output in "sandwich" blocks.
+        """
+        if norm is None:
+            return self._run(x, part)
+        if self.norm_place == "post":
+            return norm(_times(x + self._run(x, part), self.sum_scale))
+        is_output = self.norm_place == "output"
+        added = norm(self._run(x, part)) if is_output else self._run_on_norm(x, part, norm)
+        if self.norm_place == "parallel_norms":
+            return added
+        added = added if out_norm is None else out_norm(added)
+        x = _times(x + added, self.sum_scale)
+        return _clamp_half(x) if self.guards_half else x
+
+    def _run(self, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        return self._shrink(part(_times(x, self.in_scale)))
+
+    def _run_on_norm(self, x: Tensor, part: Callable[[Tensor], Tensor], norm: nn.Module) -> Tensor:
+        """Return a sublayer's output for the norm of `x`; backward recomputes the norm.
+
+        `x` must therefore not be changed in place before backward.
+        """
+        factor = self.in_scale
+        if not torch.is_grad_enabled():
+            return self._shrink(part(_times(norm(x), factor)))
+        again = hold_weights(norm)
+        added = call_and_drop(part, _times(norm(x), factor), lambda: _times(again(x), factor))
+        return self._shrink(added)
+
+    def _shrink(self, x: Tensor) -> Tensor:
+        """Apply residual dropout and residual scale if configured."""
+        x = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        return _times(x, self.out_scale)
+
+
 class Block(nn.Module):
     """Transformer block: self-attention, optional cross-attention and MLP, norms and residuals.
 
@@ -76,11 +146,6 @@ class Block(nn.Module):
     Attributes:
         agree: function that makes all ranks that share a sequence use the same random number; set
             by layouts.
-        attn_share: pruning gate of attention and its norm, a function (x before, x after) -> x;
-            or None.
-        mlp_share: pruning gate of the MLP, of the same form; or None.
-        block_share: pruning gate of the whole block, of the same form; or None. In parallel
-            blocks the gates of the sublayers are applied to the added terms.
 
     Shape:
         x: (B, T, D) -> (B, T, D); a mixture of experts also returns the router logits, (B * T, E)
@@ -90,14 +155,9 @@ class Block(nn.Module):
         super().__init__()
         self.spec = spec
         self.norm_place = spec.norm_place
-        self.dropout, self.scale = spec.residual_dropout, spec.residual_scale
-        self.sum_scale, self.layer_drop = spec.sum_scale, spec.layer_drop
-        self.guards_half = spec.guards_half
+        self.dropout, self.layer_drop = spec.residual_dropout, spec.layer_drop
+        self.sum_scale, self.guards_half = spec.sum_scale, spec.guards_half
         self.agree: Pass = pass_on
-        self.attn_share: Weigh | None = None
-        self.mlp_share: Weigh | None = None
-        self.block_share: Weigh | None = None
-        self.attn_scales, self.mlp_scales = _scales(spec.attn), _scales(spec.mlp)
         self.attn: Attention | None = None
         if spec.attn is not None or (spec.norm_place == "parallel" and spec.mlp is not None):
             norm = build_norm(spec.norm, spec.hidden_size) if spec.norms_attn else nn.Identity()
@@ -112,11 +172,13 @@ class Block(nn.Module):
         if spec.attn is not None:
             self.attn = _build_attention(spec.hidden_size, spec.attn)
             self.attn.layer_index = layer_index
+            self.attn_residual = Residual(spec, spec.attn)
         self.cross_attn = None
         if spec.cross_attn is not None:
             self.cross_attn_norm = build_norm(spec.norm, spec.hidden_size)
             self.cross_attn = Attention(spec.hidden_size, spec.cross_attn)
             self.cross_attn.layer_index = layer_index
+            self.cross_attn_residual = Residual(spec)
         if spec.norm_place != "parallel" and spec.mlp is not None:
             self.mlp_norm = build_norm(spec.norm, spec.hidden_size)
         self.mlp: MLP | MoE | None = None
@@ -124,6 +186,8 @@ class Block(nn.Module):
             self.mlp = MoE(spec.hidden_size, spec.mlp)
         elif spec.mlp is not None:
             self.mlp = MLP(spec.hidden_size, spec.mlp)
+        if spec.mlp is not None:
+            self.mlp_residual = Residual(spec, spec.mlp)
 
     def forward(
         self,
@@ -148,116 +212,57 @@ class Block(nn.Module):
                 means all.
         """
 
+        attn, cross_attn, mlp = self.attn, self.cross_attn, self.mlp
         router_logits: list[Tensor] = []
 
         def attend(value: Tensor) -> Tensor:
-            assert self.attn is not None
-            return self.attn(value, mask, rope, cache, bias)
+            assert attn is not None
+            return attn(value, mask, rope, cache, bias)
+
+        def attend_memory(value: Tensor) -> Tensor:
+            assert cross_attn is not None
+            return cross_attn(value, memory_mask, None, cache, None, memory)
 
         def feed(value: Tensor) -> Tensor:
-            assert self.mlp is not None
-            out = self.mlp(value)
+            assert mlp is not None
+            out = mlp(value)
             if isinstance(out, tuple):
                 router_logits.append(out[1])
                 return out[0]
             return out
 
-        before = x = self._guard(x)
+        before = x = _clamp_half(x) if self.guards_half else x
         if self.norm_place == "parallel":
-            x = x if self.attn is None and self.mlp is None else self._run_parallel(x, attend, feed)
+            x = self._run_parallel(x, attend, feed)
         elif self.norm_place == "parallel_norms":
             x = self._run_parallel_norms(x, attend, feed)
+        elif cache is not None and self._adds_and_norms(x):
+            x = self._run_fused(x, attend, feed)
         else:
-            x = self._run_parts(x, attend, feed, cache, memory, memory_mask)
-        x = self._keep_or_drop(before, _weigh(self.block_share, before, x))
+            if attn is not None:
+                x = self.attn_residual(x, attend, self.attn_norm, self.attn_out_norm)
+            if cross_attn is not None:
+                x = self.cross_attn_residual(x, attend_memory, self.cross_attn_norm)
+            if mlp is not None:
+                x = self.mlp_residual(x, feed, self.mlp_norm, self.mlp_out_norm)
+        x = self._keep_or_drop(before, x)
         return (x, router_logits[0]) if router_logits else x
-
-    def _run_parts(
-        self,
-        x: Tensor,
-        attend: Callable[[Tensor], Tensor],
-        feed: Callable[[Tensor], Tensor],
-        cache: KeyValueCache | None,
-        memory: Tensor | None,
-        memory_mask: Tensor | None,
-    ) -> Tensor:
-        """Run the sublayers one after the other."""
-        if cache is not None and self._adds_and_norms(x):
-            attended = attend(self.attn_norm(x))
-            norm: Any = self.mlp_norm
-            x, normed = torch.ops.bmforge.add_rms_norm(attended, x, norm.weight, norm.eps)
-            return x + feed(normed)
-        if self.attn is not None:
-            added = self._add(x, self.attn_norm, attend, self.attn_scales, self.attn_out_norm)
-            x = _weigh(self.attn_share, x, added)
-        if self.cross_attn is not None:
-            cross = self.cross_attn
-            x = self._add(
-                x,
-                self.cross_attn_norm,
-                lambda value: cross(value, memory_mask, None, cache, None, memory),
-            )
-        if self.mlp is None:
-            return x
-        added = self._add(x, self.mlp_norm, feed, self.mlp_scales, self.mlp_out_norm)
-        return _weigh(self.mlp_share, x, added)
-
-    def _adds_and_norms(self, x: Tensor) -> bool:
-        """Return True if one kernel can add the attention output and apply the MLP's norm."""
-        norm: Any = getattr(self, "mlp_norm", None)
-        if type(norm) is not RMSNorm or norm.offset:
-            return False
-        if norm._forward_hooks or norm._forward_pre_hooks:
-            return False
-        has_both = self.attn is not None and self.mlp is not None and self.cross_attn is None
-        is_plain = has_both and self.norm_place == "pre" and not self.training
-        factors = {self.scale, self.sum_scale, *self.attn_scales, *self.mlp_scales}
-        is_plain = is_plain and factors == {1.0} and not self.guards_half
-        is_plain = is_plain and self.attn_out_norm is None and self.mlp_out_norm is None
-        has_gates = self.attn_share is not None or self.mlp_share is not None
-        return is_plain and not has_gates and takes_device_kernels(x, norm.weight)
-
-    def _add(
-        self,
-        x: Tensor,
-        norm: nn.Module,
-        part: Callable[[Tensor], Tensor],
-        scales: tuple[float, float] = (1.0, 1.0),
-        out_norm: nn.Module | None = None,
-    ) -> Tensor:
-        """Add the output of one sublayer to the residual stream, with norms before or after."""
-        into, out = scales
-        if self.norm_place == "post":
-            return norm(_times(x + self._shrink(part(_times(x, into)), out), self.sum_scale))
-        if self.norm_place == "output":
-            added = norm(self._shrink(part(_times(x, into)), out))
-            return self._guard(_times(x + added, self.sum_scale))
-        read = self._read(x, norm, part, scales)
-        added = x + (read if out_norm is None else out_norm(read))
-        return self._guard(_times(added, self.sum_scale))
-
-    def _guard(self, x: Tensor) -> Tensor:
-        """Clamp the residual stream if it is fp16, where sums and casts can overflow."""
-        if not self.guards_half or x.dtype != torch.float16:
-            return x
-        limit = torch.finfo(x.dtype).max
-        return x.clamp(-limit, limit)
 
     def _run_parallel(
         self, x: Tensor, attend: Callable[[Tensor], Tensor], feed: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        (attn_in, attn_out), (mlp_in, mlp_out) = self.attn_scales, self.mlp_scales
+        """Add the outputs of attention and MLP, which read the same norm of `x`."""
 
         def both(value: Tensor) -> Tensor:
             added = []
             if self.attn is not None:
-                attended = self._shrink(attend(_times(value, attn_in)), attn_out)
-                added.append(_weigh_alone(self.attn_share, attended))
+                added.append(self.attn_residual(value, attend, None))
             if self.mlp is not None:
-                fed = self._shrink(feed(_times(value, mlp_in)), mlp_out)
-                added.append(_weigh_alone(self.mlp_share, fed))
+                added.append(self.mlp_residual(value, feed, None))
             return added[0] if len(added) == 1 else added[0] + added[1]
 
+        if self.attn is None and self.mlp is None:
+            return x
         again = hold_weights(self.attn_norm)
         added = call_and_drop(both, self.attn_norm(x), lambda: again(x))
         return _times(x + added, self.sum_scale)
@@ -268,28 +273,34 @@ class Block(nn.Module):
         """Add the outputs of attention and MLP, each of which reads its own norm of `x`."""
         added = x
         if self.attn is not None:
-            attended = self._read(x, self.attn_norm, attend, self.attn_scales)
-            added = added + _weigh_alone(self.attn_share, attended)
+            added = added + self.attn_residual(x, attend, self.attn_norm)
         if self.mlp is not None:
-            fed = self._read(x, self.mlp_norm, feed, self.mlp_scales)
-            added = added + _weigh_alone(self.mlp_share, fed)
+            added = added + self.mlp_residual(x, feed, self.mlp_norm)
         return _times(added, self.sum_scale)
 
-    def _read(
-        self,
-        x: Tensor,
-        norm: nn.Module,
-        part: Callable[[Tensor], Tensor],
-        scales: tuple[float, float],
+    def _run_fused(
+        self, x: Tensor, attend: Callable[[Tensor], Tensor], feed: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Return a sublayer's output for the norm of `x`; backward recomputes the norm.
+        """Run a pre-norm block with one kernel for the first addition and the MLP's norm."""
+        norm: Any = self.mlp_norm
+        attended = attend(self.attn_norm(x))
+        x, normed = torch.ops.bmforge.add_rms_norm(attended, x, norm.weight, norm.eps)
+        return x + feed(normed)
 
-        `x` must therefore not be changed in place before backward.
-        """
-        into, out = scales
-        again = hold_weights(norm)
-        read = call_and_drop(part, _times(norm(x), into), lambda: _times(again(x), into))
-        return self._shrink(read, out)
+    def _adds_and_norms(self, x: Tensor) -> bool:
+        """Return True if one kernel can add the attention output and apply the MLP's norm."""
+        norm: Any = getattr(self, "mlp_norm", None)
+        if type(norm) is not RMSNorm or norm.offset or not takes_device_kernels(x, norm.weight):
+            return False
+        if self.norm_place != "pre" or self.training or self.guards_half:
+            return False
+        if self.attn is None or self.cross_attn is not None:
+            return False
+        parts = norm, self.attn_residual, self.mlp_residual
+        if any(m._forward_hooks or m._forward_pre_hooks or wrappers_of(m) for m in parts):
+            return False
+        factors = {f for part in parts[1:] for f in (part.in_scale, part.out_scale)}
+        return {*factors, self.sum_scale} == {1.0}
 
     def _keep_or_drop(self, before: Tensor, after: Tensor) -> Tensor:
         """Return `before` instead of `after` with the probability `layer_drop` (LayerDrop).
@@ -301,11 +312,6 @@ class Block(nn.Module):
         sample = self.agree(torch.rand((), device=before.device))
         return torch.where(sample < self.layer_drop, before, after)
 
-    def _shrink(self, x: Tensor, out_scale: float) -> Tensor:
-        """Apply residual dropout and residual scale if configured."""
-        x = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        return _times(x, self.scale * out_scale)
-
 
 def _build_attention(hidden_size: int, spec: AttentionSpec) -> Attention:
     """Build the attention layer of the kind that the spec describes."""
@@ -314,21 +320,13 @@ def _build_attention(hidden_size: int, spec: AttentionSpec) -> Attention:
     return (Attention if spec.latent is None else LatentAttention)(hidden_size, spec)
 
 
-def _weigh(share: Weigh | None, before: Tensor, after: Tensor) -> Tensor:
-    return after if share is None else share(before, after)
-
-
-def _weigh_alone(share: Weigh | None, added: Tensor) -> Tensor:
-    return added if share is None else share(torch.zeros_like(added), added)
-
-
 def _times(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1.0 else x * factor
 
 
-def _scales(part: AttentionSpec | MLPSpec | MoESpec | None) -> tuple[float, float]:
-    """Return a sublayer's `in_scale` and `out_scale`; (1, 1) if there is no sublayer."""
-    if part is None:
-        return 1.0, 1.0
-    # The last projection is linear, so its factor is applied to its output, the smaller tensor.
-    return part.in_scale, part.out_scale
+def _clamp_half(x: Tensor) -> Tensor:
+    """Clamp hidden states to the range of fp16 if they are fp16: sums and casts can overflow."""
+    if x.dtype != torch.float16:
+        return x
+    limit = torch.finfo(x.dtype).max
+    return x.clamp(-limit, limit)

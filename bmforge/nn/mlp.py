@@ -128,7 +128,6 @@ class MLP(nn.Module):
 
     Attributes:
         enter: function applied to `x` first; set by layouts that shard the projections.
-        thin: pruning gate of features, applied to the input of `down_proj`.
 
     Shape:
         x: (..., D) -> (..., D)
@@ -137,7 +136,6 @@ class MLP(nn.Module):
     def __init__(self, hidden_size: int, spec: MLPSpec) -> None:
         super().__init__()
         self.enter: Pass = pass_on
-        self.thin: Pass = pass_on
         self.activation = get_activation(spec.activation)
         self.dropout, self.widens_half = spec.dropout, spec.widens_half
         sizes = hidden_size, spec.intermediate_size
@@ -159,11 +157,6 @@ class MLP(nn.Module):
                 return self.activation(up)
             return apply_gate(self.activation, gate, up)
 
-        if self.thin is not pass_on:  # a gate's values may differ when backward recomputes
-            return self.down_proj(self.thin(self._drop(inner())))
         if self.dropout and self.training:
-            return self.down_proj(self._drop(inner()))
+            return self.down_proj(F.dropout(inner(), self.dropout))
         return call_and_drop(self.down_proj, inner(), inner)
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x

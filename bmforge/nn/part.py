@@ -203,7 +203,8 @@ def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
     if getattr(module, "asks_parts", False):
         return
     if not attached:
-        module.register_forward_hook(join_parts, with_kwargs=True)
+        # Other hooks, also older ones, get the output with all adapters.
+        module.register_forward_hook(join_parts, with_kwargs=True, prepend=True)
     if part.enters and not any(other.enters for _, other in attached):
         module.register_forward_pre_hook(enter_parts)
 

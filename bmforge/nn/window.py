@@ -79,7 +79,7 @@ class WindowAttention(Attention):
                 "cross-attention."
             )
         x = self.enter(x)
-        query, key, value = self.thin_query(self.q_proj(x)), self.k_proj(x), self.v_proj(x)
+        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if mask.block:
             mixed = self._mix_blocks(query, key, value, mask)
         else:
@@ -88,7 +88,7 @@ class WindowAttention(Attention):
             mixed = mixed * mask.real[..., None]
         if mask.chosen is not None:
             mixed = self._put_globals(mixed, x, mask)
-        return self.o_proj(self.thin_dims(self.thin(self.pick_own(mixed))))
+        return self.o_proj(self.pick_own(mixed))
 
     def _mix_whole(
         self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None
@@ -150,7 +150,7 @@ class WindowAttention(Attention):
         """Overwrite the outputs of the global tokens with their attention to all tokens."""
         assert mask.chosen is not None
         assert mask.is_chosen is not None
-        query = self.thin_query(self.q_global_proj(_take(x, mask.chosen)))
+        query = self.q_global_proj(_take(x, mask.chosen))
         few = 2 * query.shape[1] * (query.shape[2] // self.head_dim) <= x.shape[2]
         plain = self.prefix is None and all(
             map(_is_plain, (self.k_global_proj, self.v_global_proj))

@@ -12,6 +12,7 @@ from tiny_models import build, make_inputs
 from torch import Tensor, nn
 
 from bmforge.compress.prune.apply_plan import carry_out_
+from bmforge.compress.prune.block_hooks import blend_part_
 from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
 from bmforge.nn import MoESpec
 from bmforge.nn.norm import RMSNorm
@@ -88,11 +89,11 @@ def silence_(model: Any, plan: PruningPlan) -> None:
     for name, block in blocks_of(model).items():
         kept = plan.layers.get(name, Kept())
         if name in plan.gone:
-            block.block_share = pass_before
+            blend_part_(block, "block", pass_before)
         if not kept.attn:
-            block.attn_share = pass_before
+            blend_part_(block, "attn", pass_before)
         if not kept.mlp:
-            block.mlp_share = pass_before
+            blend_part_(block, "mlp", pass_before)
         for part, heads in (("attn", kept.heads), ("cross_attn", kept.cross_heads)):
             attn = getattr(block, part)
             if attn is not None:

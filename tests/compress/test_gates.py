@@ -14,16 +14,25 @@ from torch import Tensor
 
 from bmforge.compress.prune.binarize import binarise
 from bmforge.compress.prune.costs import count_costs
-from bmforge.compress.prune.gates import attach_gates_, densities, detach_gates_
+from bmforge.compress.prune.gates import (
+    Gates,
+    attach_gates_,
+    densities,
+    detach_gates_,
+    find_gates,
+)
+from bmforge.compress.prune.importance import measure_importance
 from bmforge.compress.prune.plan import blocks_of
 from bmforge.compress.prune.shrink import shrink_
 from bmforge.compress.prune.structure import StructureMethod
 from bmforge.compress.prune.structure_config import GATE_KINDS, StructureConfig
 from bmforge.errors import ConfigError
+from bmforge.infer.decoder import Decoder
 from bmforge.nn.gates import HardConcrete, log_alpha_of
 from bmforge.surgery import persistent_tensors
 from bmforge.testing import assert_close
 from bmforge.testing.batches import make_labels
+from bmforge.tune.delta import Lora
 
 
 @pytest.mark.parametrize(("sparsity", "want"), [(0.1, 0.59863), (0.5, -1.5986), (0.9, -3.79582)])
@@ -98,9 +107,60 @@ def test_open_gates_are_no_gates_and_they_go_again() -> None:
         for gate in gates.values():
             gate.mask = torch.ones(gate.units)
         assert_close(run(model, name), want)
-        detach_gates_(model, gates)
+        detach_gates_(model)
         assert torch.equal(run(model, name), want)
         assert list(model.state_dict()) == names
+
+
+def close_some(gates: Gates) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for gate in gates.values():
+        gate.mask = (torch.rand(gate.units, generator=generator) > 0.4).double()
+
+
+@pytest.mark.parametrize("name", ["llama", "longformer"])
+def test_adapters_of_a_gated_model_are_gated(name: str) -> None:
+    """An adapter that was attached after the gates counts as if merged into its layer."""
+    gated, merged = stir(name), stir(name)
+    close_some(attach_gates_(gated, GATE_KINDS))
+    for model in (gated, merged):
+        delta = Lora(model, targets=["attn.q_proj", "attn.o_proj", "mlp.down_proj"], rank=2)
+        generator = torch.Generator().manual_seed(6)
+        for _, parameter in delta.named_parameters():
+            parameter.data.normal_(0, 0.3, generator=generator)
+    delta.merge()
+    close_some(attach_gates_(merged, GATE_KINDS))
+    assert_close(run(gated, name), run(merged, name))
+
+
+@pytest.mark.parametrize("kind", GATE_KINDS)
+@torch.no_grad()
+def test_decoding_with_the_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The kernel for an addition and a norm leaves out no gate: as without a KV cache."""
+    monkeypatch.setattr("bmforge.nn.block.takes_device_kernels", lambda *tensors: True)
+    model, ids = stir("llama", torch.float32), make_inputs("llama")["input_ids"]
+    for is_gated in (False, True):
+        if is_gated:
+            close_some(attach_gates_(model, (kind,)))
+        decoder = Decoder(model, None, 16)
+        decoder.cache.step = None
+        decoder.run(ids[:, :5])
+        want = model(ids[:, :6]).logits[:, -1]
+        assert_close(decoder.run(ids[:, 5:6]), want, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_gated_model_refuses() -> None:
+    model = stir("llama")
+    attach_gates_(model, ("heads",))
+    with pytest.raises(ConfigError, match=r"has gates\. Remove them first"):
+        attach_gates_(model, ("features",))
+    with pytest.raises(ConfigError, match=r"has gates\. Measure the importance"):
+        measure_importance(model, [make_inputs("llama")], "activation")
+    plain = stir("mixtral")
+    with pytest.raises(ConfigError, match="no layer of this Mixtral has features"):
+        attach_gates_(plain, ("hidden", "features"))
+    assert_close(run(plain, "mixtral"), run(stir("mixtral"), "mixtral"), rtol=0, atol=0)
+    assert not find_gates(plain)
 
 
 @pytest.mark.parametrize("name", mostly_long(COUNTED, ["llama", "longformer"]))
@@ -325,13 +385,9 @@ def test_state_goes_on_elsewhere() -> None:
     third.load_state_dict(first.state_dict())
     other.load_state_dict(one.state_dict())
     third.finish_(other)
-    shrink_(detached(one, first), first.plan)
+    detach_gates_(one)
+    shrink_(one, first.plan)
     assert_close(run(other, "llama"), run(one.eval(), "llama"))
-
-
-def detached(model: Any, method: StructureMethod) -> Any:
-    detach_gates_(model, method.gates)
-    return model
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import CheckpointError, ConfigError
@@ -297,6 +297,19 @@ def test_a_part_goes_away_again() -> None:
         detach_part_(block.attn.q_proj, "again")
     assert set(persistent_tensors(model)) == names
     assert torch.equal(model(IDS).logits, plain(IDS).logits)
+
+
+def test_hooks_get_a_layers_output_with_its_adapters() -> None:
+    """A hook that is older than the adapter, too."""
+    model, seen = small(), list[Tensor]()
+    layer: Any = model.layers["0"].attn.q_proj
+    layer.register_forward_hook(lambda own, args, out: seen.extend((args[0], out)))
+    model.change_(low_rank())
+    nn.init.normal_(layer.low_rank.up)
+    model(IDS)
+    part = layer.low_rank
+    weight = layer.weight + part.scale * part.up @ part.down
+    assert_close(seen[1], nn.functional.linear(seen[0], weight, layer.bias))
 
 
 def test_a_hugging_face_model() -> None:

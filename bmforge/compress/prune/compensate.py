@@ -13,7 +13,7 @@ columns, as in Kurtic et al., "ZipLM" (2023).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bmforge.compress.calibrate import BlockRun, calibrate_blocks, gather_statistics
 from bmforge.compress.matrices import Matrix
+from bmforge.compress.prune.block_hooks import blend_part_
 from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
 from bmforge.compress.prune.slice_tensors import pick_block
 from bmforge.compress.statistics import Moments
@@ -68,20 +69,16 @@ def reconstruct_(model: Any, plan: PruningPlan, batches: Sequence[Any]) -> None:
 
 @contextmanager
 def _skipped(blocks: Mapping[str, Block], plan: PruningPlan) -> Iterator[None]:
-    """Context manager in which removed blocks and sublayers add nothing to the hidden states."""
-    slots: list[tuple[Any, str]] = [(blocks[name], "block_share") for name in plan.gone]
+    """Context manager: removed blocks and sublayers add nothing to the hidden states."""
+    lost = [(blocks[name], "block") for name in plan.gone]
     for name, parts in plan.layers.items():
-        slots += [
-            (blocks[name], f"{half}_share") for half in ("attn", "mlp") if not _has(parts, half)
-        ]
-    originals = [(block, slot, getattr(block, slot)) for block, slot in slots]
-    try:
-        for block, slot in slots:
-            setattr(block, slot, _keep_hidden)
+        block = blocks[name]
+        halves = [half for half in ("attn", "mlp") if getattr(block, half) is not None]
+        lost += [(block, half) for half in halves if not _has(parts, half)]
+    with ExitStack() as undo:
+        for block, part in lost:
+            undo.callback(blend_part_(block, part, _keep_hidden))
         yield
-    finally:
-        for block, slot, original in originals:
-            setattr(block, slot, original)
 
 
 def _keep_hidden(before: Tensor, after: Tensor) -> Tensor:

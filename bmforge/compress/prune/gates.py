@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from bmforge.compress.prune.hidden_gates import SLOT, attach_hidden_gate_, detach_hidden_gate_
+from bmforge.compress.prune.block_hooks import (
+    blend_part_,
+    restore_,
+    scale_input_,
+    scale_output_,
+)
+from bmforge.compress.prune.hidden_gates import CHILD, attach_hidden_gate_
 from bmforge.compress.prune.plan import blocks_of, query_order
 from bmforge.errors import ConfigError
 from bmforge.nn import Block
@@ -18,12 +24,21 @@ from bmforge.nn.gates import HardConcrete, HeadDims, HiddenWidth
 from bmforge.nn.mlp import MLP
 from bmforge.nn.position import RopeSpec
 from bmforge.nn.random_init import draw_tensor_
-from bmforge.nn.shard_hooks import pass_on
 
 __all__ = ["Gates", "attach_gates_", "densities", "detach_gates_", "find_gates"]
 
 # (block name, or "" for the whole model; kind) -> gate
 Gates = dict[tuple[str, str], HardConcrete]
+
+# Names of the gates of a block, by kind; the attentions of a decoder layer share their gates.
+_NAMES = {
+    "heads": "attn.thin",
+    "dims": "attn.thin_dims",
+    "features": "mlp.thin",
+    "attn": "attn_share",
+    "mlp": "mlp_share",
+    "block": "block_share",
+}
 
 
 def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
@@ -42,8 +57,8 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
     if find_gates(model):
         raise ConfigError(f"{type(model).__name__} already has gates. Remove them first.")
     gates: Gates = {}
-    turned = getattr(model.spec, "rope", None)
-    for name, block in blocks_of(model).items():
+    blocks, turned = blocks_of(model), getattr(model.spec, "rope", None)
+    for name, block in blocks.items():
         for kind in kinds:
             gate = _gate_of(name, block, kind, turned)
             if gate is None:
@@ -51,31 +66,22 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
             like = next(block.parameters())
             gate.to(device=like.device, dtype=like.dtype)
             gates[name, kind] = gate.train(block.training)
-    if "hidden" in kinds:
-        gates["", "hidden"] = _put_hidden(model, seed)
     for kind in kinds:
-        if not any(gate_kind == kind for _, gate_kind in gates):
+        if kind != "hidden" and not any(gate_kind == kind for _, gate_kind in gates):
             raise ConfigError(
                 f"gates: no layer of this {type(model).__name__} has {kind}. Leave this kind of "
                 "gates out."
             )
+    hidden: Gates = {("", "hidden"): _put_hidden(model, seed)} if "hidden" in kinds else {}
     for (name, kind), gate in gates.items():
-        if kind == "hidden":
-            continue
-        places = _slots(model.get_submodule(name), kind)
-        for owner, slot in places:
-            if slot in owner.__dict__:
-                delattr(owner, slot)
-            setattr(owner, slot, gate)
-            if kind == "dims":
-                query_gate: Any = gate
-                owner.thin_query = partial(query_gate, asks=True)
+        for owner in _owners_of(blocks[name], kind):
+            owner.add_module(_NAMES[kind].rpartition(".")[2], gate)
         if not gate.delta.is_meta:
-            owner, slot = places[0]
-            owner_name = name if isinstance(owner, Block) else f"{name}.{_part_of(kind)}"
             note = gate.tensor_notes()["delta"]
-            draw_tensor_(gate.delta, f"{owner_name}.{slot}.delta", note, 0.0, seed)
-    return gates
+            draw_tensor_(gate.delta, f"{name}.{_NAMES[kind]}.delta", note, 0.0, seed)
+    for name, kind in sorted(gates):  # "heads" after "dims": the last input hook runs first
+        _apply_(gates[name, kind], kind, blocks[name])
+    return gates | hidden
 
 
 def _put_hidden(model: Any, seed: int) -> HiddenWidth:
@@ -84,12 +90,8 @@ def _put_hidden(model: Any, seed: int) -> HiddenWidth:
     gate = HiddenWidth("hidden", model.config.hidden_size).to(device=like.device, dtype=like.dtype)
     attach_hidden_gate_(model, gate.train(model.training))
     if not gate.delta.is_meta:
-        draw_tensor_(gate.delta, f"{SLOT}.delta", gate.tensor_notes()["delta"], 0.0, seed)
+        draw_tensor_(gate.delta, f"{CHILD}.delta", gate.tensor_notes()["delta"], 0.0, seed)
     return gate
-
-
-def _part_of(kind: str) -> str:
-    return "attn" if kind in ("heads", "dims") else "mlp"
 
 
 def _gate_of(name: str, block: Block, kind: str, rope: RopeSpec | None) -> HardConcrete | None:
@@ -109,29 +111,34 @@ def _gate_of(name: str, block: Block, kind: str, rope: RopeSpec | None) -> HardC
     return None if specs.get(kind) is None else HardConcrete(f"{name}.{kind}", 1)
 
 
-def _slots(block: Block, kind: str) -> list[tuple[Any, str]]:
-    """Return (module, attribute name) pairs where gates of a kind are attached."""
-    if kind == "heads":
-        return [(part, "thin") for part in (block.attn, block.cross_attn) if part is not None]
-    if kind == "dims":
-        parts = (block.attn, block.cross_attn)
-        return [(part, "thin_dims") for part in parts if part is not None]
-    if kind == "features":
-        return [(block.mlp, "thin")]
-    return [(block, f"{kind}_share")]
+def _owners_of(block: Block, kind: str) -> list[Any]:
+    """Return the modules of a block whose child a gate of this kind is."""
+    if kind in ("heads", "dims"):
+        return [attn for attn in (block.attn, block.cross_attn) if attn is not None]
+    return [block.mlp if kind == "features" else block]
 
 
-def detach_gates_(model: Any, gates: Gates) -> None:
-    """Remove gates from a model, in place."""
-    for name, kind in gates:
-        if kind == "hidden":
-            detach_hidden_gate_(model)
-            continue
-        for owner, slot in _slots(model.get_submodule(name), kind):
-            delattr(owner, slot)
-            setattr(owner, slot, pass_on if slot.startswith("thin") else None)
-            if slot == "thin_dims":
-                owner.thin_query = pass_on
+def _apply_(gate: Any, kind: str, block: Block) -> None:
+    """Make a gate scale the units of a block."""
+    if kind in ("attn", "mlp", "block"):
+        blend_part_(block, kind, gate)
+    for owner in _owners_of(block, kind):
+        if kind in ("heads", "dims"):
+            scale_input_(owner.o_proj, gate)
+        elif kind == "features":
+            scale_input_(owner.down_proj, gate)
+        for name in ("q_proj", "q_global_proj") if kind == "dims" else ():
+            if hasattr(owner, name):
+                scale_output_(getattr(owner, name), partial(gate, asks=True))
+
+
+def detach_gates_(model: nn.Module) -> None:
+    """Remove all gates from a model, in place."""
+    restore_(model)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, HardConcrete):
+                delattr(module, name)
 
 
 def find_gates(model: nn.Module) -> list[HardConcrete]:

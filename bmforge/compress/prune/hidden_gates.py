@@ -14,15 +14,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmforge.compress.prune.apply_plan import hidden_dims
+from bmforge.compress.prune.block_hooks import scale_input_, scale_output_
 from bmforge.compress.prune.plan import blocks_of
 from bmforge.errors import ConfigError
 from bmforge.nn.gates import HiddenWidth
 from bmforge.nn.norm import RMSNorm
-from bmforge.surgery import unwrap_forward_, wrap_forward_, wrappers_of
+from bmforge.surgery import wrap_forward_
 
-__all__ = ["SLOT", "attach_hidden_gate_", "detach_hidden_gate_", "hidden_tensors"]
+__all__ = ["CHILD", "attach_hidden_gate_", "hidden_tensors"]
 
-SLOT = "hidden_share"
+CHILD = "hidden_share"
 
 
 def attach_hidden_gate_(model: Any, gate: HiddenWidth) -> None:
@@ -35,22 +36,11 @@ def attach_hidden_gate_(model: Any, gate: HiddenWidth) -> None:
     for norm in places.norms.values():
         wrap_forward_(norm, partial(_count_open, gate, norm), "width")
     for module in places.writers.values():
-        module.register_forward_hook(partial(_scale, gate))
+        scale_output_(module, gate)
     if places.has_others:
         first = next(iter(blocks_of(model).values()))
-        first.register_forward_pre_hook(partial(_scale_before, gate))
-    setattr(model, SLOT, gate)
-
-
-def detach_hidden_gate_(model: Any) -> None:
-    """Remove the gate from the model."""
-    for module in model.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [k for k, h in hooks.items() if getattr(h, "func", None) in _HOOKS]:
-                del hooks[key]
-        if "width" in dict(wrappers_of(module)):
-            unwrap_forward_(module, "width")
-    delattr(model, SLOT)
+        scale_input_(first, gate)
+    model.add_module(CHILD, gate)
 
 
 def hidden_tensors(model: Any) -> set[str]:
@@ -113,15 +103,6 @@ def _writes(module: nn.Module, dims: list[int]) -> bool:
     return (1 if isinstance(module, nn.Embedding) else 0) in dims
 
 
-def _scale_before(gate: HiddenWidth, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return gate(args[0]), *args[1:]
-
-
-def _scale(gate: HiddenWidth, module: nn.Module, args: Any, out: Any) -> Any:
-    # Expert layers return a tuple: the output and the router's statistics.
-    return (gate(out[0]), *out[1:]) if isinstance(out, tuple) else gate(out)
-
-
 def _count_open(
     gate: HiddenWidth, norm: Any, inner: Callable[[Tensor], Tensor], /, x: Tensor
 ) -> Tensor:
@@ -134,6 +115,3 @@ def _count_open(
     mean = x.sum(-1, keepdim=True) / count
     out = inner((x + (1 - values) * mean) * wider)
     return out / wider if norm.bias is None else (out - norm.bias) / wider + norm.bias * values
-
-
-_HOOKS = (_scale, _scale_before)

@@ -14,8 +14,8 @@ activation times gradient; Men et al., "ShortGPT" (2024): block influence; Mural
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.compress.batches import prepare_batches
+from bmforge.compress.prune.block_hooks import blend_part_, scale_input_
 from bmforge.compress.prune.plan import blocks_of
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn import Block, MoESpec
-from bmforge.nn.shard_hooks import pass_on
+from bmforge.nn import MLP, Block, MoESpec
+from bmforge.nn.gates import HardConcrete
 
 __all__ = ["By", "Scores", "measure_importance"]
 
@@ -140,8 +141,15 @@ def _feature_sizes(block: Block) -> Tensor:
     return torch.stack(parts).sum(0).sqrt()
 
 
+def _last_layers(block: Block) -> dict[str, nn.Module]:
+    """Return the last linear layer of each sublayer, whose inputs are heads or MLP features."""
+    attentions = {"attn": block.attn, "cross": block.cross_attn}
+    layers = {key: attn.o_proj for key, attn in attentions.items() if attn is not None}
+    return layers | ({"mlp": block.mlp.down_proj} if isinstance(block.mlp, MLP) else {})
+
+
 class _Probes:
-    """Probe modules that record statistics of batches at the places where gates are attached.
+    """Probes that record statistics of batches at the places where gates are attached.
 
     Args:
         blocks: dict from name to block of the model.
@@ -156,35 +164,22 @@ class _Probes:
 
     @contextmanager
     def attached(self, model: Any) -> Iterator[None]:
-        """Context manager that attaches probes to the blocks and removes them at the end."""
-        changed: list[tuple[Any, str, Any]] = []
-        for name, block in self.blocks.items():
-            slots: list[tuple[Any, str, Callable[..., Tensor]]] = [
-                (block, "block_share", partial(self._share, (name, "block"))),
-            ]
-            if block.attn is not None:
-                slots.append((block.attn, "thin", partial(self._thin, (name, "attn.thin"))))
-                slots.append((block, "attn_share", partial(self._share, (name, "attn"))))
-            if block.cross_attn is not None:
-                slots.append((block.cross_attn, "thin", partial(self._thin, (name, "cross.thin"))))
-            if block.mlp is not None:
-                slots.append((block, "mlp_share", partial(self._share, (name, "mlp"))))
-                if hasattr(block.mlp, "thin"):
-                    slots.append((block.mlp, "thin", partial(self._thin, (name, "mlp.thin"))))
-            for owner, slot, probe in slots:
-                before = getattr(owner, slot)
-                if before is not None and before is not pass_on:
-                    raise ConfigError(
-                        f"{name} already has gates. Measure the importance before the gates are "
-                        "added."
-                    )
-                changed.append((owner, slot, before))
-                setattr(owner, slot, probe)
-        try:
+        """Context manager: attach the probes to the blocks, and remove them at the end."""
+        if any(isinstance(module, HardConcrete) for module in model.modules()):
+            raise ConfigError(
+                f"the {type(model).__name__} already has gates. Measure the importance before the "
+                "gates are added."
+            )
+        with ExitStack() as undo:
+            for name, block in self.blocks.items():
+                for key, part in (("block", block), ("attn", block.attn), ("mlp", block.mlp)):
+                    if part is not None:
+                        note_part = partial(self._note_part, (name, key))
+                        undo.callback(blend_part_(block, key, note_part))
+                for key, layer in _last_layers(block).items():
+                    note_units = partial(self._note_units, (name, f"{key}.units"))
+                    undo.callback(scale_input_(layer, note_units).remove)
             yield
-        finally:
-            for owner, slot, before in changed:
-                setattr(owner, slot, before)
 
     def run(self, model: Any, batch: Mapping[str, Any]) -> None:
         """Run one batch through the model."""
@@ -210,7 +205,7 @@ class _Probes:
         self.seen[key] = self.seen[key] + total if key in self.seen else total
         self.counts[key] = self.counts.get(key, 0) + count
 
-    def _thin(self, key: tuple[str, str], x: Tensor) -> Tensor:
+    def _note_units(self, key: tuple[str, str], x: Tensor) -> Tensor:
         if not self.wants_gradient:
             squares = x.detach().float().square().flatten(0, -2)
             self._add(key, squares.sum(0), squares.shape[0])
@@ -219,7 +214,7 @@ class _Probes:
         self.scales.append((key, scale))
         return x * scale
 
-    def _share(self, key: tuple[str, str], before: Tensor, after: Tensor) -> Tensor:
+    def _note_part(self, key: tuple[str, str], before: Tensor, after: Tensor) -> Tensor:
         if not self.wants_gradient:
             added = (after - before).float().norm(dim=-1).sum()
             count = before.shape[:-1].numel()
@@ -242,7 +237,7 @@ class _Probes:
         scores: Scores = {}
         for (name, what), total in self.seen.items():
             mean = total / self.counts[name, what]
-            if what.endswith(".thin"):
+            if what.endswith(".units"):
                 scores |= self._unit_scores(name, what, mean)
             elif what in ("hidden",) or self.wants_gradient:
                 scores[name, what] = mean
@@ -253,11 +248,11 @@ class _Probes:
     def _unit_scores(self, name: str, what: str, mean: Tensor) -> Scores:
         """Return scores of heads, dims and features from the inputs of the output projections."""
         block = self.blocks[name]
-        if what == "mlp.thin":
+        if what == "mlp.units":
             mlp: Any = block.mlp
             mean = mean if self.wants_gradient else mean * _squares(mlp, "down_proj", True)
             return {(name, "features"): mean if self.wants_gradient else mean.sqrt()}
-        part, key = ("attn", "heads") if what == "attn.thin" else ("cross_attn", "cross_heads")
+        part, key = ("attn", "heads") if what == "attn.units" else ("cross_attn", "cross_heads")
         spec = getattr(block.spec, part)
         if not self.wants_gradient:
             mean = mean * _squares(getattr(block, part), "o_proj", True)

@@ -85,7 +85,7 @@ class StructureMethod(MethodBase):
         try:  # report an unreachable target before training
             binarise(model, self.config, self.costs, everything)
         except ConfigError:
-            detach_gates_(model, self.gates)
+            detach_gates_(model)
             raise
         count = len(self.wanted) or 1
         self._multipliers = torch.zeros(2, count, dtype=torch.float64)
@@ -256,7 +256,7 @@ class StructureMethod(MethodBase):
             if self.plan is None:
                 self._fix_(model)
             assert self.plan is not None
-            detach_gates_(model, self.gates)
+            detach_gates_(model)
             self.gates = {}
             if any(isinstance(tensor, DTensor) for tensor in model.parameters()):
                 return {"plan": self.plan.to_json(), "is_shrunk": False}

@@ -31,6 +31,7 @@ from bmforge.infer.engine.native_structures import (
 )
 from bmforge.nn import MLP, Attention, Block
 from bmforge.nn.attention import mix_values
+from bmforge.nn.block import Residual
 from bmforge.nn.linear import Linear
 from bmforge.nn.low_rank import LowRank
 from bmforge.nn.mlp import ACTIVATIONS, WideLinear
@@ -62,7 +63,18 @@ _EXPERTS = (Experts, QuantizedExperts)
 # Forward functions at import: a class whose forward was patched is not supported.
 _FORWARDS = {
     kind: kind.forward
-    for kind in (Block, Attention, MLP, MoE, *_EXPERTS, RMSNorm, nn.LayerNorm, *_LINEARS, LowRank)
+    for kind in (
+        Block,
+        Residual,
+        Attention,
+        MLP,
+        MoE,
+        *_EXPERTS,
+        RMSNorm,
+        nn.LayerNorm,
+        *_LINEARS,
+        LowRank,
+    )
 }
 
 
@@ -230,6 +242,12 @@ def _describe_matrix(module: Any, watch: Watch) -> Any:
     return Matrix(*addresses, bias, *sizes, _PACKED, *flags, adapters)
 
 
+def _record_residual(block: Any, name: str, watch: Watch) -> Any:
+    residual = getattr(block, f"{name}_residual")
+    _record(residual, watch, (Residual,))
+    return residual
+
+
 def _describe_attention(block: Any, name: str, watch: Watch) -> Any:
     attn = getattr(block, name, None)
     if attn is None:
@@ -241,18 +259,18 @@ def _describe_attention(block: Any, name: str, watch: Watch) -> Any:
         watch.prefixes.append(attn.prefix)
     prefix = len(watch.prefixes) if attn.prefix is not None else 0
     _require(attn.enter is pass_on, attn.enter_memory is pass_on, attn.mix is mix_values)
-    _require(attn.head_share == (0, 1), attn.thin is pass_on)
-    _require(attn.thin_dims is pass_on, attn.thin_query is pass_on, attn.rotary == "model")
+    _require(attn.head_share == (0, 1), attn.rotary == "model")
     matrices = [_describe_matrix(getattr(attn, part), watch) for part in projections]
     _require(matrices[0].rows == attn.num_heads * attn.head_dim == matrices[3].columns)
-    into, out = block.attn_scales if name == "attn" else (1.0, 1.0)
+    residual = _record_residual(block, name, watch)
     return AttentionPart(
         _describe_norm(getattr(block, f"{name}_norm"), watch),
         _describe_norm(attn.q_norm, watch),
         _describe_norm(attn.k_norm, watch),
         *matrices,
         *(attn.num_heads, matrices[1].rows // attn.head_dim, attn.head_dim),
-        *(attn.head_dim**-0.5 if attn.scale is None else attn.scale, into, block.scale * out),
+        attn.head_dim**-0.5 if attn.scale is None else attn.scale,
+        *(residual.in_scale, residual.out_scale),
         *(True, attn.causal, attn.rope_interleaved, 0, prefix),
     )
 
@@ -261,8 +279,9 @@ def _describe_feed(block: Any, watch: Watch) -> Any:
     mlp = block.mlp
     if mlp is None:
         return FeedPart()
-    norm, (into, out) = _describe_norm(getattr(block, "mlp_norm", None), watch), block.mlp_scales
-    scales = into, block.scale * out
+    norm = _describe_norm(getattr(block, "mlp_norm", None), watch)
+    residual = _record_residual(block, "mlp", watch)
+    scales = residual.in_scale, residual.out_scale
     if type(mlp) is MoE:
         shared = mlp.shared_expert
         matrices = [Matrix()] * 3 if shared is None else _describe_mlp(shared, watch)
@@ -278,7 +297,7 @@ def _describe_feed(block: Any, watch: Watch) -> Any:
 def _describe_mlp(mlp: Any, watch: Watch) -> list[Any]:
     """Return the descriptions of an MLP's gate, up and down matrices."""
     _record(mlp, watch, (MLP,), ("gate_proj", "up_proj", "down_proj"))
-    _require(mlp.enter is pass_on, mlp.thin is pass_on, mlp.activation in _ACTIVATIONS)
+    _require(mlp.enter is pass_on, mlp.activation in _ACTIVATIONS)
     gate, up, down = (
         _describe_matrix(part, watch) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     )
@@ -364,11 +383,11 @@ def expert_sizes(layer: Any) -> dict[str, int] | None:
 
 def _describe_block(block: Any, watch: Watch) -> Any:
     parts = ("attn", "cross_attn", "mlp")
-    _record(block, watch, (Block,), (*parts, *(f"{part}_norm" for part in parts)))
+    children = (f"{part}_{kind}" for part in parts for kind in ("norm", "residual"))
+    _record(block, watch, (Block,), (*parts, *children))
     attn, cross = (_describe_attention(block, name, watch) for name in parts[:2])
     _require(block.norm_place in _NORM_PLACES, not getattr(block.attn, "qk_norm_whole", False))
     feed, norm_place = _describe_feed(block, watch), _NORM_PLACES[block.norm_place]
     _require(norm_place != 2 or (not cross.exists and attn.exists and feed.exists))
-    _require(all(getattr(block, f"{name}_share") is None for name in ("attn", "mlp", "block")))
     experts = _describe_experts(block.mlp, watch)
     return Layer(attn, cross, feed, experts, block.sum_scale, norm_place, 0)

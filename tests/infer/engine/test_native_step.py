@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bmforge.compress.prune.gates import attach_gates_, detach_gates_
+from bmforge.compress.prune.structure_config import GATE_KINDS
 from bmforge.infer import KVCache, generate
 from bmforge.infer.decoder import Decoder
 from bmforge.infer.engine import native_step
@@ -202,6 +204,27 @@ def test_hooks_of_blocks_and_of_all_modules() -> None:
         everywhere.remove()
     model.layers["0"].attn.q_proj.compile(backend="eager")
     assert begin(model).run()[1] == (2, 1)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GATE_KINDS if kind != "hidden"])
+@torch.no_grad()
+def test_gated_blocks_go_through_torch(kind: str) -> None:
+    """Every kind of gate alone, attached and removed while the model writes."""
+    model = small()
+    open_model = copy.deepcopy(model)
+    native, plain = begin(model), begin(model)
+    plain.decoder.cache.step = None
+    assert native.run()[1] == (3, 0)
+    plain.run()
+    for gate in attach_gates_(model, (kind,)).values():
+        gate.mask = torch.arange(gate.units) % 2.0
+    scores, counts = native.run()
+    assert counts == (0, 0)
+    assert_close(scores, plain.run()[0])
+    assert not torch.allclose(scores, scores_of(open_model, native.at), rtol=1e-3)
+    detach_gates_(model)
+    assert_close(native.run()[0], plain.run()[0])
+    assert begin(model).run()[1] == (3, 0)
 
 
 def replaced_data(model: Any) -> None:
