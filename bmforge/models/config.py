@@ -171,7 +171,11 @@ class ModelConfig:
             problems.append(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        elif "num_kv_heads" not in self.hf_names and self.num_kv_heads != self.num_heads:
+        elif (
+            "num_heads" in self.hf_names
+            and "num_kv_heads" not in self.hf_names
+            and self.num_kv_heads != self.num_heads
+        ):
             problems.append(f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}")
         if problems:
             raise ConfigError(f"{type(self).__name__}: " + "; ".join(problems) + ".")

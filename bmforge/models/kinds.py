@@ -18,7 +18,7 @@ from bmforge.nn.foreign_experts import is_foreign_experts
 from bmforge.nn.int8 import store_int8
 from bmforge.nn.moe import Experts
 from bmforge.nn.packing import QuantSpec
-from bmforge.nn.part import beside_parts, move_parts_
+from bmforge.nn.part import beside_parts, has_other_hooks, move_parts_
 from bmforge.nn.part_kinds import PART_KINDS, Kind, NoOptions, refuse_name
 from bmforge.nn.quantized import plain_weights, store_packed
 from bmforge.nn.uncalled_modules import find_uncalled
@@ -76,6 +76,11 @@ def quantize_layers_(model: nn.Module, names: Sequence[str], spec: QuantSpec, na
 
 def _put_in_place_(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
     """Replace modules with their quantized versions, to which their adapters are moved."""
+    if hooked := [n for n in new if has_other_hooks(model.get_submodule(n))]:
+        raise ConfigError(
+            f"{', '.join(hooked[:3])} cannot be replaced, because the forward hooks of the module "
+            "(such as pruning gates) would be lost. Remove them first."
+        )
     for n, module in new.items():
         if taken := [p for p, _ in beside_parts(model.get_submodule(n)) if hasattr(module, p)]:
             kind = type(module).__name__

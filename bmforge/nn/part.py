@@ -27,6 +27,7 @@ __all__ = [
     "beside_parts",
     "detach_part_",
     "find_like",
+    "has_other_hooks",
     "move_parts_",
     "tensor_notes",
 ]
@@ -219,6 +220,12 @@ def detach_part_(module: nn.Module, name: str) -> BesidePart:
     if not any(other.enters for other in left):
         _drop_hook_(module, module._forward_pre_hooks, enter_parts)
     return part
+
+
+def has_other_hooks(module: nn.Module) -> bool:
+    """Return True if a module has forward hooks that do not belong to adapters."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(hook not in (join_parts, enter_parts) for hook in hooks)
 
 
 def move_parts_(old: nn.Module, new: nn.Module) -> None:

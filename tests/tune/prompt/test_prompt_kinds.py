@@ -63,5 +63,5 @@ def test_rules_need_several_masks(tokenizer: Tokenizer) -> None:
 
 
 def test_layers_need_rows_to_make(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match="no soft piece"):
+    with pytest.raises(ConfigError, match="no soft token"):
         PTuning(TEXT, tokenizer, fresh_model("bert", SIZE))
