@@ -301,7 +301,8 @@ def test_answers_that_a_template_changes(
         encode(examples[1], tokenizer, source)
     said = str(raised.value)
     assert said.startswith(f"'{tmp_path / 'data.jsonl'}', line 2: ")
-    assert problem in said and advice in said
+    assert problem in said
+    assert advice in said
 
 
 def test_answers_of_several_messages_are_one_row(tmp_path: Path, tokenizer: Any) -> None:
