@@ -204,13 +204,13 @@ def suggest_option(
         positional: names of the command's arguments that are given without a name.
     """
     bare, command = name.removeprefix("--"), command.partition(" ")[0]
-    for known, names in FOREIGN_OPTIONS.get(command, {}).items():
-        word = known.partition(" ")[0]
+    for option, names in FOREIGN_OPTIONS.get(command, {}).items():
+        word = option.partition(" ")[0]
         if bare in names.split() and f"--{word}" in options:
-            return f" Did you mean '--{known}'?"
+            return f" Did you mean '--{option}'?"
         if bare in (*names.split(), word) and word in positional:
             return f" Give it without a name: bmforge {command} {word.upper()}."
-    endings = [option for option in options if option.endswith(f".{bare}")]
+    endings = [name for name in options if name.endswith(f".{bare}")]
     if len(endings) == 1:
         return f" Did you mean {endings[0]!r}?"
     return suggest(name, options)

@@ -11,7 +11,6 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models.formats.hf_format import has_all_weights
-from bmforge.tokenizers.tokenizer_json import TEMPLATE_DIR
 
 __all__ = ["find_neighbors", "resolve_model"]
 
@@ -116,6 +115,8 @@ def _find_cached(name: str, hint: str) -> Path | None:
 def _download(name: str) -> Path:
     """Download the needed files from the root of a hub repository, and its chat templates."""
     from huggingface_hub import model_info, snapshot_download
+
+    from bmforge.tokenizers.tokenizer_json import TEMPLATE_DIR
 
     # Unlike list_repo_files, model_info does not retry: without a network it fails at once.
     siblings = model_info(name, timeout=_TIMEOUT_S).siblings or ()

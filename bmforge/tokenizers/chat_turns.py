@@ -160,8 +160,8 @@ def _place_thoughts(template: ChatTemplate, message: Message) -> str:
     """Return advice, up to "give", on where a template reads the thoughts of a message."""
     for name in THOUGHT_FIELDS:
         if re.search(rf"\b{name}\b", template.source):
-            place = f"Write them into the field {name!r}, which it reads, or give"
-            return "Give" if message.get(name) else place
+            advice = f"Write them into the field {name!r}, which it reads, or give"
+            return "Give" if message.get(name) else advice
     return f"Write them as {_OPEN}...{_CLOSE} at the beginning of 'content', or give"
 
 

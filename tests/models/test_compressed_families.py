@@ -24,8 +24,10 @@ SIZES = {
     **{"vocab_size": 90, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "head_dim": 16},
     **{"intermediate_size": 256, "max_seq_len": 64, "init_std": 0.2},
     **{"image_size": 8, "patch_size": 4, "num_experts": 4, "experts_per_token": 2},
-    **{"attention_window": 8, "rotary_dim": 16, "patch_size": 4},
+    **{"attention_window": 8, "rotary_dim": 16, "patch_size": 4, "local_attention": 8},
+    **{"expert_groups": 1, "top_groups": 1, "num_dense": 1, "expert_size": 32, "pad_token_id": 0},
 }
+LATENT = {"kv_rank": 32, "q_rank": 0, "plain_dim": 8, "rope_dim": 8, "value_dim": 16}
 SCHEMES = {
     "int4": PRESETS["int4"],
     "int4-asym": QuantSpec(4, 32, symmetric=False, scale_dtype="float32"),
@@ -47,8 +49,11 @@ QUICK |= {("GPT2", "int4"), ("Mixtral", "int4"), ("CPMBee", "int8"), ("Qwen", "i
 def build(family: Any) -> Any:
     fields = inspect.signature(family.config_class).parameters
     sizes = {name: size for name, size in SIZES.items() if name in fields}
-    if family.__name__ in ("Mixtral", "Qwen2Moe", "Qwen3Moe"):
+    if "num_key_value_heads" in family.config_class.hf_names.values():
         sizes["num_kv_heads"] = 2
+    if "kv_rank" in fields:  # keys and values of latent attention have the heads of queries
+        sizes.pop("num_kv_heads", None)
+        sizes |= LATENT
     return family.from_config(family.config_class(**sizes)).eval()
 
 

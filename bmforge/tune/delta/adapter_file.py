@@ -11,10 +11,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-__all__ = ["MARK", "copies_apart", "read_pickle", "read_weights"]
+__all__ = ["MARK", "copies_apart", "read_labels", "read_pickle", "read_weights", "set_labels_"]
 
 # Key of bmforge's own metadata in the tensor file and in adapter_config.json.
 MARK = "bmforge"
+_LABELS, _LABEL_FIELDS = "labels", ("id2label", "label2id")
 
 
 def copies_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -45,3 +46,20 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
     if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise ValueError(f"{path.name} is not a dictionary of tensors")
     return tensors
+
+
+def read_labels(model: Any) -> dict[str, Any]:
+    """Return the label names in a model's config, as metadata of an adapter file."""
+    raw = getattr(getattr(model, "config", None), "raw", {})
+    fields = {name: raw[name] for name in _LABEL_FIELDS if raw.get(name)}
+    return {_LABELS: fields} if fields else {}
+
+
+def set_labels_(model: Any, metadata: Mapping[str, Any]) -> None:
+    """Write the label names in an adapter's metadata into the config of its model.
+
+    A model of another library keeps its own names.
+    """
+    raw = getattr(getattr(model, "config", None), "raw", None)
+    if raw is not None and metadata.get(_LABELS):
+        model.config = model.config.replace(raw={**raw, **metadata[_LABELS]})

@@ -28,13 +28,19 @@ from bmforge.nn.token_rows import TOKENS_SLOT
 from bmforge.provenance import read_provenance
 from bmforge.shards import local_box, local_tensor, whole_tensor
 from bmforge.tune.delta import peft_format, peft_write
-from bmforge.tune.delta.adapter_file import MARK, copies_apart, read_pickle, read_weights
+from bmforge.tune.delta.adapter_file import (
+    MARK,
+    copies_apart,
+    read_labels,
+    read_pickle,
+    read_weights,
+    set_labels_,
+)
 from bmforge.tune.delta.attached import is_laid_out, whole_model
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.base_check import BaseCheck, FileFingerprint, names_base
 from bmforge.tune.delta.card import write_card
 from bmforge.tune.delta.fingerprint import fingerprint_of, library_of
-from bmforge.tune.delta.label_names import read_labels, set_labels_
 from bmforge.tune.delta.opendelta_format import (
     is_opendelta,
     load_opendelta,
@@ -96,8 +102,7 @@ def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) 
     more = {_OURS: json.dumps(mark)} if mark else {}
     on_host = copies_apart({**tensors, **delta.extra})
     save_file(on_host, directory / WEIGHTS_NAME, metadata={"format": "pt", **more})
-    text = json.dumps(config, indent=2, sort_keys=True)
-    (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
+    (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True), "utf-8")
     (directory / CARD_NAME).write_text(card, encoding="utf-8")
 
 
@@ -175,11 +180,9 @@ def load_delta(
 
     Args:
         model: base model with its weights; not parallelized.
-        directory: directory written by bmforge, PEFT or OpenDelta, or the directory of a run,
-            whose export is loaded.
+        directory: adapter directory of bmforge, PEFT or OpenDelta, or directory of a run.
         name: name of the adapter in the model.
-        allow_other_base: True to accept a base model other than the one that the adapter was
-            trained on.
+        allow_other_base: True to accept a base model other than that of the training.
         base_fingerprint: function that computes the base's fingerprint from its files, for a model
             that is quantized or streamed (`bmforge.models.file_fingerprint`); without it, such a
             base is not checked.
