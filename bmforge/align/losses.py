@@ -143,7 +143,7 @@ def _normalized_margin(scores: PairScores) -> Tensor:
 
 
 def _ipo(scores: PairScores, options: MethodOptions) -> Tensor:
-    """IPO loss: (h_w / |y_w| - h_l / |y_l| - 1 / (2 beta))^2, with means per token."""
+    """IPO loss: (h_w / |y_w| - h_l / |y_l| - 1 / (2 beta))^2; h as in `_dpo`, |y| in tokens."""
     return (_normalized_margin(scores) - 1 / (2 * options.beta)) ** 2
 
 
@@ -160,7 +160,7 @@ def _simpo(scores: PairScores, options: MethodOptions) -> Tensor:
 
 
 def _cpo(scores: PairScores, options: MethodOptions) -> Tensor:
-    """CPO loss: -log s(beta (S_w - S_l)), where S are summed log-probabilities."""
+    """CPO loss: -log sigmoid(beta (S_w - S_l)), where S is an answer's summed log-probability."""
     margin = options.beta * (scores.chosen - scores.rejected)
     return _smoothed(margin, options.label_smoothing)
 

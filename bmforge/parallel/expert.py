@@ -104,12 +104,12 @@ def build_expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
 
 
 def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    """Shard the experts of every mixture over the axis `ep`, in place.
+    """Shard the experts of every MoE layer over the mesh axis `ep`, in place.
 
     Call it after tensor parallelism; each expert stays sharded over the tensor-parallel ranks.
 
     Args:
-        model: model with mixtures of experts.
+        model: model with MoE layers.
         mesh: mesh built by `build_expert_mesh`.
 
     Returns:

@@ -154,7 +154,7 @@ class DeltaSuite:
 
     @capability("prefix")
     def test_prefix(self, tiny: Model, tmp_path: Path) -> None:
-        """Prefix tuning works: trained keys and values before those of the text."""
+        """Prefix tuning works: trained keys and values are prepended to those of the text."""
         build: Build = lambda m: Prefix(m, length=3)  # noqa: E731
         self.check_delta(tiny, tmp_path, build, starts_alike=False)
 

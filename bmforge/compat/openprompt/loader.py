@@ -83,7 +83,7 @@ class PromptDataLoader:
         return iter(self.dataloader)
 
     def _count_truncated(self) -> tuple[int, int]:
-        """Return the number of examples whose prompts are truncated, and of all examples."""
+        """Return the number of examples with truncated prompts and the total number of examples."""
         lengths = [len(self._core.encode(self._fill(e), _NO_LIMIT)) for e in self.dataset]
         return sum(length > self.max_seq_length for length in lengths), len(lengths)
 

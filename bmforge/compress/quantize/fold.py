@@ -134,9 +134,10 @@ def _find_pairs(run: BlockRun, linear: dict[str, Matrix]) -> list[Fold]:
 
 @torch.no_grad()
 def fold_(run: BlockRun, fold: Fold, scales: Tensor) -> bool:
-    """Apply scales to a block if its output is unchanged; return True if they were applied.
+    """Scale a block's weights unless that changes its output; return True if they were scaled.
 
-    Outputs are compared in fp32: in bf16, rounding the scaled weights exceeds any useful tolerance.
+    Outputs are compared in fp32, within a tolerance: in bf16, the rounding errors of the scaled
+    weights would exceed any useful tolerance.
 
     Shape:
         scales: (columns,), above 0

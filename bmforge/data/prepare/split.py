@@ -134,8 +134,8 @@ def cut_end(text: str, size_bytes: int) -> tuple[str, str]:
 
     Args:
         text: text of at least two characters.
-        size_bytes: UTF-8 bytes of the end, less than the text's; the actual size differs by at most
-            half.
+        size_bytes: target size of the second part in UTF-8 bytes, less than the size of the text;
+            the actual size differs from it by at most 50%.
 
     Returns:
         the two parts of the text; neither is empty.

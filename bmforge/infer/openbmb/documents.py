@@ -335,7 +335,10 @@ class _DocumentDecoder(Decoder):
         return {text[done] for text in texts if len(text) > done and text[:done] == row.written}
 
     def _end(self, row: _Row) -> int:
-        """Return the output that ends the current answer (for the last answer, the row)."""
+        """Return the id of the output that ends a row's current answer.
+
+        For the row's last answer this is `finish`, which also ends the row.
+        """
         last = len(self._batch.prompts[row.document].encoded.answers) - 1
         return self.finish if row.slot == last else self.finish + 1 + row.slot
 

@@ -48,7 +48,7 @@ def find_structure(module: Any) -> Structure:
 
 
 def _find_stacks(module: Any, embed: str) -> list[str]:
-    """Return the names of containers of several blocks, starting with the text decoder's."""
+    """Return the names of the modules that hold lists of blocks, the text decoder's first."""
     ranked: list[tuple[tuple[bool, bool, int], str]] = []
     classes = set(module._no_split_modules or ())
     owner = embed.rpartition(".")[0]

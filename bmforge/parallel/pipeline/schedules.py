@@ -165,9 +165,9 @@ def _interleaved_zero_bubble(w: _Writer) -> None:
 
 
 def _zbv(w: _Writer) -> None:
-    """Write the ZBV schedule (Qi et al., section 6).
+    """Build the ZBV (zero-bubble, V-shaped) schedule (Qi et al., section 6).
 
-    The schedule is written for at least 2p - 1 micro-batches and truncated to the requested number.
+    It is built for at least 2p - 1 micro-batches on p ranks and truncated to the requested number.
     """
     down, up = w.rank, 2 * w.num_ranks - 1 - w.rank
     total = max(2 * w.num_ranks - 1, w.num_micro_batches)
