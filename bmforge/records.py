@@ -227,7 +227,7 @@ _SIDES = WeakIdKeyDictionary()
 
 
 def side_of(tensor: Tensor) -> Side:
-    """Return the `Side` record of a tensor, or an empty `Side` if the tensor has no record."""
+    """Return the record of where a tensor's values are stored; an empty `Side` if there is none."""
     return _SIDES.get(tensor, _NOTHING) if len(_SIDES) else _NOTHING
 
 

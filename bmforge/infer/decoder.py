@@ -121,7 +121,7 @@ class Decoder:
         return {"adapter_names": self._selection}
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace row i by a copy of the old row ``rows[i]``; the batch size may change.
+        """Replace row i with a copy of the old row ``rows[i]``; the batch size may change.
 
         Shape:
             rows: (B',), integers

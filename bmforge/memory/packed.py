@@ -65,7 +65,7 @@ class PackedBlock:
             self.parameters[name].data = view
 
     def hide(self) -> None:
-        """Replace the block's parameters by NaN stubs, so that accidental use is noticed."""
+        """Replace the block's parameters with NaN stubs, so that accidental use is noticed."""
         for name, parameter in self.parameters.items():
             parameter.data = self._stubs[name]
 
@@ -101,7 +101,7 @@ class Slot:
 
 
 def give_device_(module: nn.Module, name: str, parameter: Tensor, device: torch.device) -> None:
-    """Replace a meta tensor by a stub on `device` that needs no memory."""
+    """Replace a meta tensor with a stub on `device` that needs no memory."""
     if not parameter.is_meta:
         return
     owner, _, leaf = name.rpartition(".")

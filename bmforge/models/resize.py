@@ -218,7 +218,7 @@ def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> No
 
 
 def _rotary_dim(model: Any) -> int:
-    """Return the number of head dims with rotary positions; 0 for none."""
+    """Return the number of a head's dims to which RoPE is applied; 0 for none."""
     rope = getattr(model.spec, "rope", None)
     return 0 if rope is None else rope.rotary_dim
 

@@ -1,4 +1,4 @@
-"""Grouped matrix multiplication: one matrix per group of rows, for mixtures of experts.
+"""Grouped matrix multiplication: one matrix per group of rows, for MoE layers.
 
 The rows of an expert are adjacent, and ``ends[e]`` is the index after expert e's last row. The
 group sizes are data-dependent, so the loop over groups is a custom operator with a registered

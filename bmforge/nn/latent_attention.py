@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA): keys and values are projected from a latent of each token.
 
-The first dims of a head's query and key have no positions; the last dims have rotary positions, and
-all heads share these dims of the keys. The cache stores the expanded keys and values, so that every
+RoPE is applied to the trailing dims of each query and key, but not to the first ones; all heads
+share the trailing dims of the keys. The cache stores the expanded keys and values, so that every
 kernel and cache for plain attention applies; values are padded with zeros to the width of the keys.
 
 Source: DeepSeek-AI, "DeepSeek-V2" (arXiv 2405.04434), section 2.1.

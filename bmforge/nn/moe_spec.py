@@ -1,4 +1,4 @@
-"""Hyperparameters of mixtures of experts."""
+"""Hyperparameters of MoE layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["MoESpec"]
 
 @dataclass(frozen=True)
 class MoESpec:
-    """Hyperparameters of a mixture of experts.
+    """Hyperparameters of an MoE layer.
 
     Args:
         num_experts: number E of experts.

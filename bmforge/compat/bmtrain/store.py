@@ -188,7 +188,7 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
         The result of `load_state_dict`.
 
     Raises:
-        CheckpointError: the file cannot be read, or keys or shapes do not fit (the message lists
+        CheckpointError: the file cannot be read, or keys or shapes do not match (the message lists
             all).
     """
     config.need("load")

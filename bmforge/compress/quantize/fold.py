@@ -161,7 +161,7 @@ def fold_(run: BlockRun, fold: Fold, scales: Tensor) -> bool:
 
 @contextmanager
 def widened(block: nn.Module) -> Iterator[None]:
-    """Context manager that replaces a block's 16-bit tensors by fp32 copies."""
+    """Context manager that replaces a block's 16-bit tensors with fp32 copies."""
     tensors = [*block.parameters(), *block.buffers()]
     originals = [(t, t.data) for t in tensors if t.is_floating_point()]
     try:

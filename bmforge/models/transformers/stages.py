@@ -143,7 +143,7 @@ def stage_modules(
 
 
 def run_stage(modules: Any, run: Callable[[], T]) -> T | Tensor:
-    """Run a forward with stand-ins; return its result or, before the last stage, the activations.
+    """Run the model with stand-ins; return its result or, before the last stage, the activations.
 
     Args:
         modules: context manager from `stage_modules`.

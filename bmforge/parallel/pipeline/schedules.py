@@ -306,7 +306,7 @@ def write_schedule(
         stages_per_rank: pipeline stages per rank; None means the fewest that the schedule supports.
 
     Raises:
-        ConfigError: the name is unknown or the numbers do not fit; the message lists all
+        ConfigError: the name is unknown or the numbers are invalid; the message lists all
             `problems`.
     """
     reasons = problems(name, num_ranks, num_micro_batches, stages_per_rank)
