@@ -159,7 +159,7 @@ def _has_submodules(package: str, inside: str) -> bool:
 
 
 def _find_row(package: str, name: str, last: bool = False) -> Row | None:
-    """Return the table row of a name; with `last`, the name may be only its last component."""
+    """Return the table row of a name; with `last`, `name` is the last part of a dotted name."""
     for rows in load_table(package).values():
         for row in rows:
             if any(n == name or (last and n.rpartition(".")[2] == name) for n in row.names):

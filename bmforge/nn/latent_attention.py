@@ -60,7 +60,7 @@ class LatentAttention(Attention):
         self.kv_b_proj = Linear(latent.kv_rank, width, bias=False)
 
     def _queries(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Project hidden states to queries, (B, N, T, H), whose last dims are rotated."""
+        """Project hidden states to queries, (B, N, T, H), and apply RoPE to their trailing dims."""
         if self.q_a_proj is None or self.q_a_norm is None:
             query = self.q_proj(x)
         else:

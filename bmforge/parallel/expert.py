@@ -115,9 +115,8 @@ def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module
     Returns:
         modules with the experts' parameters
 
-    Comm: per MoE layer one all-to-all of E integers, and two all-to-alls of M * k rows of width D
-        in
-    forward and two in backward.
+    Comm: per MoE layer one all-to-all of E integers (E: number of experts), and two all-to-alls of
+    M * k rows of width D in forward and two in backward, for M tokens with k experts each.
     """
     mixtures = find_mixtures(model).values()
     group, share = axis_group(mesh, "ep"), 1 / axis_size(mesh, "ep")

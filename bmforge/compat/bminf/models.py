@@ -333,9 +333,10 @@ def _begin(
     penalties: tuple[float, float],
     more: int = 0,
 ) -> LoweredSeq2Seq:
-    """Encode `source`; create its decoder, for a start token, `more` prompt tokens and the answer.
+    """Encode `source` and create its decoder.
 
-    The decoder's maximum length is ``1 + more + config.max_new_tokens``.
+    The decoder has space for a start token, `more` prompt tokens and `config.max_new_tokens` new
+    tokens.
     """
     with evaluating(model), torch.no_grad():
         return LoweredSeq2Seq(

@@ -222,7 +222,7 @@ def _owners(
 def _rules_of(
     published: str, tensor: Tensor, owners: Mapping[int, tuple[str, Tensor]], tracking: _Tracking
 ) -> list[WeightRule] | None:
-    """Return the `WeightRule`s of a stored tensor; None if it has other values than parameters."""
+    """Return the `WeightRule`s of a stored tensor; None if it has values of no parameter."""
     if id(tensor) in tracking.joined:
         _, members, dim = tracking.joined[id(tensor)]
         return _rules_of_parts(published, members, dim % tensor.dim(), owners, tracking)
