@@ -141,7 +141,7 @@ def _is_from_import(frame: FrameType) -> bool:
 
 
 def _homes(package: str, inside: str, name: str) -> Iterator[ModuleType]:
-    """Yield the modules that define a name: first parents of `inside`, the nearest first."""
+    """Yield the modules that define a name, starting with the nearest parent of `inside`."""
     exports = _exports(package)
     parents = [".".join(inside.split(".")[:n]) for n in range(inside.count("."), 0, -1)]
     for path in (parent for parent in parents if parent in exports):

@@ -85,7 +85,7 @@ def multiply_plain(
 
 
 def multiply_rows_plain(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the product of activations and a plain weight, bit-identical to the kernels.
+    """Multiply activations by a plain weight; the result is bit-identical to that of the kernels.
 
     Order of summation: each step adds 64 columns to four sums of sixteen lanes by fused
     multiply-add; then the four sums are added in pairs, then the lanes.
