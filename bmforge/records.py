@@ -112,7 +112,7 @@ class Cuts(Protocol):
 
 
 def find_units(model: nn.Module, rules: Cuts | None) -> tuple[Unit, ...]:
-    """Return a model's units in module order, by `rules`, or without rules by its repeated blocks.
+    """Return a model's units in module order: those of `rules`, or by default its repeated blocks.
 
     Raises:
         ConfigError: a rule matches no module.
@@ -130,7 +130,7 @@ def find_units(model: nn.Module, rules: Cuts | None) -> tuple[Unit, ...]:
 
 
 def units_of(model: nn.Module) -> tuple[Unit, ...]:
-    """Return the recorded units of a model, or without a record the result of `find_units`."""
+    """Return the recorded units of a model; if none are recorded, the result of `find_units`."""
     record = laid_out(model)
     if record is not None and record.units is not None:
         return record.units

@@ -61,7 +61,7 @@ def train_distill(config: Any) -> RunResult:
         config: an `OnPolicyDistillationConfig` whose `model` is a decoder's config.
 
     Raises:
-        BmforgeError: see `run_recipe`; or the teacher has another vocabulary.
+        BmforgeError: the teacher's vocabulary differs; also for the reasons given in `run_recipe`.
     """
     return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
 

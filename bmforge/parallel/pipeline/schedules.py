@@ -137,7 +137,7 @@ def _1f1b(w: _Writer) -> None:
 
 
 def _interleaved(w: _Writer, split: bool = False) -> None:
-    """Write the interleaved 1F1B schedule: rounds of micro-batches run depth first."""
+    """Build the interleaved 1F1B schedule: rounds of micro-batches run depth first."""
     total = w.per_rank * w.num_micro_batches
     per_round = w.num_micro_batches // _rounds(w.num_ranks, w.num_micro_batches)
     hop = 1 if split else 2  # early input gradients need fewer micro-batches in flight
@@ -195,7 +195,7 @@ def _zbv(w: _Writer) -> None:
 
 
 def _dualpipev(w: _Writer) -> None:
-    """Write the eight phases of DeepSeek's DualPipeV schedule."""
+    """Build the eight phases of DeepSeek's DualPipeV schedule."""
     down, up = w.rank, 2 * w.num_ranks - 1 - w.rank
     for _ in range(2 * w.to_end):
         w.add(down, F)
@@ -225,7 +225,7 @@ def _dualpipev(w: _Writer) -> None:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """Writer function of a named schedule, and its requirements."""
+    """Function that builds a named schedule, and the requirements of the schedule."""
 
     write: Callable[[_Writer], None]
     placement: Literal["loop", "v"] = "loop"

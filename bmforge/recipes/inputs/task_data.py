@@ -96,8 +96,8 @@ def order_labels(labels: Sequence[str], names: Sequence[str]) -> tuple[str, ...]
     """Return labels in the order of a classifier's outputs, if they are its labels.
 
     Args:
-        labels: labels of the data. Other labels than the classifier's keep their order, in which
-            they stand for its outputs.
+        labels: labels of the data. Labels that are not the classifier's keep their order, which is
+            then that of the outputs.
         names: label names of the classifier, in the order of its outputs.
     """
     places = {str(name).casefold(): number for number, name in enumerate(names)}
