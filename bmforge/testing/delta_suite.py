@@ -149,7 +149,7 @@ class DeltaSuite:
     @pytest.mark.long
     @capability("ia3")
     def test_ia3(self, tiny: Model, tmp_path: Path) -> None:
-        """IA3 works: trained factors on keys, values and the MLP's hidden units."""
+        """IA3 works: trained factors scale keys, values and the MLP's hidden units."""
         self.check_delta(tiny, tmp_path, IA3)
 
     @capability("prefix")
@@ -160,7 +160,7 @@ class DeltaSuite:
 
     @capability("soft-prompt")
     def test_soft_prompt(self, tiny: Model, tmp_path: Path) -> None:
-        """Prompt tuning works: trained embeddings before the text."""
+        """Prompt tuning works: trained embeddings are prepended to the text."""
         if not self.takes_prompts:
             pytest.skip("its arguments say something of every token")
         build: Build = lambda m: SoftPrompt(m, length=2)  # noqa: E731
