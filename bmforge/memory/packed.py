@@ -54,13 +54,13 @@ class PackedBlock:
             self.size_bytes += packed_bytes(parameter)
 
     def views(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each tensor and its view of the memory of a `Slot`."""
+        """Yield the name of each tensor and a view of its values in a `Slot`'s memory."""
         for name, (start, stop) in self.places.items():
             parameter = self.parameters[name]
             yield name, memory[start:stop].view(parameter.dtype).view(parameter.shape)
 
     def show(self, memory: Tensor) -> None:
-        """Make the block's parameters views of the memory of a `Slot`."""
+        """Make the block's parameters views of a `Slot`'s memory."""
         for name, view in self.views(memory):
             self.parameters[name].data = view
 
