@@ -55,7 +55,7 @@ class OnPolicyDistillationConfig(RunConfig):
 
 
 def train_distill(config: Any) -> RunResult:
-    """Distill a teacher into a student that generates the answers, or resume such a run.
+    """Run or resume distillation of a teacher into a student that generates the answers.
 
     Args:
         config: an `OnPolicyDistillationConfig` whose `model` is a decoder's config.

@@ -61,7 +61,7 @@ class ReinforcementConfig(RunConfig):
 
 
 def train_rl(config: Any) -> RunResult:
-    """Train a model by reinforcement learning, or resume such a run.
+    """Run or resume reinforcement learning.
 
     Args:
         config: a `ReinforcementConfig` whose `model` is a decoder's config.

@@ -113,7 +113,7 @@ class LlamaSFTConfig(ConversationsConfig):
 
 
 def train_sft(config: Any) -> RunResult:
-    """Fine-tune a model on conversations, or resume such a run.
+    """Run or resume fine-tuning on conversations.
 
     Args:
         config: a `ConversationsConfig` whose `model` is the config of a decoder or encoder-decoder.

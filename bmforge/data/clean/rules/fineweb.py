@@ -36,7 +36,7 @@ def line_rules(
     """Return FineWeb's rules on the lines of a text, with the given bounds.
 
     Args:
-        ends: smallest fraction of lines that end with a sentence end.
+        ends: smallest fraction of lines that end with a sentence-ending mark.
         short: largest fraction of short lines; None to omit the rule.
         repeated: largest fraction of characters in repeated lines.
         newlines: largest number of newlines per word.
