@@ -280,7 +280,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def fast_products() -> Iterator[bool]:
     """Context manager that multiplies fp32 matrices with oneDNN where MKL is slower.
 
-    It yields True if oneDNN is used. On CPUs of other vendors than Intel, MKL does not use AVX512;
+    It yields True if oneDNN is used. On CPUs of vendors other than Intel, MKL does not use AVX512;
     oneDNN does, and is twice as fast for all but the smallest products. Torch uses oneDNN if bf16
     is allowed in place of fp32. CPUs without bf16 instructions still compute in fp32, which this
     function verifies first. Only the order of summation differs.

@@ -67,7 +67,7 @@ def data_room_bytes() -> int | None:
 
 
 def _read_status() -> dict[str, str]:
-    """Return the fields of /proc/self/status; {} on other systems than Linux."""
+    """Return the fields of /proc/self/status; {} on systems other than Linux."""
     status = _PROC / "self/status"
     if not status.exists():
         return {}

@@ -132,7 +132,7 @@ def _is_expression(name: str) -> bool:
 
 
 def _normalize(expression: str) -> str:
-    """Replace the names in a license expression by SPDX ids."""
+    """Replace the names in a license expression with SPDX ids."""
     parts = []
     for part in _OPERATOR.split(" ".join(expression.split())):
         license = _find_one(part) if part else None

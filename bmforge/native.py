@@ -58,9 +58,9 @@ def load_kernels_of(
 def load_native(name: str, source: str, flags: str = "-march=native") -> ctypes.CDLL | None:
     """Load the library compiled from a C++ source, compiling it if it is not cached.
 
-    The cache is ``~/.cache/bmforge/native`` (or below ``$XDG_CACHE_HOME``); ``$CXX`` selects
-    another compiler than ``c++`` or ``g++``. Concurrent processes compile it once. OpenMP threads
-    are shared with torch if torch uses the same runtime.
+    The cache is ``~/.cache/bmforge/native`` (or below ``$XDG_CACHE_HOME``); ``$CXX`` selects a
+    compiler other than ``c++`` or ``g++``. Concurrent processes compile it once. OpenMP threads are
+    shared with torch if torch uses the same runtime.
 
     Args:
         name: name of the file, used in messages.

@@ -70,7 +70,7 @@ class CleanConfig:
             (zero-width characters), width (half-width letters and digits), simplified or
             traditional (Chinese), boilerplate (lines of menus and notices), wrapped (lines broken
             at a fixed width).
-        mask_private: replace private data by <EMAIL>, <PHONE> and so on.
+        mask_private: replace private data with <EMAIL>, <PHONE> and so on.
         phone_regions: countries, such as US and DE, whose national phone numbers are treated as
             private data, in addition to Chinese and international numbers.
     """

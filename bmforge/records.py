@@ -100,7 +100,7 @@ class Unit:
 
 
 class Cuts(Protocol):
-    """Name globs of a model's units; `models.LayoutRules` implements it."""
+    """Interface of `models.LayoutRules`: which modules are sharded or recomputed as a unit."""
 
     @property
     def zero_units(self) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ class Cuts(Protocol):
 
 
 def find_units(model: nn.Module, rules: Cuts | None) -> tuple[Unit, ...]:
-    """Return a model's units in module order, by `rules`, or without rules by its repeated blocks.
+    """Return a model's units in module order: those of `rules`, or by default its repeated blocks.
 
     Raises:
         ConfigError: a rule matches no module.
@@ -130,7 +130,7 @@ def find_units(model: nn.Module, rules: Cuts | None) -> tuple[Unit, ...]:
 
 
 def units_of(model: nn.Module) -> tuple[Unit, ...]:
-    """Return the recorded units of a model, or without a record the result of `find_units`."""
+    """Return the recorded units of a model; if none are recorded, the result of `find_units`."""
     record = laid_out(model)
     if record is not None and record.units is not None:
         return record.units
@@ -175,13 +175,13 @@ _RECORD = "_laid_out"
 
 
 def laid_out(model: nn.Module) -> LaidOut | None:
-    """Return the `LaidOut` record of a model, or None if the model has no record."""
+    """Return the record of a model's parallel layout, or None if it was not parallelized."""
     record: LaidOut | None = model.__dict__.get(_RECORD)
     return record
 
 
 def record_of(model: nn.Module) -> LaidOut:
-    """Return the `LaidOut` record of a model, creating it if needed."""
+    """Return the record of a model's parallel layout, creating an empty record if needed."""
     record: LaidOut = model.__dict__.setdefault(_RECORD, LaidOut())
     return record
 
@@ -227,12 +227,12 @@ _SIDES = WeakIdKeyDictionary()
 
 
 def side_of(tensor: Tensor) -> Side:
-    """Return the `Side` record of a tensor, or an empty `Side` if the tensor has no record."""
+    """Return the record of where a tensor's values are stored; an empty `Side` if there is none."""
     return _SIDES.get(tensor, _NOTHING) if len(_SIDES) else _NOTHING
 
 
 def note_(tensor: Tensor, **facts: Any) -> None:
-    """Set fields of a tensor's `Side` record."""
+    """Record where a tensor's values or gradient are stored, by setting fields of its `Side`."""
     side = replace(side_of(tensor), **facts)
     if side == _NOTHING:
         _SIDES.pop(tensor, None)
@@ -241,9 +241,9 @@ def note_(tensor: Tensor, **facts: Any) -> None:
 
 
 def swap_(old: Tensor, new: Tensor) -> None:
-    """Replace the storage and dtype of `old` by those of `new`, in place.
+    """Give `old` the storage and dtype of `new`, in place.
 
-    The tensor object and its `Side` record do not change.
+    The tensor object `old` and its `Side` record are kept. `new` is not usable afterwards.
     """
     side = _SIDES.pop(old, None)
     torch.utils.swap_tensors(old, new)

@@ -174,7 +174,7 @@ def copy_to_meta(root: nn.Module) -> Any:
 
 
 def replace_module_(root: nn.Module, name: str, new: nn.Module) -> nn.Module:
-    """Replace the descendant called `name` by `new`; return the old module."""
+    """Replace the descendant called `name` with `new`; return the old module."""
     parent_name, _, child = name.rpartition(".")
     parent = root.get_submodule(parent_name)
     old = parent.get_submodule(child)
@@ -305,7 +305,7 @@ def _wrapping_of(module: nn.Module) -> _Wrapping:
 
 
 def _compose_(module: nn.Module, wrapping: _Wrapping) -> None:
-    """Replace a module's forward by nested partials that call all wrappers.
+    """Replace a module's forward with nested partials that call all wrappers.
 
     Plain partials add no measurable cost to a call.
     """
@@ -325,7 +325,7 @@ def _compose_(module: nn.Module, wrapping: _Wrapping) -> None:
 
 
 def view_parameters_(module: nn.Module, views: Mapping[str, View], order_key: str) -> None:
-    """Replace parameters by values computed from them during a module's forward.
+    """Replace parameters with values computed from them during a module's forward.
 
     Args:
         module: module; its parameters themselves do not change.

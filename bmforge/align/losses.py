@@ -124,7 +124,7 @@ def _smoothed(margin: Tensor, smoothing: float) -> Tensor:
 
 
 def _robust(scores: PairScores, options: MethodOptions) -> Tensor:
-    """Robust DPO loss: [-(1 - e) log s(beta d) + e log s(-beta d)] / (1 - 2 e)."""
+    """Robust DPO loss: [-(1 - e) log s(beta d) + e log s(-beta d)] / (1 - 2 e); see `_dpo`."""
     chosen, rejected = scores.ratios()
     margin, smoothing = options.beta * (chosen - rejected), options.label_smoothing
     loss = smoothing * F.logsigmoid(-margin) - (1 - smoothing) * F.logsigmoid(margin)
@@ -132,7 +132,7 @@ def _robust(scores: PairScores, options: MethodOptions) -> Tensor:
 
 
 def _hinge(scores: PairScores, options: MethodOptions) -> Tensor:
-    """Hinge loss: max(0, 1 - beta d), where d is the difference of the answers' log-ratios."""
+    """Hinge loss: max(0, 1 - beta d), where d is the difference of the log-ratios (see `_dpo`)."""
     chosen, rejected = scores.ratios()
     return torch.relu(1 - options.beta * (chosen - rejected))
 
@@ -143,30 +143,33 @@ def _normalized_margin(scores: PairScores) -> Tensor:
 
 
 def _ipo(scores: PairScores, options: MethodOptions) -> Tensor:
-    """IPO loss: (h_w / |y_w| - h_l / |y_l| - 1 / (2 beta))^2, with means per token."""
+    """IPO loss: (h_w / |y_w| - h_l / |y_l| - 1 / (2 beta))^2; h as in `_dpo`, |y| in tokens."""
     return (_normalized_margin(scores) - 1 / (2 * options.beta)) ** 2
 
 
 def _normalized_dpo(scores: PairScores, options: MethodOptions) -> Tensor:
-    """Length-normalized DPO loss: -log s(beta (h_w / |y_w| - h_l / |y_l|))."""
+    """Length-normalized DPO: -log s(beta (h_w / |y_w| - h_l / |y_l|)); symbols as in `_dpo`."""
     return _smoothed(options.beta * _normalized_margin(scores), options.label_smoothing)
 
 
 def _simpo(scores: PairScores, options: MethodOptions) -> Tensor:
-    """SimPO loss: -log s(beta (S_w / |y_w| - S_l / |y_l|) - gamma), with log-probabilities S."""
+    """SimPO loss: -log sigmoid(beta (S_w / |y_w| - S_l / |y_l|) - gamma).
+
+    S is an answer's summed log-probability and |y| its length in tokens.
+    """
     chosen, rejected = scores.means()
     margin = options.beta * (chosen - rejected) - options.simpo_gamma
     return _smoothed(margin, options.label_smoothing)
 
 
 def _cpo(scores: PairScores, options: MethodOptions) -> Tensor:
-    """CPO loss: -log s(beta (S_w - S_l)), where S are summed log-probabilities."""
+    """CPO loss: -log sigmoid(beta (S_w - S_l)), where S is an answer's summed log-probability."""
     margin = options.beta * (scores.chosen - scores.rejected)
     return _smoothed(margin, options.label_smoothing)
 
 
 def _orpo(scores: PairScores, options: MethodOptions) -> Tensor:
-    """ORPO loss: -beta log s(log odds ratio)."""
+    """ORPO loss: -beta log sigmoid(log odds ratio); see `odds_ratio`."""
     return -options.beta * F.logsigmoid(odds_ratio(scores))
 
 

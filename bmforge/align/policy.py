@@ -61,7 +61,7 @@ class PolicyConfig:
             (loss).
         kl_importance: weigh the KL in the loss by pi/old, so that its gradient is that of the
             reverse KL (TRL's use_bias_correction_kl; default: on).
-        correction: importance correction for answers sampled by another policy than the trained
+        correction: importance correction for answers sampled by a policy other than the trained
             one, with the weight old/sampler of each token: none, truncate (at most correction_cap)
             or mask (tokens with a weight above correction_cap or below its inverse are left out).
         correction_cap: maximum weight of the correction (default: 2).

@@ -185,7 +185,7 @@ class ToolProcess(RewardProcess):
 
 
 def _read_lines(process: subprocess.Popen[str], replies: queue.Queue[str]) -> None:
-    """Put the output lines of a process into a queue, followed by an empty line at the end."""
+    """Put the output lines of a process into a queue, and an empty line when the output ends."""
     assert process.stdout is not None
     for line in process.stdout:
         replies.put(line)

@@ -221,8 +221,8 @@ class MergeCommand:
             adapter's config. If the adapter was trained on a quantized model, give the 16-bit
             model.
         dtype: dtype of the written weights; if None, that of the base model.
-        allow_other_base: accept a base model with other weights than the adapter was trained on,
-            such as a later version of the model.
+        allow_other_base: accept a base model whose weights differ from those that the adapter was
+            trained on, such as a later version of the model.
     """
 
     adapter: Annotated[str, tyro.conf.Positional]

@@ -81,7 +81,7 @@ def _reward(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _divergence(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the distillation loss, in which the student replaces the equally large teacher."""
+    """Return a distillation loss of the same memory: the student's own logits are the targets."""
 
     def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:
         return linear_jsd(head, head.detach(), 1.0, 1.0)

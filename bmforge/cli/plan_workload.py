@@ -302,7 +302,7 @@ _HOST_KERNELS: list[tuple[Any, str, Callable[..., bool]]] = [
 
 
 def _takes_host_kernel(is_host: bool, suits: Callable[..., bool], *tensors: Tensor) -> bool:
-    """Return True if a CPU would use its special kernel, as ``takes_host_...`` decides."""
+    """Return True if the planned device is a CPU and `suits` accepts the tensors for its kernel."""
     is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors)
     return is_host and is_plain and suits(*tensors)
 

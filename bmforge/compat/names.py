@@ -1,8 +1,8 @@
-"""Tables of old packages' public names and their replacements, for pages and error messages.
+"""Tables of old packages' public names and their replacements, for the docs and error messages.
 
 Each package in this folder has its table in its `names.txt`; `dev/old_names.py` writes it into the
-package's page, and `tests/compat/test_old_names.py` compares both with the code. The messages of
-`upstream.py` quote it.
+package's documentation page, and `tests/compat/test_old_names.py` compares table and page with the
+code. The error messages in `upstream.py` quote the table.
 """
 
 from __future__ import annotations

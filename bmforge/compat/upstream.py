@@ -141,7 +141,7 @@ def _is_from_import(frame: FrameType) -> bool:
 
 
 def _homes(package: str, inside: str, name: str) -> Iterator[ModuleType]:
-    """Yield the modules that define a name: first parents of `inside`, the nearest first."""
+    """Yield the modules that define a name, starting with the nearest parent of `inside`."""
     exports = _exports(package)
     parents = [".".join(inside.split(".")[:n]) for n in range(inside.count("."), 0, -1)]
     for path in (parent for parent in parents if parent in exports):
@@ -159,7 +159,7 @@ def _has_submodules(package: str, inside: str) -> bool:
 
 
 def _find_row(package: str, name: str, last: bool = False) -> Row | None:
-    """Return the table row of a name; with `last`, the name may be only its last component."""
+    """Return the table row of a name; with `last`, `name` is the last part of a dotted name."""
     for rows in load_table(package).values():
         for row in rows:
             if any(n == name or (last and n.rpartition(".")[2] == name) for n in row.names):

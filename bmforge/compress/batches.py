@@ -130,7 +130,7 @@ def _target_mask(batch: Mapping[str, Any], has_decoder: bool) -> Tensor | None:
 
 
 def _find_spans(mask: Tensor, number: int) -> list[tuple[int, int]]:
-    """Return for each row the (start, stop) of its tokens; (0, 0) for a row of only padding.
+    """Return the range (start, stop) of each row's tokens; (0, 0) for a row of only padding.
 
     Raises:
         ConfigError: a row has padding between tokens.

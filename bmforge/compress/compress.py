@@ -130,7 +130,7 @@ class Compression:
         return settings
 
     def objective(self, inner: Objective) -> Objective:
-        """Return the task's objective plus the losses of distillation and of the methods.
+        """Return the task's objective plus the losses of distillation and the compression methods.
 
         In evaluation mode the objective returns only the task's loss.
 

@@ -35,7 +35,8 @@ class KVCache:
         moves: number of buffer allocations and replacements so far; tensors returned by `held`
             and `remembered` are valid until it increases.
 
-    Memory: 2 x num_layers x B x K x max_length x H elements; see `ModelConfig.kv_bytes_per_token`.
+    Memory: 2 x num_layers x B x K x max_length x H elements for B rows and K KV heads of size H;
+        see `ModelConfig.kv_bytes_per_token`.
     """
 
     def __init__(self, num_layers: int, max_length: int, last_layer: int | None = None) -> None:

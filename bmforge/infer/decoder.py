@@ -108,7 +108,7 @@ class Decoder:
         return any(outdates_keys(rope, n + shift, m + shift) for n, m in lengths)
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Return a context manager for several runs between which the model must not change."""
+        """Return a context manager for several runs, during which the model must not be changed."""
         step = self.cache.step
         return nullcontext() if step is None else step.undisturbed()
 
@@ -121,7 +121,7 @@ class Decoder:
         return {"adapter_names": self._selection}
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace row i by a copy of the old row ``rows[i]``; the batch size may change.
+        """Replace row i with a copy of the old row ``rows[i]``; the batch size may change.
 
         Shape:
             rows: (B',), integers

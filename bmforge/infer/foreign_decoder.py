@@ -74,7 +74,7 @@ class ForeignDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace row i by a copy of the old row ``rows[i]``."""
+        """Replace row i with a copy of the old row ``rows[i]``."""
         if self._caches:
             self.cache.reorder(rows)
         self._reorder_choice(rows)
@@ -148,7 +148,7 @@ class SeparateDecoder(Decoder):
         return torch.cat([row.run(ids[None, first:]) for row, ids, first in pairs])
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace row i by a copy of the old row ``rows[i]``."""
+        """Replace row i with a copy of the old row ``rows[i]``."""
         self._rows = [self._rows[row].copy() for row in rows.tolist()]
 
 

@@ -54,18 +54,18 @@ class PackedBlock:
             self.size_bytes += packed_bytes(parameter)
 
     def views(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each tensor and its view of the memory of a `Slot`."""
+        """Yield the name of each tensor and a view of its values in a `Slot`'s memory."""
         for name, (start, stop) in self.places.items():
             parameter = self.parameters[name]
             yield name, memory[start:stop].view(parameter.dtype).view(parameter.shape)
 
     def show(self, memory: Tensor) -> None:
-        """Make the block's parameters views of the memory of a `Slot`."""
+        """Make the block's parameters views of a `Slot`'s memory."""
         for name, view in self.views(memory):
             self.parameters[name].data = view
 
     def hide(self) -> None:
-        """Replace the block's parameters by NaN stubs, so that accidental use is noticed."""
+        """Replace the block's parameters with NaN stubs, so that accidental use is noticed."""
         for name, parameter in self.parameters.items():
             parameter.data = self._stubs[name]
 
@@ -101,7 +101,7 @@ class Slot:
 
 
 def give_device_(module: nn.Module, name: str, parameter: Tensor, device: torch.device) -> None:
-    """Replace a meta tensor by a stub on `device` that needs no memory."""
+    """Replace a meta tensor with a stub on `device` that needs no memory."""
     if not parameter.is_meta:
         return
     owner, _, leaf = name.rpartition(".")

@@ -52,8 +52,8 @@ class DecoderSpec(StackSpec):
     """Hyperparameters of a decoder-only model: its blocks, embedding and head.
 
     Args:
-        rope: rotary positions; None for learned absolute positions (`embed_positions`).
-        local_rope: rotary positions of the layers with `AttentionSpec.rotary` "local".
+        rope: parameters of RoPE; None for learned absolute positions (`embed_positions`).
+        local_rope: parameters of RoPE in the layers with `AttentionSpec.rotary` "local".
         learned_positions: use `embed_positions` if `rope` is None; False for score biases (ALiBi).
         num_positions: number of positions in `embed_positions`; 0 means max_seq_len.
         position_offset: index of the row of `embed_positions` for the first position.
@@ -144,7 +144,7 @@ class CausalLM(Model):
 
     @property
     def position_limit(self) -> int | None:
-        """Maximum input length in tokens with learned positions; None with rotary positions."""
+        """Maximum input length in tokens with learned positions; None with RoPE."""
         learned = self.spec.rope is None and self.spec.learned_positions
         return self.config.max_seq_len - self._prefix_length() if learned else None
 

@@ -1,7 +1,7 @@
 """Command R7B and Command A (Cohere, "Command A", arXiv 2504.00698).
 
-Blocks are Cohere's parallel blocks. Three of four layers have a sliding window and rotary
-positions; the others have full attention without position encoding.
+Blocks are Cohere's parallel blocks. Three of four layers have a sliding window and RoPE; the others
+have full attention without position encoding.
 """
 
 from __future__ import annotations

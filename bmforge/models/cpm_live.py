@@ -43,8 +43,8 @@ def read_masks(text: str) -> tuple[tuple[bool, bool], ...]:
     """Parse `mask_modules` from text with one letter per layer.
 
     Args:
-        text: per layer "." for both sublayers, "a" without attention, "f" without MLP, "x"
-            with neither.
+        text: one letter per layer: "." has both sublayers, "a" lacks attention, "f" lacks the MLP,
+            "x" lacks both.
     """
     return tuple((letter in "ax", letter in "fx") for letter in "".join(text.split()))
 

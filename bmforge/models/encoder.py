@@ -64,9 +64,9 @@ class EncoderSpec(StackSpec):
         head_bias: whether the first layer of the masked-LM head or of a prediction head has a bias.
         deep_classifier: classify sequences with two layers instead of a pooler and one layer.
         prediction_head: every classifier is a `PredictionClassifier`, without a pooler.
-        rope: rotary positions, used instead of position and segment embeddings; None to use the
+        rope: parameters of RoPE, used instead of position and segment embeddings; None to use the
             embeddings.
-        local_rope: rotary positions of the layers with `AttentionSpec.rotary` "local".
+        local_rope: parameters of RoPE in the layers with `AttentionSpec.rotary` "local".
         final_norm: norm after the last block.
     """
 
@@ -186,7 +186,8 @@ class EncoderModel(Model):
             input_ids: token ids.
             attention_mask: 1 for tokens, 0 for padding; or a 4-D mask over pairs of tokens.
             token_type_ids: segment type of every token (default: 0).
-            position_ids: row indices of the position table, or rotary positions (default: counted).
+            position_ids: row indices of the position table, or positions for RoPE (default:
+                counted).
             document_ids: index of each token's document in packed rows; tokens attend within
                 their document.
             labels: for the masked-LM head, ids of the masked tokens (-100 is ignored); returns
@@ -313,7 +314,7 @@ class EncoderModel(Model):
     def _rope_tables(
         self, inputs: Tensor, positions: Tensor | None, dtype: torch.dtype
     ) -> dict[str, Any]:
-        """Return the rotary tables of the layers, if the family has rotary positions."""
+        """Return the rotary tables of the layers, if the family uses RoPE."""
         if self.spec.rope is None:
             return {}
         positions = self._count_positions(inputs) if positions is None else positions

@@ -136,7 +136,7 @@ class EVA(Seq2Seq):
         return config.replace(activation="gelu_new")
 
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
-        """Map parameter names to those of Megatron shards or of the class, as `names` are."""
+        """Map parameter names to Megatron's or to the published class's, whichever fits `names`."""
         if _MEGATRON not in names:
             return super().rules_for(names)
         return self.expand(self.megatron_rules())

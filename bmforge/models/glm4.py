@@ -1,8 +1,8 @@
 """GLM-4 dense, 0414 and before (Team GLM, "ChatGLM", arXiv 2406.12793).
 
-The block is Llama's with interleaved rotary positions in half of each head's dims, and biases on q,
-k and v; checkpoints fuse gate and up. The models of April 2025 also have norms after the sublayers.
-GLM-10B (2021) is the family `GLM`.
+The block is Llama's with interleaved RoPE on half of each head's dims, and biases on q, k and v;
+checkpoints fuse gate and up. The models of April 2025 also have norms after the sublayers. GLM-10B
+(2021) is the family `GLM`.
 """
 
 from __future__ import annotations

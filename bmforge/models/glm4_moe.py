@@ -1,6 +1,6 @@
 """GLM-4.5 and GLM-4.6 (Z.ai, "GLM-4.5", arXiv 2508.06471).
 
-Grouped-query attention with rotary positions in half of each head's dims; DeepSeek-V3's experts.
+Grouped-query attention with RoPE on half of each head's dims; DeepSeek-V3's experts.
 """
 
 from __future__ import annotations

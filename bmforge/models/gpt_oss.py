@@ -34,7 +34,7 @@ class GptOssConfig(LayerTypesConfig, MixtralConfig):
 
     Args:
         attn_bias: biases on q, k, v and o.
-        swiglu_limit: limit of the inputs of the experts' gate.
+        swiglu_limit: limit on the inputs of the experts' gate.
     """
 
     family: ClassVar[str] = "gpt_oss"

@@ -13,7 +13,10 @@ __all__ = ["InternLM3", "InternLM3Config"]
 
 
 def _internlm3_heads() -> dict[str, Head]:
-    """Return a dict from head name to head; transformers loads this model with Llama's classes."""
+    """Return a dict from head name to head.
+
+    The heads are those of Llama; the InternLM3 architecture names are accepted as aliases.
+    """
     return {
         name: replace(head, aliases=(head.architecture.replace("Llama", "InternLM3"),))
         for name, head in llama_heads("Llama", question_prefix="transformer.").items()

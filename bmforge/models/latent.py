@@ -44,8 +44,8 @@ class LatentConfig(LlamaLikeConfig):
         head_dim: width of a head's query and key; must be 0 or plain_dim + rope_dim.
         kv_rank: width of the latent from which keys and values are projected.
         q_rank: width of the latent from which queries are projected; 0 for no such latent.
-        plain_dim: number of dims of a query and key without rotary positions.
-        rope_dim: number of dims of a query and key with rotary positions.
+        plain_dim: number of dims of a query and key without RoPE.
+        rope_dim: number of dims of a query and key to which RoPE is applied.
         value_dim: width of a head's values.
     """
 

@@ -1,7 +1,7 @@
 """Base classes of Llama, and of decoders that differ from it in config fields, names and options.
 
-Such a family overrides `make_block` (its block) and, if needed, `make_spec` (embedding, rotary
-positions and head) and `weight_rules`.
+Such a family overrides `make_block` (its block) and, if needed, `make_spec` (embedding, RoPE and
+head) and `weight_rules`.
 """
 
 from __future__ import annotations

@@ -145,11 +145,12 @@ class WeightReader:
         return next(iter(specs)) if len(specs) == 1 else None
 
     def read_groups(self, tensor_name: str, box: Box) -> QuantizedGroups:
-        """Return the stored integers of whole rows of a tensor with a `stored_spec`.
+        """Read complete rows of a quantized tensor (with a `stored_spec`) without dequantizing.
 
         Args:
             tensor_name: name of the tensor.
-            box: region of the tensor, with whole rows; for a stack of experts, rows of one expert.
+            box: region of the tensor, which must consist of complete rows; for a stack of experts,
+                rows of one expert.
         """
         for rule, name in self._rules[tensor_name]:
             slices = rule.source_slices(box)

@@ -36,10 +36,9 @@ def resize_(model: Any, names: Sequence[str], sizes: Sizes) -> None:
     """Resize layers of a model in place; the model may be on the meta device.
 
     Leading weights are kept: the first key-value heads and the first query heads of each group, the
-    first dims of a head (with rotary positions the first pairs), the first features of an MLP and
-    of every expert, and the first experts. (Pruning reorders the weights before.) New weights, in
-    wider layers and in experts that replace an MLP, are initialized as by `init_weights_` with
-    seed 0.
+    first dims of a head (with RoPE the first pairs), the first features of an MLP and of every
+    expert, and the first experts. (Pruning reorders the weights before.) New weights, in wider
+    layers and in experts that replace an MLP, are initialized as by `init_weights_` with seed 0.
 
     Both attentions of an encoder-decoder layer get the same heads; `attn=False` removes only
     self-attention. A position bias that layers share (T5, CPM-Ant, CPM-Bee) keeps all heads; a
@@ -218,7 +217,7 @@ def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> No
 
 
 def _rotary_dim(model: Any) -> int:
-    """Return the number of head dims with rotary positions; 0 for none."""
+    """Return the number of a head's dims to which RoPE is applied; 0 for none."""
     rope = getattr(model.spec, "rope", None)
     return 0 if rope is None else rope.rotary_dim
 

@@ -71,7 +71,7 @@ def rope_to_hf(theta: float, scaling: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class RotaryConfig(ModelConfig):
-    """Config fields of all families with rotary positions.
+    """Config fields of all families that use RoPE.
 
     Args:
         rope_theta: base of the rotary frequencies.

@@ -126,7 +126,10 @@ def _changes_of(model: Any) -> list[Change]:
 
 
 def _warn_of_changes(model: Any) -> None:
-    """Log what other programs do with the saved model; the directory may be a temporary one."""
+    """Log warnings about a changed model, such as that other programs cannot load its weights.
+
+    The messages do not name the directory, which may be a temporary one.
+    """
     changes = _changes_of(model)
     if changes:
         kinds = ", ".join(dict.fromkeys(change.kind for change in changes))

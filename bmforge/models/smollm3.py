@@ -1,7 +1,7 @@
 """SmolLM3 (Hugging Face, "SmolLM3: smol, multilingual, long-context reasoner", 2025).
 
-The block is Llama's, without rotary positions in every fourth layer (Yang et al., "RoPE to NoPE and
-back again", arXiv 2501.18795).
+The block is Llama's, without RoPE in every fourth layer (Yang et al., "RoPE to NoPE and back
+again", arXiv 2501.18795).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class SmolLM3Config(LlamaLikeConfig):
     Args:
         attn_bias: biases on q, k, v and o.
         mlp_bias: biases in the MLP.
-        unrotated_every: every `unrotated_every`-th layer has no rotary positions (NoPE).
-        rotated_layers: one number per layer, 1 for rotary positions or 0 for none; derived from
+        unrotated_every: every `unrotated_every`-th layer does not use RoPE (NoPE).
+        rotated_layers: one number per layer, 1 for RoPE or 0 for none; derived from
             `unrotated_every` if empty.
     """
 
@@ -56,7 +56,7 @@ class SmolLM3Config(LlamaLikeConfig):
 
     @property
     def unrotated(self) -> list[int]:
-        """Indices of the layers without rotary positions."""
+        """Indices of the layers without RoPE."""
         flags = self.rotated_layers or self._usual_flags(self.num_layers, self.unrotated_every)
         return [layer for layer, flag in enumerate(flags) if not flag]
 
@@ -99,7 +99,7 @@ class SmolLM3(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: SmolLM3Config) -> DecoderSpec:
-        """Return the hyperparameters of the model, with layers without rotary positions."""
+        """Return the hyperparameters of the model, with layers without RoPE."""
         spec = super().make_spec(config)
         assert spec.block.attn is not None
         plain = replace(spec.block, attn=replace(spec.block.attn, rotary="none"))

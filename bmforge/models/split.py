@@ -1,7 +1,7 @@
 """MLPs split into experts: initialization from an MLP, and file format.
 
-In memory a split MLP is a mixture of experts (`nn.MoE`) that sums the selected experts' outputs. In
-a file it is the original MLP and the router, so that other programs can load the dense model.
+In memory a split MLP is an MoE layer (`nn.MoE`) that sums the selected experts' outputs. In a file
+it is the original MLP and the router, so that other programs can load the dense model.
 """
 
 from __future__ import annotations

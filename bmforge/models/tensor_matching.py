@@ -153,7 +153,7 @@ def _tie_as_requested(model: Any, files: WeightFiles, value: bool) -> ModelConfi
 
 
 def _find_tied(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Return the stored name of the embedding if it initializes an untied head; else None."""
+    """Return the stored name of the embedding if it initializes an untied head, otherwise None."""
     config = model.config
     if rule.ours != model.tied_head[0] or config.tie_word_embeddings:
         return None

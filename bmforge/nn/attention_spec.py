@@ -17,7 +17,7 @@ class LatentSpec:
     Args:
         kv_rank: width of the latent from which the keys and values of all heads are projected.
         q_rank: width of the latent from which queries are projected; 0 projects the input.
-        rope_dim: number of last dims of each query and key that have rotary positions; the heads
+        rope_dim: number of trailing dims of each query and key to which RoPE is applied; all heads
             share these dims of the keys.
         value_dim: width of a head's values, at most that of its keys.
         bias: biases on the projections to the latents.

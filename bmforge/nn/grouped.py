@@ -1,4 +1,4 @@
-"""Grouped matrix multiplication: one matrix per group of rows, for mixtures of experts.
+"""Grouped matrix multiplication: one matrix per group of rows, for MoE layers.
 
 The rows of an expert are adjacent, and ``ends[e]`` is the index after expert e's last row. The
 group sizes are data-dependent, so the loop over groups is a custom operator with a registered
@@ -37,10 +37,10 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Return True if torch's grouped product supports these tensors and is faster than the loop.
+    """Return True if torch's grouped matmul supports these tensors and beats a loop over groups.
 
-    On a CPU that product is itself a loop (torch 2.13), and only bf16 has a shape rule for
-    compilation.
+    On a CPU the grouped matmul is itself a loop (torch 2.13), and only bf16 has a meta kernel,
+    which torch.compile needs.
     """
     is_aligned = all(size % _ALIGNED_ELEMENTS == 0 for size in weight.shape[1:])
     return not x.is_cpu and x.dtype == weight.dtype == torch.bfloat16 and is_aligned

@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA): keys and values are projected from a latent of each token.
 
-The first dims of a head's query and key have no positions; the last dims have rotary positions, and
-all heads share these dims of the keys. The cache stores the expanded keys and values, so that every
+RoPE is applied to the trailing dims of each query and key, but not to the first ones; all heads
+share the trailing dims of the keys. The cache stores the expanded keys and values, so that every
 kernel and cache for plain attention applies; values are padded with zeros to the width of the keys.
 
 Source: DeepSeek-AI, "DeepSeek-V2" (arXiv 2405.04434), section 2.1.
@@ -60,7 +60,7 @@ class LatentAttention(Attention):
         self.kv_b_proj = Linear(latent.kv_rank, width, bias=False)
 
     def _queries(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Project hidden states to queries, (B, N, T, H), whose last dims are rotated."""
+        """Project hidden states to queries, (B, N, T, H), and apply RoPE to their trailing dims."""
         if self.q_a_proj is None or self.q_a_norm is None:
             query = self.q_proj(x)
         else:

@@ -1,4 +1,4 @@
-"""Load-balancing loss of mixtures of experts."""
+"""Load-balancing loss of MoE layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hyperparameters of mixtures of experts."""
+"""Hyperparameters of MoE layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["MoESpec"]
 
 @dataclass(frozen=True)
 class MoESpec:
-    """Hyperparameters of a mixture of experts.
+    """Hyperparameters of an MoE layer.
 
     Args:
         num_experts: number E of experts.
@@ -39,7 +39,7 @@ class MoESpec:
             router gets no gradient.
         bias: biases on each expert's gate and up projections, and on its down projection or,
             without `weighs`, one on the summed output.
-        swiglu_limit: limit of the clamped SwiGLU of gpt-oss (`mlp.clamp_swiglu`), which replaces
+        swiglu_limit: bound of the clamped SwiGLU of gpt-oss (`mlp.clamp_swiglu`), which replaces
             the gated activation; None means no limit.
         router: "linear", "two_layer", or "wide", which is linear in fp32 (see `router.py`).
         scoring: function from router logits to the experts' weights, "softmax" or "sigmoid".

@@ -53,9 +53,10 @@ def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 def multiply_plain(
     x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None
 ) -> Tensor:
-    """Return the product of activations and a packed matrix, bit-identical to the kernels.
+    """Multiply activations by a packed matrix in torch, without native kernels.
 
-    With float activations torch computes the product, which equals the kernels' up to rounding.
+    With int8 activations the result is bit-identical to that of the kernels; with float activations
+    it is equal up to rounding.
 
     Shape:
         x: (T, columns) fp32 -> (T, rows)
@@ -84,7 +85,7 @@ def multiply_plain(
 
 
 def multiply_rows_plain(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the product of activations and a plain weight, bit-identical to the kernels.
+    """Multiply activations by a plain weight; the result is bit-identical to that of the kernels.
 
     Order of summation: each step adds 64 columns to four sums of sixteen lanes by fused
     multiply-add; then the four sums are added in pairs, then the lanes.

@@ -196,7 +196,7 @@ def outdates_keys(spec: RopeSpec | None, before: int, after: int) -> bool:
     The frequencies of dynamic and longrope scaling depend on the length of the sequence.
 
     Args:
-        spec: parameters of the embedding; None without rotary positions.
+        spec: parameters of the embedding; None without RoPE.
         before: length in tokens when the keys were computed; 0 if there are none.
         after: length in tokens now.
     """

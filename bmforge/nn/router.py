@@ -1,4 +1,4 @@
-"""Routers for mixtures of experts, and the choice of a token's experts."""
+"""Routers of MoE layers, and the choice of a token's experts."""
 
 from __future__ import annotations
 

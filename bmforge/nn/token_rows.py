@@ -54,7 +54,7 @@ class TokenRows(BesidePart):
     def forward(self, x: Tensor) -> Tensor:
         """Return the trained rows in the dtype of x.
 
-        Reading them by a module call lets parallel layouts replace them by their local shards.
+        Reading them by a module call lets parallel layouts replace them with their local shards.
         """
         return self.weight.to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Mixture of experts for calls in which all tokens use the same experts, without sorting tokens."""
+"""MoE layers for calls in which all tokens use the same experts, without sorting tokens."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ __all__ = ["Division", "Rules", "find_division", "plan_pipeline", "step_problems
 
 
 class Rules(PipelineRules, Cuts, Protocol):
-    """Name globs of the parameters to shard and of the first and last pipeline modules.
+    """Interface of `models.LayoutRules`, the sharding rules of a model.
 
-    `models.LayoutRules` implements this protocol.
+    They are name globs of the parameters to shard and of the first and last pipeline modules.
     """
 
     @property

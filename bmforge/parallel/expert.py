@@ -48,7 +48,7 @@ _ROW_AXES = ("dp_shard", "dp_replicate")
 
 
 class MixtureOfExperts(Protocol):
-    """Attributes of a mixture of experts that expert parallelism uses; `nn.MoE` has them."""
+    """Interface of an MoE layer for expert parallelism, implemented by `nn.MoE`."""
 
     num_experts: int
     experts: nn.Module
@@ -57,7 +57,7 @@ class MixtureOfExperts(Protocol):
 
 
 def find_mixtures(model: nn.Module) -> dict[str, Any]:
-    """Return a dict from name to mixture-of-experts module of a model."""
+    """Return a dict from name to module of a model's MoE layers."""
     names = MixtureOfExperts.__annotations__
     return {
         name: module
@@ -104,19 +104,19 @@ def build_expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
 
 
 def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    """Shard the experts of every mixture over the axis `ep`, in place.
+    """Shard the experts of every MoE layer over the mesh axis `ep`, in place.
 
     Call it after tensor parallelism; each expert stays sharded over the tensor-parallel ranks.
 
     Args:
-        model: model with mixtures of experts.
+        model: model with MoE layers.
         mesh: mesh built by `build_expert_mesh`.
 
     Returns:
         modules with the experts' parameters
 
-    Comm: per mixture one all-to-all of E integers, and two all-to-alls of M * k rows of width D in
-    forward and two in backward.
+    Comm: per MoE layer one all-to-all of E integers (E: number of experts), and two all-to-alls of
+    M * k rows of width D in forward and two in backward, for M tokens with k experts each.
     """
     mixtures = find_mixtures(model).values()
     group, share = axis_group(mesh, "ep"), 1 / axis_size(mesh, "ep")
@@ -248,8 +248,8 @@ def _dispatch_far(
 def share_statistics_(model: nn.Module, mesh: DeviceMesh) -> None:
     """Compute per-step statistics and balanced assignment over the tokens of all processes.
 
-    Comm: per step one all-reduce of 2 E + 3 numbers if the model has a load-balancing loss; per
-        mixture with balanced loads an all-gather of M * E affinities.
+    Comm: per step one all-reduce of 2 E + 3 numbers if the model has a load-balancing loss; per MoE
+        layer with balanced loads an all-gather of M * E affinities.
     """
     by_rows = _groups_of(mesh, *_ROW_AXES)
     # After the blocks the tokens of a sequence are replicated again.

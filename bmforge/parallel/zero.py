@@ -314,9 +314,9 @@ def groups_of_state(state: Any) -> list[Any]:
 def reshard_(model: nn.Module) -> None:
     """Free the gathered parameters, so that the model keeps only its shards.
 
-    Backward reshards the parameters by itself. After a forward without backward (evaluation,
-    generation), the root module, and with ZeRO-2 every unit, still has whole parameters, which the
-    optimizer does not update.
+    Backward reshards the parameters by itself. After a forward pass without a backward pass
+    (evaluation, generation), the root module, and with ZeRO-2 every unit, still has whole
+    parameters, which the optimizer does not update.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

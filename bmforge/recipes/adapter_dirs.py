@@ -98,8 +98,8 @@ def merge_adapter(
         base: base model (default: the model that the adapter's config names). An adapter that was
             trained on a quantized base can be merged into the 16-bit model.
         dtype: dtype of the written weights (default: the base's).
-        allow_other_base: accept a base with other weights than the one that the adapter was
-            trained on, such as a later version of it.
+        allow_other_base: accept a base whose weights differ from those that the adapter was trained
+            on, such as a later version of it.
 
     Returns:
         `out`.

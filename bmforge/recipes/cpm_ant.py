@@ -41,8 +41,8 @@ class AntConfig(RunConfig):
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` includes the
             prompt, the text, and its begin and end tokens.
-        mlm_ratio: fraction of texts with masked tokens at random positions; the other texts hide
-            their end.
+        mlm_ratio: fraction of texts with masked tokens at random positions; in the other texts, the
+            last tokens are masked.
         shortest: minimum length of a text in tokens; shorter texts are skipped.
     """
 

@@ -55,13 +55,13 @@ class OnPolicyDistillationConfig(RunConfig):
 
 
 def train_distill(config: Any) -> RunResult:
-    """Distill a teacher into a student that generates the answers, or resume such a run.
+    """Run or resume distillation of a teacher into a student that generates the answers.
 
     Args:
         config: an `OnPolicyDistillationConfig` whose `model` is a decoder's config.
 
     Raises:
-        BmforgeError: see `run_recipe`; or the teacher has another vocabulary.
+        BmforgeError: the teacher's vocabulary differs; also for the reasons given in `run_recipe`.
     """
     return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
 

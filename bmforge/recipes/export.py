@@ -200,7 +200,7 @@ def copy_side_files(source: Path, target: Path) -> None:
 def copy_tokenizer_files(base: Path, target: Path) -> None:
     """Copy tokenizer files of the base model, such as the chat template, that an export lacks.
 
-    If the export has another tokenizer than the base, nothing is copied, since the base's template
+    If the export's tokenizer differs from the base's, nothing is copied, since the base's template
     may use tokens that the export's tokenizer lacks.
 
     Args:

@@ -123,7 +123,7 @@ class PreferencesConfig(RunConfig):
 
 
 def train_preferences(config: Any) -> RunResult:
-    """Train a model on preferences, or resume such a run.
+    """Run or resume training on preferences.
 
     Args:
         config: a `PreferencesConfig` whose `model` is a decoder's config.

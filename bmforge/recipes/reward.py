@@ -67,7 +67,7 @@ class RewardConfig(RunConfig):
 
 
 def train_reward(config: Any) -> RunResult:
-    """Train a reward model, or resume such a run.
+    """Run or resume training of a reward model.
 
     Args:
         config: a `RewardConfig` whose `model` is a decoder's config.

@@ -61,13 +61,14 @@ class ReinforcementConfig(RunConfig):
 
 
 def train_rl(config: Any) -> RunResult:
-    """Train a model by reinforcement learning, or resume such a run.
+    """Run or resume reinforcement learning.
 
     Args:
         config: a `ReinforcementConfig` whose `model` is a decoder's config.
 
     Raises:
-        BmforgeError: see `run_recipe`; or a reward function cannot be loaded.
+        BmforgeError: a reward function cannot be loaded; also for the reasons given in
+            `run_recipe`.
     """
     return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
 

@@ -96,7 +96,8 @@ def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator
         run_dir, config, free: arguments of `open_run_dir`.
 
     Raises:
-        ConfigError: see `open_run_dir`; or a live run has locked the directory.
+        ConfigError: a live run has locked the directory; also for the reasons given in
+            `open_run_dir`.
     """
     is_first, is_new = process_rank() == 0, not run_dir.exists()
     open_run_dir(run_dir, config, free)

@@ -92,7 +92,7 @@ class ConversationsConfig(RunConfig):
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with one conversation
             per record: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
             "content": "..."}], "tools": [...]}; ShareGPT's, Alpaca's and prompt/completion forms
-            are read as well. Longer conversations than `seq_len` are truncated.
+            are read as well. Conversations longer than `seq_len` are truncated.
         template: chat template: a file, or a name (chatml, llama3, ...); default: the tokenizer's,
             or a plain one. The template is exported with the model.
     """
@@ -113,7 +113,7 @@ class LlamaSFTConfig(ConversationsConfig):
 
 
 def train_sft(config: Any) -> RunResult:
-    """Fine-tune a model on conversations, or resume such a run.
+    """Run or resume fine-tuning on conversations.
 
     Args:
         config: a `ConversationsConfig` whose `model` is the config of a decoder or encoder-decoder.

@@ -67,7 +67,7 @@ async def _convert(body: CountRequest, request: Request) -> ChatRequest:
 
 @contextmanager
 def _own_names() -> Iterator[None]:
-    """Context manager that replaces OpenAI's field names in errors by Anthropic's."""
+    """Context manager that replaces OpenAI's field names in errors with Anthropic's."""
     try:
         yield
     except RequestError as error:

@@ -61,7 +61,7 @@ class GeneratedToolCall:
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}", compare=False)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the call in the format of chat completions."""
+        """Return the tool call in the JSON format of chat completions."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 

@@ -149,18 +149,18 @@ class DeltaSuite:
     @pytest.mark.long
     @capability("ia3")
     def test_ia3(self, tiny: Model, tmp_path: Path) -> None:
-        """IA3 works: trained factors on keys, values and the MLP's hidden units."""
+        """IA3 works: trained factors scale keys, values and the MLP's hidden units."""
         self.check_delta(tiny, tmp_path, IA3)
 
     @capability("prefix")
     def test_prefix(self, tiny: Model, tmp_path: Path) -> None:
-        """Prefix tuning works: trained keys and values before those of the text."""
+        """Prefix tuning works: trained keys and values are prepended to those of the text."""
         build: Build = lambda m: Prefix(m, length=3)  # noqa: E731
         self.check_delta(tiny, tmp_path, build, starts_alike=False)
 
     @capability("soft-prompt")
     def test_soft_prompt(self, tiny: Model, tmp_path: Path) -> None:
-        """Prompt tuning works: trained embeddings before the text."""
+        """Prompt tuning works: trained embeddings are prepended to the text."""
         if not self.takes_prompts:
             pytest.skip("its arguments say something of every token")
         build: Build = lambda m: SoftPrompt(m, length=2)  # noqa: E731

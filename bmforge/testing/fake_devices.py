@@ -27,7 +27,7 @@ class FakeDevices(FakeTensorMode):
     def place_(
         self, model: nn.Module, home: torch.device, blocks: Mapping[str, torch.device]
     ) -> None:
-        """Replace a model's tensors by fake tensors, in place.
+        """Replace a model's tensors with fake tensors, in place.
 
         Args:
             model: the model.

@@ -157,7 +157,10 @@ def split_thought(message: Message) -> tuple[str, str]:
 
 
 def _place_thoughts(template: ChatTemplate, message: Message) -> str:
-    """Return advice, up to "give", on where a template reads the thoughts of a message."""
+    """Return advice for an error message: where to write the reasoning so that it is rendered.
+
+    The text ends with "give", after which the caller names an alternative.
+    """
     for name in THOUGHT_FIELDS:
         if re.search(rf"\b{name}\b", template.source):
             advice = f"Write them into the field {name!r}, which it reads, or give"

@@ -30,7 +30,7 @@ def save(model: nn.Module, file_name: str, mode: str) -> None:
     Args:
         model: trained model.
         file_name: path of the file to write.
-        mode: "quant" replaces ``X.weight`` of each quantized layer by ``X.weight_quant``, int8
+        mode: "quant" replaces ``X.weight`` of each quantized layer with ``X.weight_quant``, int8
             (out, in), and ``X.weight_scale``, fp16 (out,); "prune" writes the remaining weights to
             the file, and their sizes to ``FILE.config.json``.
 

@@ -32,7 +32,7 @@ def place_blocks_(
     Args:
         model: model in memory; parameters of its blocks are frozen.
         blocks: dict from name to module of the blocks that may be streamed.
-        limit_bytes: limit of weights, buffers and streaming slots (device memory for streamed
+        limit_bytes: limit on weights, buffers and streaming slots (device memory for streamed
             blocks) in bytes (default: 0.9 of the free memory of an accelerator; no limit on a CPU).
         device: compute device.
 

@@ -47,8 +47,8 @@ def open_engine(
     Args:
         family: required model class.
         version: directory or hub id, with or without ``file://``.
-        memory_limit: limit of the weights in bytes (default: free memory).
-        dynamic_memory: limit of all other memory in bytes.
+        memory_limit: limit on the weights in bytes (default: free memory).
+        dynamic_memory: limit on all other memory in bytes.
         device_idx: index of the accelerator (only the first one).
 
     Raises:
@@ -80,9 +80,9 @@ class _Model:
 
     Args:
         device_idx: index of the accelerator (only the first one).
-        dynamic_memory: limit of all memory except the weights in bytes; only used with
+        dynamic_memory: limit on all memory except the weights in bytes; only used with
             `memory_limit`.
-        memory_limit: limit of the weights in bytes (default: free memory). The sum of the two
+        memory_limit: limit on the weights in bytes (default: free memory). The sum of the two
             limits is the engine's memory budget.
         version: directory or hub id of the model, with or without ``file://`` (default: a
             directory with the name of BMInf's last version).
@@ -333,9 +333,10 @@ def _begin(
     penalties: tuple[float, float],
     more: int = 0,
 ) -> LoweredSeq2Seq:
-    """Encode `source`; create its decoder, for a start token, `more` prompt tokens and the answer.
+    """Encode `source` and create its decoder.
 
-    The decoder's maximum length is ``1 + more + config.max_new_tokens``.
+    The decoder has space for a start token, `more` prompt tokens and `config.max_new_tokens` new
+    tokens.
     """
     with evaluating(model), torch.no_grad():
         return LoweredSeq2Seq(

@@ -81,7 +81,7 @@ class LoweredDecoder(_Lowered, Decoder):
 
 
 class LoweredSeq2Seq(_Lowered, Seq2SeqDecoder):
-    """Encoder-decoder with penalties, for which source tokens count as occurred."""
+    """Encoder-decoder with penalties, which also apply to the tokens of the source."""
 
     def __init__(self, model: Any, source: Tensor, *args: Any, **options: Any) -> None:
         super().__init__(model, source, *args, seen=source, **options)

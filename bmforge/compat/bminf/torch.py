@@ -17,7 +17,7 @@ class _Differentiable(nn.Module):
     """Base class of models with streamed int8 layers; gradients flow only to the inputs.
 
     Args:
-        memory_limit: limit of all device memory in bytes (default: free memory).
+        memory_limit: limit on all device memory in bytes (default: free memory).
         version: name of a version, see `bminf.models`.
 
     Raises:

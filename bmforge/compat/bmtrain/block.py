@@ -198,7 +198,7 @@ def _check(module: nn.Module) -> None:
 
 
 def _shard_(module: nn.Module, frees: bool) -> None:
-    """Shard parameters with `fully_shard`: the largest group of the same dtype and mesh.
+    """Shard with `fully_shard` the largest group of parameters with the same dtype and mesh.
 
     `fully_shard` accepts only one dtype and mesh; the few other parameters are gathered by the
     modules that own them.

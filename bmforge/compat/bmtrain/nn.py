@@ -275,7 +275,7 @@ class VPEmbedding(DistributedModule):
 
 
 class Projection(DistributedModule):
-    """Language-model head without bias, with normal initialization; arguments as `VPEmbedding`."""
+    """Language-model head without bias; initialization and arguments are those of `VPEmbedding`."""
 
     def __init__(
         self,

@@ -188,7 +188,7 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
         The result of `load_state_dict`.
 
     Raises:
-        CheckpointError: the file cannot be read, or keys or shapes do not fit (the message lists
+        CheckpointError: the file cannot be read, or keys or shapes do not match (the message lists
             all).
     """
     config.need("load")
@@ -247,7 +247,8 @@ def _share_out(model: nn.Module, state: dict[str, Any] | None) -> dict[str, Any]
 def published_parameters(model: nn.Module) -> dict[str, str]:
     """Return a dict from a model's parameter names to those in published checkpoints.
 
-    A module that uses other names than its checkpoints defines the method `published_parameters`.
+    A module whose parameter names differ from those in its checkpoints defines the method
+    `published_parameters`.
     """
     names = {}
     for prefix, module in model.named_modules():

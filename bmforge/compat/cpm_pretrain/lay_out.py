@@ -37,7 +37,7 @@ def lay_out_(
         recompute: True to recompute blocks in backward.
 
     Raises:
-        ConfigError: the layout does not fit (see `parallelize`), or `mpu` layers are in a pipeline.
+        ConfigError: the layout is invalid (see `parallelize`), or `mpu` layers are in a pipeline.
     """
     parts = [p for p in model.parameters() if getattr(p, "model_parallel", False)]
     if layout.tp == 1 or not parts:

@@ -137,7 +137,7 @@ def place_arguments(task: str, arguments: Mapping[str, Any]) -> Migrated:
 
 
 def _split(words: Sequence[str], out: Migrated) -> dict[str, Any]:
-    """Parse words into a dict from argument name to value; of a repeated argument, the last."""
+    """Parse words into a dict from argument name to value; the last of repeated values is used."""
     at = 0
     arguments: dict[str, Any] = {}
     while at < len(words):

@@ -118,8 +118,8 @@ def pretrain(
     Args:
         train_valid_test_dataset_provider: function (list of the numbers of samples for training,
             validation and test) -> three datasets, each of which may be None.
-        model_provider: function that builds the model, with layers of `mpu`, as a
-            `PipelineModule`, or any other.
+        model_provider: function that builds the model: one with layers of `mpu`, a
+            `PipelineModule`, or any other module.
         forward_step_func: function (iterator of one batch, model) -> (mean loss of the batch,
             values for the log). A pipeline instead uses the model's `_megatron_batch_fn` for
             inputs and labels, and its `loss_fn` for the loss.

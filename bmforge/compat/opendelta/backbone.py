@@ -43,7 +43,7 @@ def take_parts_(backbone: nn.Module) -> None:
 
 
 def zoo_in(backbone: nn.Module) -> nn.Module:
-    """Return the bmforge model inside a backbone, or the backbone unless there is exactly one."""
+    """Return the only bmforge model in a backbone; if there is none or several, the backbone."""
     models = [module for module in backbone.modules() if isinstance(module, Model)]
     return models[0] if len(models) == 1 else backbone
 

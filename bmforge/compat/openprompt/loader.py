@@ -31,7 +31,7 @@ class PromptDataLoader:
         tokenizer_wrapper_class: class of the wrapper.
         verbalizer: verbalizer; one that scores whole words adds inputs to each example.
         max_seq_length: maximum prompt length in tokens.
-        batch_size, shuffle, drop_last: as torch's loader.
+        batch_size, shuffle, drop_last: as in torch's DataLoader.
         teacher_forcing: include the target texts.
         decoder_max_length: maximum target length in tokens; -1 for no limit.
         predict_eos_token: append the end token to targets.
@@ -83,7 +83,7 @@ class PromptDataLoader:
         return iter(self.dataloader)
 
     def _count_truncated(self) -> tuple[int, int]:
-        """Return the number of examples whose prompts are truncated, and of all examples."""
+        """Return the number of examples with truncated prompts and the total number of examples."""
         lengths = [len(self._core.encode(self._fill(e), _NO_LIMIT)) for e in self.dataset]
         return sum(length > self.max_seq_length for length in lengths), len(lengths)
 

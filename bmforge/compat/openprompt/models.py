@@ -91,7 +91,7 @@ class PromptForClassification(_Prompted):
     """Module that returns class scores for a batch.
 
     Args:
-        plm, template, freeze_plm, plm_eval_mode: as `PromptModel`.
+        plm, template, freeze_plm, plm_eval_mode: as in `PromptModel`.
         verbalizer: verbalizer of this package.
     """
 
@@ -136,7 +136,7 @@ class PromptForGeneration(_Prompted):
     """Module that returns the loss of target texts, and generates texts.
 
     Args:
-        plm, template, freeze_plm, plm_eval_mode: as `PromptModel`.
+        plm, template, freeze_plm, plm_eval_mode: as in `PromptModel`.
         gen_config: mapping of defaults of `generate`.
         tokenizer: accepted and ignored; the template has it.
     """

@@ -136,7 +136,7 @@ class MixedTemplate(ManualTemplate):
 
     Args:
         model: model whose embedding the soft tokens extend.
-        tokenizer, text, options: as `ManualTemplate`.
+        tokenizer, text, options: as in `ManualTemplate`.
     """
 
     def __init__(self, model: Any, tokenizer: Any, text: str | None = None, **options: Any) -> None:
@@ -179,7 +179,7 @@ class PrefixTuningTemplate(MixedTemplate):
     """Template with trained prefix keys and values in every attention layer.
 
     Args:
-        model, tokenizer, text: as `MixedTemplate`.
+        model, tokenizer, text: as in `MixedTemplate`.
         num_token: length of the prefix.
         mid_dim: hidden size of the MLP that computes the prefix; 0 to train the prefix directly.
         options: arguments of the original, which are ignored: every attention layer has a prefix.

@@ -29,8 +29,8 @@ class MoEfyConfig:
         always: number of features, the most active ones, that are computed for every token.
         choice: selection of experts: "top_k" per token, or "per_call" for all tokens of a call
             together, which needs no sorting.
-        relu: first replace the activation by ReLU, which is sparser; the model must be trained
-            or distilled afterwards.
+        relu: first replace the activation with ReLU, which is sparser; the model must be trained or
+            distilled afterwards.
         max_tokens: number of calibration tokens.
         epochs: number of epochs of router training; the best epoch is selected on a held-out tenth
             of the tokens.

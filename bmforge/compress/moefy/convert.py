@@ -1,8 +1,8 @@
 """`moefy`: splits MLPs into experts, of which only some are active per token.
 
-The features of an MLP are permuted so that groups are contiguous. The MLP then runs as a mixture of
-experts that sums the selected experts' outputs; with all experts selected it equals the original
-MLP. A checkpoint stores the dense MLP with permuted features, and the router.
+The features of an MLP are permuted so that groups are contiguous. The MLP then runs as an MoE layer
+that sums the selected experts' outputs; with all experts selected it equals the original MLP. A
+checkpoint stores the dense MLP with permuted features, and the router.
 
 Source: Zhang et al., "MoEfication: Transformer Feed-forward Layers are Mixtures of Experts" (2022),
 and BMCook, which records inputs for MoEfication's scripts but has no layer that runs experts.
@@ -194,7 +194,7 @@ def _check_layer(model: Any, name: str, config: MoEfyConfig) -> None:
 
 
 def _use_relu_(model: Any) -> Callable[[], None]:
-    """Replace the activation of all MLPs by ReLU; return a function that undoes the replacement."""
+    """Replace the activation of all MLPs with ReLU; return a function that restores it."""
     config = model.config
     if hasattr(config, "feed_forward"):
         gate = "gated-" if config.is_gated else ""

@@ -30,7 +30,8 @@ def prune_by_texts_(model: nn.Module, config: PruneConfig, batches: Sequence[Any
     A block is calibrated on the outputs of the pruned blocks before it.
 
     Raises:
-        ConfigError: see `calibrate_blocks`; or a Hessian is not positive definite.
+        ConfigError: a Hessian is not positive definite; also for the reasons given in
+            `calibrate_blocks`.
     """
 
     without_inputs: list[str] = []

@@ -23,7 +23,7 @@ class Half:
     """Cost of a sublayer (attention or MLP) of a block.
 
     Args:
-        fixed: cost without any units, of the norm and the last bias.
+        fixed: cost at 0 units, which is that of the norm and the output bias.
         each: cost of one unit: a head, all query heads of a key-value head, or a feature.
         units: number of units.
         always: fixed cost of cross-attention, which remains if this sublayer is removed.

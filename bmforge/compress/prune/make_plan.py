@@ -39,7 +39,7 @@ def choose_plan(
         hidden_size: new hidden size; 0 keeps the current one.
 
     Raises:
-        ConfigError: sizes do not fit; the message names the nearest sizes that do.
+        ConfigError: sizes are invalid for the model; the message names the nearest valid sizes.
     """
     blocks = blocks_of(model)
     requested: dict[str, dict[str, Any]] = {}

@@ -31,7 +31,7 @@ class Kept:
         value_dims: dims of v and of the input of o, one list per kept key-value head, of the
             same lengths as `query_dims`.
         features: MLP features; for experts one list per kept expert.
-        experts: experts of a mixture-of-experts layer.
+        experts: experts of an MoE layer.
         attn: whether the self-attention is kept.
         mlp: whether the MLP is kept.
     """

@@ -39,8 +39,8 @@ def shrink_(
         applied plan, parameter counts, and whether transformers can load the model
 
     Raises:
-        ConfigError: a size does not fit, or the target cannot be reached. The model is then
-            unchanged.
+        ConfigError: a size is invalid for the model, or the target cannot be reached. The model is
+            then unchanged.
     """
     if isinstance(what, PruningPlan):
         return carry_out_(model, what, uniform=uniform)

@@ -72,7 +72,7 @@ class StructureMethod(MethodBase):
         """Prune the model, or attach gates to it.
 
         Raises:
-            ConfigError: a size does not fit, or the target cannot be reached.
+            ConfigError: a size is invalid for the model, or the target cannot be reached.
         """
         if not self.config.gates:
             self.shrunk = shrink_(model, self.config, self.batches)

@@ -134,9 +134,10 @@ def _find_pairs(run: BlockRun, linear: dict[str, Matrix]) -> list[Fold]:
 
 @torch.no_grad()
 def fold_(run: BlockRun, fold: Fold, scales: Tensor) -> bool:
-    """Apply scales to a block if its output is unchanged; return True if they were applied.
+    """Scale a block's weights unless that changes its output; return True if they were scaled.
 
-    Outputs are compared in fp32: in bf16, rounding the scaled weights exceeds any useful tolerance.
+    Outputs are compared in fp32, within a tolerance: in bf16, the rounding errors of the scaled
+    weights would exceed any useful tolerance.
 
     Shape:
         scales: (columns,), above 0
@@ -160,7 +161,7 @@ def fold_(run: BlockRun, fold: Fold, scales: Tensor) -> bool:
 
 @contextmanager
 def widened(block: nn.Module) -> Iterator[None]:
-    """Context manager that replaces a block's 16-bit tensors by fp32 copies."""
+    """Context manager that replaces a block's 16-bit tensors with fp32 copies."""
     tensors = [*block.parameters(), *block.buffers()]
     originals = [(t, t.data) for t in tensors if t.is_floating_point()]
     try:

@@ -1,4 +1,4 @@
-"""Replaces layers by quantized layers, optionally with precomputed integers."""
+"""Replaces layers with quantized layers, optionally with precomputed integers."""
 
 from __future__ import annotations
 

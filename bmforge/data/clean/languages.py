@@ -181,7 +181,7 @@ class DetectLanguage:
 class CutParagraphs:
     """A step that removes paragraphs which are clearly in another language.
 
-    Short paragraphs, and those whose language is uncertain, are kept: names and formulas have none.
+    Short paragraphs, and those whose language is uncertain, are kept, such as names and formulas.
 
     Attributes:
         languages: codes of the languages to keep.

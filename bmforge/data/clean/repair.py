@@ -62,7 +62,7 @@ def repair_text(text: str) -> str:
 def _read_again(text: str) -> str:
     """Decode the text with other encodings; return the first clearly better result, else "".
 
-    A result is better if its share of frequent Chinese characters is clearly higher.
+    A result is better if its fraction of frequent Chinese characters is clearly higher.
     """
     best, best_share = "", max(_SHARE, 1.5 * _share(text))
     for wrong, right in READINGS:
@@ -98,6 +98,6 @@ def _are_adjacent(text: str) -> bool:
 
 
 def _share(text: str) -> float:
-    """Return the share of frequent Chinese characters among the non-ASCII characters of a text."""
+    """Return the fraction of a text's non-ASCII characters that are frequent Chinese characters."""
     high = [character for character in text if character > "\x7f"]
     return sum(map(_FREQUENT.__contains__, high)) / len(high) if high else 0.0

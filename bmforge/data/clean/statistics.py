@@ -123,7 +123,7 @@ class TextStatistics:
 
     @cached_property
     def repeated_paragraphs(self) -> tuple[float, float]:
-        """Share of the paragraphs that are repeats, and share of the characters in them."""
+        """Fraction of the paragraphs that are repeats, and fraction of the characters in them."""
         if "\n\n" not in self.text:
             return 0.0, 0.0
         parts = _PARAGRAPH_BREAK.split(self.text.strip())
@@ -132,14 +132,14 @@ class TextStatistics:
 
     @cached_property
     def repeated_lines(self) -> tuple[float, float]:
-        """Share of the lines that are repeats, and share of the characters in them."""
+        """Fraction of the lines that are repeats, and fraction of the characters in them."""
         has_blank_lines = "\n\n" in self.text
         parts = _LINE_BREAK.split(self.text) if has_blank_lines else self.text.split("\n")
         number, characters = find_repeated(parts)
         return number / len(parts), characters / max(len(self.text), 1)
 
     def top_ngram_share(self, n: int) -> float:
-        """Return the share of characters in the most frequent word n-gram, including spaces."""
+        """Return the fraction of characters in the most frequent word n-gram, including spaces."""
         if len(self.words) < n:
             return 0.0
         top, times = self._top_ngrams.top(n)
@@ -154,7 +154,7 @@ class TextStatistics:
         return RepeatedNgrams(self.words, self._joined)
 
     def repeated_ngram_share(self, n: int) -> float:
-        """Return the share of characters in word n-grams that repeat an earlier one.
+        """Return the fraction of characters in word n-grams that repeat an earlier one.
 
         After a repeated n-gram, the search continues at its end, so that n-grams do not overlap.
         """
@@ -163,6 +163,6 @@ class TextStatistics:
         return self._repeated_ngrams.repeated_characters(n) / len(self.text)
 
     def ends_sentence_share(self) -> float:
-        """Share of nonblank lines that end with a sentence-ending mark."""
+        """Fraction of nonblank lines that end with a sentence-ending mark."""
         lines = self.filled_lines
         return sum(line[-1] in _SENTENCE_ENDS for line in lines) / max(len(lines), 1)

@@ -1,4 +1,4 @@
-"""Cache of a function of short strings, with lookups that `map` runs without Python code."""
+"""Caches a function's results for short strings; a hit through `map` runs no Python bytecode."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _is_public(address: str) -> bool:
 
 
 class _Pinned(http.client.HTTPConnection):
-    """HTTP connection to the IP address that was checked, even if the name now has another one."""
+    """HTTP connection to the checked IP address, even if the name now has another address."""
 
     address = ""
 

@@ -27,14 +27,15 @@ class DedupConfig:
     """Settings of near-duplicate detection.
 
     Attributes:
-        threshold: smallest Jaccard similarity of the n-gram sets of duplicates.
+        threshold: minimum Jaccard similarity of two texts' n-gram sets for them to be duplicates.
         ngram: number of words, or Chinese characters, in an n-gram.
         hashes: number of MinHash permutations; divided into bands by `choose_bands`.
         seed: random seed of the permutations.
         verify: True to compare candidates exactly; otherwise all texts that share a band are
             duplicates.
-        source_order: source prefixes in order of priority; a document of the first one is kept.
-            Ties are decided by the longer text, then the smaller hash of the text, then of the id.
+        source_order: source prefixes, highest priority first; among duplicates the document whose
+            source has the highest priority is kept. Ties are decided by the longer text, then the
+            smaller hash of the text, then of the id.
 
     Raises:
         ConfigError: a value is out of range.

@@ -216,7 +216,7 @@ class _StepMaker:
 def _mask_rows(lengths: NDArray[np.int64], seq_len: int) -> Any:
     """Return the attention mask of rows with the given lengths.
 
-    Padding rows are masked, so that the load-balancing loss of a mixture of experts ignores them.
+    Padding rows are masked, so that the load-balancing loss of MoE layers ignores them.
     """
     import torch
 

@@ -201,7 +201,7 @@ def _changed(step: DocumentStage, text: str) -> str:
 def _entries(
     part: StagePart, blamed: dict[int, Blame], beat: Beat
 ) -> Iterator[tuple[int, str, Record]]:
-    """Yield (index in the shard, file, record) of each entry; a failed read is an error record."""
+    """Yield (index in the shard, file, record) of each entry; read errors become error records."""
     task: DocumentsTask = part.task
     entry = 0
     for piece in task.shard.pieces:

@@ -75,7 +75,7 @@ class NearDrops:
         return {int(position): float(value) for position, value in rows[begin:end]}
 
     def describe(self, document: Document, similarity: float) -> Drop:
-        """Return the `Drop` record of a near duplicate with its similarity."""
+        """Return a `Drop` that reports a near duplicate and its similarity."""
         value = round(similarity, 4)
         return Drop(NEAR_DUPLICATE, value, self.threshold, cut_excerpt(document.text))
 

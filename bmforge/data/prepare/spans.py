@@ -70,7 +70,7 @@ class Repeats:
         return spans
 
     def describe(self, document: Document) -> Drop:
-        """Return the `Drop` record of a document that consists only of repeated text."""
+        """Return a `Drop` that reports a document that consists only of repeated text."""
         bound = self.least.tokens or self.least.characters
         return Drop(REPEATED, None, bound, cut_excerpt(document.text))
 

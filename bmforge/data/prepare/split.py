@@ -34,8 +34,8 @@ class Split:
 
     Attributes:
         held_out: mask of whole documents that are held out.
-        cut: position of the document whose end is also held out; None if no document is cut.
-        cut_bytes: approximate size of that end.
+        cut: position of the document whose last part is also held out; None if no document is cut.
+        cut_bytes: approximate size of this part in bytes.
     """
 
     held_out: NDArray[np.bool_]
@@ -56,8 +56,8 @@ def split_documents(
 
     The documents are visited in the order of a hash of (seed, digest); each one that fits into the
     remaining size is selected. If a tenth of the bytes or more is then missing, as with few
-    documents, the end of a document that did not fit is held out too. So the choice depends on the
-    set of documents and the seed, not on their order.
+    documents, the last part of a document that did not fit is held out too. So the choice depends
+    on the set of documents and the seed, not on their order.
 
     Args:
         digests: one `text_digest` per document, all different.
@@ -130,12 +130,12 @@ def _walk(ordered: Iterable[NDArray[np.void]]) -> Iterator[tuple[int, int]]:
 
 
 def cut_end(text: str, size_bytes: int) -> tuple[str, str]:
-    """Cut about `size_bytes` off the end of a text, at the end of a paragraph, line or word.
+    """Cut about `size_bytes` off a text's end, after a complete paragraph, line or word.
 
     Args:
         text: text of at least two characters.
-        size_bytes: UTF-8 bytes of the end, less than the text's; the actual size differs by at most
-            half.
+        size_bytes: target size of the second part in UTF-8 bytes, less than the size of the text;
+            the actual size differs from it by at most 50%.
 
     Returns:
         the two parts of the text; neither is empty.

@@ -1,6 +1,6 @@
 """Decodes bytes to text by byte order mark, as UTF-8, by declared encoding, or by detection.
 
-Most byte strings are valid in several encodings, so detection compares the share of frequent
+Most byte strings are valid in several encodings, so detection compares the fraction of frequent
 characters. For Chinese these are the first levels of GB 2312 and Big5, which contain the characters
 in common use. Bytes with several valid multi-byte UTF-8 characters are decoded as UTF-8 whatever
 encoding is declared: in other encodings such a sequence is extremely unlikely.
@@ -331,7 +331,7 @@ def _pair(row: int, cell: int, name: str) -> str:
 
 
 def _score(sample: bytes, name: str) -> float:
-    """Return the share of frequent characters in the non-ASCII text; 0 if it cannot be decoded."""
+    """Return the fraction of frequent characters in non-ASCII text; 0 if it cannot be decoded."""
     text = codecs.getincrementaldecoder(name)("replace").decode(sample, final=False)
     bad = text.count(_REPLACEMENT)
     return 0.0 if bad > max(1, _MOST_BAD * len(text)) else _share_of_common(text)
@@ -343,7 +343,7 @@ def _share_of_common(text: str) -> float:
 
 
 def _is_japanese_euc(sample: bytes) -> bool:
-    """Detect EUC-JP by its share of kana; as GB 2312 it would decode to frequent characters."""
+    """Detect EUC-JP by its kana; decoded as GB 2312, it would also have frequent characters."""
     text = _decode_beginning(sample, "euc_jp") or ""
     wide = sum(c > "\x7f" for c in text)
     return (
@@ -352,7 +352,7 @@ def _is_japanese_euc(sample: bytes) -> bool:
 
 
 def _is_korean(sample: bytes) -> bool:
-    """Detect Korean by its share of Hangul; as GB 2312 it would decode to frequent characters."""
+    """Detect Korean by its Hangul; decoded as GB 2312, it would also have frequent characters."""
     # Not cp949: its further syllables are rare in Korean, and Shift-JIS bytes decode to them.
     text = _decode_beginning(sample, "euc_kr")
     wide = [c for c in text or "" if c > "\x7f"]

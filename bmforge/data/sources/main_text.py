@@ -56,8 +56,8 @@ class MainText:
     """Main text of a page, with measures of its quality.
 
     Attributes:
-        lost_ratio: share of the characters of visible sentences that are not in the text.
-        link_ratio: share of the characters of the whole page that are links.
+        lost_ratio: fraction of the characters of visible sentences that are not in the text.
+        link_ratio: fraction of the characters of the whole page that are links.
     """
 
     text: str
@@ -148,7 +148,7 @@ class _Line:
 
 
 def _visible_lines(page: str) -> tuple[list[_Line], float]:
-    """Return the lines of the visible text, without navigation, and the share of links.
+    """Return the lines of the visible text, without navigation, and the fraction of link text.
 
     Marker characters for the start and end of links are inserted in the page before it is parsed.
     """

@@ -36,7 +36,7 @@ def inner_name(name: str) -> str:
 
 
 def packing_of(head: bytes, name: str) -> str:
-    """Detect a stream's compression by its first bytes, then its name; "" if it has none."""
+    """Detect a stream's compression by its first bytes, then its name; "" if uncompressed."""
     for suffix, magic in _MAGIC.items():
         if head.startswith(magic):
             return suffix

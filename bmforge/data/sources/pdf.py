@@ -128,7 +128,7 @@ def _shapes(lines: list[str], at: int, page: int) -> set[tuple[bool, str]]:
     """Return strings that are equal for a running header or footer on different pages.
 
     They are the line itself, and the line with one number replaced by its difference from the page
-    number. Lines elsewhere on the page have none.
+    number. For lines elsewhere on the page there are no such strings.
     """
     line, is_foot = lines[at].strip(), at >= len(lines) - _EDGE_LINES
     if not line or not _is_edge(lines, at):

@@ -38,7 +38,7 @@ class Where:
         end: end of the range: one past the last byte, or for Parquet the last row; -1 for all.
         line: number of the first line or row.
         encoding: detected encoding of the whole file if it is not UTF-8; "" if unknown.
-        budget_bytes: limit of the decompressed bytes in memory.
+        budget_bytes: limit on the decompressed bytes held in memory.
     """
 
     source: str

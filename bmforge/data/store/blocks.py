@@ -223,7 +223,7 @@ def blocks_to_store(
 
 
 def _token_ids(record: Any, number: int) -> Sequence[int] | np.ndarray:
-    """Return `record` if it is a list or array of token ids; else raise `DataError`."""
+    """Return `record`, after checking that it is a list or array of token ids."""
     if isinstance(record, np.ndarray) and record.ndim == 1 and record.dtype.kind in "iu":
         return record
     if isinstance(record, list | tuple) and all(type(id) is int for id in record):

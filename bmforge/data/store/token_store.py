@@ -231,7 +231,7 @@ def check_vocabulary(store: TokenStore, vocab_size: int) -> int:
     """Read the whole store; return its largest token id, which must be below `vocab_size`.
 
     Raises:
-        DataError: an id does not fit the model's vocabulary.
+        DataError: an id is outside of the model's vocabulary.
     """
     largest = -1
     with ProgressBar("check vocabulary", store.num_tokens) as bar:

@@ -74,7 +74,7 @@ class TokenStoreWriter:
         """Append one sequence of token ids.
 
         Raises:
-            DataError: an id does not fit the dtype.
+            DataError: an id is out of range for the dtype.
         """
         tokens = np.asarray(sequence, dtype=None if len(sequence) else np.int64)
         if tokens.dtype.kind not in "iu" or tokens.ndim != 1:

@@ -52,7 +52,7 @@ def _csv_task(name: str, labels: tuple[str, ...], fields: tuple[str, ...]) -> Be
 
 
 def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> BenchmarkTask:
-    """Return a task whose files are tab-separated, with the columns ``label`` and `text`."""
+    """Return a task whose files are tab-separated, with the columns ``label`` and ``text``."""
 
     def read(path: Path) -> Iterator[TaskExample]:
         lines = iter(read_lines(path))

@@ -77,7 +77,7 @@ class Answer:
         hidden: ids whose text is omitted.
         before: ids of the text before the answer, for detokenization.
         matcher: state of the constraint; None for an unconstrained answer.
-        thoughts: limit of the reasoning; None for no limit.
+        thoughts: limit on the reasoning; None for no limit.
 
     Attributes:
         ids: generated tokens.

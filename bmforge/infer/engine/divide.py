@@ -31,7 +31,7 @@ class DeviceRoom:
     Args:
         device: the device.
         room_bytes: memory budget in bytes.
-        runtime_bytes: part of the budget that the process itself needs, without tensors.
+        runtime_bytes: part of the budget for memory of the process other than tensors.
     """
 
     device: torch.device

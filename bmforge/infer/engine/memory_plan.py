@@ -28,7 +28,7 @@ class MemoryPlan:
         slots_bytes: streaming slots for the other blocks.
         cache_bytes: KV cache of `max_rows` sequences of maximum length.
         step_bytes: activations of the largest step.
-        runtime_bytes: memory of the process without tensors.
+        runtime_bytes: memory of the process other than tensors.
         resident: names of resident blocks.
         moving: names of streamed blocks, in execution order.
         on_host: names of streamed blocks that are cached in host memory.

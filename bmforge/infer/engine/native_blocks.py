@@ -177,7 +177,7 @@ def _record(module: Any, watch: Watch, kinds: Iterable[type], children: Iterable
 
 
 def _has_other_hooks(hooks: dict[int, Any] | None) -> bool:
-    """Return True if there are other hooks than the one that runs attached adapters."""
+    """Return True if there are hooks other than the one that runs attached adapters."""
     return any(hook is not join_parts for hook in (hooks or {}).values())
 
 
@@ -307,7 +307,7 @@ def _describe_mlp(mlp: Any, watch: Watch) -> list[Any]:
 
 
 def _describe_experts(mlp: Any, watch: Watch) -> Any:
-    """Describe a mixture of experts; return the address of the struct, None for other modules."""
+    """Describe an MoE layer; return the address of the struct, None for other modules."""
     if type(mlp) is not MoE:
         return None
     _record(mlp, watch, (MoE,), ("router", "experts", "shared_expert", "shared_gate"))

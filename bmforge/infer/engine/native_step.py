@@ -187,9 +187,9 @@ class NativeStep:
         return all(segment.layers for segment in self._segments)
 
     def adapts(self, layers: nn.ModuleDict, parts: Collection[nn.Module]) -> bool:
-        """Return True if all blocks run natively and these adapter modules are LoRAs in them.
+        """Return True if all blocks run natively and `parts` are LoRA modules of these blocks.
 
-        `run_packed` then supports a `Selection` with token indices as samples.
+        `run_packed` can then apply different adapters to the tokens of one call.
         """
         return self.knows(layers) and self._adapters.parts.issuperset(parts)
 

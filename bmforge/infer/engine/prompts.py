@@ -37,7 +37,7 @@ class Ready:
         request: original request.
         ids: token ids of the prompt or of the encoder's input; empty for a document.
         config: generation options, complete with end tokens and seed.
-        answers: new answers.
+        answers: answers to generate, still empty; `num_return_sequences` many.
         is_packed: whether the request is batched with others.
         deltas: adapter names, as in `Request`.
     """
@@ -197,7 +197,10 @@ class PromptReader:
     def _answers(
         self, request: Request, config: GenerationConfig, ids: Sequence[int], hidden: Sequence[int]
     ) -> tuple[Answer, ...]:
-        """Create the answers of a request; penalties count the same tokens as in `generate`."""
+        """Create a request's answers, still empty.
+
+        Penalties apply to the same tokens as in `generate`.
+        """
         matcher = None
         if request.constraint is not None:
             if self._tokenizer is None:

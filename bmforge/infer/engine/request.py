@@ -45,7 +45,7 @@ class Request:
             so that response times do not reveal the prompts of others.
         deadline_s: deadline in seconds from now, after which unfinished answers end.
         delta: adapter name or names; () for the base model; None for the model's active adapters.
-        thoughts: limit of the reasoning at the start of every answer; None for no limit.
+        thoughts: limit on the reasoning at the start of every answer; None for no limit.
         hidden_ids: tokens whose text is omitted from the answers, besides the end tokens.
     """
 

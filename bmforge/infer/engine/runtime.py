@@ -1,4 +1,4 @@
-"""Estimates the memory of the process without tensors, which is part of the budget.
+"""Estimates the process's memory other than tensors, which counts toward the memory budget.
 
 The constants were measured with `benchmarks/engine_memory.py` (docs/results/runtime.md).
 Pages of library files are not counted: the system reclaims them whenever memory is short.

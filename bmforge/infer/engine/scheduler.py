@@ -26,7 +26,7 @@ class ChunkRules:
     Args:
         unit: chunk size of prompts in tokens; generated tokens are then computed one by one.
             None allows any division.
-        shares: whether sequences share prefixes, in whole units.
+        shares: whether sequences share prefixes, whose lengths are multiples of `unit`.
         outdates: function (length before, length now) -> True if keys of the shorter sequence must
             be recomputed; sequences are then never divided. If None, keys are never recomputed.
     """

@@ -1,4 +1,4 @@
-"""Scores of text pairs by a cross-encoder: an encoder with one class, such as a reranker."""
+"""Scores of text pairs by a cross-encoder: an encoder with a single logit, such as a reranker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PairRow: TypeAlias = tuple[list[int], list[int]]  # token ids and segment ids
 
 
 def rates_pairs(model: Any) -> bool:
-    """Return True if a model is an encoder of two texts whose only class is their relevance."""
+    """Return True if a model is a cross-encoder (reranker), which scores a pair of texts."""
     config, traits = model.config, model.traits
     is_encoder = traits.reads == "both" and not traits.has_images
     return is_encoder and config.head == "sequence_classification" and config.num_labels == 1
@@ -39,7 +39,7 @@ def encode_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) -
 
 @torch.no_grad()
 def rate_pairs(model: Any, rows: Sequence[PairRow]) -> Tensor:
-    """Return the relevance of text pairs, between 0 and 1: the sigmoid of the only class.
+    """Return the relevance of text pairs, between 0 and 1: the sigmoid of the logit.
 
     Args:
         model: cross-encoder, see `rates_pairs`.

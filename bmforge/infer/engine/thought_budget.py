@@ -12,7 +12,7 @@ __all__ = ["ThoughtBudget"]
 
 @dataclass(frozen=True)
 class ThoughtBudget:
-    """Limit of the reasoning at the start of an answer.
+    """Limit on the reasoning at the start of an answer.
 
     Args:
         max_tokens: maximum number of tokens before the end of the reasoning.

@@ -5,7 +5,7 @@ beam search or sampling of `generate` runs over all answers of a document togeth
 original: a row ends with the end of its last answer.
 
 Source: ``CPMBeeBeamSearch`` in ``cpm_live/generation/bee.py`` of OpenBMB/CPM-Bee. Differences: the
-limit of new tokens applies to each answer, so that no answer is omitted, and answers can be
+limit on new tokens applies to each answer, so that no answer is omitted, and answers can be
 constrained to a list of texts.
 """
 
@@ -65,7 +65,7 @@ def fill_documents(
         tokenizer: the model's tokenizer.
         documents: nested dicts of texts with ``<ans>``; existing answers are overwritten.
         config: generation options. Default: 3 beams (no beam search with ``do_sample=True``), and
-            at most 100 tokens per answer. `max_new_tokens` is the limit of one answer.
+            at most 100 tokens per answer. `max_new_tokens` is the limit on one answer.
         examples: documents with their answers as few-shot examples.
         constraints: dict from the keys under ``<ans>`` to allowed answers; if None, options and
             ratings such as (1-5) are read from each document; see `tokenizers.cpm_bee_tasks`.
@@ -335,12 +335,15 @@ class _DocumentDecoder(Decoder):
         return {text[done] for text in texts if len(text) > done and text[:done] == row.written}
 
     def _end(self, row: _Row) -> int:
-        """Return the output that ends the current answer (for the last answer, the row)."""
+        """Return the id of the output that ends a row's current answer.
+
+        For the row's last answer this is `finish`, which also ends the row.
+        """
         last = len(self._batch.prompts[row.document].encoded.answers) - 1
         return self.finish if row.slot == last else self.finish + 1 + row.slot
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace row i by a copy of the old row ``rows[i]``."""
+        """Replace row i with a copy of the old row ``rows[i]``."""
         self.cache.reorder(rows)
         self._seen = {name: seen.index_select(0, rows) for name, seen in self._seen.items()}
         relations = self._tables["segment_rel"].index_select(0, rows)

@@ -265,7 +265,7 @@ class CompressedLinears:
         return spec if spec.fits(columns) else None
 
     def read_groups(self, name: str, slices: tuple[slice, ...]) -> QuantizedGroups:
-        """Return the stored integers, scales and minima of whole rows.
+        """Return the stored integers, scales and minima of complete rows.
 
         Args:
             name: published name of a layer's weight.
@@ -280,7 +280,7 @@ class CompressedLinears:
         return QuantizedGroups(integers, scales, (0 - zeros.float()) * scales)  # no -0.0
 
     def _read_integers(self, name: str, slices: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
-        """Return the integers (R, G, W) of whole rows, and their fp32 scales (R, G)."""
+        """Return the integers (R, G, W) of complete rows, and their fp32 scales (R, G)."""
         rows, columns = slices[0], self.shapes[name][1]
         stem, kind = name.removesuffix(".weight"), self._kinds[name]
         groups = self._shape(stem, "scale")[1]

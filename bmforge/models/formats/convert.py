@@ -191,7 +191,7 @@ def find_companions(directory: Path) -> list[str]:
 
 
 def copy_companion(source: Path, target: Path, name: str, replaces: bool = False) -> None:
-    """Copy a file in `find_companions`; one that the target has is kept unless `replaces`."""
+    """Copy a file of `find_companions`; `replaces` allows replacing a file of the target."""
     (target / name).parent.mkdir(parents=True, exist_ok=True)
     if replaces or not (target / name).exists():
         shutil.copyfile(source / name, target / name)

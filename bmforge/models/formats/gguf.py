@@ -120,7 +120,7 @@ class GgufFile(CheckedFile):
 
         Args:
             name: name of a quantized tensor.
-            slices: one slice per dim; the last must cover whole rows.
+            slices: one slice per dim; the last must cover complete rows.
 
         Shape:
             see `QuantizedGroups`; R is the number of rows in the slice, over all leading dims

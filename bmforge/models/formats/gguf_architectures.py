@@ -67,7 +67,7 @@ class Architecture:
         sizes: mapping from field of config.json to the tensor dim that determines its value.
         alone: mapping from metadata key to the only supported value.
         permutes: True if the rows of query and key are permuted; see `gguf_names.is_permuted`.
-        rotary: True if the architecture has rotary positions with a configurable base.
+        rotary: True if the architecture uses RoPE with a configurable base.
         norm_offset: offset that files add to the weights of norms.
         local_base: True if `rope.freq_base_swa` is the rotary base of sliding-window layers.
     """

@@ -246,7 +246,7 @@ def _llama(raw: dict[str, Any], own: _Metadata) -> None:
 
 
 def _minicpm(raw: dict[str, Any], own: _Metadata) -> None:
-    """Convert the file's factors of residuals and logits to the fields that give them."""
+    """Convert the factors on residuals and logits to the config fields that determine them."""
     raw["scale_depth"] *= math.sqrt(raw["num_hidden_layers"])
     if not raw["dim_model_base"] > 0:
         raise CheckpointError(

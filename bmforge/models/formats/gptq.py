@@ -261,7 +261,7 @@ class PackedLinears:
         return spec if spec.fits(columns) else None
 
     def read_groups(self, name: str, slices: tuple[slice, ...]) -> QuantizedGroups:
-        """Return the stored integers, scales and minima of whole rows.
+        """Return the stored integers, scales and minima of complete rows.
 
         Args:
             name: name of a layer that has a `stored_spec`.

@@ -216,7 +216,7 @@ class WeightFiles:
         return file.stored_spec(name) if isinstance(file, _HOLDS_INTEGERS) else None
 
     def read_groups(self, name: str, slices: tuple[slice, ...]) -> QuantizedGroups:
-        """Return the integers of whole rows of a tensor with a `stored_spec`."""
+        """Read complete rows of a quantized tensor (with a `stored_spec`) without dequantizing."""
         file = self._files[name]
         assert isinstance(file, _HOLDS_INTEGERS)
         return file.read_groups(name, slices)

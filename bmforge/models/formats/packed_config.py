@@ -26,7 +26,7 @@ def read_raw_config(directory: Path) -> dict[str, Any]:
 def leave_out_packing(
     raw: dict[str, Any], find: Callable[[Mapping[str, Any]], object | None]
 ) -> dict[str, Any]:
-    """Return `raw` without `quantization_config` if `find` recognizes it; else unchanged."""
+    """Return `raw`, without `quantization_config` if `find` recognizes its format."""
     if find(raw) is None:
         return raw
     return {name: value for name, value in raw.items() if name != "quantization_config"}

@@ -69,7 +69,10 @@ class BoxRule(WeightRule):
         return tuple(slices)
 
     def _overlap(self, dim: int, box: Box) -> tuple[int, int]:
-        """Return (start, stop) of a stored dim for a region of the parameter."""
+        """Return the range of dim `dim` in the stored tensor that a region of the parameter covers.
+
+        The range is (start, stop), and empty (start >= stop) if they are disjoint.
+        """
         start, stop, step, _ = self.box[dim]
         low, high = box.offsets[dim], box.offsets[dim] + box.lengths[dim]
         first = max(0, -(-(low - start) // step))
@@ -219,7 +222,7 @@ def _owners(
 def _rules_of(
     published: str, tensor: Tensor, owners: Mapping[int, tuple[str, Tensor]], tracking: _Tracking
 ) -> list[WeightRule] | None:
-    """Return the `WeightRule`s of a stored tensor; None if it has other values than parameters."""
+    """Return the `WeightRule`s of a stored tensor; None if it has values of no parameter."""
     if id(tensor) in tracking.joined:
         _, members, dim = tracking.joined[id(tensor)]
         return _rules_of_parts(published, members, dim % tensor.dim(), owners, tracking)

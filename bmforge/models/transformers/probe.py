@@ -186,7 +186,7 @@ def _run(twin: Any, ids: Tensor, **options: Any) -> Tensor:
 
 
 def _find_head(twin: Any, structure: Structure, ids: Tensor, logits: Tensor) -> tuple[str, float]:
-    """Return `Behavior.head` and `Behavior.factor`."""
+    """Find out how logits are computed; return `Behavior.head` and `Behavior.factor`."""
     if not structure.body:
         return "whole", 1.0
     body = twin.get_submodule(structure.body)

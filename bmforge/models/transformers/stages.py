@@ -143,7 +143,7 @@ def stage_modules(
 
 
 def run_stage(modules: Any, run: Callable[[], T]) -> T | Tensor:
-    """Run a forward with stand-ins; return its result or, before the last stage, the activations.
+    """Run the model with stand-ins; return its result or, before the last stage, the activations.
 
     Args:
         modules: context manager from `stage_modules`.
@@ -188,12 +188,14 @@ def _observe(foreign: Any, structure: Structure, run: Callable[[], Any]) -> Join
 
 
 def find_joints(twin: Any, structure: Structure, run: Callable[[], Tensor]) -> Joints:
-    """Test whether a twin can be split into two stages after any block.
+    """Find out whether a model can be split between its blocks into pipeline stages.
+
+    A small copy is split in two after each block in turn and must return the same logits.
 
     Args:
         twin: small copy of the model; see `small_copy.py`.
         structure: names of the model's main modules.
-        run: function that returns the model's logits.
+        run: function that returns the logits of the small copy.
     """
     expected, joints = run(), _observe(twin, structure, run)
     if joints.refusal:

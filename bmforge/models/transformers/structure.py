@@ -48,7 +48,7 @@ def find_structure(module: Any) -> Structure:
 
 
 def _find_stacks(module: Any, embed: str) -> list[str]:
-    """Return the names of containers of several blocks, starting with the text decoder's."""
+    """Return the names of the modules that hold lists of blocks, the text decoder's first."""
     ranked: list[tuple[tuple[bool, bool, int], str]] = []
     classes = set(module._no_split_modules or ())
     owner = embed.rpartition(".")[0]
@@ -84,7 +84,7 @@ def _is_matrix(part: nn.Module) -> bool:
 
 
 def accepted_arguments(module: nn.Module) -> tuple[frozenset[str], bool]:
-    """Return a forward's argument names, and True if it accepts any other keyword arguments."""
+    """Return the argument names of `forward`, and whether it accepts other keyword arguments."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     names = frozenset(p.name for p in parameters)
     return names, any(p.kind == p.VAR_KEYWORD for p in parameters)

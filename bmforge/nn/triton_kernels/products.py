@@ -214,7 +214,7 @@ def multiply_wide_groups(
     PLAIN: tl.constexpr, HAS_BIAS: tl.constexpr, EMULATE: tl.constexpr,
     STAGES: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
-    """Like `multiply_few`, for groups of any width, such as whole rows.
+    """Like `multiply_few`, for groups of any width, up to complete rows.
 
     Each iteration multiplies BB blocks of a group. Scales and minima are passed in their own dtype.
     """

@@ -49,7 +49,7 @@ class Stage(Protocol):
 
 @dataclass
 class _ForwardState:
-    """State that a forward keeps for its backward."""
+    """State that a forward pass keeps for its backward pass."""
 
     inputs: list[Tensor | None]  # inputs that require a gradient; None for the others
     outputs: list[GradientEdge | None]

@@ -137,7 +137,7 @@ def _1f1b(w: _Writer) -> None:
 
 
 def _interleaved(w: _Writer, split: bool = False) -> None:
-    """Write the interleaved 1F1B schedule: rounds of micro-batches run depth first."""
+    """Build the interleaved 1F1B schedule: rounds of micro-batches run depth first."""
     total = w.per_rank * w.num_micro_batches
     per_round = w.num_micro_batches // _rounds(w.num_ranks, w.num_micro_batches)
     hop = 1 if split else 2  # early input gradients need fewer micro-batches in flight
@@ -165,9 +165,9 @@ def _interleaved_zero_bubble(w: _Writer) -> None:
 
 
 def _zbv(w: _Writer) -> None:
-    """Write the ZBV schedule (Qi et al., section 6).
+    """Build the ZBV (zero-bubble, V-shaped) schedule (Qi et al., section 6).
 
-    The schedule is written for at least 2p - 1 micro-batches and truncated to the requested number.
+    It is built for at least 2p - 1 micro-batches on p ranks and truncated to the requested number.
     """
     down, up = w.rank, 2 * w.num_ranks - 1 - w.rank
     total = max(2 * w.num_ranks - 1, w.num_micro_batches)
@@ -195,7 +195,7 @@ def _zbv(w: _Writer) -> None:
 
 
 def _dualpipev(w: _Writer) -> None:
-    """Write the eight phases of DeepSeek's DualPipeV schedule."""
+    """Build the eight phases of DeepSeek's DualPipeV schedule."""
     down, up = w.rank, 2 * w.num_ranks - 1 - w.rank
     for _ in range(2 * w.to_end):
         w.add(down, F)
@@ -225,7 +225,7 @@ def _dualpipev(w: _Writer) -> None:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """Writer function of a named schedule, and its requirements."""
+    """Function that builds a named schedule, and the requirements of the schedule."""
 
     write: Callable[[_Writer], None]
     placement: Literal["loop", "v"] = "loop"
@@ -306,7 +306,7 @@ def write_schedule(
         stages_per_rank: pipeline stages per rank; None means the fewest that the schedule supports.
 
     Raises:
-        ConfigError: the name is unknown or the numbers do not fit; the message lists all
+        ConfigError: the name is unknown or the numbers are invalid; the message lists all
             `problems`.
     """
     reasons = problems(name, num_ranks, num_micro_batches, stages_per_rank)

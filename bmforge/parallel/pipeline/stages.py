@@ -23,7 +23,7 @@ __all__ = ["Cutting", "PipelineRules", "cut_blocks", "drop_the_rest_", "plan_cut
 
 
 class PipelineRules(Protocol):
-    """Rules for cutting a model into stages; `models.LayoutRules` implements it."""
+    """Interface of the rules for splitting a model into stages: see `models.LayoutRules`."""
 
     @property
     def stacks(self) -> tuple[str, ...]:

@@ -109,7 +109,7 @@ def view_here(parameter: Tensor) -> Tensor:
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Return True for a mixture of experts; these modules have their own `leave` hook."""
+    """Return True if a module is an MoE layer, which has its own `leave` hook."""
     return hasattr(module, "leave")
 
 
@@ -128,7 +128,7 @@ def _apply_part_(module: Any, tensor: TensorGroup) -> None:
 
 
 def _apply_mixture_(module: Any, tensor: TensorGroup) -> None:
-    """Set the collectives of a mixture of experts with replicated routing and sharded experts."""
+    """Set the collectives of an MoE layer with replicated routing and sharded experts."""
     module.enter, module.leave = tensor.sum_backward, tensor.sum_forward
     wrap_forward_(module, partial(_mix_all_tokens, tensor), "part")
 

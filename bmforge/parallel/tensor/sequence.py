@@ -22,7 +22,8 @@ __all__ = ["divide_tokens_"]
 def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
     """Shard the tokens before the first block, and all-gather them after the last one.
 
-    Without a backward, as in generation, there is no memory to save and tokens stay replicated.
+    Without a backward pass, as in generation, no activations are kept, so sharding would save no
+    memory and the tokens stay replicated.
     """
     blocks = list(stack.children())
     now: dict[str, int | None] = {}

@@ -63,7 +63,8 @@ def render_conversation(
         ignore: names of fields to ignore.
 
     Raises:
-        DataError: a field is neither read by the template nor in `ignore`; or see `render_answers`.
+        DataError: a field is neither read by the template nor listed in `ignore`; also for the
+            reasons given in `render_answers`.
     """
     fields = {k: v for k, v in conversation.fields.items() if k not in ignore}
     # TRL's data sets put template variables such as enable_thinking into this field.

@@ -95,7 +95,7 @@ class ImageFolder:
         learns: True to apply random crops and flips, for training.
 
     Raises:
-        DataError: the folder does not exist, has no images, or has other classes than `classes`.
+        DataError: the folder does not exist, has no images, or has classes other than `classes`.
     """
 
     def __init__(

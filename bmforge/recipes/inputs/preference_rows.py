@@ -65,8 +65,8 @@ def encode_preference(
         ignore: names of fields to ignore.
 
     Raises:
-        DataError: the template changes an answer's message when later ones follow it, or see
-            `render_conversation`.
+        DataError: the template changes an answer's message when later ones follow it; also for the
+            reasons given in `render_conversation`.
     """
     answers = [example.chosen, example.rejected]
     if any(isinstance(answer, list) for answer in answers):

@@ -92,7 +92,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step of a directory name, or None for any other name."""
+    """Return the step in a checkpoint directory's name; None for names of other directories."""
     match = _STEP_PATTERN.fullmatch(path.name)
     return int(match[1]) if match else None
 

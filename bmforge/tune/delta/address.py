@@ -342,8 +342,8 @@ def find_called(
         model, targets, exclude, needs_all: arguments of `find_places`.
 
     Raises:
-        ConfigError: same as in `find_places`; or a target that is not a generic name matches a
-            module that the model never calls.
+        ConfigError: a target that is not a generic name matches a module that the model never
+            calls; also for the reasons given in `find_places`.
     """
     names = find_places(model, targets, exclude, needs_all)
     return keep_called(model, names, drops=set(targets) <= {ALL_LINEAR, *WORDS})

@@ -152,7 +152,7 @@ _LAST: dict[str, tuple[type[nn.Module], ...]] = {
 def part_around(model: nn.Module, name: str) -> str:
     """Return the name of the attention or MLP whose last projection is `name`, else `name`.
 
-    For an expert that processes all tokens, the result is the mixture of experts around the expert.
+    For an expert that processes all tokens, the result is the MoE layer around the expert.
     """
     owner, _, last = name.rpartition(".")
     if last not in _LAST or not isinstance(model.get_submodule(owner), _LAST[last]):
@@ -162,7 +162,7 @@ def part_around(model: nn.Module, name: str) -> str:
 
 
 def is_in_mixture(model: nn.Module, name: str) -> bool:
-    """Return True if a module is in a mixture of experts, which mixes tokens of all samples."""
+    """Return True if a module is inside an MoE layer, which mixes tokens of all samples."""
     parts = name.split(".")
     return any(
         isinstance(model.get_submodule(".".join(parts[:count])), MoE)

@@ -14,7 +14,7 @@ class BitFit(Delta):
     """Trained bias added to a module's output, equivalent to training the module's own bias.
 
     It has no options. Stacked experts have no biases; they share one trained bias, which is added
-    to the output of the mixture.
+    to the output of the MoE layer.
 
     Source: Ben Zaken et al., "BitFit" (2021).
     """

@@ -191,9 +191,9 @@ def _refuse_part(delta: AttachedDelta, part: Any) -> None:
 def _chain(model: nn.Module, target: str) -> list[_Link]:
     """Return all adapter modules that act on a layer's output, in the order in which they apply.
 
-    Adapters on the layer itself come first, then those on the attention or MLP whose output
-    projection the layer is. In both groups, adapters that belong to no `Delta` come first, then the
-    others in order of attachment.
+    Adapters on the layer itself come first, then, if the layer is the output projection of an
+    attention or MLP, those on that module. In both groups, adapters that belong to no `Delta` come
+    first, then the others in order of attachment.
     """
     owners = [target]
     around = target.rpartition(".")[0]

@@ -49,7 +49,7 @@ _STARTS: Mapping[str, tuple[str, ...]] = {
 
 
 def rename_inner(name: str) -> str:
-    """Replace the part of a tensor name inside an adapter module by bmforge's name.
+    """Replace the part of a tensor name inside an adapter module with bmforge's name.
 
     `...project_q.lora.lora_A` becomes `...project_q.lora.down`; other names do not change.
     """

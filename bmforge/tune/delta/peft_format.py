@@ -277,7 +277,7 @@ def read_tensors(
 
 
 def _read_other(delta: AttachedDelta, names: Names, key: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Convert a tensor of no adapted module; return a dict from bmforge's name to tensor."""
+    """Convert a tensor outside of adapted modules; return a dict from bmforge's name to tensor."""
     if key == "prompt_embeddings":
         return _read_prompt(delta, tensor)
     if is_token_key(key):

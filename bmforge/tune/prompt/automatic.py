@@ -119,7 +119,7 @@ class AutomaticVerbalizer(ManualVerbalizer):
         """Return the log-probabilities of the classes; see `ManualVerbalizer.forward`.
 
         Raises:
-            ConfigError: `fit_` was not called yet.
+            ConfigError: `fit_` has not been called yet.
         """
         if not hasattr(self, "ids"):
             raise ConfigError(

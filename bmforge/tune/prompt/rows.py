@@ -83,11 +83,11 @@ class PromptRows(_Rows):
 
     Args:
         template, examples, seq_len, cut: arguments of `_Rows`.
-        verbalizer: verbalizer whose words determine the prompts of an example.
+        verbalizer: verbalizer; label words of different lengths get separate prompts.
         labels: class index of each example; -100 for an unlabeled example.
 
     Raises:
-        ConfigError: there are no examples, or template and verbalizer do not fit.
+        ConfigError: there are no examples, or template and verbalizer are incompatible.
     """
 
     def __init__(

@@ -175,8 +175,8 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
         options: further options of `ManualVerbalizer`.
 
     Raises:
-        ConfigError: same as in `ManualVerbalizer`; or join="joint", for which there are no
-            vocabulary scores to find rare words.
+        ConfigError: `join` is "joint", for which there are no vocabulary scores to find rare words;
+            also for the reasons given in `ManualVerbalizer`.
     """
 
     shares_words = True

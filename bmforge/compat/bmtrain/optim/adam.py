@@ -25,7 +25,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
-        betas, eps: as torch.optim.AdamW.
+        betas, eps: as in torch.optim.AdamW.
         weight_decay: decoupled weight decay, for every dtype.
         hold_steps: number of initial steps that update only the moments, not the parameters.
         scale: loss scale of the older training loop (`loss_scale`, `optim_step`).

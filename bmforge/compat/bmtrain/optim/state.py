@@ -62,7 +62,9 @@ def _like(param: Tensor, value: Tensor) -> Tensor:
 
 
 def unpack_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> State:
-    """Convert a packed state to shards; a full state fits any number of processes.
+    """Convert a state saved by `pack_state` to one for this process's shards.
+
+    A full state (`gather=True`) can be loaded with any number of processes.
 
     Raises:
         CheckpointError: the number of parameters or a shape differs.

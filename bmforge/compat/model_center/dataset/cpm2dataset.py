@@ -16,7 +16,7 @@ __all__ = ["CPM2_Dataset", "DATASET", "CPM2Rows"]
 
 
 class CPM2Rows(TaskRows):
-    """One split of a task, encoded for CPM-2: as `T5Rows`, but with CPM-2's sentinel token."""
+    """One split of a task, encoded for CPM-2: as in `T5Rows`, but with CPM-2's sentinel token."""
 
     length_names = ("max_encoder_length", "max_decoder_length")
 

@@ -220,7 +220,7 @@ class DenseACT(DistributedModule):
 
 
 class DenseGatedACT(DistributedModule):
-    """Gated linear layer, ``act(W_0 x) * W_1 x``; arguments as `DenseACT`."""
+    """Gated linear layer, ``act(W_0 x) * W_1 x``; arguments as in `DenseACT`."""
 
     def __init__(self, dim_in: int, dim_ff: int, activate_fn: str = "gelu", **options: Any) -> None:
         super().__init__()

@@ -156,7 +156,7 @@ class SelfAttentionBlock(_Part):
 
 
 class CrossAttentionBlock(SelfAttentionBlock):
-    """Block of norm, cross-attention and residual connection; arguments as `SelfAttentionBlock`.
+    """Block of norm, cross-attention and residual connection; arguments as in `SelfAttentionBlock`.
 
     Shape:
         key_value_states: (B, S, dim_model)

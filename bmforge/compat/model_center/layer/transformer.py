@@ -122,7 +122,7 @@ class Encoder(_Stack):
 
 
 class Decoder(_Stack):
-    """Decoder: layers with self- and cross-attention, and a final norm; arguments as `Encoder`.
+    """Decoder: layers with self- and cross-attention, and a final norm; arguments as in `Encoder`.
 
     `mask_modules` has a triple (self-attention, cross-attention, MLP) per layer.
     """

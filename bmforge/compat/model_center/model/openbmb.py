@@ -103,7 +103,7 @@ class GLM(DecoderModel):
     def _show_part_a(
         self, input_ids: Tensor | None, sep: Tensor, attention_mask: Tensor | None
     ) -> Tensor:
-        """Return `sep`, the prefix lengths, or with an attention mask the pairwise mask."""
+        """Return the prefix lengths `sep`, or the pairwise mask if an attention mask is given."""
         if attention_mask is None or input_ids is None:
             return sep
         shape = (input_ids.shape[0], input_ids.shape[1])

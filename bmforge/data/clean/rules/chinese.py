@@ -71,7 +71,7 @@ def _line_length(text: TextStatistics) -> float:
 
 
 def _repeated_grams(text: TextStatistics) -> float:
-    """Return the share of 13-character n-grams that repeat an earlier one."""
+    """Return the fraction of 13-character n-grams that repeat an earlier one."""
     solid = "".join(text.text.split())
     runs = [solid[i : i + _GRAM] for i in range(len(solid) - _GRAM + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0

@@ -36,9 +36,9 @@ def line_rules(
     """Return FineWeb's rules on the lines of a text, with the given bounds.
 
     Args:
-        ends: smallest share of lines that end with a sentence end.
-        short: largest share of short lines; None to omit the rule.
-        repeated: largest share of characters in repeated lines.
+        ends: smallest fraction of lines that end with a sentence-ending mark.
+        short: largest fraction of short lines; None to omit the rule.
+        repeated: largest fraction of characters in repeated lines.
         newlines: largest number of newlines per word.
         source: publication from which the bounds are taken.
     """

@@ -108,7 +108,7 @@ def quality_rules(
 
     Args:
         word_length: smallest and largest mean word length, in characters.
-        letters: smallest share of words with a letter.
+        letters: smallest fraction of words with a letter.
         stop_words: stop words, two of which must occur.
         words: smallest and largest number of words.
         source: publication from which these bounds are taken; those on symbols and bullets are
@@ -180,8 +180,10 @@ def repetition_rules(
 
     Args:
         lines: dict from the name of a rule on paragraphs or lines to its upper bound.
-        top: pairs of an n-gram size and the largest share of the most frequent n-gram.
-        repeated: pairs of an n-gram size and the largest share of repeated n-grams.
+        top: pairs of an n-gram size and the largest fraction of characters in the most frequent
+            n-gram.
+        repeated: pairs of an n-gram size and the largest fraction of characters in repeated
+            n-grams.
         source: publication from which the bounds are taken.
     """
     rules = []
