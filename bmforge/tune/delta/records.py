@@ -13,8 +13,23 @@ from bmforge.tune.delta.attached import deltas_of
 __all__ = ["check_patterns", "embedding_name", "order_changes_", "rename_options"]
 
 
+# An adapter of these kinds and its whole-trained layer would be saved under the same name.
+_ON_WEIGHTS = ("low_rank", "shift")
+
+
 def check_patterns(delta: Any, names: Sequence[str]) -> None:
-    """Raise `ConfigError` if a pattern in `ranks`, `alphas` or `exclude` matches no module."""
+    """Check the modules of an adapter before it is attached.
+
+    Raises:
+        ConfigError: a pattern in `ranks`, `alphas` or `exclude` matches no module, or a module
+            gets an adapter and is also trained in full.
+    """
+    owners = {whole.rpartition(".")[0] for whole in delta.wholes()} & set(names)
+    if owners and delta.kind in _ON_WEIGHTS:
+        raise ConfigError(
+            f"{min(owners)} would get an adapter and be trained in full (modules_to_save). Leave "
+            "it out of one of them, such as exclude=[...] for the adapter."
+        )
     for option in ("ranks", "alphas"):
         for glob in delta.options.get(option) or {}:
             if not any(match_glob(name, glob) for name in names):
