@@ -229,7 +229,10 @@ class ChatRequest(Writing):
         if self.messages[-1].role != "assistant" or len(self.messages) < 2:
             raise ValueError("continue_final_message needs an assistant message at the end")
         if self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("continue_final_message cannot be used with a required tool call")
+            raise ValueError(
+                'continue_final_message cannot be used with tool_choice="required" or a named '
+                'function; set tool_choice to "auto" or "none"'
+            )
 
     @property
     def most_tokens(self) -> int | None:

@@ -129,5 +129,5 @@ def _index(node: ast.expr) -> Any:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} is not text")
+        raise TypeError(f"expected a str, got {type(value).__name__}: {value!r:.40}")
     return value
