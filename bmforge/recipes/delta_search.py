@@ -244,7 +244,7 @@ def _open_state(
     if not file.exists():
         return fresh
     state: dict[str, Any] = read_json(file)
-    for key, name in (("candidates", "candidates"), ("plan", "rounds")):
+    for key, name in (("candidates", "candidates"), ("plan", "rounds (candidates, steps)")):
         if state.get(key) != fresh[key]:
             raise ConfigError(
                 f"run_dir={str(run_dir)!r} already contains a search with different {name}: "
