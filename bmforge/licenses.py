@@ -195,7 +195,7 @@ def _parse_operand(tokens: list[str]) -> tuple[Alternatives, list[str]]:
     license = _find_one(first)
     if tokens and tokens[0] == "WITH":  # an exception only grants additional rights
         if not _EXCEPTION.fullmatch(tokens[1]):
-            raise ValueError("no exception follows WITH")
+            raise ValueError("WITH must be followed by an SPDX exception id")
         tokens = tokens[2:]
     return [(license,)] if license else [], tokens
 

@@ -51,7 +51,7 @@ measured memory. `dev/memory_table.py` generates this page.
 """
 OUTRO = f"""
 - A GPU needs about 0.9 GiB more than the figure. The allocator also loses 2 % of the GPU's memory.
-- Full tuning keeps fp32 master weights and two fp32 states per parameter. Offloaded
+- Full fine-tuning keeps fp32 master weights and two fp32 states per parameter. Offloaded
   (`--offload.fraction 1`), these are in the host's memory, and a step takes longer:
   [offloading](../guides/offload.md).
 - Several GPUs share weights, gradients and states by ZeRO-3: [two GPUs](../howto/two_gpus.md).

@@ -17,9 +17,9 @@ INTRO = """# Presets
 
 Look up the published sizes of each model family. A preset is a size without its weights. Use it as
 `GPT2Config.preset("gpt2-small")` or `bmforge info gpt2-small`. `from_pretrained` accepts the names
-of presets with a checkpoint in the last column. The FLOPs are those of forward and backward per
-token, for a sequence of the maximum length. The cache bytes are the size of the bf16 KV cache per
-token. `dev/presets.py` generates this page.
+of presets with a checkpoint in the last column. The FLOPs are counted per token, for the forward
+and backward pass of a sequence of the maximum length. The cache bytes are the size of the bf16 KV
+cache per token. `dev/presets.py` generates this page.
 """
 
 

@@ -254,9 +254,9 @@ def write(file: Path) -> None:
         "",
         "This page lists the capabilities of the architectures that bmforge runs with transformers "
         f"{transformers.__version__}. `dev/transformers_table.py` tests them on small "
-        "random models. `yes`: the results equal those of plain transformers. `refused`: an "
+        "random models. `yes`: the results equal plain transformers. `refused`: an "
         "error gives the reason. TP and EP are tensor and expert parallelism: loss and gradients "
-        "of two processes are compared with those of one. PP is pipeline parallelism: the "
+        "of two processes are compared with one process. PP is pipeline parallelism: the "
         "gradients of two stages, run one after the other, are compared with the whole model's.",
         "",
         f"{len(rows)} of {len(TYPES)} causal language models were tested; {len(built)} of them can "

@@ -244,11 +244,12 @@ def _open_state(
     if not file.exists():
         return fresh
     state: dict[str, Any] = read_json(file)
-    for name in ("candidates", "plan"):
-        if state.get(name) != fresh[name]:
+    for key, name in (("candidates", "candidates"), ("plan", "rounds (candidates, steps)")):
+        if state.get(key) != fresh[key]:
             raise ConfigError(
-                f"run_dir={str(run_dir)!r} contains another search, with other {name}. Choose "
-                "another run_dir, or restore the settings of that search."
+                f"run_dir={str(run_dir)!r} already contains a search with different {name}: "
+                f"{state.get(key)}, now {fresh[key]}. Choose another run_dir, or restore the "
+                "settings of the saved search."
             )
     return state
 

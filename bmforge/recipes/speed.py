@@ -27,7 +27,7 @@ def check_speed(model: Model) -> None:
     if not model.traits.writes:
         raise ConfigError(
             f"speed=true measures prefill and generation, but a {type(model).__name__} does not "
-            "generate text. Leave it out."
+            "generate text. Leave speed out."
         )
 
 

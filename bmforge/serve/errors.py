@@ -123,7 +123,7 @@ def explain_types(error: RequestValidationError) -> RequestError:
         number = next((str(part) for part in type_problem["loc"] if isinstance(part, int)), "0")
         return RequestError(
             (
-                f"messages.{number}.content has a part that is not text, but this model "
+                f"messages.{number}.content has a part that is not text: this model "
                 "supports only text"
             ),
             f"messages.{number}.content",

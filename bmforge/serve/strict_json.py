@@ -59,7 +59,9 @@ def _check_size(body: bytes, limits: BodyLimits) -> None:
             depth += 1
             values += 1
             if depth > limits.max_json_depth:
-                raise RequestError(f"the body is nested deeper than {limits.max_json_depth}")
+                raise RequestError(
+                    f"the body is nested more than {limits.max_json_depth} levels deep"
+                )
         elif kind in b"]}":
             depth -= 1
         elif kind in b",":

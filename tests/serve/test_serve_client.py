@@ -238,7 +238,7 @@ def test_what_is_refused(client: openai.OpenAI) -> None:
 def test_messages_that_are_refused(client: openai.OpenAI) -> None:
     for said, problem in (
         ([], "at least 1 item"),
-        ([{"role": "user"}], "needs content"),
+        ([{"role": "user"}], "content is required"),
         ([{"role": "boss", "content": "a"}], "messages"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "text"),
         ([{"role": "tool", "content": "a"}], "tool_call_id"),

@@ -231,7 +231,7 @@ class _Reader:
             if not _are_texts(words):
                 raise ConfigError(
                     f"{block}.label_words={words!r:.80} contains a value that is not "
-                    "text: YAML reads No and yes as booleans. Put words in quotes."
+                    "a string: YAML reads No and yes as booleans. Put words in quotes."
                 )
             self.out.files["verbalizer.json"] = json.dumps(words, ensure_ascii=False) + "\n"
             self.put("verbalizer", str(self.files_dir / "verbalizer.json"))

@@ -84,7 +84,7 @@ class PruningPlan:
         for name, part in dict(value.get("layers") or {}).items():
             if unknown := sorted(set(part) - field_names):
                 raise ConfigError(
-                    f"{name}: unknown field of a plan: {unknown[0]!r} (known: "
+                    f"{name}: unknown plan field: {unknown[0]!r} (known: "
                     f"{', '.join(sorted(field_names))}).{suggest(unknown[0], field_names)}"
                 )
             layers[name] = Kept(**{key: _as_tuples(item) for key, item in part.items()})

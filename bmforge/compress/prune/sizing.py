@@ -256,8 +256,9 @@ def _check_block(new: Block, old: Block, want: LayerSizes, name: str) -> None:
     )
     if expected != new.spec or sizes_of(new.spec) != want:
         raise ConfigError(
-            f"{name} would replace a layer of another type, and the layers of this family "
-            "cannot be renumbered. Remove the attention and MLP of the layer instead."
+            f"{name} would get another type of layer: removing a layer lowers the index of the "
+            "following layers, and in this family the index determines the type. Remove the "
+            "attention and the MLP of the layer instead, which keeps the index."
         )
 
 

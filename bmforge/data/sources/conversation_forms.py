@@ -121,7 +121,8 @@ def _read_calls(text: str, location: str) -> list[dict[str, Any]]:
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise DataError(
-            f"{location}: a function_call needs the JSON object {{'name': ..., 'arguments': ...}}."
+            f'{location}: function_call must be a JSON object {{"name": ..., "arguments": ...}} '
+            "or a list of such objects."
         )
     return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
 

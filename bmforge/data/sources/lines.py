@@ -120,7 +120,7 @@ def read_json(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[
         raise DataError(f"file {str(where)!r} is not JSON ({error}). {_WAY_OUT}") from error
     records = loaded if isinstance(loaded, list) else [loaded]
     if not any(isinstance(record, dict | str) for record in records):
-        raise DataError(f"file {str(where)!r} contains neither objects nor texts. {_WAY_OUT}")
+        raise DataError(f"file {str(where)!r} contains neither objects nor strings. {_WAY_OUT}")
     for number, record in enumerate(records, 1):
         parse = partial(_parse_object, record, where, number, options, decoded.scores())
         yield Record(where.place(number), len(raw) // len(records), parse)

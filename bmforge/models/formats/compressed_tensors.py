@@ -301,8 +301,9 @@ class CompressedLinears:
             stored = unpack_words(stored.t().contiguous(), kind.bits).t()
         if stored.shape[1:] != self._shape(stem, "scale")[1:] or stored.shape[0] < rows.stop:
             raise CheckpointError(
-                f"{stem}.weight_zero_point does not match weight_scale: its unpacked shape is "
-                f"{tuple(stored.shape)}. Download the checkpoint again."
+                f"{stem}.weight_zero_point has the unpacked shape {tuple(stored.shape)}, but "
+                f"weight_scale has the shape {tuple(self._shape(stem, 'scale'))}. The file is "
+                "damaged: download or quantize the model again."
             )
         return stored[rows]
 

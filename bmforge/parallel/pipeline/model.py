@@ -189,8 +189,8 @@ class PipelinedModel:
             return inner(*args, **kwargs)
         if torch.is_grad_enabled():
             raise ConfigError(
-                "a pipelined model cannot compute gradients in a plain call. Use the Trainer "
-                "or run_step to train, or torch.no_grad for a call without gradients."
+                "a pipelined model cannot compute gradients in a plain forward call. Use the "
+                "Trainer or run_step to train, or torch.no_grad for a call without gradients."
             )
         if kwargs.get("output_hidden_states"):
             raise ConfigError(

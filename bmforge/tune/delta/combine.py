@@ -47,8 +47,8 @@ def combine_deltas(
         raise ConfigError(f"unknown method: how={how!r} (known: concatenate, svd, sum).")
     if (rank is not None) != (how == "svd"):
         raise ConfigError(
-            f"rank={rank} and how={how!r} do not match: how='svd' needs a rank, the other "
-            "methods have none."
+            f"rank={rank} and how={how!r} do not match: how='svd' needs a rank, and the "
+            "other methods take none."
         )
     if how == "sum":
         combined = _sum(model, deltas, weights, into)

@@ -45,7 +45,7 @@ def read_lambda(node: ast.Lambda) -> Callable[[Any], str]:
                 f"{ast.unparse(node)} does not apply to {value!r:.60} ({error})"
             ) from error
         if not isinstance(result, str):
-            raise ValueError(f"{ast.unparse(node)} returns {result!r:.60}, which is not a text")
+            raise ValueError(f"{ast.unparse(node)} returns {result!r:.60}, which is not a str")
         return result
 
     return process
@@ -123,11 +123,11 @@ def _index(node: ast.expr) -> Any:
         return slice(*(None if part is None else ast.literal_eval(part) for part in parts))
     index = ast.literal_eval(node)
     if not isinstance(index, str | int):
-        raise ValueError(f"the index {index!r} is neither a number nor a text")
+        raise ValueError(f"the index {index!r} is neither an integer nor a string")
     return index
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} is not text")
+        raise TypeError(f"expected a str, got {type(value).__name__}: {value!r:.40}")
     return value

@@ -33,7 +33,7 @@ def _constant(size: int, dtype: torch.dtype | None, value: float) -> Any:
 
 def _refuse_int8(int8: bool) -> None:
     if int8:
-        raise ConfigError("int8=True has no effect, nor had it in ModelCenter. Leave it out.")
+        raise ConfigError("int8=True has no effect, as in ModelCenter. Leave int8 out.")
 
 
 class Linear(DistributedModule):
