@@ -99,9 +99,8 @@ def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) 
     if not is_first:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    more = {_OURS: json.dumps(mark)} if mark else {}
-    on_host = copies_apart({**tensors, **delta.extra})
-    save_file(on_host, directory / WEIGHTS_NAME, metadata={"format": "pt", **more})
+    metadata = {"format": "pt"} | ({_OURS: json.dumps(mark)} if mark else {})
+    save_file(copies_apart({**tensors, **delta.extra}), directory / WEIGHTS_NAME, metadata)
     (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True), "utf-8")
     (directory / CARD_NAME).write_text(card, encoding="utf-8")
 
@@ -161,9 +160,10 @@ def _describe(delta: AttachedDelta) -> dict[str, Any]:
     description = delta.describe()
     if delta.kind == "prefix":
         description["options"]["inner"] = 0
-    places = [h.owner for h in delta.held if not h.slot.endswith(("_reader", TOKENS_SLOT))]
-    description |= {"version": _VERSION, "places": places, "weight": float(delta.weight)}
-    return {**description, "train_also": sorted(delta.wholes())}
+    owners = [h.owner for h in delta.held if not h.slot.endswith(("_reader", TOKENS_SLOT))]
+    places = owners or delta.places()  # trained norms have no modules attached
+    saved = {"places": places, "weight": float(delta.weight), "train_also": sorted(delta.wholes())}
+    return {**description, "version": _VERSION, **saved}
 
 
 def load_delta(

@@ -47,6 +47,7 @@ class LayerNormTuning(Delta):
         self.norm_names = list(names)
         self._whole_names = self._whole_names | own
         self._other = {name: named[name].detach().clone() for name in own}
+        self._is_trained = dict.fromkeys(own, False)
         self._attached = True
 
     def places(self) -> list[str]:
@@ -73,8 +74,12 @@ class LayerNormTuning(Delta):
 
     @torch.no_grad()
     def _swap_(self) -> None:
+        """Exchange the base's and the trained values; the base's values are frozen."""
         named = dict(self.model.named_parameters())
         for name, other in self._other.items():
+            was_trained = named[name].requires_grad
+            named[name].requires_grad_(not self._attached and self._is_trained[name])
+            self._is_trained[name] = was_trained
             local = local_tensor(named[name].detach())
             now = local.clone()
             local.copy_(other)
