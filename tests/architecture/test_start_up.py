@@ -15,7 +15,7 @@ LATE = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "transfo
 MOST_MODULES = {
     "bmforge.infer.sampling": 8,
     "bmforge.infer.generation": 150,
-    "bmforge.infer.engine": 260,
+    "bmforge.infer.engine": 264,
     "bmforge.models": 116,
 }
 
