@@ -84,7 +84,7 @@ def test_prepare_leaves_other_peoples_files_alone(tmp_path: Path, config: Path) 
     said = bmforge("prepare", config.parent / "text.jsonl", "--out", out)
     assert_refused(said, "contains train but no prepared.toml", "--overwrite")
     said = bmforge("prepare", config.parent / "text.jsonl", "--out", config.parent / "data")
-    assert_refused(said, "vocab_size=300 there", "--overwrite")
+    assert_refused(said, "vocab_size=300 in that corpus", "--overwrite")
     assert files_below(tmp_path) == before
 
 

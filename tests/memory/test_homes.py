@@ -131,9 +131,9 @@ def test_too_little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"fraction": 1.5}, "out of range"),
-        ({"fraction": -0.1}, "out of range"),
-        ({"fraction": float("nan")}, "out of range"),
+        ({"fraction": 1.5}, "must be between 0"),
+        ({"fraction": -0.1}, "must be between 0"),
+        ({"fraction": float("nan")}, "must be between 0"),
         ({"target": "disk"}, "no effect"),
         ({"states": "8bit"}, "no effect"),
         ({"fraction": 0.5, "directory": Path("x")}, "no effect"),

@@ -39,7 +39,7 @@ def test_a_second_model_embeds(start: Any, engine: Engine, tmp_path: Path) -> No
                 torch.testing.assert_close(torch.tensor([found.embedding]), model.embed("天气"))
             with pytest.raises(openai.BadRequestError, match="not chat"):
                 client.chat.completions.create(model="small", messages=SAID)
-    with pytest.raises(ConfigError, match="no effect without a second model"):
+    with pytest.raises(ConfigError, match="no effect without an embedding model"):
         create_app(engine, ServeConfig(embedding_name="small"))
 
 

@@ -99,5 +99,5 @@ def test_what_cannot_be_scored() -> None:
         accuracy([], [])
     with pytest.raises(ShapeError, match="accepted"):
         answer_scores(["x"], [[]])
-    with pytest.raises(ConfigError, match="no labels"):
+    with pytest.raises(ConfigError, match="without labels"):
         score_task("BoolQ", [0], [TaskExample({}, None, 0)])
