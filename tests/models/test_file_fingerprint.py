@@ -36,6 +36,10 @@ SIZES: dict[str, Any] = {
     "rotary_dim": 16,
     "base_hidden_size": 64,
     "embed_size": 64,
+    "expert_groups": 1,
+    "top_groups": 1,
+    "num_dense": 0,
+    **{"kv_rank": 16, "q_rank": 0, "plain_dim": 24, "rope_dim": 8, "value_dim": 32},
 }
 
 
