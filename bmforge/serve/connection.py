@@ -71,12 +71,12 @@ class DeadlineProtocol(H11Protocol):
 
         Pipelined requests wait in a bounded buffer while an earlier request is being answered.
         """
-        if self._is_answering() and self.conn.their_state in _WHOLE:
+        if self._has_whole_request():
             self._pipelined += data
             if len(self._pipelined) > _MAX_PIPELINED_BYTES:
                 self.transport.abort()
             return
-        if self._receiving is None and not self._is_answering():
+        if self._receiving is None:
             self._await_request()
         try:
             super().data_received(data)
@@ -93,14 +93,21 @@ class DeadlineProtocol(H11Protocol):
             self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        """Continue with the next pipelined request, or close the connection if there is none."""
+        """Continue with the next pipelined request, or close the connection if there is none.
+
+        h11 may hold the beginning of the next request, received in one packet with the end of the
+        last one. Its application then runs already, and the rest of its body is in the buffer.
+        """
         self._stop_probing()
         super().on_response_complete()
         if self.transport.is_closing():
             return
-        if self._pipelined and not self._is_answering():
-            data, self._pipelined = bytes(self._pipelined), bytearray()
-            self.data_received(data)
+        if not self._has_whole_request():
+            if self._pipelined:
+                data, self._pipelined = bytes(self._pipelined), bytearray()
+                self.data_received(data)
+            elif self._is_answering() and self._receiving is None:
+                self._await_request()
         if self._is_half_closed and not self._is_answering():
             self.transport.close()
 
@@ -115,8 +122,7 @@ class DeadlineProtocol(H11Protocol):
             True if the connection stays open.
         """
         self._is_half_closed = True
-        is_answering = self._is_answering() and self.conn.their_state in _WHOLE
-        if is_answering and self.cycle.scope["http_version"] == "1.1":
+        if self._has_whole_request() and self.cycle.scope["http_version"] == "1.1":
             self._probe()
             return True
         return False
@@ -159,6 +165,9 @@ class DeadlineProtocol(H11Protocol):
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    def _has_whole_request(self) -> bool:
+        return self._is_answering() and self.conn.their_state in _WHOLE
 
     def _await_request(self) -> None:
         self._receiving = self.loop.call_later(self._timeouts.receive_s, self._give_up)

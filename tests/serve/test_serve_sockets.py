@@ -144,6 +144,26 @@ def test_pipelined_requests_are_answered_in_order(start: Any, cut: int) -> None:
         assert file.read() == b""
 
 
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_a_body_divided_while_another_request_is_answered(
+    start: Any, engine: Engine, is_sent: bool
+) -> None:
+    """The head comes in one packet with the request before it, the rest of the body later."""
+    first, second = message(endless()), message(endless(max_tokens=3))
+    with start(receive_s=0.5) as server, closing(connect(server)) as connection:
+        connection.sendall(first + second[:-20])
+        assert until(lambda: not is_idle(engine))
+        if is_sent:
+            connection.sendall(second[-20:])
+        file = connection.makefile("rb")
+        assert json.loads(read_answer(file)[2])["usage"]["completion_tokens"] == 900
+        status, _, body = read_answer(file)
+        if is_sent:
+            assert json.loads(body)["usage"]["completion_tokens"] == 3
+        else:
+            assert status == 408
+
+
 def test_a_client_behind_pipelined_requests_goes(start: Any, engine: Engine) -> None:
     with start() as server:
         connection = connect(server)
