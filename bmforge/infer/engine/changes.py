@@ -38,11 +38,12 @@ class Changes:
 
     def __init__(self, model: nn.Module, is_shared: bool = True) -> None:
         self._model, self._is_shared = model, is_shared
-        self._remember(_snapshot(model, is_shared))
+        self._factors: dict[tuple[int, torch.device], Tensor] = {}
+        self._remember(_snapshot(model, is_shared, self._factors))
 
     def since_last(self) -> bool:
         """Return True if the model changed since the last call."""
-        facts = _snapshot(self._model, self._is_shared)
+        facts = _snapshot(self._model, self._is_shared, self._factors)
         if self._facts == facts and self._is_whole():
             return False
         self._remember(facts)
@@ -63,9 +64,18 @@ def _find_objects(model: nn.Module) -> Iterator[Any]:
     yield from model.buffers()
 
 
-def _snapshot(model: nn.Module, is_shared: bool) -> list[Any]:
-    """Return the values that are compared: module classes, attributes, hooks, tensor states."""
+def _snapshot(
+    model: nn.Module, is_shared: bool, factors: dict[tuple[int, torch.device], Tensor]
+) -> list[Any]:
+    """Return the values that are compared: module classes, attributes, hooks, tensor states.
+
+    Args:
+        model: model to describe.
+        is_shared: whether checksums cover all elements of frozen tensors; see `Changes`.
+        factors: multipliers of earlier checksums, by length and device; new ones are added.
+    """
     facts: list[Any] = []
+    sums: dict[torch.device, list[Tensor]] = {}
     left = [model]
     while left:
         module = left.pop()
@@ -78,26 +88,29 @@ def _snapshot(model: nn.Module, is_shared: bool) -> list[Any]:
             facts += module._forward_pre_hooks
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
-                if tensor is not None:
-                    facts += _tensor_state(tensor, is_shared)
+                if tensor is None:
+                    continue
+                version = 0 if tensor.is_inference() else tensor._version
+                facts += (id(tensor), version)
+                if type(tensor) in _PLACED and not is_streamed(tensor) and not tensor.is_meta:
+                    facts.append(tensor.data_ptr())
+                    is_sampled = not is_shared and not tensor.requires_grad
+                    total = _checksum(tensor.detach(), is_sampled, factors)
+                    sums.setdefault(tensor.device, []).append(total)
         left += [child for child in module._modules.values() if child is not None]
+    for totals in sums.values():  # one wait for each device
+        facts += torch.stack(totals).tolist()
     return facts
 
 
-def _tensor_state(tensor: Tensor, is_shared: bool) -> tuple[int, int, int, int]:
-    """Return the identity, version, address and checksum of a tensor."""
-    version = 0 if tensor.is_inference() else tensor._version
-    if type(tensor) not in _PLACED or is_streamed(tensor) or tensor.is_meta:
-        return id(tensor), version, 0, 0
-    is_sampled = not is_shared and not tensor.requires_grad
-    return id(tensor), version, tensor.data_ptr(), _checksum(tensor.detach(), is_sampled)
-
-
-def _checksum(tensor: Tensor, is_sampled: bool) -> int:
+def _checksum(
+    tensor: Tensor, is_sampled: bool, factors: dict[tuple[int, torch.device], Tensor]
+) -> Tensor:
     """Return a linear hash of a tensor's bytes modulo 2**64, with a weight per position.
 
     The weight of word (i, j) in rows of `_COLUMNS` words is r_i + c_j with random r and c. The hash
-    therefore needs only sums over rows and columns, and also detects swapped neurons.
+    therefore needs only sums over rows and columns, and also detects swapped neurons. r is even
+    and c odd, so every weight is odd and no change of a single word is multiplied to zero.
     """
     data = tensor.reshape(-1)
     if is_sampled:
@@ -111,12 +124,18 @@ def _checksum(tensor: Tensor, is_sampled: bool) -> int:
     rows = num_words // _COLUMNS
     words = data[: 8 * num_words].view(torch.int64)
     table = words[: rows * _COLUMNS].view(rows, _COLUMNS)
-    for sums in (table.sum(1), table.sum(0), words[rows * _COLUMNS :]):
-        total = total + (sums * _weights(sums)).sum()
-    return int(total)
+    parts = [(words[rows * _COLUMNS :], 1)]
+    if rows:
+        parts += [(table.sum(0), 1), (table.sum(1), 2)]
+    for part, scale in parts:
+        key = len(part), part.device
+        if key not in factors:
+            factors[key] = _multipliers(part)
+        total = total + scale * (part * factors[key]).sum()
+    return total
 
 
-def _weights(like: Tensor) -> Tensor:
+def _multipliers(like: Tensor) -> Tensor:
     """Return an odd pseudo-random multiplier for each position.
 
     Source: mixing function of Steele et al., "Fast splittable pseudorandom number generators"

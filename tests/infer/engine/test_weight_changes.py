@@ -129,5 +129,18 @@ def test_every_single_write_is_noticed(
     assert not changes.since_last()
 
 
+@pytest.mark.parametrize("byte", range(8))
+def test_a_write_to_any_byte_is_noticed(byte: int) -> None:
+    """Also to the highest byte of a word, which the weights of a bad hash multiply to zero."""
+    module = nn.Module()
+    tensor = torch.zeros(5000, dtype=torch.float64)
+    module.register_buffer("weight", tensor)
+    changes = Changes(module)
+    array: Any = tensor.view(torch.int8).numpy().reshape(-1, 8)
+    for at in range(5000):
+        array[at, byte] ^= 1
+        assert changes.since_last(), at
+
+
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
