@@ -43,7 +43,9 @@ def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     scales = largest / _LARGEST
     is_zero = scales < torch.finfo(torch.float32).tiny
     is_finite = largest.isfinite()
-    inverse = torch.where(is_zero | ~is_finite, 0.0, _LARGEST / largest)
+    # `number / tensor` would round twice, since torch multiplies the number by the reciprocal.
+    inverse = torch.full_like(largest, _LARGEST) / largest
+    inverse = inverse.where(~is_zero & is_finite, 0.0)
     finite = groups.where(is_finite[..., None], 0.0)
     values = (finite * inverse[..., None]).round().to(torch.int8)
     scales = scales.where(is_finite, torch.nan).where(~is_zero, 0.0)

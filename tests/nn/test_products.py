@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -156,6 +157,18 @@ def test_quantised_activations(kernels: Kernels, group: int) -> None:
     assert torch.equal(sums, want.view(7, -1, group).sum(-1, dtype=torch.int32))
     assert scales[3:6, 0].isnan().all()
     assert not values[1].any()
+
+
+def test_values_next_to_a_half_round_alike(kernels: Kernels) -> None:
+    """Of a million values some are so close to n + 1/2 that another inverse rounds them up."""
+    x = torch.randn(32768, 32, generator=torch.Generator().manual_seed(0))
+    values, scales, _ = kernels.quantize(x, 32)
+    want, want_scales = quantize_activations(x, 32)
+    assert torch.equal(values, want)
+    assert torch.equal(scales, want_scales)
+    array = x.numpy()
+    inverse = np.float32(127) / np.abs(array).max(1, keepdims=True)
+    assert np.array_equal(want.numpy(), np.rint(array * inverse).astype(np.int8))
 
 
 @pytest.mark.parametrize("spec", [SPECS["int8"], SPECS["int4"]], ids=["int8", "int4"])
