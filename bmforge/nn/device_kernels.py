@@ -1,4 +1,4 @@
-"""Operators for accelerators: RMS norm, addition with RMS norm, and attention to cached pages.
+"""Operators for accelerators: norms, rotary positions, gates, and the pages of a KV cache.
 
 Every operator is one Triton kernel or, if Triton is missing, a sequence of torch operations. The
 operators have no gradient and are not used under `torch.compile`, which fuses norms itself.
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from bmforge.device import wide_dtype
+from bmforge.nn.plain_rows import plain_rms_norm, plain_rotate
 from bmforge.nn.triton_kernels import load_triton
 
-__all__ = ["attend_pages", "plain_rms_norm", "takes_device_kernels"]
+__all__ = ["attend_pages", "store_in_pages_", "takes_device_kernels"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WIDEST_ROW = 1 << 15
@@ -38,11 +38,32 @@ def takes_device_kernels(x: Tensor, *others: Tensor) -> bool:
     )
 
 
-def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return ``weight * x / sqrt(mean(x^2) + eps)``, normalized in fp32 or wider."""
-    wide = x.to(wide_dtype(x.dtype))
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(weight.dtype)
+def store_in_pages_(
+    key: Tensor,
+    value: Tensor,
+    pages: tuple[Tensor, Tensor],
+    numbers: Tensor,
+    offsets: Tensor,
+) -> None:
+    """Write keys and values of tokens to a float KV cache.
+
+    Args:
+        key: keys of the tokens.
+        value: values of the tokens.
+        pages: keys and values of all pages.
+        numbers: index of each token's page.
+        offsets: position of each token in its page.
+
+    Shape:
+        key, value: (T, K, H); pages: (pages, K, 16, H) each; numbers, offsets: (T,) int64
+    """
+    kind = pages[0].dtype
+    key, value = key.to(kind), value.to(kind)
+    if takes_device_kernels(key, value, *pages):
+        torch.ops.bmforge.store_in_pages(key, value, *pages, numbers, offsets)
+        return
+    for stored, new in zip(pages, (key, value), strict=True):
+        stored[numbers, :, offsets] = new
 
 
 def attend_pages(
@@ -78,6 +99,12 @@ _LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 _LIBRARY.define(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)"
 )
+_LIBRARY.define("rotate(Tensor x, Tensor cos, Tensor sin, bool is_interleaved) -> Tensor")
+_LIBRARY.define("multiply_by_silu(Tensor gate, Tensor up) -> Tensor")
+_LIBRARY.define(
+    "store_in_pages(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor numbers, "
+    "Tensor offsets) -> ()"
+)
 _LIBRARY.define(
     "attend_pages(Tensor query, Tensor keys, Tensor values, Tensor? key_scales, "
     "Tensor? value_scales, Tensor tables, Tensor ends, float scale, int window) -> Tensor"
@@ -99,6 +126,29 @@ def _add_rms_norm_op(
         total = residual + x
         return total, plain_rms_norm(total, weight, eps)
     return kernels.add_rms_norm(x, residual, weight, eps)
+
+
+def _rotate_op(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
+    kernels = load_triton(x.device)
+    if kernels is None:
+        return plain_rotate(x, cos[:, None], sin[:, None], is_interleaved)
+    return kernels.rotate(x, cos, sin, is_interleaved)
+
+
+def _multiply_by_silu_op(gate: Tensor, up: Tensor) -> Tensor:
+    kernels = load_triton(gate.device)
+    return F.silu(gate) * up if kernels is None else kernels.multiply_by_silu(gate, up)
+
+
+def _store_in_pages_op(
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, numbers: Tensor, offsets: Tensor
+) -> None:
+    kernels = load_triton(key.device)
+    if kernels is None:
+        keys[numbers, :, offsets] = key
+        values[numbers, :, offsets] = value
+    else:
+        kernels.store((key, value), (keys, values), (numbers, offsets))
 
 
 def _attend_pages_op(
@@ -161,6 +211,9 @@ def _attend_gathered(
 
 _LIBRARY.impl("rms_norm", _rms_norm_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("add_rms_norm", _add_rms_norm_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("rotate", _rotate_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("multiply_by_silu", _multiply_by_silu_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("store_in_pages", _store_in_pages_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("attend_pages", _attend_pages_op, "CompositeExplicitAutograd")
 
 
@@ -172,6 +225,21 @@ def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @torch.library.register_fake("bmforge::add_rms_norm")
 def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x, dtype=weight.dtype)
+
+
+@torch.library.register_fake("bmforge::rotate")
+def _(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("bmforge::multiply_by_silu")
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty_like(gate)
+
+
+@torch.library.register_fake("bmforge::store_in_pages")
+def _(*_: Any) -> None:
+    pass
 
 
 @torch.library.register_fake("bmforge::attend_pages")

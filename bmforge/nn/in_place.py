@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bmforge.nn.products import is_watched
+from bmforge.nn.tracing import is_watched
 
 __all__ = ["add_temporary", "multiply_temporary"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmforge.nn.products import is_watched
+from bmforge.nn.tracing import is_watched
 
 __all__ = ["AddLowRank", "takes_low_rank_sum"]
 

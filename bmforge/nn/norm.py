@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.device import wide_dtype
-from bmforge.nn.device_kernels import plain_rms_norm, takes_device_kernels
+from bmforge.nn.device_kernels import takes_device_kernels
 from bmforge.nn.host_rows import host_rms_norm, takes_host_rms_norm
+from bmforge.nn.plain_rows import plain_rms_norm
 
 __all__ = ["NormKind", "NormSpec", "RMSNorm", "build_norm"]
 

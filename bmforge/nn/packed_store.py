@@ -27,13 +27,13 @@ from bmforge.nn.packing import (
 )
 from bmforge.nn.part import Derived, TensorNote
 from bmforge.nn.products import (
-    is_watched,
     keeps_dtype,
     multiply_packed,
     numbers_of,
     pack_weights,
     runs_here,
 )
+from bmforge.nn.tracing import is_watched
 
 __all__ = ["GroupedProduct", "MatrixStore", "PackedRows", "PackedStore", "dequantize_stack"]
 

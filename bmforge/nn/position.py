@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.in_place import add_temporary, multiply_temporary
+from bmforge.nn.device_kernels import takes_device_kernels
+from bmforge.nn.plain_rows import plain_rotate
 
 __all__ = [
     "RopeKind",
@@ -257,13 +258,8 @@ def apply_rope(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = Fals
         x: (B, heads, T, H) -> same
     """
     cos, sin = table
-    width = cos.shape[-1]
-    rotated, unrotated = x[..., :width], x[..., width:]
-    if interleaved:
-        even, odd = rotated[..., 0::2], rotated[..., 1::2]
-        swapped = torch.stack((-odd, even), dim=-1).flatten(-2)
-    else:
-        first, second = rotated.chunk(2, dim=-1)
-        swapped = torch.cat((-second, first), dim=-1)
-    rotated = add_temporary(rotated * cos, multiply_temporary(swapped, sin))
-    return rotated if unrotated.shape[-1] == 0 else torch.cat((rotated, unrotated), dim=-1)
+    heads = x.transpose(1, 2)
+    if len(x) == len(cos) == 1 and takes_device_kernels(heads, cos, sin):
+        rotated = torch.ops.bmforge.rotate(heads[0], cos[0, 0], sin[0, 0], interleaved)
+        return rotated.transpose(0, 1)[None]
+    return plain_rotate(x, cos, sin, interleaved)

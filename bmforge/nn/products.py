@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from bmforge.native import say_once
 from bmforge.nn.packing import (
@@ -35,12 +34,12 @@ from bmforge.nn.product_kernels import (
     compile_variant,
     runnable_variants,
 )
+from bmforge.nn.tracing import is_watched
 from bmforge.nn.triton_kernels import load_triton
 
 __all__ = [
     "Kernels",
     "dequantize",
-    "is_watched",
     "keeps_dtype",
     "lacks_library",
     "load_kernels",
@@ -266,19 +265,6 @@ def _multiply_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of_rows = None if bias is None else bias[part].float()
         out[:, part] = F.linear(x, weight[part].float(), of_rows)
     return out
-
-
-def is_watched() -> bool:
-    """Return True while tracing or compiling, or in a functorch transform.
-
-    None of these can trace calls of compiled kernels.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-    transforms = torch._C._functorch.peek_interpreter_stack() is not None
-    follows = forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
-    return bool(modes) or transforms or follows
 
 
 @cache

@@ -31,8 +31,9 @@ from bmforge.nn.packed_store import (
 )
 from bmforge.nn.packing import PackedMatrix, QuantSpec, pick_rows
 from bmforge.nn.part import TensorNote
-from bmforge.nn.products import is_watched, load_kernels, numbers_of, runs_here
+from bmforge.nn.products import load_kernels, numbers_of, runs_here
 from bmforge.nn.shard_hooks import HeadRows
+from bmforge.nn.tracing import is_watched
 
 __all__ = [
     "MatrixStore",

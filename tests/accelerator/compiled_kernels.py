@@ -25,7 +25,7 @@ from bmforge.nn.triton_kernels.launch import TritonKernels
 _DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-    torch.int8: "*i8", torch.uint8: "*u8", torch.int32: "*i32",
+    torch.int8: "*i8", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 META = torch.device("meta")
 SIZE = 4096
@@ -136,7 +136,14 @@ def others(kernels: TritonKernels, dtype: torch.dtype) -> dict[str, Launch]:
         kernels.quantize(x, 32)
         kernels.dequantize(_matrix(spec), SIZE, spec, dtype)
         kernels.add_rms_norm(x, x, x[0], 1e-5)
-    names = dict(zip(("quantize", "dequantize", "norm"), launches, strict=True))
+        heads = x.view(2, 32, 128)
+        kernels.rotate(heads, x[:, :128].contiguous(), x[:, :128].contiguous(), False)
+        cached = torch.empty(9, 32, 16, 128, dtype=dtype, device=META)
+        place = torch.empty(2, dtype=torch.int64, device=META)
+        kernels.store((heads, heads), (cached, cached), (place, place))
+        kernels.multiply_by_silu(x, x)
+    kinds = ("quantize", "dequantize", "norm", "rotate", "store", "silu")
+    names = dict(zip(kinds, launches, strict=True))
     for key, kind in (("attend", dtype), ("attend int8", torch.int8)):
         pages = torch.empty(9, 8, 16, 128, dtype=kind, device=META)
         scales = torch.empty(9, 8, 16, device=META) if kind == torch.int8 else None

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from hypothesis import HealthCheck, given, settings
@@ -20,6 +21,7 @@ from bmforge.errors import ConfigError
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.packing import QuantSpec, pack_matrix, quantize_groups, unpack_matrix
 from bmforge.nn.plain_products import multiply_plain, quantize_activations
+from bmforge.nn.position import RopeSpec, apply_rope, rope_table
 from bmforge.nn.products import load_kernels
 from bmforge.nn.triton_kernels import products as triton_products
 from bmforge.nn.triton_kernels.launch import TritonKernels
@@ -159,6 +161,59 @@ def test_norms_are_those_of_the_module(dtype: torch.dtype, width: int, has_resid
     ratio = {torch.float32: 1e-6, torch.float16: 2e-3}[dtype]
     torch.testing.assert_close(out.double(), exact, rtol=ratio, atol=1e-6)
     torch.testing.assert_close(out, norm(want_total), rtol=ratio, atol=1e-6)
+
+
+@draws
+@given(
+    tokens=st.integers(1, 4),
+    heads=st.sampled_from([1, 3]),
+    width=st.sampled_from([16, 80, 128]),
+    share=st.sampled_from([1, 2, 4]),
+    is_interleaved=st.booleans(),
+    is_half=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_rotated_heads_have_the_bits_of_torch(
+    tokens: int,
+    heads: int,
+    width: int,
+    share: int,
+    is_interleaved: bool,
+    is_half: bool,
+    seed: int,
+) -> None:
+    dtype = torch.float16 if is_half else torch.float32
+    spec = RopeSpec(width // share, interleaved=is_interleaved)
+    positions = torch.arange(seed, seed + tokens)[None]
+    cos, sin = rope_table(spec, positions, dtype)
+    x = random(seed, tokens, heads, width).to(dtype)
+    got = KERNELS.rotate(x, cos[0, 0], sin[0, 0], is_interleaved)
+    want = apply_rope(x.transpose(0, 1)[None], (cos, sin), is_interleaved)
+    assert torch.equal(got, want[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("width", [16, 80])
+def test_keys_and_values_are_written_to_their_places(dtype: torch.dtype, width: int) -> None:
+    key, value = random(0, 5, 3, width).to(dtype), random(1, 5, 3, width).to(dtype)
+    place = torch.tensor([6, 0, 6, 2, 2]), torch.tensor([0, 15, 7, 3, 4])
+    stored = torch.zeros(7, 3, 16, width, dtype=dtype), torch.ones(7, 3, 16, width, dtype=dtype)
+    want = [pages.clone() for pages in stored]
+    for pages, new in zip(want, (key, value), strict=True):
+        pages[place[0], :, place[1]] = new
+    KERNELS.store((key, value), stored, place)
+    assert torch.equal(stored[0], want[0])
+    assert torch.equal(stored[1], want[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("width", [5, 1024, 1500])
+def test_gates_are_those_of_torch(dtype: torch.dtype, width: int) -> None:
+    gate, up = (10 * random(seed, 3, width).to(dtype) for seed in (0, 1))
+    gate[0, 0], gate[1, 1] = -200, 60000
+    got = KERNELS.multiply_by_silu(gate, up)
+    limit = 1e-6 if dtype == torch.float32 else 1e-3
+    torch.testing.assert_close(got, F.silu(gate) * up, rtol=limit, atol=1e-7)
 
 
 @draws

@@ -25,15 +25,17 @@ SPECS = {
     "int4-asym": QuantSpec(4, 128, symmetric=False, scale_dtype="float32"),
     "int8-dynamic": QuantSpec(8, 0, scale_dtype="float32"),
 }
-OTHERS = ("quantize", "dequantize", "norm", "attend", "attend int8", "join")
+OTHERS = (
+    "quantize", "dequantize", "norm", "rotate", "store", "silu", "attend", "attend int8", "join",
+)  # fmt: skip
 # Every kernel once and every kind of GPU twice; the whole product is long.
 QUICK = {
     75: ("int4 x 1", "dequantize"),
     80: ("int4 x 1", "int4 x 4", "int4 x 16"),
     86: ("int8 x 1", "attend"),
-    89: ("int4-asym x 16", "quantize"),
-    90: ("int4 x 1", "attend int8"),
-    100: ("int8 x 16", "norm"),
+    89: ("int4-asym x 16", "quantize", "rotate"),
+    90: ("int4 x 1", "attend int8", "store"),
+    100: ("int8 x 16", "norm", "silu"),
     120: ("int8-dynamic x 4", "join"),
     "gfx90a": ("int4 x 1", "attend"),
     "gfx942": ("int8-dynamic x 1", "int8 x 16"),

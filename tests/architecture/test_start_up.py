@@ -16,7 +16,7 @@ MOST_MODULES = {
     "bmforge.infer.sampling": 8,
     "bmforge.infer.generation": 150,
     "bmforge.infer.engine": 264,
-    "bmforge.models": 116,
+    "bmforge.models": 118,
 }
 
 PROGRAM = """

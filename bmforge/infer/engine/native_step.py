@@ -24,7 +24,8 @@ from bmforge.infer.engine.native_structures import Layer
 from bmforge.infer.engine.paged_cache import PagedCache, StepRow
 from bmforge.models.stack import run_block
 from bmforge.nn.product_kernels import PLAIN_KINDS, compile_sources
-from bmforge.nn.products import is_watched, load_kernels
+from bmforge.nn.products import load_kernels
+from bmforge.nn.tracing import is_watched
 
 __all__ = ["NativeStep", "load_step"]
 

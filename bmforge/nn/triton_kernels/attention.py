@@ -9,7 +9,8 @@ from bmforge.nn.triton_kernels.language import jit, tl
 __all__ = ["attend_pages", "join_parts"]
 
 
-@jit
+# Without specialization Triton does not compile the kernel again for widths that 16 divides.
+@jit(do_not_specialize=["width"])
 def attend_pages(
     query, keys, values, key_scales, value_scales, tables, ends, part, stats, scale, width,
     K: tl.constexpr, GROUP: tl.constexpr, BR: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
@@ -73,7 +74,7 @@ def attend_pages(
     tl.store(stats + at_part * 2 + 1, total)
 
 
-@jit
+@jit(do_not_specialize=["parts"])
 def join_parts(
     part, stats, out, parts,
     K: tl.constexpr, GROUP: tl.constexpr, BR: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,

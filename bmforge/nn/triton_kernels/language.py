@@ -18,7 +18,12 @@ def _import_language() -> tuple[Any, Any]:
         return import_module("triton").jit, import_module("triton.language")
     except ImportError:
         # Defining a kernel reads only `tl.constexpr`, the annotation of compile-time arguments.
-        return (lambda function: function), SimpleNamespace(constexpr=None)
+        return _leave_undecorated, SimpleNamespace(constexpr=None)
+
+
+def _leave_undecorated(function: Any = None, **options: Any) -> Any:
+    """Replace `triton.jit`, with or without options."""
+    return _leave_undecorated if function is None else function
 
 
 jit, tl = _import_language()

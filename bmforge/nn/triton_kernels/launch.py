@@ -15,13 +15,20 @@ from bmforge.nn.triton_kernels.products import (
     multiply_tiles,
     multiply_wide_groups,
 )
-from bmforge.nn.triton_kernels.rows import add_rms_norm, quantize_rows
+from bmforge.nn.triton_kernels.rows import (
+    add_rms_norm,
+    multiply_by_silu,
+    quantize_rows,
+    rotate_heads,
+    store_heads,
+)
 
 __all__ = ["TritonKernels"]
 
 # Wider groups than this do not fit into registers in one iteration.
 _WIDEST_GROUP = 256
 _PART_TOKENS = 256
+_GATE_VALUES = 1024
 # Separate multiplications and additions for bit-identity with the CPU; not needed for attention.
 _EXACT, _FUSED = {"enable_fp_fusion": False}, {"enable_fp_fusion": True}
 
@@ -97,16 +104,18 @@ class TritonKernels:
         columns, at_once = values.shape[1], 1 if tokens == 1 else 2 if tokens == 2 else 4
         group, is_plain = spec.group_of(columns), matrix.minima is None
         scales, minima = _in_pairs(matrix)
-        # 128 words of a row per iteration, 64 with several tokens: more would spill registers.
-        words = (128 if at_once == 1 else 64) * 32 // (group * spec.bits)
-        turn = min(32 if is_plain else 16, max(8 if is_plain else 4, words))
+        # 64 words of a row per iteration, and one warp for these: 1.5 to 5 times as fast on an H100
+        # as more words and warps, which wait for each other.
+        group_words = group * spec.bits // 32
+        turn = min(32 if is_plain else 16, max(8 if is_plain else 4, 64 // group_words))
+        warps = max(1, turn * group_words // 64) * (1 if is_plain else 2)
         grid = (-(-rows // PANEL_ROWS), -(-tokens // at_once))
         multiply_few[grid](
             matrix.packed.view(torch.int32), scales, minima, values.view(torch.int32),
             value_scales, sums, value_scales if bias is None else bias, out, tokens,
             rows, columns, at_once, spec.bits, group, is_plain, bias is not None,
-            scales.dtype == torch.int32, self.emulates, 3, turn,
-            num_warps=4 if at_once == 1 else 8, **_EXACT,
+            scales.dtype == torch.int32, self.emulates, 3 if at_once == 1 else 4, turn,
+            num_warps=warps, **_EXACT,
         )  # fmt: skip
 
     def _multiply_tiles(
@@ -128,7 +137,8 @@ class TritonKernels:
             matrix.packed, scales, minima, values, value_scales, sums,
             value_scales if bias is None else bias, out, tokens,
             rows, columns, 16, spec.bits, group, is_plain, bias is not None,
-            scales.dtype == torch.int32, 3 if group <= 64 else 2, turn, num_warps=4, **_EXACT,
+            scales.dtype == torch.int32, 3 if group <= 64 else 2, turn,
+            num_warps=4 if turn * group <= 512 else 8, **_EXACT,
         )  # fmt: skip
 
     def _multiply_wide(
@@ -186,6 +196,46 @@ class TritonKernels:
         )  # fmt: skip
         return total, out
 
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
+        """Return heads rotated by RoPE; see `position.apply_rope`.
+
+        Shape:
+            x: (T, N, H), contiguous; cos and sin: (T, R), contiguous; returns (T, N, H)
+        """
+        tokens, heads, width = x.shape
+        out = torch.empty_like(x)
+        rotate_heads[(tokens, heads)](
+            x, cos, sin, out, heads, width, _up_to_power(width), cos.shape[-1], is_interleaved,
+            num_warps=1, **_EXACT,
+        )  # fmt: skip
+        return out
+
+    def store(
+        self, new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], place: tuple[Tensor, ...]
+    ) -> None:
+        """Write the keys and values of tokens to the pages of a cache.
+
+        Args:
+            new: keys and values of the tokens, contiguous.
+            stored: keys and values of all pages, of the same dtype.
+            place: index of each token's page, and position in the page.
+
+        Shape:
+            new: (T, K, H) each; stored: (pages, K, 16, H) each; place: (T,) int64 each
+        """
+        tokens, heads, width = new[0].shape
+        store_heads[(tokens, heads)](
+            *new, *stored, *place, heads, width, _up_to_power(width), num_warps=1, **_EXACT
+        )
+
+    def multiply_by_silu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return ``silu(gate) * up`` for contiguous tensors of one shape and dtype."""
+        out = torch.empty_like(gate)
+        count = gate.numel()
+        grid = (-(-count // _GATE_VALUES),)
+        multiply_by_silu[grid](gate, up, out, count, _GATE_VALUES, num_warps=4, **_EXACT)
+        return out
+
     def attend(
         self,
         query: Tensor,
@@ -221,7 +271,8 @@ class TritonKernels:
         sizes = (kv_heads, group, padded, width, max(16, _up_to_power(width)))
         attend_pages[(rows, kv_heads, parts)](
             query, *pages, *(scales or pages), tables, ends, part, stats, scale, tables.shape[1],
-            *sizes, _PART_TOKENS, window or 0, scales is not None, 64, 2, num_warps=4, **_FUSED,
+            *sizes, _PART_TOKENS, window or 0, scales is not None, 64 if scales is None else 32, 2,
+            num_warps=4, **_FUSED,
         )  # fmt: skip
         join_parts[(rows, kv_heads)](part, stats, out, parts, *sizes, num_warps=4, **_FUSED)
         return out

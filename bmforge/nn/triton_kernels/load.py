@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bmforge.device import device_name, triton_features
@@ -19,6 +20,7 @@ from bmforge.nn.packing import (
     unpack_matrix,
 )
 from bmforge.nn.plain_products import multiply_plain
+from bmforge.nn.plain_rows import plain_rotate
 
 if TYPE_CHECKING:
     from bmforge.nn.triton_kernels.launch import TritonKernels
@@ -79,7 +81,10 @@ def find_difference(kernels: TritonKernels, device: torch.device) -> str:
         for spec in _SPECS:
             if difference := _compare_products(kernels, device, spec):
                 return difference
-        return _compare_norm(kernels, device) or _compare_attention(kernels, device)
+        for compare in (_compare_norm, _compare_heads, _compare_attention):
+            if difference := compare(kernels, device):
+                return difference
+        return ""
     except Exception as error:  # the compiler's and the driver's errors have no common class
         return f"a kernel failed ({type(error).__name__}: {error})".splitlines()[0]
 
@@ -115,6 +120,28 @@ def _compare_norm(kernels: TritonKernels, device: torch.device) -> str:
         if same and torch.allclose(out.cpu(), want)
         else "the RMS norm differs from the CPU's result"
     )
+
+
+def _compare_heads(kernels: TritonKernels, device: torch.device) -> str:
+    """Compare rotated heads, keys and values in pages, and gates."""
+    draw = _random()
+    x, other, cos, sin = draw(3, 2, 80), draw(3, 2, 80), draw(3, 40), draw(3, 40)
+    for is_interleaved in (False, True):
+        got = kernels.rotate(x.to(device), cos.to(device), sin.to(device), is_interleaved)
+        if not torch.equal(got.cpu(), plain_rotate(x, cos[:, None], sin[:, None], is_interleaved)):
+            return "heads with rotary positions differ from the CPU's result"
+    place = torch.tensor([4, 0, 4]), torch.tensor([15, 0, 3])
+    stored = torch.zeros(5, 2, 16, 80), torch.zeros(5, 2, 16, 80)
+    written = stored[0].to(device), stored[1].to(device)
+    kernels.store(
+        (x.to(device), other.to(device)), written, (place[0].to(device), place[1].to(device))
+    )
+    for pages, new, got in zip(stored, (x, other), written, strict=True):
+        pages[place[0], :, place[1]] = new
+        if not torch.equal(got.cpu(), pages):
+            return "the pages of the KV cache differ from the CPU's"
+    got, want = kernels.multiply_by_silu(x.to(device), other.to(device)).cpu(), F.silu(x) * other
+    return "" if torch.allclose(got, want) else "the SiLU gate differs from the CPU's result"
 
 
 def _compare_attention(kernels: TritonKernels, device: torch.device) -> str:

@@ -1,8 +1,8 @@
-"""Triton kernels that process rows of activations: quantization, and add + RMSNorm."""
+"""Triton kernels for rows of activations: quantization, norms, rotation, gates, cache writes."""
 
 from bmforge.nn.triton_kernels.language import jit, tl
 
-__all__ = ["add_rms_norm", "quantize_rows"]
+__all__ = ["add_rms_norm", "multiply_by_silu", "quantize_rows", "rotate_heads", "store_heads"]
 
 
 @jit
@@ -68,3 +68,64 @@ def add_rms_norm(
     w = tl.load(weight + d, mask=inside, other=0.0)
     scaled = w.to(tl.float32) * normed.to(w.dtype).to(tl.float32)
     tl.store(out + t * D + d, scaled.to(w.dtype), mask=inside)
+
+
+@jit
+def rotate_heads(
+    x, cos, sin, out,
+    N: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rotate the first R dims of each head (RoPE), with the roundings of torch's operations.
+
+    x (T, N, H), cos and sin (T, R) -> out (T, N, H). A program computes one head of one token.
+    """
+    t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    h = tl.arange(0, BH)
+    inside, turned = h < H, h < R
+    base = (t * N + head) * H
+    v = tl.load(x + base + h, mask=inside, other=0.0)
+    if INTERLEAVED:
+        partner, is_first = h ^ 1, h % 2 == 0
+    else:
+        is_first = h < R // 2
+        partner = tl.where(is_first, h + R // 2, h - R // 2)
+    other = tl.load(x + base + partner, mask=turned, other=0.0).to(tl.float32)
+    c = tl.load(cos + t * R + h, mask=turned, other=0.0).to(tl.float32)
+    s = tl.load(sin + t * R + h, mask=turned, other=0.0).to(tl.float32)
+    along = (v.to(tl.float32) * c).to(v.dtype).to(tl.float32)
+    across = (tl.where(is_first, -other, other) * s).to(v.dtype).to(tl.float32)
+    tl.store(out + base + h, tl.where(turned, (along + across).to(v.dtype), v), mask=inside)
+
+
+@jit
+def store_heads(
+    key, value, keys, values, pages, offsets,
+    K: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """Write keys and values (T, K, H) to their places in the pages (pages, K, 16, H).
+
+    `pages` and `offsets` are (T,) int64. A program writes one head of one token.
+    """
+    t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    h = tl.arange(0, BH)
+    inside = h < H
+    source = (t * K + head) * H + h
+    target = ((tl.load(pages + t) * K + head) * 16 + tl.load(offsets + t)) * H + h
+    tl.store(keys + target, tl.load(key + source, mask=inside), mask=inside)
+    tl.store(values + target, tl.load(value + source, mask=inside), mask=inside)
+
+
+@jit(do_not_specialize=["count"])
+def multiply_by_silu(gate, up, out, count, B: tl.constexpr):
+    """Compute ``out = silu(gate) * up`` for flat tensors of `count` values.
+
+    silu(gate) is rounded to the dtype before the product, as torch does.
+    """
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    inside = at < count
+    g = tl.load(gate + at, mask=inside, other=0.0)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    wide = g.to(tl.float32)
+    activated = tl.math.div_rn(wide, 1.0 + tl.exp(-wide)).to(g.dtype).to(tl.float32)
+    tl.store(out + at, (activated * u).to(g.dtype), mask=inside)

@@ -1,0 +1,21 @@
+"""Finds out whether torch traces or transforms the current call."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+__all__ = ["is_watched"]
+
+
+def is_watched() -> bool:
+    """Return True while tracing or compiling, or in a functorch transform.
+
+    None of these can trace calls of compiled kernels.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    transforms = torch._C._functorch.peek_interpreter_stack() is not None
+    follows = forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
+    return bool(modes) or transforms or follows
