@@ -39,7 +39,7 @@ _CHUNK_ELEMENTS = 1 << 26
 # and 72 MiB if the logits have 16 bits.
 # Each pass over the head's weight must serve at least some tokens, or reading the weight dominates.
 _HOST_CHUNK_ELEMENTS, _HOST_TILE_ELEMENTS, _FEW_TOKENS, _MANY_TOKENS = 9 << 22, 1 << 22, 200, 2048
-# Rows per step when a product is added to a sum of a wider dtype; also sized for the cache.
+# On a CPU, rows per step when a product is added to a sum of a wider dtype; sized for the cache.
 _WIDENED_ROWS = 512
 
 
@@ -315,8 +315,9 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> No
         total.copy_(left @ right)
     else:
         product = left @ right
-        for start in range(0, total.shape[0], _WIDENED_ROWS):
-            total[start : start + _WIDENED_ROWS] += product[start : start + _WIDENED_ROWS]
+        step = _WIDENED_ROWS if is_host(total.device) else max(1, total.shape[0])
+        for start in range(0, total.shape[0], step):
+            total[start : start + step] += product[start : start + step]
 
 
 def _scale_(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
