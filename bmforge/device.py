@@ -7,9 +7,10 @@ allocated memory and the peak speed. Without an accelerator they use the CPU.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from bmforge.host_memory import data_room_bytes, host_memory_bytes, peak_residen
 from bmforge.native import processor_field
 
 __all__ = [
+    "DeviceGraph",
     "backend_for",
     "default_device",
     "device_at",
@@ -29,6 +31,7 @@ __all__ = [
     "find_devices",
     "fork_random",
     "has_fast_half",
+    "has_graphs",
     "keep_random",
     "is_host",
     "memory_room_bytes",
@@ -177,6 +180,48 @@ def triton_features(device: torch.device) -> tuple[bool, bool] | None:
         return False, True
     capability = torch.cuda.get_device_capability(device)
     return (True, capability >= (8, 0)) if capability >= (7, 5) else None
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Return True if `DeviceGraph` supports the device: NVIDIA's and AMD's GPUs."""
+    return device.type == "cuda"
+
+
+class DeviceGraph:
+    """Kernels that a function launched, launched again in one call on the same memory.
+
+    The host needs some 10 us to launch a kernel from Python, and a graph a fraction of that. The
+    function must not read values of the device, and must have run once before with the same
+    shapes, because kernels cannot be compiled while a graph is recorded.
+
+    Args:
+        run: function whose kernels are recorded, but not run.
+        like: another graph whose memory this graph may reuse, if their calls never overlap.
+
+    Attributes:
+        output: return value of the function; every replay overwrites its tensors.
+
+    Raises:
+        RuntimeError: if the function waits for the device.
+    """
+
+    def __init__(self, run: Callable[[], Any], like: DeviceGraph | None = None) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        pool = None if like is None else like._graph.pool()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Other threads may use the device meanwhile, for example to load adapters.
+            self._graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                self.output = run()
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def replay(self) -> None:
+        """Launch the kernels on the current stream."""
+        self._graph.replay()
 
 
 def send_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

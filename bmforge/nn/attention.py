@@ -260,14 +260,17 @@ class Attention(nn.Module):
             if cache is not None and attend is None:
                 key, value = cache.append(self.layer_index, key, value)
         if attend is not None and memory is None:
-            is_plain = self.causal and self.prefix is None and self.sinks is None
-            is_plain = is_plain and self.mix is mix_values
-            scale = (self.scale or self.head_dim**-0.5) if is_plain and not self.training else None
+            scale = (self.scale or self.head_dim**-0.5) if self.is_plain() else None
             mixed = attend(self.layer_index, self.window, self._mix, query, key, value, scale)
         else:
             mixed = self._mix(query, key, value, mask, bias)
         mixed = self._drop_padding(mixed)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def is_plain(self) -> bool:
+        """Return True if the layer computes causal softmax attention and nothing else."""
+        has_more = self.prefix is not None or self.sinks is not None or self.training
+        return self.causal and not has_more and self.mix is mix_values
 
     def pick_heads(self, bias: Tensor) -> Tensor:
         """Return the first `num_heads` heads of a bias that layers of different widths share.

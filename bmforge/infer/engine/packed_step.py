@@ -21,7 +21,8 @@ from bmforge.infer.engine.native_step import NativeStep
 from bmforge.infer.engine.paged_cache import PagedCache
 from bmforge.infer.engine.pages import PAGE_TOKENS
 from bmforge.infer.engine.scheduler import ChunkRules
-from bmforge.infer.engine.step_tables import StepRow, StepTables
+from bmforge.infer.engine.step_graphs import StepGraphs, can_record
+from bmforge.infer.engine.step_tables import FixedTables, StepRow, StepTables
 from bmforge.models.stack import rope_tables, run_layers
 from bmforge.nn import LMHead, RopeSpec
 from bmforge.nn.adapter_selection import run_with_selection
@@ -96,10 +97,13 @@ class PackedStep:
         self.cache = PagedCache(total_pages, dtype, weight.device)
         self._shares_passes = shares_passes(model)
         self._is_together = False
+        self._graphs = StepGraphs(self._run_torch, weight.device)
+        self._can_record: bool | None = None
 
     def look_again(self) -> None:
         """Check in the next step whether blocks were changed, for example by attaching adapters."""
         self._native.look_again()
+        self._can_record = None
 
     def cut(self) -> ChunkRules:
         """Return the `ChunkRules`, which limit how sequences are divided into steps."""
@@ -185,24 +189,47 @@ class PackedStep:
         native_only: bool = False,
     ) -> list[Tensor] | None:
         """Run one forward pass; None if torch would have to run it and `native_only` is set."""
-        model, device = self.model, self.cache.device
+        if self._can_record is None:
+            self._can_record = can_record(self.model, self.cache.device)
+        if self._can_record and set(num_scored) == {1}:
+            logits = self._graphs.run(rows, tokens)
+            if logits is not None:
+                return list(logits.split(1))
         tables = StepTables(rows, tokens, num_scored)
-        on_device = tables.at(device)
-        ids, positions = on_device.ids[None], on_device.positions[None]
-        positions = model.positions_behind_prefix(positions)
-        x = self._enter(ids, positions)
-        rope = rope_tables(model.spec, positions, x.dtype)
+        x, rope = self._embed(tables)
         out = None
         if "local_rope" not in rope:
-            out = self._native.run_packed(model.layers, x, self.cache, rows, rope["rope"])
+            out = self._native.run_packed(self.model.layers, x, self.cache, rows, rope["rope"])
         if out is None and native_only:
             return None
-        if out is None:
-            self.cache.rows, self.cache.tables = rows, tables
-            masks: dict[int | None, Tensor | None] = dict.fromkeys(self._windows())
-            out = run_layers(model.layers, x, masks, False, cache=self.cache, **rope)[0]
-        scored = out[0].index_select(0, on_device.scored.to(out.device))
-        return list(self._score(scored).split(list(num_scored)))
+        logits = self._run_torch(tables, x, rope) if out is None else self._score_of(out, tables)
+        return list(logits.split(list(num_scored)))
+
+    def _embed(self, tables: StepTables | FixedTables) -> tuple[Tensor, dict[str, Any]]:
+        """Return the input of the first block, (1, T, D), and the rotary tables."""
+        on_device = tables.at(self.cache.device)
+        positions = self.model.positions_behind_prefix(on_device.positions[None])
+        x = self._enter(on_device.ids[None], positions)
+        return x, rope_tables(self.model.spec, positions, x.dtype)
+
+    def _run_torch(
+        self,
+        tables: StepTables | FixedTables,
+        x: Tensor | None = None,
+        rope: dict[str, Any] | None = None,
+    ) -> Tensor:
+        """Run the blocks in torch; return the logits of the scored tokens, (M, V)."""
+        if x is None or rope is None:
+            x, rope = self._embed(tables)
+        self.cache.rows, self.cache.tables = tables.rows, tables
+        masks: dict[int | None, Tensor | None] = dict.fromkeys(self._windows())
+        out = run_layers(self.model.layers, x, masks, False, cache=self.cache, **rope)[0]
+        return self._score_of(out, tables)
+
+    def _score_of(self, out: Tensor, tables: StepTables | FixedTables) -> Tensor:
+        """Return the logits of the scored tokens: (1, T, D) -> (M, V) in fp32."""
+        scored = tables.at(self.cache.device).scored.to(out.device)
+        return self._score(out[0].index_select(0, scored))
 
     def _windows(self) -> set[int | None]:
         attentions = (layer.attn for layer in self.model.layers.values())

@@ -9,9 +9,15 @@ from torch import Tensor
 
 from bmforge.errors import ShapeError
 from bmforge.infer.engine.pages import PAGE_TOKENS
-from bmforge.infer.engine.step_tables import StepRow, StepTables, TablesOnDevice
+from bmforge.infer.engine.step_tables import (
+    FEW_TOKENS,
+    FixedTables,
+    StepRow,
+    StepTables,
+    TablesOnDevice,
+)
 from bmforge.nn.attention import RunBlocks, build_mask
-from bmforge.nn.device_kernels import attend_pages
+from bmforge.nn.device_kernels import attend_pages, store_in_pages_
 from bmforge.nn.plain_products import quantize_activations
 
 __all__ = ["PAGE_TOKENS", "PagedCache", "StepRow"]
@@ -43,7 +49,7 @@ class PagedCache:
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
         self.count, self.dtype, self.device = count, dtype, device
         self.rows: Sequence[StepRow] = ()
-        self.tables: StepTables | None = None
+        self.tables: StepTables | FixedTables | None = None
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
         self._scales: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -83,16 +89,18 @@ class PagedCache:
         """
         return self._scales.get(layer)
 
-    def _store(self, layer: int, part: int, new: Tensor) -> None:
-        """Write keys (part 0) or values (part 1) of the step's tokens, (K, T, H), to pages."""
-        on_device = self._tables_at(new.device)
+    def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write keys and values of the step's tokens, (K, T, H) each, to pages."""
+        on_device = self._tables_at(key.device)
         pages, offsets = on_device.pages, on_device.offsets
-        new = new.transpose(0, 1)
-        if layer in self._scales:
+        key, value = key.transpose(0, 1), value.transpose(0, 1)
+        if layer not in self._scales:
+            store_in_pages_(key, value, self._pairs[layer], pages, offsets)
+            return
+        for part, new in enumerate((key, value)):
             values, scales = quantize_activations(new.float().contiguous(), new.shape[-1])
             self._scales[layer][part][pages, :, offsets] = scales[..., 0]
-            new = values
-        self._pairs[layer][part][pages, :, offsets] = new.to(self.dtype)
+            self._pairs[layer][part][pages, :, offsets] = values
 
     def _read(self, layer: int, part: int, pages: Tensor) -> Tensor:
         """Return the keys or values of the given pages, (K, tokens, H)."""
@@ -128,33 +136,52 @@ class PagedCache:
         """
         device = query.device
         self.hold(layer, key.shape[1], key.shape[3], device)
-        self._store(layer, 0, key[0])
-        self._store(layer, 1, value[0])
+        self._store(layer, key[0], value[0])
         on_device = self._tables_at(device)
-        tables, ends = on_device.page_tables, on_device.ends
-        if scale is not None and tables is not None and ends is not None:
-            own, pair = query[0].transpose(0, 1).contiguous(), self._pairs[layer]
-            mixed = attend_pages(own, pair, self.scales(layer), tables, ends, scale, window)
-            return mixed.transpose(0, 1)[None]
-        return self._attend_by_row(layer, window, mix, query)
+        few, tables, ends = on_device.few, on_device.page_tables, on_device.ends
+        if scale is None or few is None or tables is None or ends is None:
+            return self._attend_by_row(layer, window, mix, query, self.rows)
+        own, pair = query[0].transpose(0, 1), self._pairs[layer]
+        is_all = len(few) == len(own)
+        own = own.contiguous() if is_all else own.index_select(0, few)
+        mixed = attend_pages(own, pair, self.scales(layer), tables, ends, scale, window)
+        mixed = mixed.transpose(0, 1)[None]
+        if is_all:
+            return mixed
+        long = [row for row in self.rows if row.length > FEW_TOKENS]
+        out = self._attend_by_row(layer, window, mix, query, long)
+        return out.index_copy(2, few, mixed)
 
     def _attend_by_row(
-        self, layer: int, window: int | None, mix: Callable[..., Tensor], query: Tensor
+        self,
+        layer: int,
+        window: int | None,
+        mix: Callable[..., Tensor],
+        query: Tensor,
+        chosen: Sequence[StepRow],
     ) -> Tensor:
-        """Compute the attention of each row separately: (1, N, T, H) -> the same shape."""
+        """Compute the attention of each chosen row separately; other rows are undefined.
+
+        Shape:
+            query: (1, N, T, H); returns the same shape
+        """
         device, out, first = query.device, [], 0
         row_pages = self._tables_at(device).row_pages
+        keys = {id(row) for row in chosen}
         for row, pages in zip(self.rows, row_pages, strict=True):
+            own = query[:, :, first : first + row.length]
+            first += row.length
+            if id(row) not in keys:
+                out.append(own)
+                continue
             near = 0 if window is None else max(0, row.start + 1 - window) // PAGE_TOKENS
             past = row.start - near * PAGE_TOKENS
             seen, values = (
                 self._read(layer, part, pages[near:])[None, :, : past + row.length]
                 for part in (0, 1)
             )
-            own = query[:, :, first : first + row.length]
             mask = build_mask((1, row.length), device, past=past, window=window)
             out.append(mix(own, seen.to(own.dtype), values.to(own.dtype), mask, None))
-            first += row.length
         return torch.cat(out, 2)
 
     def _tables_at(self, device: torch.device) -> TablesOnDevice:

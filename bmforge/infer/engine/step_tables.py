@@ -12,10 +12,10 @@ from torch import Tensor
 from bmforge.device import is_host, send_to
 from bmforge.infer.engine.pages import PAGE_TOKENS
 
-__all__ = ["StepRow", "StepTables", "TablesOnDevice"]
+__all__ = ["FEW_TOKENS", "FixedTables", "StepRow", "StepTables", "TablesOnDevice"]
 
 # Rows with more tokens read their pages once for all tokens, instead of once per token.
-_FEW_TOKENS = 16
+FEW_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,13 @@ class TablesOnDevice:
         offsets: position of each token in its page.
         scored: indices of the tokens whose logits are needed.
         row_pages: pages of each row.
-        page_tables: pages of each token's sequence, on accelerators if no row has many tokens.
-        ends: number of tokens that each token attends to; None without `page_tables`.
+        few: indices of the tokens of rows with few tokens, on accelerators; None if there are none.
+        page_tables: pages of the sequence of each of these tokens; None without `few`.
+        ends: number of tokens that each of them attends to; None without `few`.
 
     Shape:
         ids, positions, pages, offsets: (T,) int64; scored: (M,) int64; row_pages: (width,) int64
-        each; page_tables: (T, width) int32; ends: (T,) int32
+        each; few: (F,) int64; page_tables: (F, width) int32; ends: (F,) int32
     """
 
     ids: Tensor
@@ -63,6 +64,7 @@ class TablesOnDevice:
     offsets: Tensor
     scored: Tensor
     row_pages: tuple[Tensor, ...]
+    few: Tensor | None
     page_tables: Tensor | None
     ends: Tensor | None
 
@@ -108,30 +110,99 @@ class StepTables:
         offsets = [position % PAGE_TOKENS for position in self._positions]
         widths = [-(-row.end // PAGE_TOKENS) for row in self.rows]
         lists = [self._ids, self._positions, self._pages, offsets, self._scored]
-        lists += [list(row.pages[:n]) for row, n in zip(self.rows, widths, strict=True)]
+        few = [n for n, row in enumerate(self._row_of) if row.length <= FEW_TOKENS]
+        few = [] if is_host(device) else few
+        lists += [few, *(list(row.pages[:n]) for row, n in zip(self.rows, widths, strict=True))]
         num_wide = len(lists)
-        is_short = not is_host(device) and all(row.length <= _FEW_TOKENS for row in self.rows)
-        if is_short:
-            ends = [position + 1 for position in self._positions]
-            lists += [ends, self._padded_tables(max(widths))]
+        width = max((-(-self._row_of[n].end // PAGE_TOKENS) for n in few), default=0)
+        lists += [[self._positions[n] + 1 for n in few], self._padded_tables(few, width)]
         sizes = [len(values) for values in lists]
         host = torch.tensor([number for values in lists for number in values], dtype=torch.int32)
         sent = send_to(host, device)
         num_wide_values = sum(sizes[:num_wide])
         wide = sent[:num_wide_values].long().split(sizes[:num_wide])
-        ids, positions, pages, slots, scored, *row_pages = wide
+        ids, positions, pages, slots, scored, tokens, *row_pages = wide
         indices = TablesOnDevice(
-            ids, positions, pages, slots, scored, tuple(row_pages), page_tables=None, ends=None
+            ids, positions, pages, slots, scored, tuple(row_pages), None, None, None
         )
-        if not is_short:
+        if not few:
             return indices
-        on_device, tables = sent[num_wide_values:].split(sizes[num_wide:])
-        tables = tables.view(len(self._positions), max(widths))
-        return replace(indices, page_tables=tables, ends=on_device)
+        ends, tables = sent[num_wide_values:].split(sizes[num_wide:])
+        return replace(indices, few=tokens, page_tables=tables.view(len(few), width), ends=ends)
 
-    def _padded_tables(self, width: int) -> list[int]:
-        """Return the page table of every token's row, padded with page 0."""
+    def _padded_tables(self, few: Sequence[int], width: int) -> list[int]:
+        """Return the page tables of the rows of some tokens, padded with page 0."""
+        rows = {id(self._row_of[n]): self._row_of[n] for n in few}
         tables = {
-            id(row): [*row.pages[:width], *[0] * (width - len(row.pages))] for row in self.rows
+            key: [*row.pages[:width], *[0] * (width - len(row.pages))] for key, row in rows.items()
         }
-        return [page for row in self._row_of for page in tables[id(row)]]
+        return [page for n in few for page in tables[id(self._row_of[n])]]
+
+
+class FixedTables:
+    """Integer tensors of decoding steps of one size, at addresses that never change.
+
+    A step has one token per row. Missing rows are filled with copies of the last row, which
+    compute the same values again.
+
+    Args:
+        count: number of rows T.
+        width: number of pages in the table of each row.
+        device: device of the tensors.
+
+    Attributes:
+        rows: the rows of the last `fill`, in place.
+    """
+
+    def __init__(self, count: int, width: int, device: torch.device) -> None:
+        self.rows: list[StepRow] = []
+        self._count, self._width = count, width
+        self._sent = torch.zeros(count * (5 + width), dtype=torch.int32, device=device)
+        self._on_device: TablesOnDevice | None = None
+
+    def fill(self, rows: Sequence[StepRow], tokens: Sequence[int]) -> None:
+        """Copy the tables of a step to the device, without waiting for it.
+
+        Args:
+            rows: at most T rows with one token each, and at most `width` pages.
+            tokens: token id of each row.
+        """
+        missing = self._count - len(rows)
+        self.rows[:] = [*rows, *[rows[-1]] * missing]
+        positions = [row.start for row in self.rows]
+        numbers = [*tokens, *[tokens[-1]] * missing, *positions]
+        numbers += [
+            row.pages[n // PAGE_TOKENS] for row, n in zip(self.rows, positions, strict=True)
+        ]
+        numbers += [n % PAGE_TOKENS for n in positions]
+        numbers += [n + 1 for n in positions]
+        for row in self.rows:
+            pages = row.pages[: self._width]
+            numbers += [*pages, *[0] * (self._width - len(pages))]
+        host = torch.tensor(numbers, dtype=torch.int32)
+        self._sent.copy_(send_to(host, self._sent.device), non_blocking=True)
+        self._on_device = None
+
+    def at(self, device: torch.device) -> TablesOnDevice:
+        """Return the tensors; the first call after `fill` or `forget` converts the indices."""
+        assert device == self._sent.device
+        if self._on_device is None:
+            count = self._count
+            ids, positions, pages, offsets = self._sent[: 4 * count].long().split(count)
+            every = torch.arange(count, device=device)
+            self._on_device = TablesOnDevice(
+                ids,
+                positions,
+                pages,
+                offsets,
+                scored=every,
+                row_pages=(),
+                few=every,
+                page_tables=self._sent[5 * count :].view(count, self._width),
+                ends=self._sent[4 * count : 5 * count],
+            )
+        return self._on_device
+
+    def forget(self) -> None:
+        """Convert the indices again in the next call of `at`."""
+        self._on_device = None

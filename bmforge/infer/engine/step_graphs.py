@@ -1,0 +1,139 @@
+"""Decoding steps that an accelerator repeats as one graph, without launching each kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.device import DeviceGraph, has_graphs
+from bmforge.infer.engine.pages import PAGE_TOKENS
+from bmforge.infer.engine.step_tables import FixedTables, StepRow
+from bmforge.logging import get_logger
+from bmforge.nn.block import Block
+from bmforge.nn.mlp import MLP
+from bmforge.nn.part import BesidePart
+from bmforge.nn.shard_hooks import pass_on
+
+__all__ = ["Recorded", "StepGraphs", "can_record"]
+
+# Steps with more rows compute longer than their kernels take to launch.
+_MOST_ROWS = 256
+# A page table is at least this wide; wider ones double.
+_FEWEST_PAGES = 16
+_KNOWN_PACKAGES = ("bmforge", "torch")
+
+
+class Recorded(Protocol):
+    """A recorded function; `DeviceGraph` is one."""
+
+    output: Any
+
+    def replay(self) -> None:
+        """Compute the output again, from the values that the inputs have now."""
+
+
+class StepGraphs:
+    """Runs decoding steps with one token per row, recorded by number of rows and table width.
+
+    The number of rows is rounded up, to record few graphs. The first step of a size runs without a
+    graph, which compiles its kernels; the second one is recorded.
+
+    Args:
+        run: function from tables to logits of all rows, (T, V).
+        device: device of the model and the cache.
+        record: records a function, with an earlier recording whose memory it may reuse.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[FixedTables], Tensor],
+        device: torch.device,
+        record: Callable[[Callable[[], Tensor], Any], Recorded] = DeviceGraph,
+    ) -> None:
+        self._run, self._device, self._record = run, device, record
+        self._tables: dict[tuple[int, int], FixedTables] = {}
+        self._recorded: dict[tuple[int, int], Recorded] = {}
+        self._has_failed = False
+
+    def run(self, rows: Sequence[StepRow], tokens: Sequence[Sequence[int]]) -> Tensor | None:
+        """Return the logits of rows with one token each; None if the caller must run the step.
+
+        Shape:
+            returns (rows, V)
+        """
+        if self._has_failed or not 0 < len(rows) <= _MOST_ROWS:
+            return None
+        if any(row.length != 1 for row in rows):
+            return None
+        pages = -(-max(row.end for row in rows) // PAGE_TOKENS)
+        size = _round_rows(len(rows)), max(_FEWEST_PAGES, 1 << (pages - 1).bit_length())
+        is_first = size not in self._tables
+        tables = self._tables.setdefault(size, FixedTables(*size, self._device))
+        tables.fill(rows, [token for (token,) in tokens])
+        if is_first:
+            return self._run(tables)[: len(rows)]
+        if size not in self._recorded and not self._try_to_record(size, tables):
+            return None
+        recorded = self._recorded[size]
+        recorded.replay()
+        return recorded.output[: len(rows)].clone()  # the next replay overwrites it
+
+    def _try_to_record(self, size: tuple[int, int], tables: FixedTables) -> bool:
+        def run() -> Tensor:
+            tables.forget()
+            return self._run(tables)
+
+        try:
+            recorded = self._record(run, next(iter(self._recorded.values()), None))
+        except RuntimeError as error:
+            self._has_failed = True
+            reason = str(error).splitlines()[0]
+            get_logger().warning(
+                "decoding steps cannot be recorded as a graph, so they are slower: %s", reason
+            )
+            return False
+        finally:
+            tables.forget()
+        self._recorded[size] = recorded
+        return True
+
+
+def _round_rows(count: int) -> int:
+    """Round up to 1, 2, 4 or a multiple of 16, the rows of a tile of the tensor cores."""
+    return 1 << (count - 1).bit_length() if count <= 4 else -(-count // 16) * 16
+
+
+def can_record(model: Any, device: torch.device) -> bool:
+    """Return True if all decoding steps of a model launch the same kernels.
+
+    A graph repeats kernels and not Python code, so hooks, wrappers, adapters and modules of other
+    packages are excluded. So are experts, whose kernels depend on the tokens.
+    """
+    if not has_graphs(device) or _has_global_hooks():
+        return False
+    tensors = chain(model.parameters(), model.buffers())
+    if any(type(t) not in (Tensor, nn.Parameter) or t.device != device for t in tensors):
+        return False
+    blocks = [(layer, layer.attn, layer.mlp) for layer in model.layers.values()]
+    if any(type(block) is not Block or block.training for block, *_ in blocks):
+        return False
+    if any(attn and not (attn.is_plain() and attn.enter is pass_on) for _, attn, _ in blocks):
+        return False
+    if any(mlp is not None and type(mlp) is not MLP for *_, mlp in blocks):
+        return False
+    return all(_is_repeatable(module) for module in model.modules() if module is not model)
+
+
+def _is_repeatable(module: nn.Module) -> bool:
+    is_known = type(module).__module__.partition(".")[0] in _KNOWN_PACKAGES
+    has_hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return is_known and not has_hooks and not isinstance(module, BesidePart)
+
+
+def _has_global_hooks() -> bool:
+    hooks: Any = nn.modules.module
+    return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
