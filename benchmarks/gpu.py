@@ -3,10 +3,11 @@
     python benchmarks/gpu.py [--output docs/results/DATE-gpu.md] [--only 'decode-*']
     python benchmarks/gpu.py --rehearse
 
-Every row runs in a process of its own with a time limit. It is written to the JSONL file next to
-the page, and into the page, as soon as it ends; a row that fails, runs out of time or does not fit
-says so, and the next one runs. `--rehearse` runs every row on the CPU with tiny sizes, to test the
-script; its figures mean nothing.
+Every row runs in a process of its own with a time limit, forked from one that has imported torch
+and bmforge, so that the device's time is not spent on imports. It is written to the JSONL file next
+to the page, and into the page, as soon as it ends; a row that fails, runs out of time or does not
+fit says so, and the next one runs. `--rehearse` runs every row on the CPU with tiny sizes, to test
+the script; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from gpu_rows.table import ROWS, SECTIONS, Row  # noqa: E402
 MARK = "ROW "
 # A process needs about this long until it measures anything.
 SHORTEST_S = 5.0
+# Modules that are imported before rows are forked.
+PRELOADED = ("decoding", "engines", "exactness", "training", "transfers")
 # A rehearsed row takes seconds of processor time; a busy machine makes minutes of them.
 REHEARSAL_S = 280.0
 
@@ -45,39 +48,58 @@ def run_row(row: Row, rehearse: bool, limit_s: float) -> dict[str, Any]:
         limit_s: time limit in seconds.
     """
     start = time.perf_counter()
-    command = [sys.executable, __file__, "--row", row.name, *(["--rehearse"] * rehearse)]
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} if rehearse else {}
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=errors,
-            start_new_session=True,
-            env=os.environ | hidden,
-        )
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end_group(process)
-        out.seek(0)
-        errors.seek(0)
-        values, status = read_output(out.read().splitlines())
-        last_lines = errors.read().strip().splitlines()[-1:]
+    code, out, errors = run_forked(lambda: measure(row, rehearse), limit_s)
+    values, status = read_output(out.splitlines())
     if not status and code is None:
         status = f"out of time after {limit_s:.0f} s"
     elif not status:
-        status = f"failed with exit code {code}: {' '.join(last_lines)[:200]}"
+        last = " ".join(errors.strip().splitlines()[-1:])
+        status = f"failed with exit code {code}: {last[:200]}"
     record = {"row": row.name, "section": row.section, "status": status}
     return record | {"seconds": round(time.perf_counter() - start, 1), "values": values}
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a row's process and what it started, and wait for it."""
-    with contextlib.suppress(ProcessLookupError):  # it ended by itself
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def run_forked(run: Callable[[], None], limit_s: float) -> tuple[int | None, str, str]:
+    """Run a function in a forked process; return its exit code, output and errors.
+
+    The exit code is None if it ran out of time. Processes that it started are killed.
+    """
+    sys.stdout.flush()
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = os.fork()
+        if not process:
+            os.setsid()
+            os.dup2(out.fileno(), 1)
+            os.dup2(errors.fileno(), 2)
+            code = 1
+            try:
+                run()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)  # exit handlers of process groups can wait for missing ranks
+        code = wait_for(process, limit_s)
+        with contextlib.suppress(ProcessLookupError):  # nothing that it started is left
+            os.killpg(process, signal.SIGKILL)
+        out.seek(0)
+        errors.seek(0)
+        return code, out.read(), errors.read()
+
+
+def wait_for(process: int, limit_s: float) -> int | None:
+    """Return the exit code of a child process; None if it is killed after the time limit."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        found, status = os.waitpid(process, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.killpg(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return None
 
 
 def read_output(lines: Sequence[str]) -> tuple[dict[str, Any], str]:
@@ -164,7 +186,8 @@ def run_all(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
     page_path: Path = arguments.output
     page_path.parent.mkdir(parents=True, exist_ok=True)
     start, records = time.perf_counter(), []
-    title, head = f"One GPU, {time.strftime('%Y-%m-%d')}", head_of(arguments)
+    title = f"One GPU, {time.strftime('%Y-%m-%d')}"
+    head = run_forked(lambda: print(head_of(arguments)), 60.0)[1].strip()
     with page_path.with_suffix(".jsonl").open("x", encoding="utf-8") as lines:
         for row in rows:
             left_s = arguments.budget_s - (time.perf_counter() - start)
@@ -192,7 +215,7 @@ def default_output(rehearse: bool) -> Path:
 
 
 def main() -> int:
-    """Run the selected rows, or one row for another process of this script."""
+    """Run the selected rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -200,12 +223,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=["*"], help="globs of row names")
     parser.add_argument("--budget-s", type=float, help="time limit of all rows (default: 590)")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU")
-    parser.add_argument("--row", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.row is not None:
-        measure(next(row for row in ROWS if row.name == arguments.row), arguments.rehearse)
-        sys.stdout.flush()
-        os._exit(0)  # exit handlers of process groups can wait for ranks that do not exist
     rows = [row for row in ROWS if any(fnmatch(row.name, glob) for glob in arguments.only)]
     if not rows:
         parser.error(f"--only {' '.join(arguments.only)} matches no row.")
@@ -215,11 +233,22 @@ def main() -> int:
     outputs = (arguments.output, arguments.output.with_suffix(".jsonl"))
     if any(path.exists() for path in outputs):
         parser.error(f"{arguments.output} exists already. Choose another --output.")
+    if arguments.rehearse:
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        os.environ |= {**hidden, "TRITON_INTERPRET": "1"}  # Triton reads it when it is imported
+    elif run_forked(require_accelerator, 60.0)[0] != 0:
+        parser.error("this machine has no accelerator. --rehearse runs tiny sizes on the CPU.")
+    for name in PRELOADED:
+        importlib.import_module(f"gpu_rows.{name}")
+    return int(run_all(rows, arguments) > 0)
+
+
+def require_accelerator() -> None:
+    """Raise `RuntimeError` without an accelerator; a process that asks cannot fork users of it."""
     import torch
 
-    if not arguments.rehearse and not torch.accelerator.is_available():
-        parser.error("this machine has no accelerator. --rehearse runs tiny sizes on the CPU.")
-    return int(run_all(rows, arguments) > 0)
+    if not torch.accelerator.is_available():
+        raise RuntimeError("no accelerator")
 
 
 if __name__ == "__main__":
