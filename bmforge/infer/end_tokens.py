@@ -1,4 +1,4 @@
-"""End tokens of a model; all functions that generate text find them by the same rule."""
+"""End tokens and hidden tokens; all functions that generate text find them by the same rules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from bmforge.models.config import ModelConfig
 
-__all__ = ["find_end_tokens"]
+__all__ = ["find_end_tokens", "find_hidden_tokens"]
 
 
 def find_end_tokens(config: ModelConfig, tokenizer: Any = None) -> tuple[int, ...]:
@@ -25,6 +25,12 @@ def find_end_tokens(config: ModelConfig, tokenizer: Any = None) -> tuple[int, ..
     if tokenizer is not None:
         ids += _as_ids(tokenizer.eos_id)
     return tuple(dict.fromkeys(ids))
+
+
+def find_hidden_tokens(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens whose text is omitted from answers: begin, end and padding."""
+    ids = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+    return tuple(dict.fromkeys(id for id in ids if id is not None))
 
 
 def _as_ids(value: Any) -> Iterator[int]:

@@ -220,8 +220,8 @@ def _end_tokens(
     return tuple(dict.fromkeys((*own, *more)))
 
 
-def hidden_ids(body: Writing, tokenizer: Any, marks: Iterable[str] = ()) -> tuple[int, ...]:
-    """Return the tokens whose text `skip_special_tokens` omits from the answers.
+def hidden_ids(body: Writing, tokenizer: Any, marks: Iterable[str] = ()) -> tuple[int, ...] | None:
+    """Return the tokens whose text `skip_special_tokens` omits; None for the engine's default.
 
     Args:
         body: request body.
@@ -229,7 +229,7 @@ def hidden_ids(body: Writing, tokenizer: Any, marks: Iterable[str] = ()) -> tupl
         marks: texts around reasoning and tool calls, which the parsers of the answer remove.
     """
     if not body.skip_special_tokens:
-        return ()
+        return None if body.skip_special_tokens is None else ()
     kept = "".join(marks)
     ids = sorted(tokenizer.special_token_ids)
     return tuple(id for id in ids if tokenizer.decode([id]) not in kept)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bmforge.errors import ConfigError
+from bmforge.infer.end_tokens import find_hidden_tokens
 from bmforge.infer.engine.answers import Answer, Vocabulary
 from bmforge.infer.engine.constraint import ConstraintCompiler
 from bmforge.infer.engine.packed_step import can_pack
@@ -85,9 +86,12 @@ class PromptReader:
         deltas = check_names(model, request.delta)
         ids: tuple[int, ...] = ()
         read_ids = ids
-        hidden: Sequence[int] = ()
+        hidden = request.hidden_ids
+        if hidden is None:
+            hidden = () if self._tokenizer is None else find_hidden_tokens(self._tokenizer)
         if not is_document(model, request):
-            ids, config, hidden = self._read_prompt(request.prompt, config)
+            ids, config, marks = self._read_prompt(request.prompt, config)
+            hidden = (*hidden, *marks)
             read_ids = ids
             if model.traits.objective != "hidden tokens":  # which also need other inputs per token
                 ids = put_rows_before(model, ids, deltas)
@@ -106,7 +110,7 @@ class PromptReader:
     def _read_prompt(
         self, prompt: str | Sequence[int], config: GenerationConfig
     ) -> tuple[tuple[int, ...], GenerationConfig, Sequence[int]]:
-        """Return the prompt's ids, the config with end tokens, and the ids omitted from texts."""
+        """Return the prompt's ids, the config with end tokens, and sentinels omitted from texts."""
         model, tokenizer = self._model, self._tokenizer
         if not isinstance(prompt, str):
             ids = tuple(prompt)
@@ -125,22 +129,14 @@ class PromptReader:
         ids = tuple(tokenizer.encode(prompt) if has_form else tokenizer.encode_prompt(prompt))
         if not ids or not prompt:
             raise ConfigError("the prompt is empty. Pass a text.")
-        marks = [tokenizer.bos_id, tokenizer.pad_id]
-        hidden = [id for id in marks if id is not None]
         if model.traits.objective == "hidden tokens":
-            return tuple(read_hidden(tokenizer, ids)), config, hidden
+            return tuple(read_hidden(tokenizer, ids)), config, ()
         if is_span:
             source, ends = read_span(model, tokenizer, ids)
             more = tuple(dict.fromkeys((*config.eos_tokens, *ends)))
-            return (
-                tuple(source),
-                replace(config, eos_token_id=more),
-                [
-                    *hidden,
-                    *tokenizer.sentinel_ids[:2],
-                ],
-            )
-        return ids, config, hidden
+            config = replace(config, eos_token_id=more)
+            return tuple(source), config, tokenizer.sentinel_ids[:2]
+        return ids, config, ()
 
     def _check(self, request: Request, config: GenerationConfig) -> None:
         """Raise `ConfigError` for options that contradict each other."""
@@ -224,7 +220,7 @@ class PromptReader:
                 config,
                 penalized_ids,
                 self._vocabulary,
-                (*hidden, *request.hidden_ids),
+                hidden,
                 before,
                 None if matcher is None else matcher.copy(),
                 request.thoughts,

@@ -46,7 +46,8 @@ class Request:
         deadline_s: deadline in seconds from now, after which unfinished answers end.
         delta: adapter name or names; () for the base model; None for the model's active adapters.
         thoughts: limit on the reasoning at the start of every answer; None for no limit.
-        hidden_ids: tokens whose text is omitted from the answers, besides the end tokens.
+        hidden_ids: tokens whose text is omitted from the answers, besides the end tokens; None
+            means the tokenizer's begin, end and padding tokens.
     """
 
     prompt: str | Sequence[int]
@@ -56,7 +57,7 @@ class Request:
     deadline_s: float | None = None
     delta: DeltaChoice = None
     thoughts: ThoughtBudget | None = None
-    hidden_ids: tuple[int, ...] = ()
+    hidden_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` if the deadline is not positive."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.decoder import Decoder
-from bmforge.infer.end_tokens import find_end_tokens
+from bmforge.infer.end_tokens import find_end_tokens, find_hidden_tokens
 from bmforge.infer.engine.text_stream import TextStream
 from bmforge.infer.generation import check_prompt, complete_config, generate, run_decoder
 from bmforge.infer.openbmb.chat import join_history
@@ -126,7 +126,7 @@ def continue_ids(
     if config.eos_token_id is None:
         config = config.replace(eos_token_id=find_end_tokens(model.config, tokenizer))
     is_apart = model.traits.reads == "apart"
-    marks = [*config.eos_tokens, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id]
+    marks = [*config.eos_tokens, *find_hidden_tokens(tokenizer)]
     before = () if is_apart else ids
     reader = _RowTexts(tokenizer, stops, marks, before, config.eos_tokens, on_text)
     rows = torch.tensor([ids], device=next(model.parameters()).device)
