@@ -13,7 +13,6 @@ from bmforge.device import default_device, memory_room_bytes
 from bmforge.infer import Engine, EngineConfig, GenerationConfig, Request, RequestsConfig
 from bmforge.surgery import persistent_tensors
 from gpu_rows.measure import (
-    GIB,
     SkippedRowError,
     Values,
     build_model,
@@ -138,7 +137,6 @@ def decode(
             "roofline share": speed / roofline if speed and roofline else None,
             "prefill tokens/s": round(count * prompt / first, 1),
             "peak GiB": peak_gib(device),
-            "plan GiB": engine.plan.used_bytes / GIB,
         }
         yield compare_with_peer(write, config, (scheme, count, prompt, new), rounds)
 
