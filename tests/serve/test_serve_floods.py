@@ -72,7 +72,9 @@ def send_one(port: int, data: bytes) -> int:
         try:
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
-            line = connection.makefile("rb").readline()
+            file = connection.makefile("rb")
+            while (line := file.readline()).split()[1:2] == [b"100"]:  # the server's probes
+                file.readline()
         except OSError:
             return 0
         return int(line.split()[1]) if line else 0
