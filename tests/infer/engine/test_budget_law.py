@@ -74,13 +74,13 @@ CASES = list(itertools.product(FAMILIES, SCHEMES, (0.0, 0.5)))
     [pytest.param(*c, marks=[] if n % 4 == 0 else pytest.mark.long) for n, c in enumerate(CASES)],
 )
 def test_streamed_integers_give_the_resident_logits(
-    family: str, scheme: str, share: float, tmp_path: Path
+    family: str, scheme: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within 1e-3 of the logits' standard deviation, for few and for many tokens at once.
+    """The bits of resident blocks that torch runs, for few and for many tokens at once.
 
-    The resident blocks run in one native call, streamed ones in torch, so sums differ in the last
-    bit. If activations are quantized, such a bit can round one of them to the next integer. In
-    these models of width 64 this changes a few logits by up to 4 % of their standard deviation.
+    A native call for resident blocks sums in another order. If activations are quantized, the last
+    bit of a sum can round one of them to the next integer. In these models of width 64 this changes
+    logits by up to 4 % of their standard deviation.
     """
     make(family).save_pretrained(tmp_path)
     spec = SCHEMES[scheme]
@@ -97,5 +97,8 @@ def test_streamed_integers_give_the_resident_logits(
             if find_preset(spec).activations == "float":
                 assert off.max() <= 1e-3
             else:
-                assert off.median() <= 1e-3
                 assert off.max() <= 0.1
+            if not share:
+                with monkeypatch.context() as patch:
+                    patch.setattr("bmforge.infer.engine.native_step.load_step", lambda: None)
+                    assert torch.equal(got, logits_of(resident, length))

@@ -74,7 +74,7 @@ def hook(model: Any, _: Path) -> None:
 
 
 def scale(model: Any, _: Path) -> None:
-    model.layers["0"].scale = 0.5
+    model.layers["0"].mlp_residual.out_scale = 0.5
 
 
 def add_part(model: Any, _: Path) -> None:
