@@ -45,7 +45,7 @@ class Scorer(Protocol):
     """Interface of reward sources, which score batches of answers."""
 
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
-        """Return the rewards, or a `RewardReply`; if this raises, the call has failed."""
+        """Return the rewards of a batch, or a `RewardReply`; an exception is a failed call."""
 
     def close(self) -> None:
         """Release the processes and models of the source."""

@@ -57,7 +57,7 @@ def with_own_adapter(source: ModelSource, adapters: Sequence[str]) -> tuple[str,
     if find_names(adapters):
         raise ConfigError(
             f"{str(source.adapter)!r} is an adapter, so --adapter cannot add named adapters to "
-            "it. Give the base model, and this adapter as --adapter NAME=DIR too."
+            "it. Give the base model instead, and add this adapter with --adapter NAME=DIR."
         )
     return (str(source.adapter), *adapters)
 

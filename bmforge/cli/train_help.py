@@ -30,7 +30,7 @@ _COMMON = {
     "--lr X": "peak learning rate",
     "--batch-size N": "global batch size: sequences per optimizer step, over all processes",
     "--micro-batch-size N": "sequences per forward and backward pass of one process",
-    "--seq-len N": "maximum sequence length in tokens (ignored for images)",
+    "--seq-len N": "maximum sequence length in tokens (image models ignore it)",
     "--precision TYPE": "dtype of the computation: fp32, bf16 or fp16",
     "--recompute": "recompute activations in the backward pass: less memory, more time",
     "--layout.zero N": "ZeRO stage 0, 2 or 3; 3 shards parameters, gradients and optimizer states",
@@ -40,7 +40,7 @@ _COMMON = {
 _SWITCHES = {
     "--model NAME_OR_DIR": "model directory or hub id, or a preset or family (random weights)",
     "--config FILE": "TOML file with config fields; options override them",
-    "--changes JSON": "structural changes (adapters, pruning, ...), as JSON text or a JSON file",
+    "--changes JSON": "changes of the model (adapters, pruning, ...), as JSON text or a JSON file",
     "--layout auto": "let the planner choose the parallel layout",
     "--ds-config FILE": "also read settings from a DeepSpeed configuration file",
     "--print-config": "print the whole config as TOML and exit",

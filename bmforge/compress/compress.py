@@ -160,7 +160,7 @@ class Compression:
         self._go_on_(self.step + 1, self.model)
 
     def __call__(self, trainer: Any, row: Any) -> None:
-        """Trainer callback: update the methods after an optimizer step."""
+        """Trainer callback: update the compression methods after an optimizer step."""
         self._go_on_(trainer.step, trainer.model)
 
     def _go_on_(self, step: int, model: nn.Module) -> None:

@@ -114,7 +114,7 @@ class WeightRule:
         return tuple(self._published_order(slices))
 
     def _published_order(self, dims: list[_T]) -> list[_T]:
-        """Reorder per-dim values from the parameter's dims to the published tensor's dims."""
+        """Reorder a list with one value per dim, such as a shape, as in the checkpoint."""
         return [*dims[:-2], *reversed(dims[-2:])] if self.transpose else dims
 
     def target(self, local: Tensor, box: Box) -> Tensor:
@@ -287,7 +287,7 @@ def _split_groups(rule: WeightRule, shape: tuple[int, ...]) -> list[WeightRule]:
 
 
 def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
-    """Return a dict from published name to the rules of this tensor, ordered by rows."""
+    """Return a dict from each checkpoint tensor's name to its rules, sorted by their first row."""
     groups: dict[str, list[WeightRule]] = {}
     for rule in rules:
         groups.setdefault(rule.theirs, []).append(rule)

@@ -202,10 +202,10 @@ class LowRank(BesidePart):
         return notes
 
     def forward(self, x: Tensor, want: str = "added", out: Tensor | None = None) -> Any:
-        """Return the update of the layer's output, its factors, or the updated output.
+        """Return the update of the layer's output, its factors (`want`), or `out` plus the update.
 
-        The factors are also returned by `forward`, because parallel layouts replace the parameters
-        by their local shards only during a module call.
+        The factors must be read by this method and not from the attributes, because parallel
+        layouts replace parameters by their local shards only during a module call.
 
         Args:
             x: input of the layer.

@@ -256,7 +256,11 @@ def _quantize_symmetric(groups: Tensor, bits: int, ratio: float) -> tuple[Tensor
 
 
 def _quantize_minima(groups: Tensor, bits: int, ratio: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize groups with float minima: to 0..15, or to -128..127 with a shifted minimum."""
+    """Quantize groups asymmetrically, with float minima; return integers, scales and minima.
+
+    4-bit values are 0 to 15. 8-bit values are stored as -128 to 127, so 128 scales are added to the
+    minimum. `ratio` shrinks the range of every group.
+    """
     low, high = groups.amin(-1) * ratio, groups.amax(-1) * ratio
     steps = (1 << bits) - 1
     scales = (high - low) / steps

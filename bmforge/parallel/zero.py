@@ -60,7 +60,8 @@ def apply_zero_(
         dtype: dtype in which parameters are gathered and used, with gradients reduced in fp32;
             None means the stored dtype.
         prefetch: number of units gathered ahead while one computes.
-        experts: modules sharded over the axis `ep`; each is a separate unit within a unit.
+        experts: modules sharded over the axis `ep`; each is gathered separately from the unit that
+            contains it.
         expert_mesh: mesh of the experts, see `expert.build_expert_mesh`.
     """
     policy = MixedPrecisionPolicy()

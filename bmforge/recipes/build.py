@@ -108,9 +108,9 @@ def _load_and_change_(model: Model, start: Any, config: Any) -> None:
     """
     if config.offload.weights:
         raise ConfigError(
-            "offload.weights=True loads blocks on demand, but changes need all weights "
-            "at the start. Apply the changes first, save the model, and start from the "
-            "saved model."
+            "offload.weights=True and --changes cannot be used together: blocks are loaded on "
+            "demand, but --changes needs all weights at the start. Train without offload.weights, "
+            "or start from a model that was saved with the changes."
         )
     load_weights_(model, start, device="cpu", new_head=config.new_head)
     for change in config.changes:

@@ -61,7 +61,7 @@ def open_turns(
     stops: Sequence[int],
     decode: Callable[[Sequence[int]], str],
 ) -> ToolTurns:
-    """Return the `ToolTurns` of a run, which continues answers with tool calls.
+    """Create the object that runs the tool calls of answers and continues them with the results.
 
     Args:
         functions: result of `open_functions`.

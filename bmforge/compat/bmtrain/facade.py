@@ -31,10 +31,10 @@ class Facade(nn.Module):
 
 
 def claim_blocks_(model: nn.Module) -> None:
-    """Register a model as the owner of its blocks, which are prefetched within this model.
+    """Register a model as the owner of its blocks, which are prefetched in the model's order.
 
-    A model registers when it is first called, initialized or loaded; the largest model owns a
-    block.
+    A model registers when it is first called, initialized or loaded. If several models contain a
+    block, the largest one owns it.
     """
     model.__dict__["_claims"] = True
     if not config.is_ready or config["world_size"] == 1:

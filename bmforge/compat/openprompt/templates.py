@@ -1,7 +1,7 @@
 """OpenPrompt's templates, each of which wraps a bmforge template.
 
-A template without trained embeddings needs no model: a loader or a model binds it to a prompting
-mode.
+A template without trained embeddings can be created without a model. The data loader or the prompt
+model later binds it to a masked, causal or encoder-decoder model.
 """
 
 from __future__ import annotations

@@ -210,7 +210,10 @@ def _close_(
 
 
 def _fewest(kind: str, config: StructureConfig) -> int:
-    """Return how many units of a kind are closed at a time, which is also the minimum to keep."""
+    """Return the number of units of a kind that are pruned at a time.
+
+    At least as many are kept.
+    """
     steps = {"heads": config.tensor_parallel}
     return steps.get(kind, config.multiple_of if kind in ("features", "hidden") else 1)
 

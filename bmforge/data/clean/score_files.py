@@ -93,7 +93,7 @@ class ScoreByFile:
 @lru_cache(maxsize=4)
 def _open(path: str, digest: str) -> Scorer:
     if _digest(path) != digest:
-        raise DataError(f"scores={path!r} changed while it was read. Prepare again.")
+        raise DataError(f"scores={path!r} changed while it was read. Run the command again.")
     return load_scorer(Path(path))[0]
 
 

@@ -252,7 +252,7 @@ def _check_unchanged(task: DocumentsTask) -> None:
         except OSError as error:
             raise DataError(f"file {path!r} was removed while it was read ({error}).") from error
         if (status.st_size, status.st_mtime_ns) != (size_bytes, modified_ns):
-            raise DataError(f"file {path!r} changed while it was read. Prepare again.")
+            raise DataError(f"file {path!r} changed while it was read. Run the command again.")
 
 
 def _pack(stack: ExitStack, out: Any) -> Callable[[bytes], Any]:
@@ -282,5 +282,5 @@ def read_shard(folder: Path, number: int) -> Iterator[Document]:
 
 
 def read_digests(folder: Path, number: int) -> np.ndarray:
-    """Return digest, size and raw size (bytes) of each document of a shard."""
+    """Return digest, size, and size before cleaning (in bytes) of each document of a shard."""
     return np.fromfile(folder / f"{number:06d}.digests", dtype=DIGESTS)

@@ -93,7 +93,11 @@ class DropExamples:
         return f"overlap=1 cut={self.cut} {self.digest}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document, without examples if `cut`, or a `Drop` naming the example."""
+        """Search a document for test examples.
+
+        Returns the document if there are none or, with `cut`, the document without them; otherwise
+        a `Drop` that names the example.
+        """
         return _step(self.sets, self.cut, self.digest)(document)
 
 
@@ -102,7 +106,7 @@ def _step(sets: tuple[str, ...], cut: bool, digest: str) -> Decontaminate:
     index = _open(sets)
     if index.digest() != digest:
         raise DataError(
-            f"decontaminate={list(sets)} changed while the files were read. Prepare again."
+            f"decontaminate={list(sets)} changed while its files were read. Run the command again."
         )
     return Decontaminate(index, cut)
 

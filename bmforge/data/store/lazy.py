@@ -51,7 +51,7 @@ class LazyArray(ABC):
         if isinstance(key, slice):
             start, stop, step = key.indices(len(self))
             if step != 1:
-                raise IndexError(f"slice with step {step} is not supported (needed: step 1)")
+                raise IndexError(f"a slice with step {step} is not supported. Use step 1.")
             return self._slice(start, stop)
         places = np.asarray(key)
         if places.ndim == 0:

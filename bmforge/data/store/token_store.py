@@ -150,7 +150,7 @@ class TokenStore:
         if isinstance(key, slice):
             start, stop, step = key.indices(len(self))
             if step != 1:
-                raise IndexError(f"slice with step {step} is not supported (needed: step 1)")
+                raise IndexError(f"a slice with step {step} is not supported. Use step 1.")
             return [self.get(i) for i in range(start, stop)]
         return self.get(key)
 

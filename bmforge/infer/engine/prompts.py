@@ -146,7 +146,7 @@ class PromptReader:
         needs_text = needs_text or request.thoughts is not None or bool(request.hidden_ids)
         if request.thoughts is not None and request.constraint is not None:
             raise ConfigError(
-                "a constraint and a limit of the reasoning tokens cannot be used together, "
+                "constraint and thoughts (a limit on the reasoning) cannot be used together, "
                 "because the constraint applies from the first token. Leave one of them out."
             )
         if (has_beams or fills) and (needs_text or config.stop_strings):

@@ -96,7 +96,7 @@ def _offload(
     Args:
         model: the model.
         plan: plan of the device.
-        directory: directory for the unnamed file.
+        directory: directory of the temporary file for blocks that the plan keeps on disk.
         cleanup: exit stack that will delete the file.
     """
     stays = find_staying(model)

@@ -88,7 +88,7 @@ class GgufFile(CheckedFile):
         return find_rules(self.architecture.name, model)
 
     def head_names(self) -> set[str]:
-        """Return the names of tensors that only some heads use."""
+        """Return the names of tensors that only some output heads have, such as a classifier."""
         names = ("output", "cls", "cls.output")
         return {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
 

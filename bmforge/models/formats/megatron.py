@@ -209,7 +209,10 @@ def _read_shard(path: Path, degree: int) -> dict[str, Tensor]:
         ) from error
     tensors = loaded.get("module") if isinstance(loaded, dict) else None
     if not isinstance(tensors, Mapping) or not all(map(torch.is_tensor, tensors.values())):
-        raise CheckpointError(f"{str(path)!r} has no dictionary of tensors under the key 'module'.")
+        raise CheckpointError(
+            f"{str(path)!r} has no dictionary of tensors under the key 'module'. Pass a checkpoint "
+            "that Megatron-LM or CPM-Pretrain saved."
+        )
     expected = loaded.get("mp_world_size")
     if expected not in (None, degree):
         raise CheckpointError(

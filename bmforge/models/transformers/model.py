@@ -246,7 +246,7 @@ class TransformersModel(Model):
         )
 
     def called_linear(self) -> list[str]:
-        """Return the names of the blocks' linear layers whose weight only their `forward` uses."""
+        """Return the names of the blocks' linear layers whose weight no other module reads."""
         uncalled = {*find_uncalled(self, self._linear), *self.read_outside(self._linear)}
         return [name for name in self._linear if name not in uncalled]
 

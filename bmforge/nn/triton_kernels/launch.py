@@ -211,21 +211,21 @@ class TritonKernels:
         return out
 
     def store(
-        self, new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], place: tuple[Tensor, ...]
+        self, new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], slots: tuple[Tensor, ...]
     ) -> None:
         """Write the keys and values of tokens to the pages of a cache.
 
         Args:
             new: keys and values of the tokens, contiguous.
             stored: keys and values of all pages, of the same dtype.
-            place: index of each token's page, and position in the page.
+            slots: index of each token's page, and position in the page.
 
         Shape:
-            new: (T, K, H) each; stored: (pages, K, 16, H) each; place: (T,) int64 each
+            new: (T, K, H) each; stored: (pages, K, 16, H) each; slots: (T,) int64 each
         """
         tokens, heads, width = new[0].shape
         store_heads[(tokens, heads)](
-            *new, *stored, *place, heads, width, _up_to_power(width), num_warps=1, **_EXACT
+            *new, *stored, *slots, heads, width, _up_to_power(width), num_warps=1, **_EXACT
         )
 
     def multiply_by_silu(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -130,14 +130,14 @@ def _compare_heads(kernels: TritonKernels, device: torch.device) -> str:
         got = kernels.rotate(x.to(device), cos.to(device), sin.to(device), is_interleaved)
         if not torch.equal(got.cpu(), plain_rotate(x, cos[:, None], sin[:, None], is_interleaved)):
             return "heads with rotary positions differ from the CPU's result"
-    place = torch.tensor([4, 0, 4]), torch.tensor([15, 0, 3])
+    slots = torch.tensor([4, 0, 4]), torch.tensor([15, 0, 3])
     stored = torch.zeros(5, 2, 16, 80), torch.zeros(5, 2, 16, 80)
     written = stored[0].to(device), stored[1].to(device)
     kernels.store(
-        (x.to(device), other.to(device)), written, (place[0].to(device), place[1].to(device))
+        (x.to(device), other.to(device)), written, (slots[0].to(device), slots[1].to(device))
     )
     for pages, new, got in zip(stored, (x, other), written, strict=True):
-        pages[place[0], :, place[1]] = new
+        pages[slots[0], :, slots[1]] = new
         if not torch.equal(got.cpu(), pages):
             return "the pages of the KV cache differ from the CPU's"
     got, want = kernels.multiply_by_silu(x.to(device), other.to(device)).cpu(), F.silu(x) * other

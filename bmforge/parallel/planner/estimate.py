@@ -195,7 +195,8 @@ class Estimator:
         Args:
             layout: layout of the run.
             shards: number of shards of the trained model.
-            unused: bytes of gradients and activations in the peak, which are free between steps.
+            unused: bytes of gradients and activations in the peak. They are free between steps,
+                when offloaded models are on the device.
         """
         parts = shards * layout.tp * layout.pp
         return {

@@ -59,7 +59,7 @@ class TensorGroup:
         return sum_forward(x, self.group)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the input of a sublayer: all tokens, on every process."""
+        """All-gather the sharded tokens of `x`: every rank gets the sublayer's full input."""
         if self.tokens is None:
             return sum_backward(x, self.group)
         return gather_tokens(x, self.group, summed=True)[:, : self.tokens]

@@ -118,7 +118,7 @@ def _share_prompt(turns: Sequence[list[AnswerText] | None]) -> list[list[AnswerT
 
 
 def _join(location: str, turns: Sequence[AnswerText], tokenizer: Tokenizer) -> EncodedRow:
-    """Encode the messages of an answer as one row; the template must not rewrite earlier ones."""
+    """Encode a multi-turn answer as one row; the template must not rewrite earlier messages."""
     rows = encode_turns(turns, tokenizer)
     if len(rows) == 1:
         return rows[0]

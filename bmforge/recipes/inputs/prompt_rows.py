@@ -127,7 +127,7 @@ def _encode(prompt: PromptRecord, tokenizer: Any, template: ChatTemplate | None)
             )
         ids = template.encode(prompt.content, prompt.tools, **prompt.variables)[1]
     if not ids:
-        raise DataError(f"{prompt.source}: the prompt has no tokens.")
+        raise DataError(f"{prompt.source}: the prompt is empty. Remove it.")
     return PromptRow(tuple(ids), prompt.content, prompt.columns)
 
 

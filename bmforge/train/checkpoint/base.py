@@ -23,7 +23,7 @@ __all__ = ["Base", "describe_base", "find_other_base"]
 
 @dataclass(frozen=True)
 class Base:
-    """Base weights that a run does not train and can read again.
+    """Frozen base weights, which checkpoints omit because they can be read from their source.
 
     Args:
         source: display name of the source.

@@ -111,7 +111,7 @@ class OptimConfig:
         return {**asdict(self), "betas": list(self.betas), "groups": groups}
 
     def check_same(self, before: Mapping[str, Any], overridden: Collection[str] = ()) -> None:
-        """Check that a resumed run has the recorded settings; others are not compared.
+        """Check that a resumed run has the recorded settings; settings without a record may differ.
 
         Args:
             before: record in the run's checkpoint.

@@ -67,7 +67,10 @@ class ParallelAdapter(Delta):
 
     @classmethod
     def from_places(cls, model: nn.Module, name: str, options: Mapping[str, Any]) -> Self:
-        """Attach a saved adapter, whose options list the pairs of read and written modules."""
+        """Attach a saved adapter, whose options name pairs of modules.
+
+        The adapter reads the input of the first module and adds to the output of the second.
+        """
         arguments = dict(options)
         reads_at = arguments.pop("reads_at", {})
         pairs = [(reads_at.get(n, n), n) for n in arguments.pop("targets")]

@@ -249,7 +249,7 @@ def calibrate(classifier: PromptClassifier, texts: Sequence[Any], **options: Any
     Source: Zhao et al., "Calibrate before use" (2021); Hu et al., "Knowledgeable prompt-tuning".
     """
     if not texts:
-        raise ConfigError("calibration needs at least one text; the support set is empty.")
+        raise ConfigError("calibration needs at least one text. Pass texts.")
     with evaluating(classifier):
         logits = [
             classifier(**batch).vocab_logits for batch in classifier.batches(texts, **options)

@@ -157,7 +157,7 @@ class ManualVerbalizer(nn.Module):
             ConfigError: there are no content-free texts.
         """
         if logits is not None and not len(logits):
-            raise ConfigError("calibration needs at least one text; the support set is empty.")
+            raise ConfigError("calibration needs at least one text. Pass texts.")
         self.prior = None if logits is None else logits.detach().float().mean(0)
 
 
@@ -227,7 +227,7 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
         if logits is None:
             return super().calibrate_(None)
         if not len(logits):
-            raise ConfigError("calibration needs at least one text; the support set is empty.")
+            raise ConfigError("calibration needs at least one text. Pass texts.")
         prior = logits.detach().float().mean(0)
         rare = set(prior.topk(int(self.drop_ratio * len(prior)), largest=False).indices.tolist())
         remaining = [

@@ -70,7 +70,7 @@ class DistributedMMapIndexedDataset:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                raise IndexError(f"slice with step {step} is not supported (needed: step 1)")
+                raise IndexError(f"a slice with step {step} is not supported. Use step 1.")
             return [self[n] for n in range(start, stop)]
         if not -len(self) <= index < len(self):
             raise IndexError(
