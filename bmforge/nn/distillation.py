@@ -66,6 +66,7 @@ class _DistillationArgs(NamedTuple):
     teacher: HeadInput
     temperature: float
     vocab: VocabCut | None
+    softcap: float | None
 
 
 class _LinearDistillation(TiledLoss):
@@ -82,16 +83,18 @@ class _LinearDistillation(TiledLoss):
         teaching: _DistillationArgs,
         *added: Tensor,
     ) -> Tensor:
-        teacher, temperature, vocab = teaching
+        teacher, temperature, vocab, softcap = teaching
         columns, wide = weight.shape[0], scale.dtype
         tiling = find_tiling(hidden, weight, vocab)
+        if softcap is not None or teacher.softcap is not None:
+            # A slope belongs to the tile that was computed last, and stored tiles have no cap.
+            tiling = tiling._replace(keeps=False)
         head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, wide)
-        student_logits = TiledLogits(head, tiling)
+        student_logits = TiledLogits(head, tiling, softcap)
         flat = tuple(itertools.chain.from_iterable(teacher.added))
         no_grads = (False,) * (6 + len(flat))
-        teacher_logits = TiledLogits(
-            TiledHead(teacher.hidden, teacher.weight, teacher.bias, flat, no_grads, wide), tiling
-        )
+        teacher_head = TiledHead(teacher.hidden, teacher.weight, teacher.bias, flat, no_grads, wide)
+        teacher_logits = TiledLogits(teacher_head, tiling, teacher.softcap)
         total = torch.zeros_like(scale)
         for start, count in split_chunks(hidden.shape[0], tiling.tokens):
             tokens = slice(start, start + count)
@@ -217,22 +220,16 @@ def linear_distillation(
         student = student.detach()
     if num_items is None:
         num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
-    hidden, weight, bias, added, _ = student
+    hidden, weight, bias, added, softcap = student
     wide = wide_dtype(hidden.dtype)
     scale = 1.0 / torch.as_tensor(num_items, dtype=wide, device=hidden.device)
-    teaching = _DistillationArgs(teacher.detach(), temperature, vocab)
+    teaching = _DistillationArgs(teacher.detach(), temperature, vocab, softcap)
     flat = itertools.chain.from_iterable(added)
     is_counted = labels != IGNORE_INDEX
     return _LinearDistillation.apply(hidden, weight, bias, is_counted, scale, teaching, *flat)
 
 
 def _check(student: HeadInput, teacher: HeadInput, temperature: float) -> None:
-    for role, head in (("student", student), ("teacher", teacher)):
-        if head.softcap is not None:
-            raise ConfigError(
-                f"the {role} caps its logits (softcap={head.softcap}), which this loss does not "
-                "support. Use the Jensen-Shannon or the top-k loss."
-            )
     if not temperature > 0:
         raise ConfigError(f"temperature={temperature} must be above 0.")
     student_size, teacher_size = student.weight.shape[0], teacher.weight.shape[0]

@@ -35,7 +35,7 @@ def logits_of(head: HeadInput) -> Tensor:
     found = F.linear(head.hidden, head.weight, head.bias)
     for low, rows in head.added:
         found = found + low @ rows.t()
-    return found
+    return found if head.softcap is None else head.softcap * (found / head.softcap).tanh()
 
 
 def compute_plain(
@@ -68,6 +68,7 @@ def make_labels(ignored: str = "some") -> Tensor:
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("extra", [True, False])
 @pytest.mark.parametrize(("ignored", "temperature"), [("some", 1.0), ("none", 2.5), ("all", 2.0)])
+@pytest.mark.parametrize("caps", [(None, None), (1.5, 2.0), (None, 1.0), (1.5, None)], ids=str)
 def test_equals_torch(
     monkeypatch: pytest.MonkeyPatch,
     tokens: int,
@@ -76,14 +77,15 @@ def test_equals_torch(
     extra: bool,
     ignored: str,
     temperature: float,
+    caps: tuple[float | None, float | None],
 ) -> None:
     """Loss and all gradients, whatever the tiles, of a teacher of another width."""
     monkeypatch.setattr(losses, "_FEW_TOKENS", 1 if keeps else 1 << 40)
     monkeypatch.setattr(losses, "_HOST_CHUNK_ELEMENTS", tokens * V if keeps else 0)
     monkeypatch.setattr(losses, "_MANY_TOKENS", tokens)
     monkeypatch.setattr(losses, "_HOST_TILE_ELEMENTS", min(tokens, ROWS) * columns)
-    student = make_head(0, torch.float64, D, extra)
-    teacher = make_head(50, torch.float64, WIDER, extra)
+    student = make_head(0, torch.float64, D, extra)._replace(softcap=caps[0])
+    teacher = make_head(50, torch.float64, WIDER, extra)._replace(softcap=caps[1])
     labels = make_labels(ignored)
     want = gradients(compute_plain(student, teacher, labels, temperature), student)
     loss = linear_distillation(student, teacher, labels, temperature=temperature)

@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bmforge.errors import ConfigError
 from bmforge.nn import (
     HeadInput,
     LMHead,
     linear_cross_entropy,
-    linear_distillation,
     linear_logprobs,
     losses,
 )
@@ -97,12 +95,8 @@ def test_scores_of_tokens() -> None:
     assert_close(head.logits(), torch.tanh(hidden @ weight.T / CAP) * CAP)
 
 
-def test_head_and_distillation() -> None:
-    """A head caps its logits; the loss that has no caps refuses it by name."""
+def test_head() -> None:
     head = LMHead(5, 11, bias=False).double()
     head.softcap = CAP
     hidden = draw(8, 5)
     assert_close(head(hidden), torch.tanh(F.linear(hidden, head.weight) / CAP) * CAP)
-    capped, plain = HeadInput(hidden, head.weight, softcap=CAP), HeadInput(hidden, head.weight)
-    with pytest.raises(ConfigError, match=r"teacher caps its logits \(softcap=1\.5"):
-        linear_distillation(plain, capped, torch.zeros(8).long())

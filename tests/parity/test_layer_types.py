@@ -127,6 +127,7 @@ class TestGemma3(LayerTypesSuite):
         },
         "default": {**WIDE, "sliding_window": 5},
     }
+    deep_options = {"layer_types": (*MIXED, "sliding_attention")}  # noqa: RUF012
 
 
 class TestCohere2(LayerTypesSuite):
