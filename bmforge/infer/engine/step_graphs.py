@@ -57,6 +57,8 @@ class StepGraphs:
         self._run, self._device, self._record = run, device, record
         self._tables: dict[tuple[int, int], FixedTables] = {}
         self._recorded: dict[tuple[int, int], Recorded] = {}
+        # All graphs write their logits to one buffer, so that they can share all other memory.
+        self._logits = torch.empty(0, 0, device=device)
         self._has_failed = False
 
     def run(self, rows: Sequence[StepRow], tokens: Sequence[Sequence[int]]) -> Tensor | None:
@@ -75,7 +77,10 @@ class StepGraphs:
         tables = self._tables.setdefault(size, FixedTables(*size, self._device))
         tables.fill(rows, [token for (token,) in tokens])
         if is_first:
-            return self._run(tables)[: len(rows)]
+            logits = self._run(tables)
+            if size[0] > len(self._logits):
+                self._logits = torch.empty_like(logits)
+            return logits[: len(rows)]
         if size not in self._recorded and not self._try_to_record(size, tables):
             return None
         recorded = self._recorded[size]
@@ -83,9 +88,11 @@ class StepGraphs:
         return recorded.output[: len(rows)].clone()  # the next replay overwrites it
 
     def _try_to_record(self, size: tuple[int, int], tables: FixedTables) -> bool:
+        logits = self._logits[: size[0]]
+
         def run() -> Tensor:
             tables.forget()
-            return self._run(tables)
+            return logits.copy_(self._run(tables))
 
         try:
             recorded = self._record(run, next(iter(self._recorded.values()), None))
