@@ -141,7 +141,7 @@ def test_padding_changes_nothing_and_calibration_divides(folders):
     calibrate(classifier, [examples[0]])
     chances = classifier.classify([examples[0]]).exp()
     torch.testing.assert_close(chances, torch.full((1, 2), 0.25))  # mean of logs of four words
-    with pytest.raises(ConfigError, match="support set is empty"):
+    with pytest.raises(ConfigError, match="at least one text"):
         calibrate(classifier, [])
 
 

@@ -100,7 +100,7 @@ def test_words_that_tell_nothing_are_refused(tokenizer):
         ManualVerbalizer(["good", "☃"], tokenizer)
     with pytest.raises(ConfigError, match="no words: 1"):
         ManualVerbalizer([["good"], []], tokenizer)
-    with pytest.raises(ConfigError, match="support set is empty"):
+    with pytest.raises(ConfigError, match="at least one text"):
         ManualVerbalizer(["good", "bad"], tokenizer).calibrate_(PRIOR[:0])
     with pytest.raises(ConfigError, match=r"drop_ratio=1\.0"):
         KnowledgeableVerbalizer(["good", "bad"], tokenizer, drop_ratio=1.0).calibrate_(PRIOR)
