@@ -1,4 +1,4 @@
-"""RMS norm and rotary positions in torch's operations: the reference of the kernels."""
+"""PyTorch implementations of RMS norm and RoPE: reference for the kernels, and fallback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds out whether torch traces or transforms the current call."""
+"""Detects whether torch is tracing, compiling or transforming the current call."""
 
 from __future__ import annotations
 

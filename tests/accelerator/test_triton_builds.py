@@ -60,6 +60,7 @@ def all_launches(target: int | str) -> dict[str, Launch]:
 
 
 def check(target: int | str, name: str, call: Launch, path: Path) -> None:
+    """Compile a launch, and assert the properties of its machine code."""
     if isinstance(target, str):
         assert "hsaco" in compile_launch(call, GPUTarget("hip", target, 64)).asm
         return

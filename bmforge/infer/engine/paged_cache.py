@@ -140,7 +140,7 @@ class PagedCache:
         on_device = self._tables_at(device)
         few, tables, ends = on_device.few, on_device.page_tables, on_device.ends
         if scale is None or few is None or tables is None or ends is None:
-            return self._attend_by_row(layer, window, mix, query, self.rows)
+            return self._attend_by_row(layer, window, mix, query)
         own, pair = query[0].transpose(0, 1), self._pairs[layer]
         is_all = len(few) == len(own)
         own = own.contiguous() if is_all else own.index_select(0, few)
@@ -148,8 +148,7 @@ class PagedCache:
         mixed = mixed.transpose(0, 1)[None]
         if is_all:
             return mixed
-        long = [row for row in self.rows if row.length > FEW_TOKENS]
-        out = self._attend_by_row(layer, window, mix, query, long)
+        out = self._attend_by_row(layer, window, mix, query, min_length=FEW_TOKENS + 1)
         return out.index_copy(2, few, mixed)
 
     def _attend_by_row(
@@ -158,20 +157,19 @@ class PagedCache:
         window: int | None,
         mix: Callable[..., Tensor],
         query: Tensor,
-        chosen: Sequence[StepRow],
+        min_length: int = 1,
     ) -> Tensor:
-        """Compute the attention of each chosen row separately; other rows are undefined.
+        """Compute the attention of each row separately; shorter rows are undefined.
 
         Shape:
             query: (1, N, T, H); returns the same shape
         """
         device, out, first = query.device, [], 0
         row_pages = self._tables_at(device).row_pages
-        keys = {id(row) for row in chosen}
         for row, pages in zip(self.rows, row_pages, strict=True):
             own = query[:, :, first : first + row.length]
             first += row.length
-            if id(row) not in keys:
+            if row.length < min_length:
                 out.append(own)
                 continue
             near = 0 if window is None else max(0, row.start + 1 - window) // PAGE_TOKENS

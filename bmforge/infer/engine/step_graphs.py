@@ -1,4 +1,4 @@
-"""Decoding steps that an accelerator repeats as one graph, without launching each kernel."""
+"""Records decoding steps as device graphs (CUDA graphs) and replays them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bmforge.nn.shard_hooks import pass_on
 
 __all__ = ["Recorded", "StepGraphs", "can_record"]
 
-# Steps with more rows compute longer than their kernels take to launch.
+# Steps with more rows are limited by computation and not by kernel launches.
 _MOST_ROWS = 256
 # A page table is at least this wide; wider ones double.
 _FEWEST_PAGES = 16
@@ -28,12 +28,12 @@ _KNOWN_PACKAGES = ("bmforge", "torch")
 
 
 class Recorded(Protocol):
-    """A recorded function; `DeviceGraph` is one."""
+    """Interface of a recorded function, such as `DeviceGraph`."""
 
     output: Any
 
     def replay(self) -> None:
-        """Compute the output again, from the values that the inputs have now."""
+        """Compute the output again from the current values of the inputs."""
 
 
 class StepGraphs:
@@ -120,7 +120,9 @@ def can_record(model: Any, device: torch.device) -> bool:
     A graph repeats kernels and not Python code, so hooks, wrappers, adapters and modules of other
     packages are excluded. So are experts, whose kernels depend on the tokens.
     """
-    if not has_graphs(device) or _has_global_hooks():
+    if not has_graphs(device) or _has_global_hooks() or not _is_known(model):
+        return False
+    if {"enter", "leave"} & vars(model).keys():  # replaced on this model
         return False
     tensors = chain(model.parameters(), model.buffers())
     if any(type(t) not in (Tensor, nn.Parameter) or t.device != device for t in tensors):
@@ -136,9 +138,12 @@ def can_record(model: Any, device: torch.device) -> bool:
 
 
 def _is_repeatable(module: nn.Module) -> bool:
-    is_known = type(module).__module__.partition(".")[0] in _KNOWN_PACKAGES
     has_hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return is_known and not has_hooks and not isinstance(module, BesidePart)
+    return _is_known(module) and not has_hooks and not isinstance(module, BesidePart)
+
+
+def _is_known(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] in _KNOWN_PACKAGES
 
 
 def _has_global_hooks() -> bool:

@@ -131,7 +131,7 @@ class StepTables:
         return replace(indices, few=tokens, page_tables=tables.view(len(few), width), ends=ends)
 
     def _padded_tables(self, few: Sequence[int], width: int) -> list[int]:
-        """Return the page tables of the rows of some tokens, padded with page 0."""
+        """Return the page table of the sequence of each token in `few`, padded with page 0."""
         rows = {id(self._row_of[n]): self._row_of[n] for n in few}
         tables = {
             key: [*row.pages[:width], *[0] * (width - len(row.pages))] for key, row in rows.items()
@@ -151,7 +151,7 @@ class FixedTables:
         device: device of the tensors.
 
     Attributes:
-        rows: the rows of the last `fill`, in place.
+        rows: rows of the last `fill`; always the same list.
     """
 
     def __init__(self, count: int, width: int, device: torch.device) -> None:
@@ -171,9 +171,7 @@ class FixedTables:
         self.rows[:] = [*rows, *[rows[-1]] * missing]
         positions = [row.start for row in self.rows]
         numbers = [*tokens, *[tokens[-1]] * missing, *positions]
-        numbers += [
-            row.pages[n // PAGE_TOKENS] for row, n in zip(self.rows, positions, strict=True)
-        ]
+        numbers += [row.pages[row.start // PAGE_TOKENS] for row in self.rows]
         numbers += [n % PAGE_TOKENS for n in positions]
         numbers += [n + 1 for n in positions]
         for row in self.rows:

@@ -103,7 +103,7 @@ def store_heads(
     key, value, keys, values, pages, offsets,
     K: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Write keys and values (T, K, H) to their places in the pages (pages, K, 16, H).
+    """Write the keys and values of T tokens, (T, K, H), to a KV cache, (pages, K, 16, H).
 
     `pages` and `offsets` are (T,) int64. A program writes one head of one token.
     """

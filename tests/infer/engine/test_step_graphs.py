@@ -165,9 +165,21 @@ def change_mix(model: Any) -> None:
     model.layers["1"].attn.mix = lambda *args: own(*args)
 
 
+def change_class(model: Any) -> None:
+    model.__class__ = type("Other", (type(model),), {"__module__": "another_package"})
+
+
+def change_head(model: Any) -> None:
+    model.leave = lambda x: 2 * x
+
+
 @pytest.mark.parametrize(
-    "change", [change_training, change_module, change_adapter, change_forward, change_mix]
-)
+    "change",
+    [
+        change_training, change_module, change_adapter, change_forward, change_mix, change_class,
+        change_head,
+    ],
+)  # fmt: skip
 def test_python_code_is_not_recorded(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]
 ) -> None:
