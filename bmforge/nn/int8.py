@@ -161,7 +161,7 @@ class Int8Head(RowStore, LMHead):
 
     def __init__(self, head: LMHead) -> None:
         super().__init__(head.in_features, head.out_features, bias=False, device="meta")
-        self.bias = head.bias
+        self.bias, self.softcap = head.bias, head.softcap
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """Return this rank's rows, dequantized to `dtype`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from bmforge.nn import (
     losses,
 )
 from bmforge.nn.attention import mix_values
+from bmforge.nn.int8 import store_int8
+from bmforge.nn.packing import QuantSpec
+from bmforge.nn.quantized import store_packed
 from bmforge.testing import assert_close
 
 CAP = 1.5
@@ -100,3 +104,13 @@ def test_head() -> None:
     head.softcap = CAP
     hidden = draw(8, 5)
     assert_close(head(hidden), torch.tanh(F.linear(hidden, head.weight) / CAP) * CAP)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_quantized_heads_keep_the_cap(scheme: str) -> None:
+    head = LMHead(64, 11, bias=False)
+    head.softcap = CAP
+    hidden = draw(8, 64).detach().float()
+    stored: Any = store_int8(head, {}) if scheme == "int8" else store_packed(head, QuantSpec(4, 64))
+    plain = F.linear(hidden, stored.matrix(hidden.dtype))
+    assert_close(stored(hidden), torch.tanh(plain / CAP) * CAP)
