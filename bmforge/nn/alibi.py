@@ -24,12 +24,11 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return slopes + finer[: num_heads - power]
 
 
-def alibi_bias(slopes: Tensor, queries: int, keys: int) -> Tensor:
-    """Return the ALiBi bias for the last `queries` of `keys` tokens: minus slope times distance.
+def alibi_bias(slopes: Tensor, queries: Tensor, keys: int) -> Tensor:
+    """Return the ALiBi bias of queries at given positions: minus slope times distance.
 
     Shape:
-        slopes: (N,); returns (1, N, queries, keys)
+        slopes: (N,); queries: (T,), positions in 0, ..., keys - 1; returns (1, N, T, keys)
     """
-    places = torch.arange(keys, device=slopes.device)
-    distances = places[None, :] - places[keys - queries :, None]
+    distances = torch.arange(keys, device=slopes.device) - queries[:, None]
     return (slopes[:, None, None] * distances)[None]

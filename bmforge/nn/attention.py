@@ -137,7 +137,8 @@ def mix_values(
         if causal and mask is None and query.shape[2] > 1:
             shape = query.shape[2], key.shape[2]
             mask = key.new_ones(shape, dtype=torch.bool).tril(shape[1] - shape[0])[None, None]
-        bias = alibi_bias(slopes(query), query.shape[2], key.shape[2]).to(query.dtype)
+        last = torch.arange(key.shape[2] - query.shape[2], key.shape[2], device=query.device)
+        bias = alibi_bias(slopes(query), last, key.shape[2]).to(query.dtype)
     if bias is not None or softcap is not None:
         times = query.shape[1] // key.shape[1]
         if times > 1:
@@ -200,7 +201,7 @@ class Attention(nn.Module):
         if spec.softcap is not None:
             self.mix = partial(mix_values, softcap=spec.softcap)
         elif spec.alibi:
-            self.mix = partial(mix_values, slopes=self._slopes)
+            self.mix = partial(mix_values, slopes=self.slopes)
         self.prefix: nn.Module | None = None
         self.sinks = HeadSinks(spec.num_heads) if spec.sinks else None
         self.q_norm = self.k_norm = None
@@ -288,11 +289,12 @@ class Attention(nn.Module):
             else bias.narrow(1, rank * local_heads, local_heads)
         )
 
-    def _slopes(self, query: Tensor) -> Tensor:
+    def slopes(self, query: Tensor) -> Tensor:
         """Return the ALiBi slopes of this rank's query heads."""
         rank, size = self.head_share
         slopes, local = alibi_slopes(self.num_heads), self.num_heads // size
-        return query.new_tensor(slopes[rank * local : (rank + 1) * local], dtype=torch.float32)
+        own = slopes[rank * local : (rank + 1) * local]
+        return torch.tensor(own, dtype=torch.float32, device=query.device)
 
     def _mix(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None

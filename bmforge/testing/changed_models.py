@@ -41,17 +41,18 @@ _STORED = ("k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 def resized(model: nn.Module) -> list[Change]:
     """Return a `Change` per stack that halves the heads and MLP width of its last block.
 
-    Heads are not halved if one norm is over all heads, because its mean square would change.
+    Heads are not halved if one norm is over all heads, because its mean square would change,
+    or with ALiBi, whose slopes depend on the number of heads.
     """
     last = {name.rpartition(".")[0]: name for name, m in model.named_modules() if is_block(m)}
     changes = []
     for name in last.values():
         spec: Any = model.get_submodule(name).spec
         sizes, options = sizes_of(spec), {}
-        has_whole_norm = spec.attn is not None and spec.attn.qk_norm_whole
+        depends_on_count = spec.attn is not None and (spec.attn.qk_norm_whole or spec.attn.alibi)
         if (
             sizes.num_heads
-            and not (has_whole_norm or sizes.latent)
+            and not (depends_on_count or sizes.latent)
             and (sizes.num_heads > sizes.num_kv_heads or sizes.num_heads >= 4)
         ):
             options["num_heads"] = sizes.num_heads // 2

@@ -24,6 +24,7 @@ from bmforge.models.weights import (
 )
 from bmforge.nn.alibi import alibi_slopes
 from bmforge.nn.attention import mix_values
+from bmforge.parallel import Layout
 from bmforge.shards import Box
 from bmforge.testing import assert_close
 from bmforge.testing.derived_suite import DerivedDecoderSuite
@@ -130,6 +131,11 @@ class TestBloom(FusedSuite):
         "tied": {**BLOOM, "n_head": 4},
         "six heads": {**BLOOM, "hidden_size": 24, "n_head": 6, "tie_word_embeddings": False},
     }
+
+    @pytest.mark.parametrize("method", ["ring", "ulysses"])
+    def test_slopes_of_sharded_tokens(self, tiny: Bloom, method: str) -> None:
+        """Each method of context parallelism adds the bias of the tokens' positions."""
+        self.check_layout(tiny, world=2, layout=Layout(cp=2, cp_method=method))
 
 
 COUNTS = {

@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from bmforge.nn.alibi import alibi_bias
+from bmforge.nn.attention import mix_values
 from bmforge.parallel.collectives import exchange_rows, sum_backward, sum_forward
 from bmforge.parallel.context.ring import attend_causally, attend_in_ring
 from bmforge.parallel.context.token_share import MaskWithShare, TokenCut, TokenShare
@@ -74,7 +76,7 @@ def apply_context_parallel_(
             if _is_window(attn):
                 _gather_window_attention_(attn)
             else:
-                attn.mix = partial(METHODS[method], attn.mix)
+                attn.mix = _shard_mix(attn, method, group.rank())
                 if method == "gather" and getattr(attn, "softcap", None) is not None:
                     attn.mix = partial(attn.mix, is_plain=False)
         for block in stack.children():
@@ -85,6 +87,21 @@ def apply_context_parallel_(
             fill_slot_(module, "pick_tokens", partial(_pick_tokens, group))
         if hasattr(module, "join_tokens"):
             fill_slot_(module, "join_tokens", partial(_join_tokens, group))
+
+
+def _shard_mix(attn: Any, method: str, rank: int) -> Mix:
+    """Return the function that computes an attention module's `mix` on sharded tokens."""
+    if not getattr(attn, "alibi", False):
+        return partial(METHODS[method], attn.mix)
+    if method == "ulysses":
+        return partial(_mix_by_heads, partial(mix_values, slopes=partial(_own_slopes, attn, rank)))
+    return partial(_mix_with_alibi, METHODS[method], attn)
+
+
+def _own_slopes(attn: Any, rank: int, query: Tensor) -> Tensor:
+    """Return the ALiBi slopes of the heads in `query`: all, or the shard of this rank."""
+    slopes, heads = attn.slopes(query), query.shape[1]
+    return slopes if slopes.shape[0] == heads else slopes[rank * heads :][:heads]
 
 
 @torch._disable_dynamo  # `torch.compiler.disable` would import torch._dynamo with this module
@@ -122,8 +139,6 @@ def context_problems(
                 "processes"
             )
         ]
-    if any(getattr(attn, "alibi", False) for attn in attentions):
-        return [f"cp={size}: {name} adds ALiBi biases, which are not sharded by tokens"]
     if method == "ring" and any(getattr(attn, "softcap", None) for attn in attentions):
         return [f"cp_method='ring': {name} uses logit soft-capping; use 'gather' or 'ulysses'"]
     if method != "ulysses":
@@ -219,6 +234,34 @@ def _mix_in_ring(
     return attend_in_ring(
         query, key, value, mask.mask, bias, mask.share, causal and is_plain, scale, first
     )
+
+
+def _mix_with_alibi(
+    method: Mix,
+    attn: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    dropout: float,
+    *prefix: Pair,
+) -> Tensor:
+    """Compute gathered or ring attention with the ALiBi bias of this rank's tokens."""
+    if not isinstance(mask, MaskWithShare):
+        inner = partial(mix_values, slopes=attn.slopes)
+        return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
+    share = mask.share
+    if mask.mask is None and causal:
+        mask = mask._replace(mask=_causal_rows(share, query.device))
+    # The keys of a prefix are the first tokens; ring attention adds no bias to them.
+    before = prefix[0][0].shape[1] if prefix else 0
+    own = share.take(torch.arange(share.length, device=query.device), 0) + before
+    bias = alibi_bias(attn.slopes(query), own, share.length + before).to(query.dtype)
+    method = _mix_gathered if prefix else method
+    return method(mix_values, query, key, value, mask, bias, False, scale, dropout, *prefix)
 
 
 def _mix_by_heads(
