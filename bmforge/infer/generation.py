@@ -21,6 +21,7 @@ from bmforge.models.causal_lm import CausalLM
 from bmforge.nn.prompt import count_ids, with_prompt
 from bmforge.surgery import evaluating
 from bmforge.tune.delta import find_delta, list_deltas
+from bmforge.tune.delta.selection import BASE_NAME
 
 if TYPE_CHECKING:
     from bmforge.models.seq2seq import Seq2Seq
@@ -97,7 +98,7 @@ def _known_rows(
 ) -> Sequence[str | None] | None:
     """Return the validated adapter names of the rows; None if the model has no adapters."""
     for name in dict.fromkeys(rows or ()):
-        if name is not None:
+        if name not in (None, BASE_NAME):
             find_delta(model, name)
     return rows if list_deltas(model) else None
 

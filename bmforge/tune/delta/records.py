@@ -24,7 +24,10 @@ def check_patterns(delta: Any, names: Sequence[str]) -> None:
         ConfigError: a pattern in `ranks`, `alphas` or `exclude` matches no module, or a module
             gets an adapter and is also trained in full.
     """
-    owners = {whole.rpartition(".")[0] for whole in delta.wholes()} & set(names)
+    # PEFT's `bias="all"` trains the biases of layers that have a LoRA adapter.
+    is_low_rank = delta.kind == "low_rank"
+    wholes = [name.rpartition(".") for name in delta.wholes()]
+    owners = {name for name, _, last in wholes if not (is_low_rank and last == "bias")} & set(names)
     if owners and delta.kind in _ON_WEIGHTS:
         raise ConfigError(
             f"{min(owners)} would get an adapter and be trained in full (modules_to_save). Leave "

@@ -65,7 +65,8 @@ def check_case(name: str, folder: Path, target: Path) -> float:
         assert (want - plain).abs().max() > 1e-3, "the adapter does nothing"
         delta = load_delta(model, target / "theirs")
         off = (text_logits(model(**inputs), length) - want).abs().max().item()
-        assert off <= 2e-5, f"theirs here: {off}"
+        limit = max(2e-5, 5e-7 * want.abs().max().item())  # logits of 250 have an ulp of 1.5e-5
+        assert off <= limit, f"theirs here: {off}"
         delta.save(target / "ours")
         if "bmforge" in json.loads((target / "ours" / "adapter_config.json").read_text()):
             again = AutoModel.from_pretrained(base).eval()  # it does not say that it is PEFT's
@@ -74,11 +75,12 @@ def check_case(name: str, folder: Path, target: Path) -> float:
             return off
         again = peft.PeftModel.from_pretrained(open_base(case.base, base), target / "ours")
         back = (text_logits(again.eval()(**inputs), length) - want).abs().max().item()
-        assert back <= 2e-5, f"ours there: {back}"
+        assert back <= limit, f"ours there: {back}"
     return max(off, back)
 
 
-FEW = sorted(random.Random(0).sample(sorted(CASES), 12))
+BIASES = "gpt2 Lora r=4 lora_alpha=8 init_lora_weights=False bias=all"
+FEW = sorted({*random.Random(0).sample(sorted(CASES), 12), BIASES})
 
 
 @pytest.mark.parametrize("name", FEW)

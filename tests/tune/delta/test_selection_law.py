@@ -165,6 +165,12 @@ def test_merging_after_a_call_without_the_adapter_keeps_it() -> None:
         assert_close(model(IDS).logits, want, rtol=1e-4, atol=1e-5)
 
 
+def test_generation_takes_the_name_of_the_base() -> None:
+    model = make_model(["lora", "ia3", "lora"])
+    text = generate(model, IDS, max_new_tokens=3, adapter_names=["a", "__base__", "c"])
+    assert torch.equal(text, generate(model, IDS, max_new_tokens=3, adapter_names=["a", None, "c"]))
+
+
 def test_a_selection_is_of_its_thread_and_its_model() -> None:
     model, other = make_model(["lora"] * 3), make_model(["lora"] * 3)
     want = model(IDS).logits
