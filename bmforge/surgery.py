@@ -56,6 +56,7 @@ PLACES = (
     "gates",  # scales the effect of a block or sublayer on hidden states
     "width",  # ignores hidden dimensions whose gates are closed
     "views",  # replaces parameters by their local shards
+    "child views",  # the same for parameters of children, which the module's own code may read
     "experts",  # selects the local experts
     "tokens",  # knows the length of sequences that are sharded over ranks
     "selection",  # applies the adapters that a recomputed call selected
@@ -329,7 +330,8 @@ def view_parameters_(module: nn.Module, views: Mapping[str, View], order_key: st
 
     Args:
         module: module; its parameters themselves do not change.
-        views: dictionary from parameter name to the function that computes the value.
+        views: dictionary from parameter name, which may be that of a child ("child.weight"), to
+            the function that computes the value.
         order_key: one of `PLACES`; determines the order if the module has several wrappers.
 
     Raises:
@@ -346,14 +348,17 @@ def _on_views(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    own = module._parameters
-    originals = {key: own[key] for key in views}
+    originals: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for key, view in views.items():
-            own[key] = view(originals[key])  # type: ignore[assignment,arg-type]
+        for name, view in views.items():
+            owner, _, key = name.rpartition(".")
+            parameters: dict[str, Any] = module.get_submodule(owner)._parameters
+            originals.append((parameters, key, parameters[key]))
+            parameters[key] = view(parameters[key])
         return inner(*args, **kwargs)
     finally:
-        own.update(originals)
+        for parameters, key, original in originals:
+            parameters[key] = original
 
 
 @contextmanager

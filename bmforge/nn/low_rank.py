@@ -127,6 +127,11 @@ def build_low_rank(name: str, module: nn.Module, options: LowRankOptions) -> Bes
     return LowRank.beside(module, options)
 
 
+# Styles of `models.TensorCut` that shard a linear layer by its outputs or inputs.
+_BY_OUTPUTS = ("column", "key_value", "own_column", "gathered_column")
+_BY_INPUTS = ("row", "split_row")
+
+
 class LowRank(BesidePart):
     """LoRA of a linear layer: adds ``scale * x @ down.T @ up.T`` to its output.
 
@@ -140,7 +145,9 @@ class LowRank(BesidePart):
         x: (..., in) -> (..., out)
     """
 
-    cut_styles: ClassVar[frozenset[str]] = frozenset({"", "column", "key_value", "row", "head"})
+    cut_styles: ClassVar[frozenset[str]] = frozenset(
+        {"", *_BY_OUTPUTS, *_BY_INPUTS, "head", "shared_tail"}
+    )
 
     def __init__(
         self, in_features: int, out_features: int, options: LowRankOptions, like: Tensor
@@ -157,7 +164,7 @@ class LowRank(BesidePart):
             self.magnitude = nn.Parameter(torch.empty(out_features, **like_options))
         # A bias cannot be added to an output that is still to be all-reduced.
         if options.bias or options.magnitude:
-            self.cut_styles = frozenset({"", "column", "key_value"})  # type: ignore[misc]
+            self.cut_styles = frozenset({"", *_BY_OUTPUTS})  # type: ignore[misc]
 
     @classmethod
     def beside(cls, module: nn.Module, options: LowRankOptions) -> LowRank:
@@ -192,9 +199,12 @@ class LowRank(BesidePart):
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Return the initialization (`up` is zero) and the sharding, which matches the layer."""
-        outs = {"column": 0, "key_value": 0, "head": 0}
+        outs = dict.fromkeys((*_BY_OUTPUTS, "head"), 0)
         spread = 1 / math.sqrt(3 * self.down.shape[1])
-        notes = {"down": TensorNote(spread, {"row": 1}), "up": TensorNote("zeros", outs)}
+        notes = {
+            "down": TensorNote(spread, dict.fromkeys(_BY_INPUTS, 1)),
+            "up": TensorNote("zeros", outs),
+        }
         if self.bias is not None:
             notes["bias"] = TensorNote("zeros", outs)
         if self.magnitude is not None:

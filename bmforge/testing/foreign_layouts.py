@@ -6,6 +6,7 @@ The test suite and `dev/transformers_table.py` use this module for every model t
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from bmforge.parallel import (
 )
 from bmforge.records import Span
 from bmforge.testing.pool import run_distributed
+from bmforge.tune.delta import Lora
 
 __all__ = ["compare_layout", "compare_stages", "random_rows", "save_small_model"]
 
@@ -48,12 +50,13 @@ def save_small_model(kind: str, directory: Path) -> None:
     build_twin(config, "language_model").save_pretrained(directory)
 
 
-def compare_layout(directory: Path, layout: Layout) -> str:
+def compare_layout(directory: Path, layout: Layout, adapter: bool = False) -> str:
     """Compare the loss and all gradients of a step on two processes with those on one process.
 
     Args:
         directory: saved model.
         layout: layout of two processes.
+        adapter: train a LoRA adapter on all linear layers instead of the model.
 
     Returns:
         "" if they are equal; the error message if the model does not support the layout
@@ -62,10 +65,12 @@ def compare_layout(directory: Path, layout: Layout) -> str:
         AssertionError: the loss or a gradient differs.
     """
     plain = AutoModel.from_pretrained(directory, backend="transformers")
+    if adapter:
+        _attach_adapter_(plain)
     loss = plain(**random_rows()).loss
     loss.backward()
     wanted = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-    ranks = run_distributed(_compute, 2, directory, layout)
+    ranks = run_distributed(_compute, 2, directory, layout, adapter)
     for result in ranks:
         if isinstance(result, str):
             return result
@@ -127,14 +132,29 @@ def compare_stages(directory: Path) -> str:
     return ""
 
 
-def _compute(directory: Path, layout: Layout) -> tuple[Tensor, dict[str, Tensor]] | str:
+def _attach_adapter_(model: Any) -> None:
+    """Attach a LoRA adapter on all linear layers, with random values in all its tensors."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for tensor in Lora(model, targets=["all-linear"], rank=2).parameters():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
+
+
+def _compute(
+    directory: Path, layout: Layout, adapter: bool
+) -> tuple[Tensor, dict[str, Tensor]] | str:
     """Return the loss and the gradients of two micro-batches, or the layout's error message."""
-    model, files = AutoModel.describe_pretrained(directory, backend="transformers")
+    if adapter:
+        model: Any = AutoModel.from_pretrained(directory, backend="transformers")
+        _attach_adapter_(model)
+    else:
+        model, files = AutoModel.describe_pretrained(directory, backend="transformers")
     try:
         parallelize(model, layout)
     except ConfigError as error:
         return str(error)
-    load_weights_(model, files)
+    if not adapter:
+        load_weights_(model, files)
     mesh, batch = mesh_of(model), random_rows()
     size = data_parallel_size(mesh)
     items = model.count_items(batch) / size

@@ -32,10 +32,11 @@ LAYOUTS = {
 }
 # Fused experts; norms around every part; a hybrid with recurrent layers; unshifted labels. Like
 # Llama; latent attention; fused projections; learned positions; interleaved gates with biases;
-# experts without a gate.
+# experts without a gate. BERT and Bamba have no plan in transformers, and Bamba's mixer reads the
+# weight of its convolution.
 HELD = {
     "zero=3": ("glm4_moe", "gemma2", "falcon_h1", "bart"),
-    "tp=2": ("mistral", "gemma2", "glm4_moe", "deepseek_v3", "phi3"),
+    "tp=2": ("mistral", "gemma2", "glm4_moe", "deepseek_v3", "phi3", "bert", "bamba"),
     "pp=2": ("gemma2", "gpt2", "falcon_h1", "glm4_moe", "bart"),
     "ep=2": ("glm4_moe", "gpt_oss", "mixtral", "nemotron_h"),
 }
@@ -46,6 +47,13 @@ CASES = [(layout, kind) for layout, kinds in HELD.items() for kind in kinds]
 def test_gradients_are_those_of_one_process(layout: str, kind: str, tmp_path: Path) -> None:
     save_small_model(kind, tmp_path)
     assert compare_layout(tmp_path, LAYOUTS[layout]) == ""
+
+
+# Column and row shards; a shared rotary key; gathered columns of a plan, and without a plan.
+@pytest.mark.parametrize("kind", ["mistral", "deepseek_v3", "phi3", "bamba"])
+def test_adapters_are_sharded_like_their_layers(kind: str, tmp_path: Path) -> None:
+    save_small_model(kind, tmp_path)
+    assert compare_layout(tmp_path, Layout(tp=2), adapter=True) == ""
 
 
 @pytest.mark.long
@@ -97,8 +105,7 @@ def test_calls_of_a_pipelined_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "layout", "reason"),
     [
-        ("falcon_h1", Layout(tp=2), "sharded"),
-        ("bart", Layout(tp=2), "no tensor-parallel plan"),
+        ("falcon", Layout(tp=2), "no tensor-parallel plan"),
         ("gemma2", Layout(zero=3, ep=2), "no experts"),
     ],
 )

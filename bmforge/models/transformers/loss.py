@@ -78,7 +78,7 @@ class LanguageLoss:
     def _is_plain_head(self) -> bool:
         """Return True if the output layer's weight can be used without calling the layer."""
         head: Any = self.foreign.get_submodule(self.structure.head)
-        is_whole = type(head.weight) in (nn.Parameter, Tensor)  # not a DTensor
+        is_whole = type(_local(head.weight)) in (nn.Parameter, Tensor)
         return type(head) is nn.Linear and is_whole and not list(beside_parts(head))
 
     def _measure(self, inputs: dict[str, Any], targets: Tensor, measure: Measure) -> Tensor:
@@ -105,10 +105,10 @@ class LanguageLoss:
         """Return the flattened hidden states, and the weight and bias of a linear head."""
         head: Any = self.foreign.get_submodule(self.structure.head)
         factor = self.behavior.factor
-        flat, bias = hidden.flatten(0, 1), head.bias
+        flat, bias = hidden.flatten(0, 1), None if head.bias is None else _local(head.bias)
         if factor != 1.0:
             flat, bias = flat * factor, None if bias is None else bias * factor
-        return flat, head.weight, bias
+        return flat, _local(head.weight), bias
 
     def _by_chunks(
         self, out: Any, arguments: dict[str, Any], targets: Tensor, num_items: float | Tensor
@@ -146,6 +146,13 @@ class LanguageLoss:
         config = self.foreign.config.get_text_config(decoder=True)
         weight = getattr(config, "router_aux_loss_coef", 0.0)
         return loss + weight * aux * (own / num_items)
+
+
+def _local(parameter: Any) -> Any:
+    """Return a parameter that tensor parallelism replicates as a plain tensor."""
+    placements = getattr(parameter, "placements", None)
+    is_replicated = placements is not None and all(p.is_replicate() for p in placements)
+    return parameter.to_local() if is_replicated else parameter
 
 
 def sum_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

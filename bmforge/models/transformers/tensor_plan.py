@@ -4,6 +4,10 @@ Attention and MLPs are sharded. Embedding, output layer, routers and stacked exp
 A plan that could cause wrong gradients is rejected: every parameter of a sharded sublayer must be
 in the plan, or belong to a layer that is known to run before the sharded layers.
 
+For other models each linear layer of the blocks is sharded by its outputs, which are all-gathered.
+The model's own code then gets whole tensors, so this is right for any architecture, but more is
+communicated, and activations are replicated.
+
 Source: `base_model_tp_plan` in transformers' configs; its styles are those of
 `transformers.distributed`.
 """
@@ -33,6 +37,8 @@ _LINEAR = {
 _WHOLE = frozenset({"moe_tp_experts", "packed_colwise", "packed_rowwise", "embedding_rowwise"})
 _HEAD_NORM = "replicated_with_grad_allreduce"
 _KEY_VALUE = frozenset({"k_proj", "v_proj"})
+# Layers with other numbers of outputs, such as gates of heads, are replicated.
+_LEAST_COLUMNS = 8
 # Name endings of low-rank projections and routers, whose full outputs enter a sharded layer.
 _BEFORE = ("_a_proj", "_a_layernorm", "_a_norm", "gate", "router", "kv_a_proj_with_mqa")
 
@@ -43,6 +49,14 @@ def find_tensor_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
     Args:
         model: `TransformersModel` to shard.
     """
+    cuts, problem = _find_stated_plan(model)
+    if problem:
+        cuts = _gather_each_layer(model)
+    return cuts, "" if cuts else problem
+
+
+def _find_stated_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
+    """Return the plan that transformers states, or the reason why it cannot be used."""
     config = model.foreign.config.get_text_config(decoder=True)
     stated = getattr(config, "base_model_tp_plan", None) or {}
     if not stated or not model.structure.stacks:
@@ -56,6 +70,16 @@ def find_tensor_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
     if problem or not cuts:
         return (), problem or "its tensor-parallel plan contains no linear layer of the blocks"
     return cuts, _find_uncovered(model, modules, styles)
+
+
+def _gather_each_layer(model: Any) -> tuple[TensorCut, ...]:
+    """Return the plan that shards each linear layer by its outputs and gathers them."""
+    layers = {name: model.get_submodule(name) for name in model.called_linear()}
+    return tuple(
+        TensorCut(name, "gathered_column", layer.out_features)
+        for name, layer in layers.items()
+        if type(layer) is nn.Linear and layer.out_features % _LEAST_COLUMNS == 0
+    )
 
 
 def _make_cuts(

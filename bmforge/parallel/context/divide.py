@@ -251,7 +251,7 @@ def _mix_with_alibi(
 ) -> Tensor:
     """Compute gathered or ring attention with the ALiBi bias of this rank's tokens."""
     if not isinstance(mask, MaskWithShare):
-        inner = partial(mix_values, slopes=attn.slopes)
+        inner: Mix = partial(mix_values, slopes=attn.slopes)
         return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
     share = mask.share
     if mask.mask is None and causal:

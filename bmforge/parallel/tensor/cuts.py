@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bmforge.errors import BmforgeError
 from bmforge.parallel.tensor.foreign import FOREIGN_STYLES
@@ -223,9 +223,27 @@ def apply_tensor_parallel_(
             APPLY[cut.style](module, group)
         if views:
             view_parameters_(module, views, "views")
+    if any(cut.style in FOREIGN_STYLES for cut in styles.values()):
+        _view_parameters_of_children_(model)
     if sequence:
         for stack in stacks:
             divide_tokens_(stack, tensor)
+
+
+def _view_parameters_of_children_(model: nn.Module) -> None:
+    """Let modules of other libraries read a replicated parameter of a child as a plain tensor.
+
+    A Mamba mixer, for instance, reads the weight of its convolution without calling it.
+    """
+    for module in list(model.modules()):
+        views = {
+            f"{name}.{key}": view_here
+            for name, child in module.named_children()
+            for key, parameter in child.named_parameters(recurse=False)
+            if isinstance(parameter, DTensor) and parameter.placements[0].is_replicate()
+        }
+        if views:
+            view_parameters_(module, views, "child views")
 
 
 def _cut_parameters_(
