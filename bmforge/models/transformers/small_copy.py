@@ -117,6 +117,10 @@ def shrink_config(hf_config: Any) -> Any:
         for name, value in vars(small).items()
         if not name.startswith("_") and name not in ("transformers_version", "dtype")
     }
+    library = load_library()
+    for name, value in parts.items():
+        if isinstance(value, library.PretrainedConfig):
+            parts[name] = shrink_config(getattr(hf_config, name))
     parts.update(_SPECIAL.get(str(hf_config.model_type), {}))
     try:  # the constructor derives fields from the sizes
         shrunk = base(**parts)
@@ -145,12 +149,16 @@ def _shrink_(config: Any) -> Any:
 def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the config fields to make smaller, with their new values."""
     heads = next((values[n] for n in _HEAD_FIELDS if isinstance(values.get(n), int)), None)
+    layers = values.get("num_hidden_layers")
     for name, value in values.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if name in _KV_FIELDS and is_number and heads:
             yield name, _HEADS if value == heads else 1 if value == 1 else _KV_HEADS
         elif name in _BY_FIELD and is_number:
             yield name, _BY_FIELD[name]
+        elif isinstance(value, (list, tuple)) and len(value) == layers and layers > LAYERS:
+            short = _first_of_each(list(value), True)
+            yield name, [_BY_FIELD[name]] * LAYERS if name in _BY_FIELD else short
         elif name in _LAYER_LISTS and isinstance(value, (list, tuple)) and len(value) > LAYERS:
             yield name, _first_of_each(list(value), name in (*_KIND_LISTS, "no_rope_layers"))
         elif name in _PER_LAYER and isinstance(value, (list, tuple)) and 0 < len(value) < LAYERS:
