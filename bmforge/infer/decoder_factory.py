@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bmforge.errors import ConfigError
 from bmforge.infer.decoder import Decoder, Seq2SeqDecoder
 from bmforge.models.causal_lm import CausalLM
+from bmforge.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from bmforge.models.seq2seq import Seq2Seq
@@ -41,5 +43,26 @@ def start_decoder(
     if model.traits.reads != "apart":
         length = input_ids.shape[1] + max_new_tokens
         return Decoder(model, mask, length, adapter_names), input_ids
-    start = torch.full_like(input_ids[:, :1], model.config.decoder_start_token_id)
+    start = torch.full_like(input_ids[:, :1], _find_start_token(model.config))
+    if model.keeps_foreign_cache:
+        from bmforge.infer.foreign_decoder import ForeignSeq2SeqDecoder
+
+        return ForeignSeq2SeqDecoder(model, input_ids, mask, adapter_names), start
     return Seq2SeqDecoder(model, input_ids, mask, 1 + max_new_tokens, adapter_names), start
+
+
+def _find_start_token(config: ModelConfig) -> int:
+    """Return the first target token of an encoder-decoder, which transformers finds likewise.
+
+    Raises:
+        ConfigError: neither generation_config.json nor config.json contains it.
+    """
+    published = config.generation_defaults.get("decoder_start_token_id")
+    start = getattr(config, "decoder_start_token_id", None) if published is None else published
+    start = config.raw.get("bos_token_id") if start is None else start
+    if start is None:
+        raise ConfigError(
+            "config.json has neither decoder_start_token_id nor bos_token_id, but the decoder "
+            "needs a first token. Add decoder_start_token_id to config.json."
+        )
+    return int(start)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from bmforge.infer.decoder import Decoder
-from bmforge.models.transformers.model import ForeignCache, TransformersModel
+from bmforge.models.transformers.calls import ForeignCache, wrap_encoded
+from bmforge.models.transformers.model import TransformersModel
 
-__all__ = ["ForeignDecoder", "SeparateDecoder", "start_foreign"]
+__all__ = ["ForeignDecoder", "ForeignSeq2SeqDecoder", "SeparateDecoder", "start_foreign"]
 
 
 class ForeignDecoder(Decoder):
@@ -150,6 +151,70 @@ class SeparateDecoder(Decoder):
     def reorder(self, rows: Tensor) -> None:
         """Replace row i with a copy of the old row ``rows[i]``."""
         self._rows = [self._rows[row].copy() for row in rows.tolist()]
+
+
+class ForeignSeq2SeqDecoder(Decoder):
+    """Decodes with a transformers encoder-decoder; the source is encoded once, by the first run.
+
+    Args:
+        model: model that computes the logits.
+        source: token ids of the encoder's input.
+        mask: 1 for tokens of the source, 0 for padding; None if there is no padding.
+        adapter_names: adapter name of each row; see `Decoder`.
+
+    Shape:
+        source, mask: (B, S)
+    """
+
+    def __init__(
+        self,
+        model: TransformersModel,
+        source: Tensor,
+        mask: Tensor | None,
+        adapter_names: Sequence[str | None] | None = None,
+    ) -> None:
+        self.model, self.adapter_names = model, adapter_names  # type: ignore[assignment]
+        self.cache = ForeignCache()  # type: ignore[assignment]
+        self._caches = model.behavior.caches and model._pipeline is None
+        if mask is not None:  # padding on the left would change the positions of the source
+            order = (mask == 0).int().argsort(dim=1, stable=True)
+            source, mask = source.gather(1, order), mask.gather(1, order)
+        self._ids, self._mask, self._source = source, mask, None
+
+    _source: Tensor | None
+
+    def run(self, tokens: Tensor) -> Tensor:
+        """Run the decoder on the start token or the last chosen tokens; return the next logits.
+
+        Shape:
+            tokens: (B, T) -> (B, V) in fp32
+        """
+        if not self._caches:
+            tokens = tokens if self._tokens is None else torch.cat((self._tokens, tokens), 1)
+            self._tokens = tokens
+        encoded = None if self._source is None else wrap_encoded(self._source)
+        out = self.model(
+            self._ids if encoded is None else None,
+            attention_mask=self._mask,
+            decoder_input_ids=tokens,
+            encoder_outputs=encoded,
+            cache=self.cache if self._caches else None,
+            logits_to_keep=1,
+            **self._chosen(),
+        )
+        if self._caches:
+            self._source = out.encoder_last_hidden_state
+        return out.logits[:, -1].float()
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace row i with a copy of the old row ``rows[i]``."""
+        if self._caches:
+            self.cache.reorder(rows)
+        self._reorder_choice(rows)
+        self._ids = self._ids.index_select(0, rows)
+        for name in ("_tokens", "_mask", "_source"):
+            if getattr(self, name) is not None:
+                setattr(self, name, getattr(self, name).index_select(0, rows))
 
 
 def start_foreign(

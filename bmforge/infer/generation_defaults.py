@@ -21,6 +21,9 @@ _SAME = (
     "min_p",
     "repetition_penalty",
     "no_repeat_ngram_size",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "begin_suppress_tokens",
     "num_beams",
     "length_penalty",
     "early_stopping",
@@ -34,9 +37,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "eta_cutoff": (0.0,),
     "top_h": (),
     "exponential_decay_length_penalty": (),
-    "begin_suppress_tokens": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
     "encoder_repetition_penalty": (1.0,),
     "encoder_no_repeat_ngram_size": (0,),
     "sequence_bias": ({}, []),
@@ -55,6 +55,19 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _without_start_token(config: ModelConfig) -> dict[str, Any]:
+    """Return the published fields; ``min_length`` of an encoder-decoder counts new tokens.
+
+    Its decoder starts with one token, which ``min_length`` includes. For other models it includes
+    the prompt and remains unsupported.
+    """
+    published = dict(config.generation_defaults)
+    if config.raw.get("is_encoder_decoder") and isinstance(published.get("min_length"), int):
+        shortest = published.pop("min_length") - 1
+        published["min_new_tokens"] = max(shortest, published.get("min_new_tokens") or 0)
+    return published
+
+
 def read_generation_defaults(config: ModelConfig) -> dict[str, Any]:
     """Return the published generation options of a model as fields of `GenerationConfig`.
 
@@ -66,7 +79,7 @@ def read_generation_defaults(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: a published field that would change the tokens is not supported.
     """
-    published = config.generation_defaults
+    published = _without_start_token(config)
     problems = [
         f"{name}={published[name]!r}"
         for name, neutral in _UNSUPPORTED.items()

@@ -38,6 +38,11 @@ class GenerationConfig:
         no_repeat_ngram_size: length in tokens of n-grams that may occur only once; 0 for no limit.
         bad_words_ids: token sequences that are not generated.
         logit_bias: dict from token id to the value that is added to the token's logit.
+        forced_bos_token_id: first token after the start token of an encoder-decoder (mBART's
+            target language); None means no such token.
+        forced_eos_token_id: token, or one of several, that is generated as token number
+            `max_new_tokens` if the text has not ended before; None means no such token.
+        begin_suppress_tokens: token ids that are not generated as the first token.
         num_beams: number of beams of a beam search; 1 for no beam search.
         length_penalty: exponent of the length; beam scores are divided by the result.
         early_stopping: when a beam search ends: False by a heuristic, True as soon as
@@ -79,6 +84,9 @@ class GenerationConfig:
     no_repeat_ngram_size: int = 0
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | tuple[int, ...] | None = None
+    begin_suppress_tokens: tuple[int, ...] = ()
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
@@ -102,7 +110,7 @@ class GenerationConfig:
 
         Lists are first converted to tuples.
         """
-        for name in ("bad_words_ids", "eos_token_id", "stop_strings"):
+        for name in _TUPLES:
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         problems = [
             f"{name}={getattr(self, name)!r} must be {needed}"
@@ -166,6 +174,12 @@ class GenerationConfig:
         return (
             (self.eos_token_id,) if isinstance(self.eos_token_id, int) else tuple(self.eos_token_id)
         )
+
+    @property
+    def forced_end(self) -> tuple[int, ...]:
+        """Tokens of `forced_eos_token_id` as a tuple; empty if there are none."""
+        forced = self.forced_eos_token_id
+        return () if forced is None else (forced,) if isinstance(forced, int) else forced
 
     @property
     def returns_logprobs(self) -> bool:
@@ -254,6 +268,11 @@ def _are_words(value: Any) -> bool:
     )
 
 
+def _are_ids(value: Any) -> bool:
+    ids = () if value is None else value if isinstance(value, tuple) else (value,)
+    return all(isinstance(id, int) and id >= 0 for id in ids)
+
+
 def _are_biases(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(id, int) and id >= 0 and math.isfinite(bias) for id, bias in value.items()
@@ -264,9 +283,13 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
 
 
+_TUPLES = (
+    *("bad_words_ids", "eos_token_id", "forced_eos_token_id", "begin_suppress_tokens"),
+    "stop_strings",
+)
 _WHOLE = {
     *("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size", "num_beams"),
-    *("num_return_sequences", "logprobs"),
+    *("num_return_sequences", "logprobs", "forced_bos_token_id"),
 }
 _FRACTIONS = {
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
@@ -299,6 +322,9 @@ _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("no_repeat_ngram_size", "at least 0", lambda v: v >= 0),
     ("bad_words_ids", "a tuple of non-empty tuples of token ids", _are_words),
     ("logit_bias", "ids with finite numbers", _are_biases),
+    ("forced_bos_token_id", "a token id, or None", lambda v: v is None or v >= 0),
+    ("forced_eos_token_id", "one or several token ids, or None", _are_ids),
+    ("begin_suppress_tokens", "a tuple of token ids", _are_ids),
     ("num_beams", "an integer of at least 1", lambda v: v >= 1),
     ("early_stopping", "False, True or 'never'", lambda v: v in (False, True, "never")),
     ("num_return_sequences", "at least 1", lambda v: v >= 1),

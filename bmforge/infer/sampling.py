@@ -135,7 +135,7 @@ def process_scores(
 ) -> Tensor:
     """Apply the options that also affect greedy decoding.
 
-    These are biases, penalties, forbidden tokens and the minimum length.
+    These are biases, penalties, forbidden tokens, the minimum length and forced tokens.
 
     Shape:
         scores: (B, V); ids: (B, S) so far, `new_tokens` of them generated; padding: (B,)
@@ -156,7 +156,21 @@ def process_scores(
             scores[row, [id for id in banned if id < scores.shape[1]]] = -torch.inf
     if new_tokens < config.min_new_tokens:
         scores = forbid_tokens(scores, config.eos_tokens)
+    has_forced_start = config.forced_bos_token_id is not None and ids.shape[1] - new_tokens == 1
+    if has_forced_start and not new_tokens:
+        scores = _force_tokens(scores, (config.forced_bos_token_id or 0,))
+    if config.forced_end and new_tokens == config.max_new_tokens - 1:
+        scores = _force_tokens(scores, config.forced_end)
+    if config.begin_suppress_tokens and new_tokens == int(has_forced_start):
+        scores = forbid_tokens(scores, config.begin_suppress_tokens)
     return scores
+
+
+def _force_tokens(scores: Tensor, tokens: tuple[int, ...]) -> Tensor:
+    """Set the scores of `tokens` to 0, a probability of 1 in a beam search, and others to -inf."""
+    vocabulary = torch.arange(scores.shape[1], device=scores.device)
+    forced = torch.full_like(scores, -torch.inf)
+    return forced.masked_fill(is_one_of(vocabulary, tokens), 0.0)
 
 
 def narrow_scores(scores: Tensor, config: GenerationConfig) -> Tensor:

@@ -41,6 +41,10 @@ class ModelHooks:
         """Return True if texts packed into one row do not influence each other."""
         return True
 
+    def is_computed(self, name: str) -> bool:
+        """Return True for a tensor that checkpoints need not contain, as its value is computed."""
+        return False
+
     def initial_value(self, name: str) -> Tensor | None:
         """Return the fixed initial value of a tensor; None if it is initialized at random."""
         return None

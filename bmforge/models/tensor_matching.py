@@ -36,8 +36,8 @@ def match_sources(
     """Match every `WeightRule` with a stored tensor; raise `CheckpointError` with all mismatches.
 
     Returns:
-        pairs (rule, stored name); names of the head's tensors to initialize; names of adapters'
-        tensors, which the base model's files do not contain
+        pairs (rule, stored name); names of the head's tensors to initialize; names of tensors that
+        the files need not contain, because an adapter adds them or the model computes them
     """
     shapes = {n: s for n, s in files.shapes.items() if not _is_dead(n)}
     local_names = set(persistent_tensors(model))
@@ -49,7 +49,7 @@ def match_sources(
     for rule in files.rules_for(model, shapes):
         source = _find_name(model, rule, shapes) or _find_tied(model, rule, shapes)
         if source is None:
-            if _is_of_delta(model, rule.ours):
+            if _is_of_delta(model, rule.ours) or model.is_computed(rule.ours):
                 adapter_names.append(rule.ours)
             elif rule.ours in head.optional or (new_head and model.is_of_head(rule.ours)):
                 new_names.append(rule.ours)

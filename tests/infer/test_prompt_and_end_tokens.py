@@ -248,9 +248,9 @@ FIELDS: dict[str, Any] = {
     "suppress_tokens": list(range(30, 60)),
     "min_new_tokens": 6,
     "max_new_tokens": 7,
-    "begin_suppress_tokens": [30],
+    "begin_suppress_tokens": [30, 38, 60],
     "forced_bos_token_id": 5,
-    "forced_eos_token_id": 1,
+    "forced_eos_token_id": 61,
     "min_length": 9,
     "encoder_repetition_penalty": 1.5,
     "exponential_decay_length_penalty": [2, 1.5],
@@ -265,7 +265,7 @@ FIELDS: dict[str, Any] = {
     "remove_invalid_values": True,
 }
 
-UNSUPPORTED = list(FIELDS)[7:]
+UNSUPPORTED = list(FIELDS)[10:]
 
 
 @pytest.mark.parametrize("name", FIELDS)

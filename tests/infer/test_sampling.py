@@ -96,6 +96,28 @@ def test_more_options_equal_transformers(seed: int) -> None:
         assert torch.equal(keep_min_p(scores, share), want)
 
 
+def test_forced_and_suppressed_tokens_equal_transformers() -> None:
+    """The token after a start token, the last token, and the tokens that do not come first."""
+    scores, nothing = make_scores(), torch.tensor([0, 0])
+    ids = torch.tensor([[1, 2, 3, 1], [4, 4, 4, 4]])
+    config = GenerationConfig(
+        max_new_tokens=4,
+        forced_bos_token_id=2,
+        forced_eos_token_id=(5, 7),
+        begin_suppress_tokens=(6,),
+    )
+    processors = [
+        generation.ForcedBOSTokenLogitsProcessor(2),
+        generation.ForcedEOSTokenLogitsProcessor(5, [5, 7]),
+        generation.SuppressTokensAtBeginLogitsProcessor([6], 2),
+    ]
+    for step in range(4):
+        want = scores.clone()
+        for processor in processors:
+            want = processor(ids[:, : step + 1], want)
+        assert torch.equal(process_scores(scores, ids[:, : step + 1], step, nothing, config), want)
+
+
 def test_penalties_of_what_was_written() -> None:
     """OpenAI's formula: mu[j] - c[j] * frequency - (c[j] > 0) * presence; the prompt is none."""
     scores, ids = make_scores(), torch.tensor([[5, 5, 1, 2, 1], [5, 1, 1, 1, 1]])

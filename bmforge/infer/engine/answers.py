@@ -30,6 +30,9 @@ _OF_ROWS = (
     "frequency_penalty",
     "no_repeat_ngram_size",
     "bad_words_ids",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "begin_suppress_tokens",
 )
 
 

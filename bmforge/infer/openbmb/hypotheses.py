@@ -28,6 +28,9 @@ _UNKNOWN = (
     "no_repeat_ngram_size",
     "bad_words_ids",
     "logit_bias",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "begin_suppress_tokens",
 )
 
 

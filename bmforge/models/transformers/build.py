@@ -6,6 +6,7 @@ tables, embedding scales, decay rates) are allocated, since no file contains the
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -111,7 +112,19 @@ def build_module(hf_config: Any, head: str, dtype: torch.dtype) -> Built:
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}."
         ) from error
     module.tie_weights()
-    return Built(module, _move_to_meta_(module))
+    return Built(module, {**_move_to_meta_(module), **_compute_unsaved(module)})
+
+
+def _compute_unsaved(module: Any) -> dict[str, Tensor]:
+    """Return the values of parameters that transformers computes instead of saving (Marian)."""
+    values = {}
+    for name in module._keys_to_ignore_on_save or ():
+        stem, _, key = name.rpartition(".")
+        owner = copy.deepcopy(module.get_submodule(stem)).to_empty(device="cpu")
+        with torch.no_grad():
+            module._init_weights(owner)
+        values[name] = getattr(owner, key).detach()
+    return values
 
 
 def _move_to_meta_(module: nn.Module) -> dict[str, Tensor]:

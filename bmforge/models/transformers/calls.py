@@ -11,6 +11,7 @@ from bmforge.errors import ConfigError
 from bmforge.models.transformers.structure import accepted_arguments
 
 __all__ = [
+    "ForeignCache",
     "cache_argument",
     "call_arguments",
     "count_positions",
@@ -18,6 +19,7 @@ __all__ = [
     "hidden_of",
     "ReplacedChild",
     "with_hidden",
+    "wrap_encoded",
 ]
 
 _CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
@@ -86,6 +88,32 @@ def count_positions(document_ids: Tensor) -> Tensor:
     return places - (places * starts).cummax(1).values
 
 
+class ForeignCache:
+    """KV cache that wraps transformers' own cache classes.
+
+    Attributes:
+        past: cache object of transformers; None before the first call.
+        length: number of cached tokens.
+        step: always None, as native decoding steps do not apply.
+    """
+
+    def __init__(self) -> None:
+        self.past: Any = None
+        self.length = 0
+        self.step: Any = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the tensors in the cache in bytes."""
+        layers = getattr(self.past, "layers", ())
+        tensors = [t for layer in layers for t in vars(layer).values() if isinstance(t, Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace the batch rows with copies of the old rows at the indices `rows`."""
+        self.past.reorder_cache(rows)
+
+
 class _Replay(nn.Module):
     """Replacement for the base model; its `forward` returns a precomputed output."""
 
@@ -118,3 +146,10 @@ def with_hidden(out: Any, hidden: Tensor) -> Any:
     if hasattr(out, "items"):
         return type(out)(**{**out, "last_hidden_state": hidden})
     return (hidden, *out[1:])
+
+
+def wrap_encoded(hidden: Tensor) -> Any:
+    """Return the encoder's hidden states as an encoder output of transformers."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(last_hidden_state=hidden)

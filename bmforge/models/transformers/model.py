@@ -18,6 +18,7 @@ from bmforge.models.output import ModelOutput
 from bmforge.models.rules import LayoutRules
 from bmforge.models.transformers.build import build_module
 from bmforge.models.transformers.calls import (
+    ForeignCache,
     cache_argument,
     call_arguments,
     count_positions,
@@ -44,35 +45,9 @@ from bmforge.models.weights import WeightRule
 from bmforge.nn.uncalled_modules import find_uncalled
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["ForeignCache", "TransformersModel"]
+__all__ = ["TransformersModel"]
 
 _SHIFTED = ("language_model", "image_text_to_text")
-
-
-class ForeignCache:
-    """KV cache that wraps transformers' own cache classes.
-
-    Attributes:
-        past: cache object of transformers; None before the first call.
-        length: number of cached tokens.
-        step: always None, as native decoding steps do not apply.
-    """
-
-    def __init__(self) -> None:
-        self.past: Any = None
-        self.length = 0
-        self.step: Any = None
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the tensors in the cache in bytes."""
-        layers = getattr(self.past, "layers", ())
-        tensors = [t for layer in layers for t in vars(layer).values() if isinstance(t, Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    def reorder(self, rows: Tensor) -> None:
-        """Replace the batch rows with copies of the old rows at the indices `rows`."""
-        self.past.reorder_cache(rows)
 
 
 class TransformersModel(Model):
@@ -215,6 +190,10 @@ class TransformersModel(Model):
         """Return True for a tensor outside of the base model (body)."""
         body = self.structure.body
         return bool(body) and not name.startswith(f"{body}.")
+
+    def is_computed(self, name: str) -> bool:
+        """Return True for a tensor that transformers computes instead of saving."""
+        return name in (self.foreign._keys_to_ignore_on_save or ())
 
     def initial_value(self, name: str) -> Tensor | None:
         """Return the value that the constructor computed for a tensor; None for random weights."""
@@ -377,8 +356,9 @@ class TransformersModel(Model):
         out = self.foreign(**call_arguments(self.foreign, arguments, cached=bool(name)))
         if cache is not None:
             cache.past = getattr(out, name, None)
-            ids = arguments["input_ids"]
-            cache.length += (ids if ids is not None else arguments["inputs_embeds"]).shape[1]
+            inputs = ("decoder_input_ids", "input_ids", "inputs_embeds")
+            tokens = next(arguments[n] for n in inputs if arguments.get(n) is not None)
+            cache.length += tokens.shape[1]
         return ModelOutput(
             logits=getattr(out, "logits", None),
             last_hidden_state=getattr(out, "last_hidden_state", None),

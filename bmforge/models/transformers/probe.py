@@ -8,7 +8,7 @@ called, and whether each block passes only one tensor to the next.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from bmforge.models.transformers.calls import (
     document_mask,
     hidden_of,
     with_hidden,
+    wrap_encoded,
 )
 from bmforge.models.transformers.small_copy import VOCABULARY, build_twin
 from bmforge.models.transformers.stages import Joints, find_joints
@@ -95,12 +96,16 @@ def probe_architecture(hf_config: Any, head: str) -> Behavior:
 
     Args:
         hf_config: transformers config of the model; only its sizes are changed.
-        head: key of `library.AUTO_CLASSES`; only language models are tested.
+        head: key of `library.AUTO_CLASSES`. Only language models are tested, and the KV cache of
+            encoder-decoders.
     """
-    if head != "language_model":
-        return Behavior(reason=f"head={head!r} is not tested")
+    untested = Behavior(reason=f"head={head!r} is not tested")
+    if head not in ("language_model", "sequence_to_sequence"):
+        return untested
     try:
         twin = build_twin(hf_config, head)
+        if head == "sequence_to_sequence":
+            return replace(untested, caches=_continues_targets(twin))
         return _probe(twin, find_structure(twin))
     except Exception as error:  # any code of transformers may fail at small sizes
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -232,6 +237,26 @@ def _find_packing(twin: Any, ids: Tensor) -> str:
 def _continues(twin: Any, ids: Tensor, logits: Tensor) -> bool:
     """Return True if decoding with the KV cache gives the same logits as one forward pass."""
     return _matches_cached(twin, ids, logits, None, steps_masked=False)
+
+
+@torch.no_grad()
+def _continues_targets(twin: Any) -> bool:
+    """Return True if an encoder-decoder's cached decoding has the logits of one forward pass."""
+    name, past = cache_argument(twin), None
+    source, target = (torch.arange(_TOKENS).add(n).remainder(VOCABULARY)[None] for n in (5, 40))
+    arguments: dict[str, Any] = {"input_ids": source, "decoder_input_ids": target}
+    logits = twin(**call_arguments(twin, arguments, cached=False)).logits
+    try:
+        for step in range(_TOKENS if name else 0):
+            arguments |= {"decoder_input_ids": target[:, step : step + 1], name: past}
+            out = twin(**call_arguments(twin, arguments, cached=True))
+            past, hidden = getattr(out, name, None), out.encoder_last_hidden_state
+            if past is None or not torch.allclose(out.logits[:, -1], logits[:, step], atol=_ATOL):
+                return False
+            arguments |= {"encoder_outputs": wrap_encoded(hidden), "input_ids": None}
+    except Exception:  # a cache that this version of transformers cannot continue
+        return False
+    return bool(name)
 
 
 def _find_padding(twin: Any, ids: Tensor, caches: bool) -> str:
