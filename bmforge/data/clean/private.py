@@ -224,7 +224,7 @@ KINDS = {
             r"|(?<![\d.-])(?:400|800)-?\d{3}-?\d{4}(?!\d)",
             re.ASCII,
         ),
-        meaning="Chinese and international phone numbers; national ones with `--phone-regions`",
+        meaning="Chinese and international phone numbers; others with `--phone-regions`",
         sign=re.compile("[0-9]{3}"),
     ),
 }

@@ -19,7 +19,7 @@ __all__ = ["CHINESE", "tell_form"]
 
 _WEB_TEXT = "Chen et al. 2023, arXiv:2311.01149 (ChineseWebText)"
 _FINEWEB_2 = "FineWeb-2, configs/cmn_Hani.yml (Penedo et al. 2025, arXiv:2506.20920)"
-_OWN = "chosen for this rule; docs/guides/chinese_text.md describes how"
+_OWN = "limit chosen for bmforge; see docs/guides/chinese_text.md"
 _STOP_WORDS = frozenset("的年在月是和日了於·為有被人中为他與後也而由")
 _GRAM = 13
 # At most half a phrase per line, ChineseWebText's bound for its word list.
@@ -109,7 +109,7 @@ _OWN_RULES = (
         "short_lines",
         _line_length,
         Bounds(10),
-        "mean characters of a line",
+        "mean number of characters per line",
         _WEB_TEXT,
         "首页\n产品\n新闻\n联系我们",
         {"poem": Bounds(4), "list": Bounds(4)},
@@ -118,7 +118,7 @@ _OWN_RULES = (
         "repeated_grams",
         _repeated_grams,
         Bounds(None, 0.5),
-        f"fraction of {_GRAM}-character runs that occurred before",
+        f"fraction of {_GRAM}-character sequences that occurred before",
         _WEB_TEXT,
         "一段话贴了三遍",
     ),
@@ -127,7 +127,7 @@ _OWN_RULES = (
         _ads,
         Bounds(None, 0.5),
         "advertising phrases per line",
-        f"the limit of {_WEB_TEXT} for listed words; own word list",
+        f"the limit of {_WEB_TEXT} for listed words; the word list is bmforge's own",
         "厂家直销,全国包邮,立即购买!",
     ),
     Rule(

@@ -48,7 +48,7 @@ def line_rules(
             "empty",
             _filled_lines,
             Bounds(1),
-            "lines with more than spaces",
+            "lines that are not blank",
             source,
             "\n \n",
         ),

@@ -66,7 +66,7 @@ def count_stop_words(text: TextStatistics, stop_words: frozenset[str] = _STOP_WO
     return len(stop_words.intersection(text.words))
 
 
-_REAL_WORDS = "words with more than punctuation"
+_REAL_WORDS = "words that are not only punctuation"
 _WORD_LENGTH = "mean word length in characters"
 # Name, measure, meaning, and a text that violates the rule; the bounds are in `quality_rules`.
 _QUALITY_RULES = (
@@ -132,7 +132,7 @@ def quality_rules(
         for name, measure, meaning, example in _QUALITY_RULES
     ]
     needed = partial(count_stop_words, stop_words=stop_words)
-    meaning = f"different words among: {' '.join(sorted(stop_words))}"
+    meaning = f"distinct words from this list: {' '.join(sorted(stop_words))}"
     example = "Black leather sofa, new, three seats"
     return (*rules, Rule("enough_stop_words", needed, Bounds(2), meaning, source, example))
 
@@ -193,7 +193,7 @@ def repetition_rules(
             Rule(name, measure, Bounds(None, high), meaning, source, "Home\nShop\nHome\nShop")
         )
     for n, high in top:
-        meaning = f"fraction of the text's characters in its most frequent run of {n} words"
+        meaning = f"fraction of the text's characters in its most frequent word {n}-gram"
         example = " ".join(["buy now"] * 2 * n)
         rules.append(
             Rule(
@@ -207,7 +207,7 @@ def repetition_rules(
         )
     for n, high in repeated:
         name = f"duplicated_{n}_n_grams"
-        meaning = f"fraction of the text's characters in runs of {n} words that occurred before"
+        meaning = f"fraction of the text's characters in word {n}-grams that occurred before"
         example = "a paragraph that was pasted twice"
         rules.append(
             Rule(
