@@ -254,12 +254,13 @@ def write(file: Path) -> None:
         "",
         "This page lists the capabilities of the architectures that bmforge runs with transformers "
         f"{transformers.__version__}. `dev/transformers_table.py` tests them on small "
-        "random models. `yes`: the results equal plain transformers. `refused`: an "
-        "error gives the reason. TP and EP are tensor and expert parallelism: loss and gradients "
-        "of two processes are compared with one process. PP is pipeline parallelism: the "
-        "gradients of two stages, run one after the other, are compared with the whole model's.",
+        "random models. `yes` means that the results equal those of plain transformers. "
+        "`refused` means that an error gives the reason. For TP and EP (tensor and expert "
+        "parallelism), the loss and the gradients of two processes are compared with one process. "
+        "For PP (pipeline parallelism), the gradients of two stages, run one after the other, are "
+        "compared with those of the full model.",
         "",
-        f"{len(rows)} of {len(TYPES)} causal language models were tested; {len(built)} of them can "
+        f"{len(rows)} of {len(TYPES)} causal language models were tested. {len(built)} of them can "
         "be built at small sizes.",
         "",
         "| | " + " | ".join(CHECKS) + " |",
