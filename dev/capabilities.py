@@ -92,8 +92,7 @@ def _table(found: dict[str, tuple[str, dict[str, str]]], names: tuple[str, ...])
             if cell == DASH:
                 reasons.setdefault((name, cells[name].strip("()")), []).append(family)
     notes = [
-        f"- `{name}` ({', '.join(families)}): {why}\n"
-        for (name, why), families in reasons.items()
+        f"- `{name}` ({', '.join(families)}): {why}\n" for (name, why), families in reasons.items()
     ]
     return "".join([*(f"| {' | '.join(row)} |\n" for row in rows), "\n" * bool(notes), *notes])
 
