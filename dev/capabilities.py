@@ -83,15 +83,17 @@ def _table(found: dict[str, tuple[str, dict[str, str]]], names: tuple[str, ...])
     """Return a table of capabilities."""
     head = ["family", *names]
     rows = [head, ["---"] * len(head)]
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
     for family in sorted(FAMILIES):
         file, cells = found.get(family, ("", {}))
         row = [_cell(file, cells.get(name, "")) for name in names]
         rows.append([family, *row])
         for name, cell in zip(names, row, strict=True):
             if cell == DASH:
-                reasons.setdefault(f"{name}: {cells[name].strip('()')}", []).append(family)
-    notes = [f"- {', '.join(families)}, {reason}\n" for reason, families in reasons.items()]
+                reasons.setdefault((name, cells[name].strip("()")), []).append(family)
+    notes = [
+        f"- `{name}` ({', '.join(families)}): {why}\n" for (name, why), families in reasons.items()
+    ]
     return "".join([*(f"| {' | '.join(row)} |\n" for row in rows), "\n" * bool(notes), *notes])
 
 

@@ -38,24 +38,25 @@ METHODS: dict[str, tuple[dict[str, str], float]] = {
 }
 INTRO = f"""# GPU memory by model size and method
 
-Look up how much GPU memory a model needs, and choose a method that fits. The figures are GiB of
+Look up how much GPU memory a model needs, and choose a method that fits. The figures are GiB on
 one GPU, as `bmforge plan` estimates them. They assume:
 
-- one row of {ROW_TOKENS:,} tokens at a time, with recompute (`--recompute`),
+- one sequence of {ROW_TOKENS:,} tokens per micro-batch, with recompute (`--recompute`),
 - bf16 and AdamW,
 - for LoRA and QLoRA, rank 8 on all linear layers.
 
-No figure was measured on a GPU. [The planner's page](../guides/planner.md) compares estimates with
-measured memory. `dev/memory_table.py` generates this page.
+The figures in the table are estimates. [The planner's page](../guides/planner.md) compares
+estimates with measured memory. `dev/memory_table.py` generates this page.
 
 """
 OUTRO = f"""
 - A GPU needs about 0.9 GiB more than the figure. The allocator also loses 2 % of the GPU's memory.
-- Full fine-tuning keeps fp32 master weights and two fp32 states per parameter. Offloaded
-  (`--offload.fraction 1`), these are in the host's memory, and a step takes longer:
-  [offloading](../guides/offload.md).
-- Several GPUs share weights, gradients and states by ZeRO-3: [two GPUs](../howto/two_gpus.md).
-- More and longer rows need more memory for activations and logits.
+- Full fine-tuning keeps fp32 master weights and two fp32 optimizer states per parameter. With
+  [offloading](../guides/offload.md) (`--offload.fraction 1`), these are in host memory, and a step
+  takes longer.
+- With ZeRO-3, weights, gradients and states are sharded over several GPUs:
+  [two GPUs](../howto/two_gpus.md).
+- More and longer sequences need more memory for activations and logits.
 
 Plan your own case:
 
@@ -65,7 +66,7 @@ bmforge plan llama-3.1-8b --gpus 1 --gpu 4090 --seq {ROW_TOKENS} --batch 1 \\
     --adapter lora --base-dtype int4
 ```
 
-The line "least memory" of its output is the figure of the table. `--json` prints it in bytes as
+The line "least memory" of the output shows the figure in the table. `--json` prints it in bytes as
 `least_memory`.
 """
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterable
@@ -135,7 +136,11 @@ def check_lora(targets: list[str]) -> Callable[[Sample], str]:
         ours(ids, labels=ids).loss.backward()
         trained = [(n, p) for n, p in ours.named_parameters() if p.requires_grad]
         idle = [name for name, parameter in trained if parameter.grad is None]
-        return "yes" if trained and not idle else f"no: {len(idle)} without a gradient"
+        return (
+            "yes"
+            if trained and not idle
+            else f"no: {len(idle)} adapter parameters have no gradient"
+        )
 
     return check
 
@@ -254,12 +259,15 @@ def write(file: Path) -> None:
         "",
         "This page lists the capabilities of the architectures that bmforge runs with transformers "
         f"{transformers.__version__}. `dev/transformers_table.py` tests them on small "
-        "random models. `yes`: the results equal plain transformers. `refused`: an "
-        "error gives the reason. TP and EP are tensor and expert parallelism: loss and gradients "
-        "of two processes are compared with one process. PP is pipeline parallelism: the "
-        "gradients of two stages, run one after the other, are compared with the whole model's.",
+        "random models. `yes` means that the results equal those of plain transformers. "
+        "`refused` means that a clear error gives the reason, and `error` means any other error. "
+        "`part` means that only a part of the block weights is quantized, and `no` means that a "
+        "check fails. For TP and EP (tensor and expert parallelism), the loss and the gradients "
+        "of two processes are compared with one process. For PP (pipeline parallelism), the "
+        "gradients of two stages, run one after the other, are compared with those of the full "
+        "model.",
         "",
-        f"{len(rows)} of {len(TYPES)} causal language models were tested; {len(built)} of them can "
+        f"{len(rows)} of {len(TYPES)} causal language models were tested. {len(built)} of them can "
         "be built at small sizes.",
         "",
         "| | " + " | ".join(CHECKS) + " |",
@@ -273,16 +281,41 @@ def write(file: Path) -> None:
         for kind, row in built.items()
     ]
     lines += ["", "## Reasons", ""]
-    lines += [
-        f"- `{kind}`, {name}: {value}"
-        for kind, row in sorted(rows.items())
-        for name, value in row.items()
-        if value != "yes"
-    ]
+    lines += _reason_lines(rows)
     missing = [kind for kind in TYPES if kind not in rows]
     if missing:
         lines += ["", "## Not tested", "", ", ".join(f"`{kind}`" for kind in missing) + "."]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _reason_lines(rows: dict[str, dict[str, str]]) -> list[str]:
+    """Return a line per reason, with the checks and the types that it applies to."""
+    checks: dict[tuple[str, str], list[str]] = {}  # (type, reason) -> names of checks
+    for kind, row in sorted(rows.items()):
+        for name, value in row.items():
+            if value != "yes":
+                checks.setdefault((kind, _shorten(value)), []).append(f"`{name}`")
+    kinds: dict[tuple[str, str], list[str]] = {}  # (names of checks, reason) -> types
+    for (kind, reason), names in checks.items():
+        kinds.setdefault((", ".join(names), reason), []).append(f"`{kind}`")
+    lines = [
+        f"- {names}: {reason.partition(': ')[0]} ({', '.join(found)}): {reason.partition(': ')[2]}"
+        for (names, reason), found in kinds.items()
+    ]
+    return sorted(lines)
+
+
+def _shorten(value: str) -> str:
+    """Return a result without the name of the type and without incomplete sentences."""
+    status, _, text = value.partition(": ")
+    text = re.sub(r"^ConfigError: |^[et]p=2: ", "", text)
+    text = text.removeprefix("TransformersModel cannot be sharded: ")
+    text = re.sub(r"model_type='[^']*'", "the model type", text)
+    text = re.sub(r"(this config) of a '[^']*'", r"\1", text)
+    text = re.sub(r" for input of size \d+$", "", text)
+    if not text.endswith(".") and ". " in text:
+        text = text.rpartition(". ")[0]
+    return f"{status}: {text.rstrip('.')}"
 
 
 def _count(rows: dict[str, dict[str, str]], name: str) -> int:
