@@ -130,6 +130,7 @@ def build_low_rank(name: str, module: nn.Module, options: LowRankOptions) -> Bes
 # Styles of `models.TensorCut` that shard a linear layer by its outputs or inputs.
 _BY_OUTPUTS = ("column", "key_value", "own_column", "gathered_column")
 _BY_INPUTS = ("row", "split_row")
+_LINEAR_STYLES = (*_BY_OUTPUTS, *_BY_INPUTS)
 
 
 class LowRank(BesidePart):
@@ -145,9 +146,7 @@ class LowRank(BesidePart):
         x: (..., in) -> (..., out)
     """
 
-    cut_styles: ClassVar[frozenset[str]] = frozenset(
-        {"", *_BY_OUTPUTS, *_BY_INPUTS, "head", "shared_tail"}
-    )
+    cut_styles: ClassVar[frozenset[str]] = frozenset({"", "head", "shared_tail", *_LINEAR_STYLES})
 
     def __init__(
         self, in_features: int, out_features: int, options: LowRankOptions, like: Tensor
@@ -199,12 +198,9 @@ class LowRank(BesidePart):
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Return the initialization (`up` is zero) and the sharding, which matches the layer."""
-        outs = dict.fromkeys((*_BY_OUTPUTS, "head"), 0)
+        outs, ins = dict.fromkeys((*_BY_OUTPUTS, "head"), 0), dict.fromkeys(_BY_INPUTS, 1)
         spread = 1 / math.sqrt(3 * self.down.shape[1])
-        notes = {
-            "down": TensorNote(spread, dict.fromkeys(_BY_INPUTS, 1)),
-            "up": TensorNote("zeros", outs),
-        }
+        notes = {"down": TensorNote(spread, ins), "up": TensorNote("zeros", outs)}
         if self.bias is not None:
             notes["bias"] = TensorNote("zeros", outs)
         if self.magnitude is not None:
