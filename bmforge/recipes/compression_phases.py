@@ -84,7 +84,7 @@ def read_calibration(
     """Return batches of token rows from the calibration texts.
 
     Args:
-        model: model that reads the rows.
+        model: model that reads the rows; may be on the meta device.
         directory: model directory with the tokenizer.
         config: calibration texts and sizes.
 

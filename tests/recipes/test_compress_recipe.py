@@ -8,6 +8,7 @@ import pytest
 import tomli_w
 import torch
 import transformers
+from safetensors.torch import load_file
 from small_runs import write_start
 
 from bmforge.cli import main
@@ -78,6 +79,40 @@ def test_after_training_only(
     for phase in report.phases:
         assert f"{phase.sizes.parameters:,}" in said
         assert f"{phase.sizes.size_bytes / 1e6:,.1f} MB" in said
+
+
+def test_the_dtype_of_the_checkpoint_is_kept(start: Path, tmp_path: Path) -> None:
+    """A bf16 model stays bf16, and the sizes of the report are those of the files."""
+    model = AutoModel.from_pretrained(start / "model").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    for name, recipe in (("pruned", {"prune": {"pattern": "2:4"}}), ("int8", {})):
+        file, out = tmp_path / f"{name}.toml", tmp_path / name
+        file.write_text(tomli_w.dumps(recipe or {"quantize": {"scheme": "int8"}}))
+        assert (
+            main(["compress", str(tmp_path / "half"), "--recipe", str(file), "--out", str(out)])
+            == 0
+        )
+        (weights,) = out.glob("*.safetensors")
+        report, stored = CompressReport.load(out), load_file(weights)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
+        assert abs(report.after.size_bytes - size) < 0.05 * size
+        whole = sum(p.numel() * 2 for p in model.parameters())
+        assert abs(report.before.size_bytes - whole) < 0.05 * whole
+        assert torch.float32 not in {tensor.dtype for tensor in stored.values()}
+
+
+def test_too_few_calibration_texts_are_found_before_training(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "few.txt").write_text("a b c\n")
+    changes = {
+        "prune": {"method": "wanda", "pattern": "2:4"},
+        "calibration": {"texts": [str(tmp_path / "few.txt")]},
+    }
+    file, out = write_recipe(start, tmp_path, {"structure": 2}, **changes), tmp_path / "small"
+    assert main(command(start, file, out)) != 0
+    assert "calibration" in capsys.readouterr().err
+    assert not out.exists()
 
 
 @pytest.mark.long
