@@ -93,7 +93,8 @@ def _set_adapter_rate(default: Any, arguments: Sequence[str], file: str | None) 
     if kind is None or "lr" in values.get("train", {}).get("optim", {}):
         return
     rank = _peek_option(arguments, "--adapter.rank") or default.adapter.rank
-    rate = default_rate(kind, int(rank) if str(rank).isdecimal() else None)
+    full_rate = default.train.optim.lr
+    rate = default_rate(kind, int(rank) if str(rank).isdecimal() else None, full_rate)
     optim = dataclasses.replace(default.train.optim, lr=rate)
     default.train = dataclasses.replace(default.train, optim=optim)
 

@@ -64,6 +64,8 @@ KINDS: dict[str, type[Delta]] = {
 ADAPTER_NAME = "default"
 ALL_LINEAR = "all-linear"
 _RUN_FIELDS = ("kind", "target_modules", "exclude_modules", "modules_to_save", "lr_ratio", "merge")
+# Default learning rate for full fine-tuning on chats.
+_FULL_RATE = 2e-5
 # Learning rates of published recipes: Hu et al. (2021) and Dettmers et al. (2023)
 # for LoRA, PEFT's examples for the others.
 _RATES = {"ia3": 3e-3, "bitfit": 1e-3, "prefix": 1e-2, "soft-prompt": 3e-2}
@@ -162,16 +164,19 @@ def settle_adapter(config: Any) -> Any:
     return dataclasses.replace(config, adapter=dataclasses.replace(chosen, **missing))
 
 
-def default_rate(kind: str, rank: int | None) -> float:
-    """Return the default learning rate for an adapter type: 1e-4 to 2e-4 for LoRA.
+def default_rate(kind: str, rank: int | None, full_rate: float = _FULL_RATE) -> float:
+    """Return the default learning rate for an adapter type: 1e-4 to 2e-4 for LoRA on chats.
 
     Args:
         kind: a name in `KINDS`.
         rank: rank of LoRA; above 16 the rate falls with its square root, to 1e-4.
+        full_rate: the task's default for full fine-tuning; below that of chats, 2e-5, it scales
+            the result (1e-6 for preferences and rl: 1e-5 for LoRA).
     """
-    if kind != "lora":
-        return _RATES.get(kind, 1e-4)
-    return float(max(1e-4, 2e-4 * min(1.0, (16 / (rank or 8)) ** 0.5)))
+    rate = _RATES.get(kind, 1e-4)
+    if kind == "lora":
+        rate = float(max(1e-4, 2e-4 * min(1.0, (16 / (rank or 8)) ** 0.5)))
+    return float(f"{rate * min(1.0, full_rate / _FULL_RATE):.6g}")  # 1e-5, not 9.999e-6
 
 
 def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
