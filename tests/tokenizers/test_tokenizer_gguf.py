@@ -222,12 +222,12 @@ def test_refused_by_name(tmp_path):
         with pytest.raises(DataError, match=said):
             AutoTokenizer.from_pretrained(path)
     mine = byte_pairs("gpt-2")
-    with pytest.raises(ConfigError, match="that belongs to the model"):
+    with pytest.raises(ConfigError, match="Use the tokenizer of the model"):
         describe_tokenizer(mine, 100)
     settings = {**mine.settings, "pre_tokenizer": {"type": "Whitespace"}}
     settings.pop("config")
     other = FastTokenizer(json.dumps(settings).encode())
-    with pytest.raises(ConfigError, match="its pre-tokenizer"):
+    with pytest.raises(ConfigError, match="the tokenizer's pre-tokenizer"):
         describe_tokenizer(other, ROWS)
 
 
