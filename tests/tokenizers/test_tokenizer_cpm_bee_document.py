@@ -169,7 +169,7 @@ def test_extended_answers_and_answers_not_reached():
     for bad, message in ((size, "another document"), (size + 2, "is out of range")):
         with pytest.raises(DataError, match=message):
             decode_document(document, encoded, [[bad], None], tokenizer, rows)
-    with pytest.raises(DataError, match="there are 1 answers for 2 slots"):
+    with pytest.raises(DataError, match="has 1 entries, but the document has 2 answer slots"):
         decode_document(document, encoded, [[]], tokenizer)
 
 

@@ -72,7 +72,8 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
         folder = Path(corpus) / INDEX
         if not (folder / _SETTINGS).is_file():
             raise ConfigError(
-                f"earlier={corpus!r} has no index. Prepare it with keep_index=True (--keep-index)."
+                f"earlier={corpus!r} has no index. Prepare the corpus again with keep_index=True "
+                "(--keep-index)."
             )
         try:
             settings = json.loads((folder / _SETTINGS).read_text("utf-8"))
@@ -85,13 +86,13 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
             threshold = settings["near_duplicates"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{str(folder)!r} is damaged ({error}). Prepare {corpus!r} again."
+                f"the index {str(folder)!r} is damaged ({error}). Prepare {corpus!r} again."
             ) from (error)
         if near is not None and threshold != near.threshold:
             raise ConfigError(
                 f"near_duplicates={near.threshold} differs from the index of "
                 f"earlier={corpus!r}, which was built with {threshold}. Use the same value, or "
-                "prepare that corpus again."
+                "prepare the earlier corpus again."
             )
         indexes.append(Earlier(folder, digest_file(folder / _SETTINGS)))
     return tuple(indexes)

@@ -150,8 +150,8 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
         return report, [InputFile(**entry) for entry in record["inputs"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{str(path)!r} is not a valid record of a prepared corpus ({error}). Prepare again "
-            "with overwrite=True (--overwrite), or into another directory."
+            f"{str(path)!r} is not a valid record of a prepared corpus ({error}). Prepare the "
+            "corpus again with overwrite=True (--overwrite), or into another directory."
         ) from error
 
 

@@ -95,8 +95,8 @@ class _Guarded(io.RawIOBase):
         allowed = max(_LARGE_BYTES, _HIGHEST_RATIO * self._packed.tell())
         if self._count_bytes > allowed:
             raise OSError(
-                f"the decompressed file is more than {_HIGHEST_RATIO} times larger (a "
-                "decompression bomb)"
+                f"the decompressed file is more than {_HIGHEST_RATIO} times larger than "
+                "the compressed file (a decompression bomb)"
             )
         if 0 < self._most_bytes < self._count_bytes:
             raise OSError(

@@ -52,7 +52,7 @@ def _read_rows(
                 size = len("".join(row).encode("utf-8", "replace"))
                 yield Record(where.place(rows.line_num), size, parse)
     except csv.Error as error:
-        raise DataError(f"{where}:{rows.line_num}: not a valid table row ({error}).") from error
+        raise DataError(f"{where}:{rows.line_num} is not a valid table row ({error}).") from error
 
 
 def _parse_row(

@@ -193,8 +193,9 @@ def decode_document(
     """
     if len(answers) != len(encoded.answers):
         raise DataError(
-            f"{len(answers)} answers were passed for the {len(encoded.answers)} answer slots "
-            f"{['.'.join(slot.path) for slot in encoded.answers]}. Pass one answer per slot."
+            f"answers has {len(answers)} entries, but the document has {len(encoded.answers)} "
+            f"answer slots: {['.'.join(slot.path) for slot in encoded.answers]}. Pass one answer "
+            "per slot."
         )
     filled = _copy(document)
     for slot, ids in zip(encoded.answers, answers, strict=True):
