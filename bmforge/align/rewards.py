@@ -140,9 +140,7 @@ class RewardProcess:
         try:
             reply = self._read(timeout_s)
         except (TimeoutError, RuntimeError) as error:
-            raise ConfigError(
-                f"the function {self.spec!r} did not start, because {error}."
-            ) from error
+            raise ConfigError(f"cannot start the function {self.spec!r}: {error}") from error
         if "error" in reply:
             self.close()
             raise ConfigError(reply["error"])
@@ -154,11 +152,11 @@ class RewardProcess:
         except queue.Empty:
             self.close()
             raise TimeoutError(
-                f"the process of {self.spec!r} did not reply within {timeout_s:g} seconds"
+                f"the process of {self.spec!r} did not reply within {timeout_s:g} seconds."
             ) from None
         if not line:
             self.close()
-            raise RuntimeError(f"the process of {self.spec!r} has exited")
+            raise RuntimeError(f"the process of {self.spec!r} has exited.")
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -228,10 +226,10 @@ class CallableReward:
             out, error = results.get(timeout=timeout_s)
         except queue.Empty:
             raise TimeoutError(
-                f"the function did not return within {timeout_s:g} seconds"
+                f"the function did not return within {timeout_s:g} seconds."
             ) from None
         if error is not None:
-            raise RuntimeError(f"the reward function raised {error!r}") from error
+            raise RuntimeError(f"the reward function raised {error!r}.") from error
         return out
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ def find_address(host: str, port: int, is_private_allowed: bool) -> str:
         if not is_private_allowed and not _is_public(address):
             raise PrivateAddressError(
                 f"{host} resolves to {address}, which is not a public address. To allow "
-                "it, add the host to private_hosts (--private-hosts)."
+                "the address, add the host to private_hosts (--private-hosts)."
             )
     return addresses[0]
 

@@ -122,7 +122,7 @@ def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:
     if top not in names:
         raise DataError(
             f"file {str(where)!r} has no column {options.text_field!r} (columns: "
-            f"{names}). Choose one with text_field=... (--text-field)."
+            f"{names}). Choose a column with text_field=... (--text-field)."
         )
     metadata_columns = [name for name in names if find_known({name: "x"})]
     return [top, *(name for name in metadata_columns if name != top)]

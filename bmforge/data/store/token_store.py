@@ -207,7 +207,7 @@ def _read_header(path: Path) -> tuple[np.dtype[np.integer], int, int]:
     if version != 1:
         raise DataError(
             f"{str(path)!r} has version {version}, but only version 1 is supported. "
-            "Export it as version 1 with the program that wrote it."
+            "Export the store as version 1 with the program that wrote it."
         )
     if code not in DTYPE_CODES:
         raise DataError(

@@ -234,8 +234,8 @@ def decode_answer(
         token = ext_rows[row] if row >= 0 else (id, 0)
         if row >= 0 and token not in names:
             raise DataError(
-                f"id={id} is the extension token {token} of another document of the batch. Do not "
-                "generate this id for the document, or pass the document that contains the token."
+                f"id={id} is the extension token {token} of another document of the batch. Exclude "
+                "the id when generating the answers of this document."
             )
         texts.append(names[token] if token in names else tokenizer.decode([id]))
     return "".join(texts)
