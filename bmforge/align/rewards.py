@@ -151,9 +151,7 @@ class RewardProcess:
             line = self._replies.get(timeout=timeout_s)
         except queue.Empty:
             self.close()
-            raise TimeoutError(
-                f"the process of {self.spec!r} did not reply within {timeout_s:g} seconds."
-            ) from None
+            raise TimeoutError(f"{self.spec!r} ran longer than {timeout_s:g} seconds.") from None
         if not line:
             self.close()
             raise RuntimeError(f"the process of {self.spec!r} has exited.")
@@ -225,9 +223,7 @@ class CallableReward:
         try:
             out, error = results.get(timeout=timeout_s)
         except queue.Empty:
-            raise TimeoutError(
-                f"the function did not return within {timeout_s:g} seconds."
-            ) from None
+            raise TimeoutError(f"the function ran longer than {timeout_s:g} seconds.") from None
         if error is not None:
             raise RuntimeError(f"the reward function raised {error!r}.") from error
         return out

@@ -141,8 +141,7 @@ class _Vocabulary(NamedTuple):
 
     def damaged(self, reason: str) -> DataError:
         return DataError(
-            f"the tokenizer in {str(self.path)!r} is damaged ({reason}). Download or convert the "
-            "file again."
+            f"the tokenizer in {str(self.path)!r} is damaged ({reason}). Download the file again."
         )
 
 
@@ -315,10 +314,7 @@ def pairs_of_scores(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple
     pairs = []
     for piece in sorted(pieces, key=lambda piece: (-pieces[piece], ids[piece])):
         if len(piece) > _LONGEST_PIECE:
-            raise DataError(
-                f"a token of the vocabulary has {len(piece)} characters (supported: at most "
-                f"{_LONGEST_PIECE})."
-            )
+            raise DataError(f"a token has {len(piece)} characters (limit: {_LONGEST_PIECE}).")
         cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
         cuts = [(a, b) for a, b in cuts if a in pieces and b in pieces]
         pairs += sorted(cuts, key=lambda cut: (ids[cut[0]], ids[cut[1]]))

@@ -109,7 +109,7 @@ def test_bad_line_is_named(
     assert [(d.text, d.place) for d in found] == [("one", "1"), ("three", "3")]
     assert skipped.count == 1
     assert f"{path}:2" in skipped.messages[0]
-    assert "skipped 1 bad" in caplog.text
+    assert "skipped 1 invalid" in caplog.text
 
 
 def test_bad_paths(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ class DetectLanguage:
         for code in self.languages:
             if code not in KNOWN:
                 raise ConfigError(
-                    f"unknown language: languages contains {code!r} (known: ISO 639-1 codes such "
+                    f"unknown language: languages={code!r} (known: ISO 639-1 codes such "
                     "as en or zh, and for languages without such a code ISO 639-3 codes such as "
                     f"yue).{suggest(code, sorted(KNOWN))}"
                 )
