@@ -79,7 +79,7 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
             settings = json.loads((folder / _SETTINGS).read_text("utf-8"))
             if settings["format"] != _FORMAT:
                 raise ValueError(
-                    f"its format is {settings['format']}, but only format {_FORMAT} is supported"
+                    f"format {settings['format']} is not the supported format {_FORMAT}"
                 )
             if digest_file(folder / _DIGESTS) != settings["digest"]:
                 raise ValueError(f"the content of {_DIGESTS} does not match its checksum")

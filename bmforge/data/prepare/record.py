@@ -134,7 +134,7 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
     try:
         record = _rename_old_keys(tomllib.loads(path.read_text("utf-8")))
         if record["format"] not in _FORMATS:
-            raise ValueError(f"its format is {record['format']}, but only {_FORMATS} are supported")
+            raise ValueError(f"format {record['format']} is not one of the formats {_FORMATS}")
         report = PrepareReport(
             out_dir=out_dir,
             config=config_from_dict(PrepareConfig, record["settings"], "settings."),

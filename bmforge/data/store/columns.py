@@ -159,9 +159,7 @@ def _read(path: Path) -> Columns:
         tables = {"license" if key == _OLD else key: table for key, table in head["names"].items()}
         names = {name: [str(value) for value in tables[name]] for name in NAMED}
         if head["format"] != _FORMAT:
-            raise ValueError(
-                f"its format is {head['format']}, but only format {_FORMAT} is supported"
-            )
+            raise ValueError(f"format {head['format']} is not the supported format {_FORMAT}")
         if path.stat().st_size != len(line) + head["documents"] * _ROW.itemsize:
             raise ValueError("the file is truncated")
         rows = np.fromfile(path, dtype=_ROW, offset=len(line))

@@ -139,9 +139,7 @@ def _open_all(path: Path) -> list[TokenStore]:
     try:
         record = json.loads(path.read_text("utf-8"))
         if record["format"] != _FORMAT:
-            raise ValueError(
-                f"its format is {record['format']}, but only format {_FORMAT} is supported"
-            )
+            raise ValueError(f"format {record['format']} is not the supported format {_FORMAT}")
         entries = [(e["name"], int(e["tokens"]), int(e["sequences"])) for e in record["shards"]]
         if not entries or any(Path(name).is_absolute() or ".." in name for name, *_ in entries):
             raise ValueError("the list is empty, or contains a shard outside of the directory")
