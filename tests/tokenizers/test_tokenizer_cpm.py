@@ -139,7 +139,7 @@ def test_cpm2_special_ids_and_sentinels(shared_data):
     assert (both.special_ids["go"], both.eos_id, both.special_ids["space"]) == (7, 8, 11)
     assert chinese.sentinel_id(189) == 26_239
     assert (eva.sep_id, eva.bos_id, eva.eos_id) == (4, eva.sentinel_id(0), 4)
-    with pytest.raises(ConfigError, match="sentinel 185"):
+    with pytest.raises(ConfigError, match="sentinel token 185"):
         both.sentinel_id(185)
 
 
