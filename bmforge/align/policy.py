@@ -133,11 +133,11 @@ class Policy:
         if self.clip == "ppo" and self.clip_low > 1:
             wrong.append(f"rl.clip_low={self.clip_low} must be at most 1")
         if self.clip_dual is not None and (self.clip_dual <= 1 or self.clip != "ppo"):
-            wrong.append(f"rl.clip_dual={self.clip_dual} must be above 1, with rl.clip=ppo")
+            wrong.append(f"rl.clip_dual={self.clip_dual} must be above 1 and needs rl.clip=ppo")
         if self.correction_cap < 1:
             wrong.append(f"rl.correction_cap={self.correction_cap} must be at least 1")
         if self.kl_in == "reward" and self.kl != "k1":
-            wrong.append(f"rl.kl={self.kl} must be k1 with rl.kl_in=reward")
+            wrong.append(f"rl.kl={self.kl} must be k1 if rl.kl_in=reward")
         for name, usual in (("gamma", 1.0), ("lam", 0.95)):
             value = getattr(self, name)
             if not 0 <= value <= 1:

@@ -79,19 +79,22 @@ class RolloutConfig:
             if getattr(self, name) < number
         ]
         if self.max_turns < 2 and self.tools:
-            wrong.append(f"rollout.max_turns={self.max_turns} must be at least 2 with tools")
+            wrong.append(
+                f"rollout.max_turns={self.max_turns} must be at least 2 if rollout.tools is set"
+            )
         if not self.tool_timeout_s > 0:
             wrong.append(f"rollout.tool_timeout_s={self.tool_timeout_s} must be above 0")
         if not self.temperature > 0:
             wrong.append(f"rollout.temperature={self.temperature} must be above 0")
         if self.overlong_tokens > self.max_new_tokens:
             wrong.append(
-                f"rollout.overlong_tokens={self.overlong_tokens} must be at most max_new_tokens"
+                f"rollout.overlong_tokens={self.overlong_tokens} must be at most "
+                f"rollout.max_new_tokens={self.max_new_tokens}"
             )
         if self.num_generations > self.max_num_seqs:
             wrong.append(
-                f"rollout.max_num_seqs={self.max_num_seqs} must be at least num_generations="
-                f"{self.num_generations}"
+                f"rollout.max_num_seqs={self.max_num_seqs} must be at least "
+                f"rollout.num_generations={self.num_generations}"
             )
         if wrong:
             raise ConfigError(f"{'; '.join(wrong)}.")

@@ -59,13 +59,13 @@ class ValueConfig:
         for name, value in vars(self).items():
             if not has_effect and value != getattr(usual, name):
                 raise ConfigError(
-                    f"value.{name}={value!r} has no effect without rl.advantage=gae. Use --method "
-                    "ppo, or leave it out."
+                    f"value.{name}={value!r} has no effect without rl.advantage=gae. Remove "
+                    f"value.{name}, or use --method ppo."
                 )
         if not self.lr >= 0 or not self.cliprange > 0:
             raise ConfigError(
                 f"value.lr={self.lr} must be at least 0, and value.cliprange={self.cliprange} "
-                "above 0."
+                "must be above 0."
             )
 
 

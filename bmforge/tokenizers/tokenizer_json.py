@@ -239,8 +239,8 @@ def _add_tokens(tokenizer: Any, folder: Path) -> None:
             tokenizer.add_tokens([AddedToken(token, normalized=False)])
         if (id := tokenizer.token_to_id(token)) != ids[token]:
             raise DataError(
-                f"{str(path)!r} gives {token!r} the id {ids[token]}, but the vocabulary in the "
-                f"same directory gives it {id}. Use two files of the same model."
+                f"{str(path)!r} assigns the id {ids[token]} to {token!r}, but the vocabulary in "
+                f"the same directory assigns {id}. Use two files of the same model."
             )
     tokenizer.add_special_tokens(list(special.values()))
 
@@ -256,6 +256,6 @@ def _has(folder: Path, names: tuple[str, ...]) -> bool:
 
 def _damaged(paths: list[str], error: Exception) -> DataError:
     return DataError(
-        f"{' and '.join(paths)} do not contain the vocabulary of a tokenizer ({error}). "
-        "Download the files again."
+        f"cannot read the vocabulary of the tokenizer in {' and '.join(paths)} ({error}). Download "
+        "the files again."
     )

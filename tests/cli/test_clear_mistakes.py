@@ -116,7 +116,7 @@ def test_latin_1_is_named(encoding: str, text: str) -> None:
     with pytest.raises(DataError, match="iconv -f LATIN1 -t UTF-8"):
         decode(raw, "file 'a'", errors="strict")
     damaged = raw.decode(encoding).encode()[:-9] + b"\xff" + b" more words" * 20
-    with pytest.raises(DataError, match="is utf-8 with 1 invalid characters"):
+    with pytest.raises(DataError, match="is encoded in utf-8, but has 1 invalid"):
         decode(damaged, "file 'a'", errors="strict")
 
 

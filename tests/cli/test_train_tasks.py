@@ -251,5 +251,5 @@ def test_a_missing_head_is_said_before_anything_is_read(
     assert "--new-head" in said
     assert not (tmp_path / "run").exists()
     assert main([*words, "--new-head"]) == 2
-    assert "BoolQ has no file for 'train'" in capsys.readouterr().err
+    assert "BoolQ has no file for the split 'train'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -113,7 +113,7 @@ def test_a_policy_drops_with_a_reason(corpus: Path, policy: str, left: int) -> N
     ("change", "said"),
     [
         ({"license": ("CC-BY-4",)}, "Did you mean 'CC-BY-4.0'"),
-        ({"license": ("MIT", "CC0-1.0")}, "two licenses are given for all files"),
+        ({"license": ("MIT", "CC0-1.0")}, "two licenses for all files"),
         ({"license_policy": "permisive"}, "Did you mean 'permissive'"),
     ],
 )

@@ -112,7 +112,7 @@ def test_a_tokenizer_without_merges_is_refused(directory, tmp_path):
     settings["model"]["merges"] = []
     path.write_text(json.dumps(settings))
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ConfigError, match="a byte-level BPE without merges"):
+    with pytest.raises(ConfigError, match="a byte-level BPE tokenizer without merges"):
         export_gguf(directory, tmp_path / "a.gguf")
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -153,9 +153,9 @@ def test_moved_corpora_go_on_and_others_in_their_place_do_not(tmp_path, monkeypa
             assert resumed(moved[:count], kept[0], weights=weights) == kept
             assert resumed(moved[:count], weights=weights) == kept
     write_store(tmp_path / "there" / "z", 5)
-    with pytest.raises(ConfigError, match="what is in the corpus changed"):
+    with pytest.raises(ConfigError, match="the content of the corpus changed"):
         resumed(("a", "../there/z"), kept[0], weights=weights)
-    with pytest.raises(ConfigError, match="what is in the corpus changed"):
+    with pytest.raises(ConfigError, match="the content of the corpus changed"):
         resumed(("b", "a"), kept[0], weights=weights)
     alone = resumed(("a",))
     earlier = {key: value for key, value in alone[0].items() if key != "content"}

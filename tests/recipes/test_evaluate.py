@@ -293,7 +293,7 @@ def test_a_classifier_keeps_the_order_of_its_labels(tmp_path: Path) -> None:
     [
         ({"labels": ()}, "data.task is not set"),
         ({"task": "BoolQ"}, "define a custom task"),
-        ({"labels": ("rose",)}, "must be at least two"),
+        ({"labels": ("rose",)}, "must contain at least two"),
         ({"labels": ("rose", "west")}, "label='fell' is not a label"),
         ({"fields": ("topic",)}, "the field 'topic' is missing"),
         ({"fields": ("label",)}, "cannot be used"),

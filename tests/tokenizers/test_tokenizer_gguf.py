@@ -211,9 +211,9 @@ def test_refused_by_name(tmp_path):
         ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre='deepseek-llm', which is not supported"),
         ({"pre": 3}, "pre=3"),
         ({"model": "rwkv"}, "type 'rwkv'"),
-        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "a token occurs twice"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "only 1 of 2 tokens differ"),
         ({"tokens": ["a", "b"]}, "2 tokens, but 700 types"),
-        ({"merges": ["ab"]}, "a merge is not a pair"),
+        ({"merges": ["ab"]}, "a text that is not a pair of tokens"),
         ({"merges": ["a nosuchtoken"]}, "damaged"),
         ({"eos_token_id": 10**6}, "the eos token has the unknown id 1000000"),
     ):
@@ -222,12 +222,12 @@ def test_refused_by_name(tmp_path):
         with pytest.raises(DataError, match=said):
             AutoTokenizer.from_pretrained(path)
     mine = byte_pairs("gpt-2")
-    with pytest.raises(ConfigError, match="that belongs to the model"):
+    with pytest.raises(ConfigError, match="Use the tokenizer of the model"):
         describe_tokenizer(mine, 100)
     settings = {**mine.settings, "pre_tokenizer": {"type": "Whitespace"}}
     settings.pop("config")
     other = FastTokenizer(json.dumps(settings).encode())
-    with pytest.raises(ConfigError, match="its pre-tokenizer"):
+    with pytest.raises(ConfigError, match="the tokenizer's pre-tokenizer"):
         describe_tokenizer(other, ROWS)
 
 

@@ -122,14 +122,15 @@ def decode(
 def _explain(raw: bytes, location: str, damaged: Decoded | None) -> DataError:
     if damaged is not None and _is_latin1(raw, damaged):
         return DataError(
-            f"{location} has {damaged.replaced} invalid characters for UTF-8; it looks like "
-            "Latin-1. Convert it, for example: iconv -f LATIN1 -t UTF-8, or replace the characters "
-            "with errors='replace' (bmforge prepare: --errors replace)."
+            f"{location} has {damaged.replaced} characters that are invalid in UTF-8, and is "
+            "probably encoded in Latin-1. Convert it, for example: iconv -f LATIN1 -t UTF-8, or "
+            "replace the characters with errors='replace' (bmforge prepare: --errors replace)."
         )
     if damaged is not None:
         return DataError(
-            f"{location} is {damaged.encoding} with {damaged.replaced} invalid characters. "
-            "Repair it, or replace them with errors='replace' (--errors replace)."
+            f"{location} is encoded in {damaged.encoding}, but has {damaged.replaced} invalid "
+            "characters. Repair the text, or replace the characters with errors='replace' "
+            "(--errors replace)."
         )
     try:
         raw.decode("utf-8")
