@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from bmforge.errors import DataError
 from bmforge.gguf_header import GgufHeader
 from bmforge.tokenizers.spiece import UnigramModel, build_unigram
+from bmforge.tokenizers.tokenizer_json import add_begin_and_end_
 
 __all__ = ["BYTE", "CONTROL", "NORMAL", "OWN", "PRE", "ROLE_KEYS", "SPACE", "UNKNOWN", "UNUSED",
            "GgufTokenizer", "PreTokenizer", "pairs_of_scores", "read_gguf_tokenizer"]  # fmt: skip
@@ -178,11 +179,10 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
             if token is None:
                 raise vocabulary.damaged(f"the {role} token has the unknown id {id!r}")
             roles[role] = token
-    settings: dict[str, Any] = {
-        name: header.metadata.get(f"tokenizer.ggml.{name}", default)
-        for name, default in _default_bos_eos(header, kind).items()
-    }
-    settings = {name: value for name, value in settings.items() if isinstance(value, bool)}
+    data, defaults = header.metadata, _default_bos_eos(header, kind)
+    values = {name: data.get(f"tokenizer.ggml.{name}", usual) for name, usual in defaults.items()}
+    settings: dict[str, Any] = {name: v for name, v in values.items() if isinstance(v, bool)}
+    add_begin_and_end_(tokenizer, roles, settings)
     template = header.metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         settings["chat_template"] = template

@@ -204,6 +204,25 @@ def test_begin_token_is_found_in_the_template(tmp_path):
     assert describe_tokenizer(byte_pairs("gpt-2"), ROWS)["tokenizer.ggml.add_bos_token"] is False
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_transformers_adds_the_begin_token_of_a_converted_file(tmp_path, last):
+    """A tokenizer without a class of its own gets its begin and end from tokenizer.json."""
+    transformers = pytest.importorskip("transformers")
+    content = json.loads(byte_pairs("gpt-2")._content)
+    mine = FastTokenizer(json.dumps(content).encode(), {"bos": "<|end|>", "eos": "<|own|>"})
+    found = describe_tokenizer(mine, ROWS)
+    marks = {"bos": mine.token_to_id("<|end|>"), "eos": mine.token_to_id("<|own|>")}
+    found |= {f"tokenizer.ggml.{role}_token_id": id for role, id in marks.items()}
+    found |= {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": last}
+    back = AutoTokenizer.from_pretrained(write_metadata(tmp_path / "a.gguf", found))
+    back.save_pretrained(tmp_path / "saved")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    end = [marks["eos"]] * last
+    want = [marks["bos"], *mine.encode("the shore"), *end]
+    assert theirs("the shore").input_ids == want == back.encode_prompt("the shore")
+    assert theirs("the shore", "the shore").input_ids == [*want, *want]
+
+
 def test_refused_by_name(tmp_path):
     """Other ways to cut, other kinds, and what contradicts itself."""
     usual = describe_tokenizer(byte_pairs("gpt-2"), ROWS)
