@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.errors import ConfigError, suggest
+from bmforge.gguf_header import is_gguf
 from bmforge.models import Model
 from bmforge.models.changes import Change
 from bmforge.models.config import ModelConfig, read_config_file
@@ -73,7 +74,7 @@ def find_start(name: str) -> Start:
     Raises:
         ConfigError: the name is unknown.
     """
-    if prefers_directory(name):
+    if prefers_directory(name) or is_gguf(name):
         return _start_from(name)
     presets = [preset for family in FAMILIES.values() for preset in family.config_class.presets]
     if name in presets:
