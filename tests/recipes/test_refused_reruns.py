@@ -43,7 +43,7 @@ def damage_checkpoints(folder: Path) -> None:
         (edit_data, {}, "^pairs.jsonl changed since the run began .*--override data"),
         (edit_template, {}, "files did not .the tokenizer, its chat template"),
         (damage_checkpoints, {}, "checkpoints in .* are damaged"),
-        (id, {"seed": 5}, "belongs to another run: seed"),
+        (id, {"seed": 5}, "contains another run .seed: "),
     ],
     ids=["data", "template", "checkpoints", "seed"],
 )

@@ -82,9 +82,9 @@ class SpanCorpus:
     ) -> None:
         if config.target_len is None:
             raise ConfigError(
-                "target_len is not set. Preprocessed spans are packed, so set the "
-                "maximum length of a target (CPM-Pretrain's --dec-seq-length): "
-                "--target-len 384."
+                "target_len is not set, but preprocessed spans are packed into targets of this "
+                "length. Set the maximum number of tokens of a target (CPM-Pretrain's "
+                "--dec-seq-length), such as --target-len 384."
             )
         self._length, self._longest = config.data.seq_len, config.target_len
         self._sentinels, self._vocab_size = sentinels, vocab_size
@@ -160,8 +160,8 @@ class SpanCorpus:
                 span = part.targets.get(text, offset, length).tolist()
         if span[:1] != [token] or max(span[1:], default=0) >= self._vocab_size:
             raise DataError(
-                f"{part.prefix!r}, text {text}: span {number} does not match its offset. Use "
-                f"three stores of one corpus, made with this tokenizer of {self._vocab_size} "
-                "tokens."
+                f"{part.prefix!r}, text {text}: span {number} does not match its offset. Use the "
+                "three token stores of one corpus, prepared with this tokenizer of "
+                f"{self._vocab_size} tokens."
             )
         return span[1:]
