@@ -86,7 +86,7 @@ def test_a_missing_field_has_its_default(
         remove(table, name)
     (run_dir / "run.toml").write_text(tomli_w.dumps(table))
     problem = check_run_dir(run_dir, config, frozenset())
-    named = set() if problem is None else set(re.findall(r"(?:run: |; )([\w.]+): ", problem))
+    named = set() if problem is None else set(re.findall(r"(?:run \(|; )([\w.]+): ", problem))
     assert named == differing(config, removed)
 
 
