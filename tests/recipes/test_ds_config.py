@@ -79,7 +79,7 @@ def test_the_product_is_used_and_both_numbers_are_shown(tmp_path: Path, heard: A
     found = apply_ds_config(pipelined(T5SpansConfig(), tp=2), write(tmp_path), 4)
     assert (found.data.micro_batch_size, found.data.global_batch_size) == (4, 64)
     assert "train_batch_size=128" in heard.text
-    assert "4 rows x 16 passes x 4 processes / pp=2 / tp=2 is 64: 64 is used" in heard.text
+    assert "x 16 accumulation steps x 4 processes / pp=2 / tp=2 is 64: 64 is used" in heard.text
     assert "wall_clock_breakdown has no effect" in heard.text
     assert found.train.precision == "fp16"
     assert (found.train.grad_clip, found.train.log_every_steps) == (1.0, 10)

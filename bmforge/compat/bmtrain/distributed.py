@@ -128,8 +128,8 @@ def send_activations(hidden_state: Tensor, next_rank: int, comm: Any = None) -> 
     group = _group(comm)
     if hidden_state.dtype not in _DTYPES or hidden_state.dim() > _MAX_DIMS:
         raise ShapeError(
-            f"a tensor of {hidden_state.dtype} with {hidden_state.dim()} dims cannot be sent "
-            f"(supported: floats, integers and booleans with at most {_MAX_DIMS} dims)."
+            f"a tensor of {hidden_state.dtype} with {hidden_state.dim()} dimensions cannot be sent "
+            f"(supported: floats, integers and booleans with at most {_MAX_DIMS} dimensions)."
         )
     shape = list(hidden_state.shape)
     numbers = [_DTYPES.index(hidden_state.dtype), len(shape), *shape]
