@@ -65,8 +65,8 @@ def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = Non
         )
     if x.dim() == 0 or x.shape[0] % group.size():
         raise ShapeError(
-            f"x of shape {tuple(x.shape)} has {x.shape[0]} rows, which {group.size()} processes "
-            "do not divide evenly. Pad the rows to a multiple of that number."
+            f"the first dimension of x, with shape={tuple(x.shape)}, is not divisible by the "
+            f"{group.size()} processes. Pad x to a multiple of {group.size()} rows."
         )
     out = sum_scatter_tokens(x, group, 0)
     return out / group.size() if op == "avg" else out

@@ -92,8 +92,8 @@ class SpanCorpus:
         self._bounds = [0, *accumulate(part.rows for part in self._parts)]
         if self._bounds[-1] == 0:
             raise DataError(
-                f"{list(prefixes)} do not fill one row of data.seq_len={self._length} tokens. Give "
-                "more text, or reduce data.seq_len."
+                f"{list(prefixes)} do not fill one sequence of data.seq_len={self._length} tokens. "
+                "Give more text, or reduce data.seq_len."
             )
         self.columns: Mapping[str, tuple[int, int]] = {
             "input_ids": (self._length, config.model.pad_token_id),
@@ -143,9 +143,8 @@ class SpanCorpus:
     def _sentinel(self, count: int, part: _CorpusRange) -> int:
         if count >= len(self._sentinels):
             raise DataError(
-                f"a row of {part.prefix!r} has more spans than the tokenizer has sentinel "
-                f"tokens ({len(self._sentinels)}). Lower data.seq_len (now "
-                f"{self._length})."
+                f"a sequence of {part.prefix!r} has more spans than the tokenizer has sentinel "
+                f"tokens ({len(self._sentinels)}). Reduce data.seq_len={self._length}."
             )
         return self._sentinels[count]
 
