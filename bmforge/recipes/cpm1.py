@@ -241,7 +241,7 @@ def _stc_texts(paths: Sequence[str], tokenizer: CPM1Tokenizer) -> Iterator[tuple
             parts = ["".join(part.split()) for part in line.split("\t")]
             if len(parts) != 2 or not all(parts):
                 raise DataError(
-                    f"{path}, line {number} is not a post and an answer separated by one tab."
+                    f"{path}, line {number} must be a post and an answer, separated by one tab."
                 )
             text = f"对话上文:{parts[0]} 回复:{parts[1]}"
             yield [*tokenizer.encode(text), _id(tokenizer, "eod")], 0

@@ -289,8 +289,8 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
         if has != count_classes(task):
             raise ConfigError(
                 f"{name} has {count_classes(task)} classes, but the {type(model).__name__} with "
-                f"the head {model.config.head!r} distinguishes {has}. Fine-tune it first: "
-                "bmforge train classify."
+                f"the head {model.config.head!r} has {has}. Fine-tune it first with "
+                "`bmforge train classify`."
             )
         own = _own_labels(model)
         if order_labels(task.label_names, own) != tuple(task.label_names):

@@ -113,8 +113,8 @@ def check_cook_config(raw: Any) -> dict[str, Any]:
     hidden = checked["distillation"]
     if hidden["mse_hidn_scale"] and not hidden["mse_hidn_module"]:
         raise ConfigError(
-            "distillation.mse_hidn_scale needs mse_hidn_module, the pairs of modules to "
-            "compare. Set it."
+            f"distillation.mse_hidn_scale={hidden['mse_hidn_scale']} needs the pairs of modules to "
+            "compare. Set distillation.mse_hidn_module."
         )
     return checked
 
