@@ -162,7 +162,10 @@ def test_accumulation_gives_the_global_batch() -> None:
     config = pipelined(GPT2PretrainConfig(), tp=2, accumulate=3)
     assert settle_batch(config, 16).global_batch_size == 8 * 3 * 4
     wrong = dataclasses.replace(config.data, global_batch_size=50)
-    with pytest.raises(ConfigError, match=r"global_batch_size=50, but .*8 x .*=3 x 4 = 96"):
+    with pytest.raises(
+        ConfigError,
+        match=r"global_batch_size=50 must be .*8 x .*=3 x 4 data-parallel processes = 96",
+    ):
         settle_batch(dataclasses.replace(config, data=wrong), 16)
     none = dataclasses.replace(config.data, grad_accum_steps=0)
     with pytest.raises(ConfigError, match="grad_accum_steps=0 must be at least 1"):
