@@ -139,7 +139,7 @@ def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if kind is not None and not isinstance(tokenizer, kind):
         raise ConfigError(
-            f"the tokenizer in {str(folder)!r} is a {type(tokenizer).__name__} (needed: a "
+            f"the tokenizer in {str(folder)!r} is a {type(tokenizer).__name__} (needed: "
             f"{kind.__name__}). Give the directory of another tokenizer with --data.tokenizer."
         )
     if len(tokenizer) > config.model.vocab_size:
