@@ -203,7 +203,8 @@ def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
     if targets:
         if kind in (ParallelAdapter, SoftPrompt):
             raise ConfigError(
-                f"adapter.target_modules has no effect with adapter.kind={chosen.kind!r}."
+                f"adapter.target_modules has no effect with adapter.kind={chosen.kind!r}. Leave it "
+                "out."
             )
         options["targets"] = _resolve_targets(model, targets, saved_modules)
     return kind(

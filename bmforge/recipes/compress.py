@@ -116,7 +116,7 @@ def read_recipe(file: str | Path, model: str, out: Path) -> CompressRunConfig:
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}") from error
+            raise ConfigError(f"recipe {str(path)!r} is not valid TOML ({error}).") from error
     parts = {f.name for f in dataclasses.fields(CompressConfig)}
     inner = {name: values.pop(name) for name in list(values) if name in parts}
     values_given = {**values, "compress": inner, "model": model, "out": out}
@@ -212,7 +212,9 @@ def _check_task(config: CompressRunConfig, phases: tuple[Phase, ...]) -> None:
         )
     taken = {"run_dir", "init_from", "export", "compress", "model"} & set(config.run)
     if taken:
-        raise ConfigError(f"run.{min(taken)} is set by the recipe itself. Remove it.")
+        raise ConfigError(
+            f"run.{min(taken)} has no effect, because the recipe sets this field. Remove it."
+        )
     find_recipe(config.task, str(find_source(config.model).model))
 
 

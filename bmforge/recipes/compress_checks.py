@@ -94,7 +94,7 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
         raise ConfigError(
             f"distill.teacher={config.teacher!r} and the model have different vocabularies: token "
             f"{other!r} has id {student_vocabulary[other]} in the model and "
-            f"{teacher_vocabulary.get(other)} in the teacher. Use a teacher with the same "
+            f"{teacher_vocabulary.get(other, 'no id')} in the teacher. Use a teacher with the same "
             "tokenizer."
         )
 
@@ -194,8 +194,8 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
             cause = f"quantize.scheme={quantize_config.scheme!r}"
     if structure.multiple_of % step:
         raise ConfigError(
-            f"{cause} needs widths that are multiples of {step}, but "
-            f"structure.multiple_of={structure.multiple_of} allows other widths. Set "
+            f"{cause} needs layer sizes that are multiples of {step}, but "
+            f"structure.multiple_of={structure.multiple_of} allows other sizes. Set "
             f"structure.multiple_of={step}."
         )
     model: Any = describe_stored(source)
@@ -205,8 +205,8 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
     ]
     if any(width % step for width in widths) and not all(selections):
         raise ConfigError(
-            f"{cause} needs widths that are multiples of {step}, but structure removes heads of "
-            f"{min(widths)} channels. List the layers in `where`, without o_proj, or use a "
+            f"{cause} needs layer sizes that are multiples of {step}, but structure removes heads "
+            f"of {min(widths)} channels. List the layers in `where`, without o_proj, or use a "
             "scheme with smaller groups."
         )
 

@@ -116,7 +116,9 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     parts: dict[str, Callable[[], Iterable[Batch]]] = {}
     for source in _open_sources(data.validation) if data.validation else ():
         if source.task in parts:
-            raise ConfigError(f"data.validation has task {source.task!r} twice. Rename one.")
+            raise ConfigError(
+                f"data.validation has task {source.task!r} twice. Rename one of the two."
+            )
         documents = _fitting(source, tokenizer, data)
         parts[source.task] = lambda docs=documents: _held_out_batches(  # type: ignore[misc]
             docs, tokenizer, data, rows

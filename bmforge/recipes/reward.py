@@ -179,7 +179,7 @@ def _padding(tokenizer: Any) -> dict[str, Any]:
     if tokenizer.pad_id is not None and tokenizer.pad_id != tokenizer.eos_id:
         return {"pad_token_id": tokenizer.pad_id}
     get_logger().warning(
-        "the tokenizer has no padding token of its own, so the exported model has no "
+        "the tokenizer has no separate padding token, so the exported model has no "
         "pad_token_id: score batches with an attention mask, or one text at a time"
     )
     return {"pad_token_id": None}

@@ -258,8 +258,8 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
     model, job, base = build_model(config, world, mesh)
     if job is not None and config.train.disable_dropout:
         raise ConfigError(
-            "train.disable_dropout trains in evaluation mode, in which compression has no "
-            "effect. Leave it out."
+            "train.disable_dropout=True runs the model in evaluation mode, in which compression "
+            "has no effect. Leave it out."
         )
     log_trained(model, config)
     model.provenance = provenance

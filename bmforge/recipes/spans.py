@@ -206,8 +206,8 @@ def _open_corpus(config: Any, tokenizer: Tokenizer, rows: World) -> TrainingData
     changed = [name for name in unused if getattr(config, name) != getattr(usual, name)]
     if changed:
         raise ConfigError(
-            f"{', '.join(changed)} have no effect on {list(data.paths)}, whose spans are "
-            "already chosen. Remove them."
+            f"{', '.join(changed)} have no effect, because the spans in {list(data.paths)} are "
+            "already chosen. Leave these options out."
         )
     check_split(data.split, data.validation, data.paths)
     name = traits_of(config.model).sentinel

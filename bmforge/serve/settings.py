@@ -256,7 +256,7 @@ class ServeConfig:
             problems.append("allow_no_key and keys_file cannot be used together")
         problems += self._check_address()
         if problems:
-            raise ConfigError(f"ServeConfig: {'; '.join(problems)}.")
+            raise ConfigError(f"{'; '.join(problems)}.")
 
     def _check_address(self) -> list[str]:
         """Return descriptions of the problems with TLS, socket, path prefix and origins."""

@@ -212,7 +212,7 @@ def test_a_run_goes_on_under_either_name(start: Path, tmp_path: Path) -> None:
         ("dialogue --model t5", ["Families that do: EVA."]),
         ("stc --model gpt2", ["Families that do: CPM1."]),
         ("images --model gpt2", ["Families that do: ViT."]),
-        ("images --model vit --layout auto", ["--layout auto does not support images"]),
+        ("images --model vit --layout auto", ["--layout auto does not support image models"]),
         ("squad --model cpmant", ["CPMAnt does not support", "T5"]),
         ("pretrain --model gpt2 --family Llama", ["family='Llama'", "GPT2"]),
     ],

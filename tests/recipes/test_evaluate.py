@@ -323,7 +323,7 @@ def test_what_cannot_be_evaluated(subject: Path, tmp_path: Path) -> None:
         (model, EvaluateConfig(), "there are no evaluation data"),
         (model, EvaluateConfig(text=(file,), labels=("a", "b")), "labels has no effect"),
         (model, EvaluateConfig(text=(file,), seq_len=25), "more than the model's 24 positions"),
-        (model, EvaluateConfig(tasks=("BoolQ",)), "folder of BoolQ is not set"),
+        (model, EvaluateConfig(tasks=("BoolQ",)), "data of BoolQ is not set"),
         (model, EvaluateConfig(tasks=("Boolk",), task_data="x"), "Did you mean 'BoolQ'"),
         (bert, EvaluateConfig(text=(file,)), "has no tokenizer"),
         (bert, EvaluateConfig(prepared=(str(subject / "tokens"),)), "next tokens"),

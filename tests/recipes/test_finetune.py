@@ -210,8 +210,8 @@ def test_a_new_head_on_a_checkpoint(words: Path, tmp_path: Path) -> None:
     ("recipe", "changes", "error", "text"),
     [
         ("bert-superglue", {"task": "BoolK"}, ConfigError, "Did you mean 'BoolQ'"),
-        ("gpt2-superglue", {"task": "SQuAD"}, ConfigError, "recipe t5-squad"),
-        ("t5-squad", {"task": "COPA"}, ConfigError, "does not ask questions about a context"),
+        ("gpt2-superglue", {"task": "SQuAD"}, ConfigError, "train t5-squad"),
+        ("t5-squad", {"task": "COPA"}, ConfigError, "has no questions about a context"),
         ("bert-superglue", {"dev_split": "exam"}, ConfigError, "exam"),
         ("bert-superglue", {"paths": ("/nowhere",)}, DataError, "nowhere"),
         ("bert-superglue", {"paths": ("a", "b")}, ConfigError, "must be one folder"),

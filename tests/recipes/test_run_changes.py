@@ -144,7 +144,7 @@ def test_a_changed_model_is_a_start(start: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ("nowhere.json", "neither JSON nor an existing file"),
+        ("nowhere.json", "neither JSON nor a readable file"),
         ("[{]", "not valid JSON"),
         ('{"kind": "low_rnak", "where": "layers.*"}', "Did you mean 'low_rank'"),
         ('{"kind": "low_rank"}', "kind and where are required"),

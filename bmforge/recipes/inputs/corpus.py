@@ -205,7 +205,7 @@ def open_held_out(path: str, seq_len: int, vocab_size: int, model: str | None) -
     prefix = Path(path) if report is None else report.validation_prefix
     if prefix is None:
         raise ConfigError(
-            f"{path!r} has no validation data. Prepare it again with "
+            f"{path!r} has no validation data. Prepare the corpus again with "
             "--validation-fraction, or give another token store."
         )
     run_on_first(lambda: check_tokenizers((path,), model, None))
@@ -275,7 +275,10 @@ def _check_stores(config: CorpusConfig, vocab_size: int, init_from: str | None) 
         store = open_store(held_out)
         check_vocabulary(store, vocab_size)
         if store.num_tokens < 2:
-            raise DataError(f"validation store {held_out!r} has fewer than 2 tokens to predict.")
+            raise DataError(
+                f"validation store {held_out!r} has {store.num_tokens} tokens (needed: at least "
+                "2). Give a longer text."
+            )
 
 
 def _validation_prefix(config: CorpusConfig) -> str | None:

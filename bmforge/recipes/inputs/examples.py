@@ -188,8 +188,8 @@ class ExampleLoader:
         if any(state.get(key) != own_state[key] for key in ("dataset", "content")):
             raise ConfigError(
                 f"{describe_change(state.get('files'), self._files)}, so the order of the samples "
-                "cannot be continued. Restore it, start a new run in another run_dir, or continue "
-                "in a new order with --override data."
+                "cannot be continued. Restore the data, start a new run in another run_dir, or "
+                "continue in a new order with --override data."
             )
 
 

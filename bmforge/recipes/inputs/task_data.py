@@ -77,7 +77,7 @@ class TaskDataConfig(ExampleConfig):
             )
         if len(self.paths) != 1:
             raise ConfigError(
-                f"data.paths={list(self.paths)} must be one folder, that of the task."
+                f"data.paths={list(self.paths)} must be one folder, with the files of {task}."
             )
         if self.validation or self.split:
             raise ConfigError(
