@@ -314,7 +314,7 @@ def _check_saved(trainer: Trainer) -> None:
     if trainer.save_error is not None:
         raise CheckpointError(
             f"the last checkpoint, at step {trainer.step}, could not be saved: "
-            f"{trainer.save_error}. Free disk space and run the same command again; it resumes "
+            f"{trainer.save_error} Free disk space and run the same command again; it resumes "
             "from the newest checkpoint on disk."
         )
 

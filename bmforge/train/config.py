@@ -74,7 +74,7 @@ class TrainConfig:
         for name in (*positive, "early_stopping_patience"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ConfigError(f"train.{name}={value} must be above 0, or None for never.")
+                raise ConfigError(f"train.{name}={value} must be above 0, or None to disable.")
         self._check_best()
         if self.profile_steps < 0:
             raise ConfigError(f"train.profile_steps={self.profile_steps} must be at least 0.")
@@ -102,5 +102,5 @@ class TrainConfig:
         if self.early_stopping_threshold and self.early_stopping_patience is None:
             raise ConfigError(
                 f"train.early_stopping_threshold={self.early_stopping_threshold} has no effect "
-                "without train.early_stopping_patience."
+                "without train.early_stopping_patience. Set both, or leave the threshold out."
             )

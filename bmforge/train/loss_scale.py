@@ -41,7 +41,7 @@ class LossScaleConfig:
         if self.fixed is not None and self != others:
             raise ConfigError(
                 f"loss_scale.fixed={self.fixed} makes the scale constant, so the other fields "
-                "of loss_scale have no effect. Leave them out, or leave fixed out."
+                "of loss_scale have no effect. Leave out the other fields, or fixed."
             )
         if self.hysteresis < 1:
             raise ConfigError(f"loss_scale.hysteresis={self.hysteresis} must be at least 1.")
