@@ -153,7 +153,7 @@ class Layout:
         elif not problems and world_size // fixed * self.cp % self.ep:
             problems.append(
                 f"ep={self.ep} does not divide dp_shard={world_size // fixed} x "
-                f"cp={self.cp}, whose processes it uses"
+                f"cp={self.cp}, the number of processes among which experts can be sharded"
             )
         if not problems and self.zero == 0 and self.dp_replicate > 1:
             problems.append(
@@ -178,7 +178,9 @@ class Layout:
         """Raise a `ConfigError` that lists all problems, the same on every process."""
         problems = self.problems(world_size)
         if problems:
-            raise ConfigError(f"{self} on {world_size} processes: " + "; ".join(problems) + ".")
+            raise ConfigError(
+                f"{self} cannot be used with {world_size} processes: {'; '.join(problems)}."
+            )
 
     def axis_lengths(self, world_size: int) -> dict[str, int]:
         """Return the lengths of the mesh axes, slowest axis first."""

@@ -128,7 +128,7 @@ def test_unknown_names_and_wrong_types(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("world", "layout"), [(1, "dp-replicate"), (3, "dp-replicate"), (3, "tp")])
 def test_world_size_that_does_not_fit(config: Path, tmp_path: Path, world, layout) -> None:
     said = train(config, tmp_path / "run", f"--layout.{layout}", "2", world=world)
-    assert_refused(said, f"on {world} processes", layout.replace("-", "_") + "=2")
+    assert_refused(said, f"with {world} processes", layout.replace("-", "_") + "=2")
     assert not (tmp_path / "run").exists()
 
 
