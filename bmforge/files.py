@@ -142,7 +142,7 @@ def read_bytes(path: Path, what: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"cannot read {str(path)!r} ({error.strerror}). It should be {what}."
+            f"cannot read {str(path)!r} ({error.strerror}). The path must be that of {what}."
         ) from error
 
 
@@ -155,7 +155,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_bytes(path, "a JSON file"))
     except ValueError as error:
-        raise DataError(f"{str(path)!r} is not JSON ({error}). Download the file again.") from error
+        raise DataError(
+            f"{str(path)!r} is not JSON ({error}). Download the file again."
+        ) from error
     if not isinstance(content, dict):
         raise DataError(
             f"{str(path)!r} contains a {type(content).__name__} (needed: a JSON object)."

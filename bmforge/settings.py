@@ -238,7 +238,7 @@ class EvaluateConfig:
         """Raise `ConfigError` if there is nothing to evaluate on, or a value is out of range."""
         problems = []
         if not (self.text or self.prepared or self.tasks):
-            problems.append("there are no evaluation data: give --text, --prepared or --tasks")
+            problems.append("there is no evaluation data; pass --text, --prepared or --tasks")
         smallest = {"examples": 1, "seq_len": 2, "micro_batch_size": 1, "max_new_tokens": 1}
         for name, least in smallest.items():
             value = getattr(self, name)

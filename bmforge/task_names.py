@@ -109,8 +109,8 @@ def check_task(name: str) -> None:
         return
     if name.startswith("-"):
         raise ConfigError(
-            f"the task is missing before {name} (tasks: {', '.join(TASK_NAMES)}). Write, for "
-            "example: bmforge train conversations --model DIR --data FILE."
+            f"the task is missing before {name} (tasks: {', '.join(TASK_NAMES)}). Example: "
+            "bmforge train conversations --model DIR --data FILE."
         )
     hint = suggest(name, [*TASK_NAMES, *OLD_NAMES, *PUBLISHED])
     raise ConfigError(

@@ -320,7 +320,7 @@ def test_what_cannot_be_evaluated(subject: Path, tmp_path: Path) -> None:
     file = str(subject / "texts.jsonl")
     model, bert = str(subject / "model"), str(tmp_path / "bert")
     for name, config, text in (
-        (model, EvaluateConfig(), "there are no evaluation data"),
+        (model, EvaluateConfig(), "there is no evaluation data"),
         (model, EvaluateConfig(text=(file,), labels=("a", "b")), "labels has no effect"),
         (model, EvaluateConfig(text=(file,), seq_len=25), "more than the model's 24 positions"),
         (model, EvaluateConfig(tasks=("BoolQ",)), "folder of BoolQ is not set"),
