@@ -86,7 +86,7 @@ def test_other_rows_where_they_should_be_shared_are_refused(layout: Layout) -> N
     """The rows depend on the process's own rank; all processes say the same."""
     world = 4 if layout.zero == 2 else 2
     said = "".join(
-        f"rank {rank}.*ConfigError: processes that share rows.*" for rank in range(world)
+        f"rank {rank}.*ConfigError: the processes of a tensor.*" for rank in range(world)
     )
     with pytest.raises(DistributedError, match=f"(?s){said}"):
         run_distributed(loss_on, world, layout)
@@ -305,8 +305,16 @@ def tell(laid_out: str | None, told: str) -> str:
         (None, "fp32", "taken"),
         (None, "bf16", "'bf16', but the model is not parallelized. .*precision='bf16'.*='fp32'"),
         ("bf16", "bf16", "taken"),
-        ("bf16", "fp32", "'fp32', but the model was parallelized with 'bf16'. .*='fp32'.*='bf16'"),
-        ("fp32", "fp16", "'fp16', but the model was parallelized with 'fp32'. .*='fp16'.*='fp32'"),
+        (
+            "bf16",
+            "fp32",
+            "'fp32', but the model was parallelized with precision='bf16'. .*='fp32'.*='bf16'",
+        ),
+        (
+            "fp32",
+            "fp16",
+            "'fp16', but the model was parallelized with precision='fp32'. .*='fp16'.*='fp32'",
+        ),
     ],
 )
 def test_the_loop_and_the_model_have_one_precision(laid_out: str | None, told: str, words: str):

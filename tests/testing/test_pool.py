@@ -61,5 +61,8 @@ def test_a_dead_worker_is_named_and_replaced():
 
 
 def test_a_crash_that_does_not_come_again_is_a_warning(tmp_path):
-    with pytest.warns(UserWarning, match=r"(?s)die_once is run once more: rank 0: .* code -6"):
+    with pytest.warns(
+        UserWarning,
+        match=r"(?s)die_once is run again, because a worker crashed: rank 0: .* code -6",
+    ):
         assert run_distributed(die_once, 2, str(tmp_path / "died")) == [0, 1]
