@@ -37,11 +37,11 @@ class MemoryOptions:
             reserves memory (default: 1024, or the model's maximum).
         quantize: quantize weights while loading: int8, int8-dynamic, int4 or int4-128; keep
             loads the integers of a GGUF, GPTQ or AWQ file, and none dequantizes them (default:
-            keep for a file with integers of a native family, else none).
-        devices: accelerators that share the model's blocks, by index or name, such as 0,1; the
-            budget applies to each of them (default: one).
-        backend: implementation of the architecture: native for the families of bmforge,
-            transformers for that library, auto for a native family if there is one.
+            keep for such a file of a native family, else none).
+        devices: accelerators among which the model's blocks are divided, by index or name, such as
+            0,1; device_budget applies to each of them (default: one).
+        backend: implementation of the architecture: native (bmforge's), transformers, or auto
+            (native if bmforge supports the architecture, else transformers).
     """
 
     device_budget: str | None = None
@@ -86,7 +86,7 @@ class CollectConfig:
         most_page_bytes: maximum size of a response; larger ones are skipped.
         delay_s: seconds between two requests to a host, unless its robots.txt requires more.
         page_seconds: time limit of a response in seconds; slower ones are skipped.
-        again: also request pages that were collected before, if they have changed.
+        again: also check pages that were collected before, and store those that have changed.
         agent: User-Agent header; include a contact address.
     """
 
@@ -136,7 +136,7 @@ class QualityConfig:
 
 @dataclass(kw_only=True)
 class QuickstartConfig:
-    """Options of the quickstart.
+    """Train a small model on real text in minutes, and generate samples.
 
     Args:
         input: text files or directories (default: the help texts that come with Python).
@@ -203,11 +203,11 @@ class EvaluateConfig:
         weights: directory of the weights if the model is a preset.
         text: text files or directories for perplexity and bits per byte.
         prepared: output directories of `bmforge prepare` (the validation split is used) or
-            token stores, for the same metrics.
+            token stores, for perplexity and bits per byte.
         tasks: published tasks by name (BoolQ, SQuAD, ...), or .jsonl files of a custom task.
         task_data: directory of the published tasks.
-        labels: labels of a custom task, for a classifier in any order (default: those of the
-            classifier's training).
+        labels: labels of a custom task; for a classifier the order does not matter (default:
+            those with which the classifier was trained).
         fields: names of the text fields of a custom task (default: those in its first line).
         split: split of published tasks.
         examples: maximum number of examples per task.

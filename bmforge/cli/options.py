@@ -55,15 +55,15 @@ class GenerateCommand:
             answer.
         min_new_tokens: minimum number of new tokens before an end token.
         num_beams: number of beams; 1 means no beam search (default 1; CPM-Ant and CPM-Bee: 3).
-        length_penalty: beam scores are divided by the length to this power (default 1).
+        length_penalty: exponent of the length by which beam scores are divided (default 1).
         num_return_sequences: number of continuations; needs sampling, or at least as many beams
             (default 1).
         do_sample: sample instead of greedy decoding (default off; on for CPM-1).
         temperature: sampling temperature; 0 means greedy decoding (default 1; CPM-1 and CPM-Ant:
             0.9).
         top_k: sample from the k most probable tokens.
-        top_p: sample from the most probable tokens whose probabilities sum to this (default 1;
-            CPM-Ant: 0.9).
+        top_p: sample from the most probable tokens whose probabilities sum to this value
+            (default 1; CPM-Ant: 0.9).
         min_p: sample from tokens with at least this fraction of the highest probability.
         repetition_penalty: values above 1 make tokens that already occurred less probable
             (default 1).
@@ -196,7 +196,8 @@ class QuantizeCommand:
         dtype: dtype of the unquantized weights (default: as in the file).
         max_file_gb: maximum size of a weight file in GB (1e9 bytes).
         allow_unknown: names of unknown config fields to ignore.
-        report: text files or directories on which both models are evaluated afterwards.
+        report: text files or directories on which the original and the quantized model are
+            evaluated afterwards.
     """
 
     source: Annotated[str, tyro.conf.Positional]
@@ -262,9 +263,9 @@ class MigrateCommand:
     """Convert a launch script of CPM-Pretrain, or a config of OpenPrompt, to a config of bmforge.
 
     Args:
-        script: run_gpt2.sh, run_t5.sh, or a whole command line in quotes (they are read, not
+        script: launch script, such as run_gpt2.sh, or a command line in quotes (neither is
             executed); or a .yaml file of OpenPrompt.
-        out: TOML file to write (default: the script's name with .toml, in this directory).
+        out: TOML file to write (default: the script's name with .toml, in the current directory).
     """
 
     script: Annotated[str, tyro.conf.Positional]
@@ -273,7 +274,7 @@ class MigrateCommand:
 
 @dataclass(kw_only=True)
 class ReportCommand:
-    """Write a run's report page.
+    """Write the HTML report of a run.
 
     Args:
         run: directory of the run.
@@ -291,8 +292,8 @@ class InfoCommand:
         seq_len: sequence length in tokens, for the FLOPs of attention (default: the model's
             maximum).
         json: print the config and the measurements, or an adapter's config, as JSON.
-        backend: implementation of the architecture: native for the families of bmforge,
-            transformers for that library, auto for a native family if there is one.
+        backend: implementation of the architecture: native (bmforge's), transformers, or auto
+            (native if bmforge supports the architecture, else transformers).
     """
 
     name: Annotated[str, tyro.conf.Positional]
@@ -317,8 +318,8 @@ class PlanCommand:
         teacher: teacher model of --task distill: a preset, or a model directory.
         max_num_seqs: number of answers that rl and distill generate at once (default: 64).
         set: fields of the model's config to change, each as field=value.
-        changes: structural changes of the model, such as adapters or pruning, as JSON or in a
-            file, as in `train`.
+        changes: structural changes to the model, such as adapters or pruning, as JSON text or a
+            JSON file, as in `train`.
         freeze_base: train only the modules that `changes` adds; freeze the other weights.
         adapter: train an adapter of this kind, such as lora, on all linear layers.
         adapter_rank: rank of the adapter (default: 8).

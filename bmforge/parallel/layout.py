@@ -59,12 +59,12 @@ class Layout:
 
     Args:
         zero: ZeRO stage: 0 replicates parameters, gradients and optimizer state; 2 shards them
-            and keeps the parameters gathered from forward to backward; 3 gathers them again in
-            backward.
+            and keeps the parameters gathered between the forward and the backward pass; 3
+            gathers them again in the backward pass.
         tp: tensor-parallel size.
         pp: pipeline-parallel size; 0 means 1, as in CPM-Pretrain.
         cp: context-parallel size.
-        ep: expert-parallel size; divides dp_shard x cp.
+        ep: expert-parallel size; must divide dp_shard x cp.
         dp_replicate: number of replicas of the sharded model (HSDP).
         cp_method: context-parallel attention: "gather" all-gathers keys and values, "ring"
             passes them from rank to rank, "ulysses" exchanges tokens for heads (all-to-all).

@@ -107,10 +107,10 @@ class RunConfig:
             line (default: the fields that differ from the recipe's defaults).
         new_head: initialize the task's head if `init_from`'s model has none.
         family: family of `model`; set by the command line, and recorded in `run.toml`.
-        changes: structural changes of the model, such as adapters or pruning, that are applied
+        changes: structural changes to the model, such as adapters or pruning, that are applied
             before it is parallelized: JSON or a JSON file (see `models.changes`). New weights
             are initialized with `seed`.
-        adapter: train an adapter instead of the model; see `adapters.AdapterConfig`.
+        adapter: train an adapter instead of the whole model; see `adapters.AdapterConfig`.
         base_dtype: dtype in which an adapter run stores the frozen base weights: fp32, bf16,
             fp16, or int8 and int4 (QLoRA); default: the precision of the computation.
         epochs: number of epochs, which determines train.steps (default: as set by train.steps; on
@@ -121,7 +121,7 @@ class RunConfig:
         layout: parallel layout.
         loss_scale: loss scaling for fp16.
         offload: offloading of the optimizer state and weights.
-        recompute: recompute blocks in backward.
+        recompute: recompute the activations of the blocks in the backward pass.
         compile: compile the blocks with torch.compile.
         prefetch: number of ZeRO-sharded blocks whose parameters are gathered ahead.
         export: write a Hugging Face directory ``run_dir/export`` at the end.

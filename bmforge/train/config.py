@@ -20,9 +20,10 @@ class TrainConfig:
     Args:
         steps: total number of optimizer steps.
         num_epochs: number of epochs over a loader that ends; training ends after the last epoch
-            or after `steps`, whichever comes first (default: 1). Loaders of bmforge never end.
+            or after `steps`, whichever comes first (default: 1). bmforge's own loaders never end.
         seed: random seed of dropout; weights and sample order have separate seeds.
-        precision: fp32, or bf16 / fp16 compute with fp32 parameters; must match the model.
+        precision: dtype of the computation: fp32, bf16 or fp16; must be the one with which the
+            model was parallelized.
         master_weights: upcast trained 16-bit parameters to fp32 (default: on); without it they are
             trained in 16 bits, which loses updates below 1/256 of a bf16 weight.
         disable_dropout: train in evaluation mode, without dropout and layer drop (default: off).

@@ -51,9 +51,9 @@ class CorpusConfig:
     """Text of a run: prepared directories or token stores.
 
     Args:
-        paths: directories made by `bmforge prepare`, or prefixes of .bin/.idx token stores; several
-            are mixed. Conditions after the path, as in `corpus?language=zh&date>=2020`, select
-            documents.
+        paths: directories written by `bmforge prepare`, or prefixes of .bin/.idx token stores;
+            several are mixed. Conditions after the path, as in `corpus?language=zh&date>=2020`,
+            select documents.
         where: conditions on the documents of all paths, including held-out ones: source, language,
             license (with * and commas), date, quality; such as language=zh or quality>=0.5.
         weights: sampling weight of each path (default: equal weights).

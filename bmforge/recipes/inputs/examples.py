@@ -41,7 +41,7 @@ class ExampleConfig:
     """Data options of a run that trains on examples.
 
     Args:
-        paths: data files, or token stores if the recipe reads them.
+        paths: data files, or token stores for recipes that read them.
         validation: held-out files in the same format.
         tokenizer: directory of the tokenizer (default: that of `init_from`).
         seq_len: maximum sequence length in tokens.
@@ -52,7 +52,7 @@ class ExampleConfig:
         split: weights by which the documents of a token store are split into training, validation
             and unused documents, such as 949 50 1 (default: train on all).
         validation_batches: maximum number of micro-batches of an evaluation (default: all).
-        seed: random seed of the order and of the examples' random choices.
+        seed: random seed of the sample order and of random choices within samples.
     """
 
     paths: tuple[str, ...] = ()
