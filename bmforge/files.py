@@ -155,9 +155,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_bytes(path, "a JSON file"))
     except ValueError as error:
-        raise DataError(
-            f"{str(path)!r} is not JSON ({error}). Download the file again."
-        ) from error
+        raise DataError(f"{str(path)!r} is not JSON ({error}). Download the file again.") from error
     if not isinstance(content, dict):
         raise DataError(
             f"{str(path)!r} contains a {type(content).__name__} (needed: a JSON object)."

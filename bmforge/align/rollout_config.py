@@ -34,9 +34,8 @@ class RolloutConfig:
         num_generations: answers per prompt (default: 8).
         max_new_tokens: maximum length of an answer in tokens (default: 512).
         temperature: sampling temperature: divisor of the logits of all policies (default: 1).
-            There are no options for
-            top-k, top-p and penalties, because the trained policy would then differ from the
-            sampled one.
+            There are no options for top-k, top-p and penalties, because the trained policy would
+            then differ from the sampled one.
         steps_per_generation: optimizer steps among which the answers of a rollout are divided
             (default: 1).
         num_iterations: epochs over the answers of a rollout (default: 1).
