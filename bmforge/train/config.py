@@ -75,7 +75,7 @@ class TrainConfig:
         for name in (*positive, "early_stopping_patience"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ConfigError(f"train.{name}={value} must be above 0, or None to disable.")
+                raise ConfigError(f"train.{name}={value} must be above 0, or None.")
         self._check_best()
         if self.profile_steps < 0:
             raise ConfigError(f"train.profile_steps={self.profile_steps} must be at least 0.")

@@ -309,7 +309,9 @@ class Checkpointer:
         except Exception as error:
             self.last_error = error
             if self._peers.rank == 0:
-                get_logger().warning("%s The run continues with the older checkpoints.", error)
+                get_logger().warning(
+                    "%s. The run continues with the older checkpoints.", str(error).rstrip(".")
+                )
 
     @property
     def _retention(self) -> Retention:
@@ -374,9 +376,9 @@ class Checkpointer:
         newest = f"step {step_of(paths[0])}" if paths else "none"
         if self.last_error is not None:
             get_logger().error(
-                "the checkpoint of step %d was not saved. %s The newest checkpoint on disk: %s.",
+                "the checkpoint of step %d was not saved: %s. The newest checkpoint on disk: %s.",
                 step,
-                self.last_error,
+                str(self.last_error).rstrip("."),
                 newest,
             )
         if stopped:
