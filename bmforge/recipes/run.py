@@ -314,8 +314,8 @@ def _check_saved(trainer: Trainer) -> None:
     if trainer.save_error is not None:
         raise CheckpointError(
             f"the last checkpoint, at step {trainer.step}, could not be saved: "
-            f"{str(trainer.save_error).rstrip('.')}. Free disk space, and run the same command again "
-            "to resume from the newest checkpoint on disk."
+            f"{str(trainer.save_error).rstrip('.')}. Free disk space, and run the same command "
+            "again to resume from the newest checkpoint on disk."
         )
 
 
