@@ -29,7 +29,7 @@ class BpeConfig:
         han: single keeps each Chinese character separate, so that it is never merged with others.
         special_tokens: additional special tokens, such as <|im_start|>; their ids start at 1.
         min_frequency: minimum number of occurrences of a pair of tokens that is merged.
-        max_token_length: maximum length of a token in bytes (default: no limit).
+        max_token_length: maximum length of a token in bytes (if None: no limit).
     """
 
     digits: Literal["joined", "single", "triples"] = "joined"
@@ -91,7 +91,7 @@ class FilterConfig:
 
     Args:
         languages: keep only documents in these languages, given as codes such as en and zh; any
-            keeps all documents and records their language (default: no language detection).
+            keeps all documents and records their language (if empty: no language detection).
         by_paragraph: also remove paragraphs in other languages from the documents that are
             kept; needs languages.
         rules: published filter rules to apply: those for English, for Chinese, or (mixed) those
@@ -126,7 +126,7 @@ class DuplicatesConfig:
 
     Args:
         near_duplicates: keep only one of several documents whose sets of word 5-grams have at
-            least this Jaccard similarity, from 0.3 to 1 (default: drop only exact duplicates).
+            least this Jaccard similarity, from 0.3 to 1 (if None: drop only exact duplicates).
         repeated_paragraphs: remove paragraphs of at least this many characters, such as 50,
             that occurred before in any document.
         repeated_spans: remove passages of at least this many words or Chinese characters (50 or
@@ -200,7 +200,7 @@ class PrepareConfig:
             below 1; if there are few documents, the end of a document is held out.
         seed: random seed that selects the documents held out.
         tokenizer: directory of an existing tokenizer that `bmforge.tokenizers.AutoTokenizer`
-            can load, such as that of a model or of another corpus (default: train a new one).
+            can load, such as that of a model or of another corpus (if empty: train a new one).
         bpe: options of the tokenizer that is trained.
         read: options for reading input files.
         clean: options for changing the text of documents.

@@ -20,7 +20,7 @@ class CompressCommand:
         recipe: TOML file with the methods (docs/guides/compression.md), or a JSON file of BMCook.
         out: directory of the compressed model; repeating the command resumes it.
         format: file format of the compressed model: bmforge's, or compressed-tensors, which vLLM
-            and transformers can load (default: the format in the recipe).
+            and transformers can load (if None: the format in the recipe).
         answers: instead of compressing, store this many of the teacher's most probable tokens per
             position in `out`, for `[distill] answers`.
         dry_run: only show the phases and the model size after each.

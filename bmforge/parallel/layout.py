@@ -71,9 +71,9 @@ class Layout:
         sequence_parallel: shard the tokens over `tp` between the tensor-parallel layers; saves
             memory at the same communication volume.
         pp_schedule: pipeline schedule; one of `schedules.SCHEDULES`.
-        pp_stages_per_rank: pipeline stages per rank (default: the fewest that the schedule
+        pp_stages_per_rank: pipeline stages per rank (if None: the fewest that the schedule
             supports).
-        pp_cut: number of blocks of each stage (default: balanced by `pp_balance`).
+        pp_cut: number of blocks of each stage (if empty: balanced by `pp_balance`).
         pp_balance: quantity to balance over stages: the "flops" of a token, or "parameters".
     """
 

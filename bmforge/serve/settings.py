@@ -63,7 +63,7 @@ class ConversationConfig:
     """Options for chat templates, tool calls and reasoning.
 
     Args:
-        tool_call_parser: format of tool calls (default: detected from the chat template):
+        tool_call_parser: format of tool calls (if None: detected from the chat template):
             deepseek_v3, glm45, hermes, llama3_json, minicpm, mistral or qwen3_coder.
         split_reasoning: return the reasoning of thinking models in reasoning_content instead of
             in the text.
@@ -119,8 +119,8 @@ class RequestLimits:
     """Limits on the contents of a request.
 
     Args:
-        max_prompt_tokens: maximum prompt length in tokens (default: the engine's limit).
-        max_new_tokens: maximum answer length in tokens (default: the engine's limit).
+        max_prompt_tokens: maximum prompt length in tokens (if None: the engine's limit).
+        max_new_tokens: maximum answer length in tokens (if None: the engine's limit).
         max_choices: maximum number of answers per prompt (n).
         max_prompts: maximum number of prompts or documents per request.
         max_inputs: maximum number of texts per embeddings request.
@@ -199,8 +199,8 @@ class ServeConfig:
         ssl_certfile: file with the TLS certificate chain in PEM format; needs ssl_keyfile.
         ssl_keyfile: file with the private key of the TLS certificate in PEM format.
         root_path: path prefix under which a proxy serves this server, such as /llm.
-        name: model name used in the API (default: name of the model's directory).
-        embedding_name: name of the embedding model used in the API (default: embedding).
+        name: model name used in the API (if None: name of the model's directory).
+        embedding_name: name of the embedding model used in the API (if None: embedding).
         log_requests: log path, status and duration of every request.
         access: options for access control.
         chat: options for chat templates, tool calls and reasoning.

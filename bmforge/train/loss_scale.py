@@ -16,7 +16,7 @@ class LossScaleConfig:
     """Loss-scaling settings for ``train.precision = "fp16"``; other precisions do not use them.
 
     Args:
-        fixed: constant loss scale for the whole run (default: dynamic loss scaling).
+        fixed: constant loss scale for the whole run (if None: dynamic loss scaling).
         init_scale: initial loss scale.
         growth_interval_steps: consecutive finite steps after which the scale doubles.
         min_scale: lower bound of the scale.

@@ -52,9 +52,9 @@ class ScheduleConfig:
         warmup_steps: steps of linear warm-up; noam needs at least 1.
         min_lr_ratio: final learning rate as a fraction of the peak, 0 to 1 (above 0 for
             exponential).
-        total_steps: length of the schedule in steps (default: that of the run).
-        decay_steps: length of the decay in steps (wsd only; default: a tenth of the total).
-        decay_kind: shape of the decay (wsd only): linear, cosine or 1-sqrt (default: 1-sqrt).
+        total_steps: length of the schedule in steps (if None: that of the run).
+        decay_steps: length of the decay in steps (wsd only; if None, a tenth of the total).
+        decay_kind: shape of the decay (wsd only): linear, cosine or 1-sqrt (if None: 1-sqrt).
     """
 
     kind: str = "cosine"
