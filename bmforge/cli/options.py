@@ -54,7 +54,8 @@ class GenerateCommand:
         max_new_tokens: maximum number of new tokens, also as --max-tokens; with documents, per
             answer.
         min_new_tokens: minimum number of new tokens before an end token.
-        num_beams: number of beams; 1 means no beam search (if None: 1, or 3 for CPM-Ant and CPM-Bee).
+        num_beams: number of beams; 1 means no beam search (if None: 1, or 3 for CPM-Ant and
+            CPM-Bee).
         length_penalty: exponent of the length by which beam scores are divided (if None: 1).
         num_return_sequences: number of continuations; needs sampling, or at least as many beams
             (if None: 1).
