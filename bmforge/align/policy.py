@@ -50,7 +50,7 @@ class PolicyConfig:
         clip_low: the lower bound of the ratio is 1 - clip_low; no effect with cispo.
         clip_high: the upper bound of the ratio is 1 + clip_high; with cispo, clip_high.
         clip_dual: upper bound of the ratio for negative advantages (dual-clip PPO, arXiv
-            1912.09729; default: none).
+            1912.09729).
         normalize: denominator of the loss: sequence is the mean over answers of each answer's token
             mean; token the mean over all tokens of the step; fixed the sum over tokens divided by
             answers x max_new_tokens; sum the mean over answers of each answer's token sum.
@@ -60,15 +60,15 @@ class PolicyConfig:
         kl_in: where the KL is applied: subtracted from the reward (reward) or added to the loss
             (loss).
         kl_importance: weigh the KL in the loss by pi/old, so that its gradient is that of the
-            reverse KL (TRL's use_bias_correction_kl; default: on).
+            reverse KL (TRL's use_bias_correction_kl; if None, on).
         correction: importance correction for answers sampled by a policy other than the trained
             one, with the weight old/sampler of each token: none, truncate (at most correction_cap)
             or mask (tokens with a weight above correction_cap or below its inverse are left out).
-        correction_cap: maximum weight of the correction (default: 2).
-        entropy_bonus: coefficient of the entropy that is added to the objective (default: 0).
-        gamma: discount factor of later rewards in gae (default: 1).
+        correction_cap: maximum weight of the correction (if None: 2).
+        entropy_bonus: coefficient of the entropy that is added to the objective (if None: 0).
+        gamma: discount factor of later rewards in gae (if None: 1).
         lam: lambda of generalized advantage estimation: 0 means one-step estimates, 1 full returns
-            (default: 0.95).
+            (if None: 0.95).
     """
 
     advantage: AdvantageName | None = None

@@ -31,27 +31,26 @@ class RolloutConfig:
     """Options for generating and scoring answers.
 
     Args:
-        num_generations: answers per prompt (default: 8).
-        max_new_tokens: maximum length of an answer in tokens (default: 512).
-        temperature: divisor of the logits of all policies (default: 1). There are no options for
-            top-k, top-p and penalties, because the trained policy would then differ from the
-            sampled one.
-        steps_per_generation: optimizer steps among which the answers of a rollout are divided
-            (default: 1).
-        num_iterations: epochs over the answers of a rollout (default: 1).
+        num_generations: answers per prompt.
+        max_new_tokens: maximum length of an answer in tokens.
+        temperature: sampling temperature: divisor of the logits of all policies.
+            There are no options for top-k, top-p and penalties, because the trained policy would
+            then differ from the sampled one.
+        steps_per_generation: optimizer steps among which the answers of a rollout are divided.
+        num_iterations: epochs over the answers of a rollout.
         mask_truncated_completions: exclude answers that reached max_new_tokens from the loss.
         overlong_tokens: length of the range before max_new_tokens in which a penalty on the reward
-            increases linearly from 0 to 1 (DAPO; default: 0, no penalty).
-        max_num_seqs: maximum number of answers that are generated at once (default: 64).
+            increases linearly from 0 to 1 (DAPO; 0: no penalty).
+        max_num_seqs: maximum number of answers that are generated at once.
         tools: functions that answers may call between turns: module:function or
             file.py:function, with annotations and a docstring. Prompts must be conversations.
-        max_turns: maximum number of turns that the model writes with tools (default: 5).
-        tool_timeout_s: time limit of a tool call in seconds (default: 10).
+        max_turns: maximum number of turns that the model writes with tools.
+        tool_timeout_s: time limit of a tool call in seconds.
         exact_logprobs: use log-probabilities computed by the sampling kernels in the loss (the
             gradients are torch's), so that the ratio of sampler and trained policy is exactly
             1 at the first update. For CPUs; costs one more forward pass per update.
         log_completions: number of prompts per rollout whose answers are written to
-            ``completions.jsonl`` (default: 4).
+            ``completions.jsonl``.
     """
 
     num_generations: int = 8

@@ -43,10 +43,9 @@ class ValueConfig:
 
     Args:
         init_from: initial value model: a reward model, or a language model, which gets a new head;
-            directory, hub id or short name (default: the initial policy with a new head).
-        lr: peak learning rate of the value model (default: 1e-5).
-        cliprange: clip range of a value in the loss, around its value at the rollout (default:
-            0.2).
+            directory, hub id or short name (if None: the initial policy with a new head).
+        lr: peak learning rate of the value model.
+        cliprange: clip range of a value in the loss, around its value at the rollout.
     """
 
     init_from: str | None = None

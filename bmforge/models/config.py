@@ -82,7 +82,7 @@ class ModelConfig:
         norm_eps: epsilon of the norms.
         init_std: standard deviation of the initialization.
         tie_word_embeddings: use the embedding as the head's weight.
-        head: name in `heads`; "" means the first.
+        head: name of the task head, one of `heads`; "" means the first.
         num_labels: number of classes of a classifier.
         problem_type: problem type of a sequence classifier; see `heads.classification_loss`.
         changes: changes applied to the model after it was built, in order; see `Model.change_`.

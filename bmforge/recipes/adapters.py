@@ -77,9 +77,9 @@ class AdapterConfig:
 
     Args:
         kind: lora, adapter, low-rank, compacter, parallel-adapter, bitfit, ia3, prefix or
-            soft-prompt (default: no adapter; the model itself is trained).
+            soft-prompt (if None: no adapter; the model itself is trained).
         target_modules: layers that get an adapter: all-linear, generic names (attn.q), suffixes or
-            globs (default: all-linear for lora, else the default of the adapter type).
+            globs (if empty: all-linear for lora, else the default of the adapter type).
         exclude_modules: layers that get no adapter: name prefixes, or targets as above.
         modules_to_save: modules that are trained in full and saved with the adapter; a new head is
             included automatically.
@@ -97,8 +97,8 @@ class AdapterConfig:
         inner: hidden size of the MLP that computes a prefix.
         std: standard deviation of the initial prefix or prompt.
         lr_ratio: learning rate of LoRA's B divided by that of A (LoRA+).
-        merge: export the model with the adapter merged into its weights (default: export only the
-            adapter).
+        merge: export the model with the adapter merged into its weights, instead of only the
+            adapter.
     """
 
     kind: str | None = None

@@ -49,12 +49,12 @@ class DocumentConfig:
         paths: .jsonl files with one document per line, each file a separate task, or .json files
             that describe a mixture.
         validation: held-out documents in the same formats; each task is also evaluated separately.
-        tokenizer: directory with CPM-Bee's vocab.txt (default: that of `init_from`).
+        tokenizer: directory with CPM-Bee's vocab.txt (if None: that of `init_from`).
         seq_len: sequence length in tokens; documents are packed into sequences, and longer
             documents are skipped.
         global_batch_size: sequences per optimizer step over all processes.
         micro_batch_size: sequences per forward pass on one process.
-        validation_batches: maximum number of evaluation batches of a task (default: all).
+        validation_batches: maximum number of evaluation batches of a task (if None: all).
         skip_bad: skip documents that cannot be encoded instead of stopping.
         seed: random seed of the order of documents and answers, the transforms and the examples.
     """

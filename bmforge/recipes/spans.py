@@ -56,7 +56,7 @@ class SpanConfig(RunConfig):
             text length in tokens. Prefixes of CPM-Pretrain's preprocessed corpora (PREFIX_context
             and so on) are also accepted; `seq_len` is then the length of their packed rows, and the
             options of span corruption have no effect.
-        target_len: maximum target length in tokens; longer targets are truncated (default: the
+        target_len: maximum target length in tokens; longer targets are truncated (if None: the
             length of the longest possible target).
         noise_density: fraction of the tokens in corrupted spans.
         mean_span_length: mean span length in tokens.

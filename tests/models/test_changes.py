@@ -118,7 +118,7 @@ def test_transformers_refuses_a_changed_model(
             Change("low_rank", "layers.*.attn.q_proj", {"rank": 33}),
             "rank=33 is out of range",
         ),
-        (Change("low_rank", "layers.*.attn.q_proj", {}), "missing options.rank"),
+        (Change("low_rank", "layers.*.attn.q_proj", {}), "fields are missing: options.rank"),
         (low_rank("layers.0.attn"), "needs a linear layer, but the target is a Attention"),
         (low_rank(name="not a word"), "not a valid Python identifier"),
         (low_rank(name="weight"), "already has an attribute 'weight'"),
@@ -354,7 +354,7 @@ def test_a_part_that_a_layout_cannot_cut_is_said_with_all_else() -> None:
     """On every process, before the first collective."""
     said = run_distributed(say_what_cannot_be_cut, 2)
     assert said[0] == said[1]
-    assert "layers.0.attn.q_proj.low_rank, a Stubborn, is attached to" in said[0]
+    assert "layers.0.attn.q_proj.low_rank (Stubborn) is attached to" in said[0]
     assert "pp=3" in said[0]
 
 

@@ -99,6 +99,17 @@ def test_texts_are_what_transformers_says(subject: Path, tmp_path: Path) -> None
         evaluate_model(str(subject / "model"), config)
 
 
+def test_a_gguf_file_has_the_figures_of_its_directory(subject: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    assert main(["convert", str(subject / "model"), str(file), "--type", "f32"]) == 0
+    config = EvaluateConfig(text=(str(subject / "texts.jsonl"),))
+    want, got = (evaluate_model(str(path), config) for path in (subject / "model", file))
+    assert want.keys() == got.keys()
+    for metric, values in want.items():
+        for name, value in values.items():
+            assert got[metric][name] == pytest.approx(value, rel=1e-5)
+
+
 def test_a_store_is_read_in_the_rows_of_training(subject: Path) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(subject / "model").eval()
@@ -320,7 +331,7 @@ def test_what_cannot_be_evaluated(subject: Path, tmp_path: Path) -> None:
     file = str(subject / "texts.jsonl")
     model, bert = str(subject / "model"), str(tmp_path / "bert")
     for name, config, text in (
-        (model, EvaluateConfig(), "there are no evaluation data"),
+        (model, EvaluateConfig(), "there is no evaluation data"),
         (model, EvaluateConfig(text=(file,), labels=("a", "b")), "labels has no effect"),
         (model, EvaluateConfig(text=(file,), seq_len=25), "more than the model's 24 positions"),
         (model, EvaluateConfig(tasks=("BoolQ",)), "data of BoolQ is not set"),

@@ -315,7 +315,7 @@ class Handle:
             if watch is not None:
                 watch()
         except Exception as raised:
-            get_logger().warning("engine: a callback of a request raised %r", raised)
+            get_logger().warning("the callback of an engine request raised %r", raised)
 
     def _tell(self) -> None:
         if self._watch is not None:

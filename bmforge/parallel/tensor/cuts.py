@@ -102,8 +102,8 @@ def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[st
         problems += [f"tp={size}: {cut.glob}: {reason}" for reason in sorted(reasons)]
         problems += [
             (
-                f"tp={size}: {name}.{key} has only the shape {tuple(parameter.shape)}, too "
-                "small to shard"
+                f"tp={size}: {name}.{key} of shape {tuple(parameter.shape)} is too small to be "
+                "sharded"
             )
             for name in names
             for key, parameter in modules[name].named_parameters(recurse=False)
@@ -122,15 +122,15 @@ def _part_problems(model: nn.Module, styles: Mapping[str, Cut], size: int) -> li
         style = "" if cut is None else cut.style
         if style not in supported:
             problems.append(
-                f"tp={size}: {name}, a {type(module).__name__}, is attached to a module "
-                f"that is sharded as {style!r}, but supports only "
+                f"tp={size}: {name} ({type(module).__name__}) is attached to a module that is "
+                f"sharded in the style {style!r}, but supports only "
                 f"{', '.join(map(repr, sorted(supported - {''})))}"
             )
         elif cut is not None:
             problems += [
                 (
-                    f"tp={size}: {name}.{key} has only the shape {tuple(parameter.shape)}, too "
-                    "small to shard"
+                    f"tp={size}: {name}.{key} of shape {tuple(parameter.shape)} is too small to "
+                    "be sharded"
                 )
                 for key, parameter in module.named_parameters(recurse=False)
                 if _leaves_empty(parameter, _dims_of(module, cut).get(key), size)

@@ -48,8 +48,8 @@ class ImageConfig:
         mirror: flip half of the training images horizontally.
         mean: mean of every channel for normalization, of values from 0 to 1.
         std: standard deviation of every channel for normalization.
-        validation_batches: maximum number of micro-batches of an evaluation (default: all).
-        seed: random seed of the order and of the crops.
+        validation_batches: maximum number of micro-batches of an evaluation (if None: all).
+        seed: random seed of the sample order and of the crops.
     """
 
     paths: tuple[str, ...] = ()
