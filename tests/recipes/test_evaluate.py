@@ -26,7 +26,7 @@ from test_sft import write_letters
 from bmforge.cli import main
 from bmforge.data import TokenStoreWriter
 from bmforge.errors import ConfigError, DataError
-from bmforge.models import GPT2, GPT2Config
+from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig
 from bmforge.models.bert import Bert
 from bmforge.models.changes import Change
 from bmforge.parallel import Layout
@@ -100,10 +100,12 @@ def test_texts_are_what_transformers_says(subject: Path, tmp_path: Path) -> None
 
 
 def test_a_gguf_file_has_the_figures_of_its_directory(subject: Path, tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    assert main(["convert", str(subject / "model"), str(file), "--type", "f32"]) == 0
-    config = EvaluateConfig(text=(str(subject / "texts.jsonl"),))
-    want, got = (evaluate_model(str(path), config) for path in (subject / "model", file))
+    folder, file = tmp_path / "model", tmp_path / "model.gguf"
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
+    Llama.from_config(LlamaConfig(**sizes, max_seq_len=24, init_std=0.3)).save_pretrained(folder)
+    assert main(["convert", str(folder), str(file), "--type", "f32"]) == 0
+    config = EvaluateConfig(prepared=(str(subject / "tokens"),))
+    want, got = (evaluate_model(str(path), config) for path in (folder, file))
     assert want.keys() == got.keys()
     for metric, values in want.items():
         for name, value in values.items():
