@@ -76,12 +76,14 @@ class TokenLogprob:
         logprob: log-probability, as defined by `GenerationConfig.logprobs_mode`.
         data: UTF-8 bytes of the token, possibly an incomplete character.
         top: most likely tokens at the same position, best first.
+        rank: rank of a prompt token among all tokens at its position, from 1; None if not counted.
     """
 
     id: int
     logprob: float
     data: bytes
     top: tuple[TokenLogprob, ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
