@@ -72,7 +72,8 @@ class EngineConfig:
     def tokens_of(self, model: nn.Module) -> int:
         """Return the maximum sequence length for a model, in tokens."""
         limit = getattr(model, "position_limit", None)
-        tokens = self.max_tokens or min(_LONGEST, limit or _LONGEST)
+        published = getattr(getattr(model, "config", None), "max_seq_len", None)
+        tokens = self.max_tokens or min(_LONGEST, limit or _LONGEST, published or _LONGEST)
         if limit is not None and tokens > limit:
             raise ConfigError(
                 f"EngineConfig: max_tokens={tokens} is more than the model's {limit} positions. "
@@ -213,7 +214,8 @@ def _too_small(
         f"{budget} is too small: {smallest} ({format_bytes(smallest)}) {enough}, of which "
         f"weights outside of the blocks take {format_bytes(divided.outside_bytes)} and a step of "
         f"{tokens} tokens takes {format_bytes(work.cache_bytes + work.step_bytes)}. Raise the "
-        "budget, or set a smaller EngineConfig(max_tokens=)."
+        "budget, or reduce the sequence length (max_model_len; in Python "
+        "EngineConfig(max_tokens=))."
     )
 
 
