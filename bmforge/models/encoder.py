@@ -277,7 +277,8 @@ class EncoderModel(Model):
         ids, mask, added = with_prompt(self.embed, input_ids, attention_mask)
         if added and positions is not None:
             raise ConfigError(
-                f"position_ids do not include the {added} rows of the soft prompt. Leave them out."
+                f"position_ids has no positions for the {added} tokens of the soft prompt. Leave "
+                "position_ids out."
             )
         if added and segments is not None:
             segments = F.pad(segments, (added, 0), value=0)
@@ -353,8 +354,9 @@ class EncoderModel(Model):
     def _check_length(self, length: int) -> None:
         if length > self.config.max_seq_len:
             raise ShapeError(
-                f"the input has {length} tokens, but the model has max_seq_len="
-                f"{self.config.max_seq_len} positions. Truncate it, or train with more positions."
+                f"the input has {length} tokens, but the model supports at most "
+                f"max_seq_len={self.config.max_seq_len}. Truncate the input, or use a model with a "
+                "larger max_seq_len."
             )
 
     def _pool(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
