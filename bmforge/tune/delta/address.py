@@ -280,7 +280,10 @@ def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parame
             owners = tuple(f"{name}." for name in find_places(model, [target]))
             matched = {n: p for n, p in named.items() if n.startswith(owners)}
         if not matched:
-            raise ConfigError(f"target {target!r} matches only modules without parameters.")
+            raise ConfigError(
+                f"target {target!r} matches only modules without parameters. Choose modules with "
+                "parameters."
+            )
         parameters |= matched
     return parameters
 
@@ -391,7 +394,7 @@ def _refuse(
             " The word names a layer type that this model does not have; its linear "
             f"layers are {', '.join(sorted(linear))}."
         )
-    left = " All modules that it matches are excluded." if has_exclude else ""
+    left = " All modules that the target matches are excluded." if has_exclude else ""
     raise ConfigError(
         f"target {target!r} matches no module of this "
         f"{type(model).__name__}.{hint}{left} A target can be the end of a module name, "

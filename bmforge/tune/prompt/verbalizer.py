@@ -86,8 +86,8 @@ class ManualVerbalizer(nn.Module):
         if long and self.join == "first":
             get_logger().warning(
                 (
-                    "only the first token of these words is scored: %s. Pass join='joint' to score "
-                    "whole words"
+                    "only the first token of these words is scored: %s. Pass join='joint' to "
+                    "score whole words."
                 ),
                 "; ".join(f"{word!r} = {' | '.join(ids)}" for word, ids in long.items()),
             )

@@ -80,7 +80,7 @@ def test_the_objective_is_the_mean_of_the_rows_losses():
         asked = [classifier.ask(one) for one in EXAMPLES[:2]]
         torch.testing.assert_close(found, classifier(**classifier.collate(asked, [0, 1])).loss)
         assert model.count_items(batch) == 2
-    with pytest.raises(ConfigError, match="3 examples have 1 labels"):
+    with pytest.raises(ConfigError, match="3 examples, but 1 labels"):
         PromptRows(template, words, EXAMPLES, [0])
 
 
