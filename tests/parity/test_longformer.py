@@ -106,7 +106,7 @@ def test_questions_need_separators() -> None:
     config = LongformerConfig.from_hf(LONGFORMER_TINY).replace(head="question_answering")
     model = Longformer.from_config(config)
     ids = torch.full((2, 12), 5)
-    with pytest.raises(ShapeError, match=r"three separators.*\[0, 0\]"):
+    with pytest.raises(ShapeError, match=r"three separator tokens.*\[0, 0\]"):
         model(ids)
     assert model(ids, global_attention_mask=torch.ones_like(ids)).start_logits.isfinite().all()
     with pytest.raises(ShapeError, match="max_global_tokens=3"):

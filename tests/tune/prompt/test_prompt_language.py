@@ -122,7 +122,7 @@ def test_a_line_of_a_file_is_a_template(tmp_path):
     path = tmp_path / "templates.txt"
     path.write_text("\n".join((TEXTS[0], "", TEXTS[9])), "utf-8")
     assert read_template(path, 1) == TEXTS[9]
-    with pytest.raises(ConfigError, match="2 templates .allowed: 0 to 1"):
+    with pytest.raises(ConfigError, match=r"2 templates \(allowed: 0 to 1"):
         read_template(path, 2)
 
 
