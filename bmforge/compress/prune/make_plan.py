@@ -106,8 +106,8 @@ def _least(scores: Scores, blocks: Mapping[str, Block], stack: str, count: int) 
     names = [name for name in blocks if name.rpartition(".")[0] == stack]
     if not 0 <= count < len(names):
         raise ConfigError(
-            f"{count} of the {len(names)} layers of {stack} cannot be removed. At least one layer "
-            "must remain."
+            f"{count} of the {len(names)} layers of {stack} cannot be removed (allowed: 0 to "
+            f"{len(names) - 1}). At least one layer must remain."
         )
     return sorted(names, key=lambda name: float(scores[name, "block"]))[:count]
 
