@@ -102,11 +102,7 @@ def write_gguf(
     plan.extra = values.pop("tensors")
     _check_readable(model, architecture, values, plan)
     if left_out:
-        get_logger().warning(
-            "the GGUF architecture %s does not store these tensors: %s.",
-            architecture.kind,
-            ", ".join(left_out),
-        )
+        get_logger().warning("GGUF %s does not store %s.", architecture.kind, ", ".join(left_out))
     values |= to_metadata(model.provenance)
     partial = out.with_name(partial_name(out.name))
     try:

@@ -317,9 +317,7 @@ class AttachedDelta:
             if getattr(self.model.get_submodule(entry.owner), entry.slot, None) is not None
         ]
         if taken:
-            raise ConfigError(
-                f"{taken[0]} already has another adapter {self.name!r}. Detach that adapter first."
-            )
+            raise ConfigError(f"{taken[0]} has another adapter {self.name!r}. Detach it first.")
         for owner, slot, part in self.held:
             module = self.model.get_submodule(owner)
             if isinstance(part, BesidePart):

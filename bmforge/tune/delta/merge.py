@@ -181,13 +181,9 @@ def _target(model: nn.Module, attached: Held) -> str | None:
 
 
 def _refuse_part(delta: AttachedDelta, part: Any) -> None:
-    why = (
-        "its modules have an activation"
-        if isinstance(part, Bottleneck)
-        else "its modules are not matrix products"
-    )
+    why = "has an activation" if isinstance(part, Bottleneck) else "is not a matrix product"
     raise ConfigError(
-        f"a {type(delta).__name__} cannot be merged into weights, because {why}. Save the adapter "
+        f"a {type(delta).__name__} {why}, so it cannot be merged into weights. Save the adapter "
         "next to the model instead."
     )
 
@@ -246,9 +242,8 @@ def _check_exact(model: nn.Module, target: str, merged: Sequence[AttachedDelta])
     others = {n for link, i in zip(chain, inside, strict=True) if not i and (n := _name(link))}
     raise ConfigError(
         f"adapters {', '.join(map(repr, names))} cannot be merged at {target} while "
-        f"{', '.join(map(repr, sorted(others)))} is attached to the same module, because the order "
-        "matters. Merge or unmerge all of them together (merge_deltas, unmerge_deltas), or detach "
-        "one."
+        f"{', '.join(map(repr, sorted(others)))} is attached to the same module. Merge or unmerge "
+        "all of them together (merge_deltas, unmerge_deltas), or detach one."
     )
 
 

@@ -278,9 +278,8 @@ def _join_low_rank(
         return {n: t.detach() for n, t in factors.items()}, []
     if len({part.scale for part in present}) > 1:
         raise ConfigError(
-            f"the adapters of {start.removeprefix(PREFIX)} have different scales, but PEFT's "
-            "format stores one scale per layer. Use the same rank and alpha for all adapters of "
-            "the layer."
+            f"the adapters of {start.removeprefix(PREFIX)} have different scales, but PEFT stores "
+            "one scale per layer. Use the same rank and alpha for all of them."
         )
     alike = all(torch.equal(part.down, first.down) for part in present) and len(present) == len(
         parts
