@@ -134,9 +134,7 @@ class Seq2Seq(Model):
         head, source = self.config.head, encoder_outputs
         check_places(head, labels, logits_at)
         if source is None and input_ids is None and inputs_embeds is None:
-            raise ShapeError(
-                "the encoder has no input. Pass input_ids, inputs_embeds or encoder_outputs."
-            )
+            raise ShapeError("the encoder needs input_ids, inputs_embeds or encoder_outputs.")
         target, target_embeds = decoder_input_ids, decoder_inputs_embeds
         if self.decoder is None:
             target = target_embeds = None
@@ -252,8 +250,7 @@ class Seq2Seq(Model):
         if target is None:
             raise ShapeError(
                 f"the decoder has no input. With the head {self.config.head!r}, pass "
-                "decoder_input_ids, or labels or input_ids, from which decoder_input_ids is "
-                "computed."
+                "decoder_input_ids, labels or input_ids."
             )
         return shift_right(target, self.config.decoder_start_token_id, self.config.pad_token_id)
 

@@ -111,7 +111,7 @@ def test_questions_need_separators() -> None:
     assert model(ids, global_attention_mask=torch.ones_like(ids)).start_logits.isfinite().all()
     with pytest.raises(ShapeError, match="max_global_tokens=3"):
         model(ids, global_attention_mask=torch.ones_like(ids), max_global_tokens=3)
-    with pytest.raises(ShapeError, match="global_attention_mask has shape"):
+    with pytest.raises(ShapeError, match="global_attention_mask has the shape"):
         model(ids, global_attention_mask=torch.ones(2, 13))
 
 
