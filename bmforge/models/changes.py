@@ -124,7 +124,7 @@ def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
         kind = find_kind(change.kind)
         options = config_from_dict(kind.options, dict(change.options), "options.")
         if not change.where:
-            raise ConfigError("where=() selects no module. Give at least one module pattern.")
+            raise ConfigError("where=() selects no module. Pass at least one module pattern.")
         names = match_names([n for n, _ in model.named_modules() if n], change.where)
         kind.apply(model, names, options, change.name)
     except ConfigError as error:

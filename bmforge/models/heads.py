@@ -237,8 +237,8 @@ def pick_states(x: Tensor, last: int | None, logits_at: Tensor | None) -> Tensor
         return x if last is None else x[:, -last:]
     if last is not None or logits_at.dim() != 2 or logits_at.shape[0] != x.shape[0]:
         raise ShapeError(
-            f"logits_at has the shape {tuple(logits_at.shape)} (expected: (B={x.shape[0]}, M)) "
-            f"with logits_to_keep={last} (expected: None). Correct logits_at, or leave "
-            "logits_to_keep out."
+            f"logits_at must have the shape (B={x.shape[0]}, M) and is supported only without "
+            f"logits_to_keep, but has the shape {tuple(logits_at.shape)} with "
+            f"logits_to_keep={last}."
         )
     return x[torch.arange(x.shape[0], device=x.device)[:, None], logits_at]

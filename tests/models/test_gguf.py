@@ -407,7 +407,7 @@ def test_models_that_are_not_read_are_named(tmp_path):
     data = path.read_bytes()
     for key, value, said in (
         ("llama.block_count", 2**31 - 1, "block_count=2147483647"),
-        ("llama.embedding_length", 2**31 - 1, "2147483647 for token_embd"),
+        ("llama.embedding_length", 2**31 - 1, "token_embd.weight has the size 2147483647"),
         ("llama.attention.head_count", 0, "number of attention heads: 0"),
         ("llama.attention.head_count", 2**31 - 1, "damaged"),
         ("llama.attention.head_count", 2**31, "attention.head_count=2147483648"),

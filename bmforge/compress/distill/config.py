@@ -59,7 +59,7 @@ class DistillLoss:
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(
                     f"distill.losses: {name}={value} of {self.kind!r} must be finite and above "
-                    "0. To disable a loss, leave it out."
+                    "0. To disable a loss, remove it from the list."
                 )
         if (self.schedule == "constant") != (self.steps == 0) or self.steps < 0:
             raise ConfigError(
@@ -92,7 +92,7 @@ class DistillLoss:
         if has_no_effect:
             raise ConfigError(
                 f"distill.losses: {name}={getattr(self, name)!r} has no effect with "
-                f"kind={self.kind!r}. Leave it out."
+                f"kind={self.kind!r}. Leave {name} out."
             )
 
     def weight_at(self, step: int) -> float:

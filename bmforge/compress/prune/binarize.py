@@ -86,8 +86,8 @@ def _share_of_dims(model: Any, name: str, spec: AttentionSpec, width: int) -> fl
     """Return the fraction of the head dims whose gates stay open, for a head size of `width`."""
     if not 0 < width <= spec.head_dim or (width % 2 and query_order(spec, _rope(model))):
         raise ConfigError(
-            f"{name}: head_dim={width} is out of range (at most {spec.head_dim}, and even if "
-            "the model has rotary positions)."
+            f"{name}: head_dim={width} is out of range (allowed: at most {spec.head_dim}, and even "
+            "if the model has rotary positions)."
         )
     return width / spec.head_dim
 

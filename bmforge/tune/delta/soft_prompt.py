@@ -173,8 +173,8 @@ def put_prompt_first(
 
 _KNOWN = {"input_ids", *_OF_TOKENS, *_OTHERS}
 _PUT_TWICE = (
-    "input_ids has ids from vocab_size on (soft prompt rows), but a compiled model adds "
-    "these rows itself. Leave these ids out, or do not compile the whole model."
+    "input_ids contains the ids of the soft prompt (vocab_size and above), but a compiled model "
+    "prepends the prompt itself. Remove these ids, or do not compile the whole model."
 )
 
 

@@ -254,7 +254,7 @@ class OneToOneVerbalizer(ManualVerbalizer):
         many = [name for name, row in zip(self.classes, self.words, strict=True) if len(row) > 1]
         if many:
             raise ConfigError(
-                f"these classes have several words: {', '.join(many)}. Give one word per class."
+                f"these classes have several words: {', '.join(many)}. Use one word per class."
             )
 
 
