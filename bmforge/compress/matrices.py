@@ -169,9 +169,9 @@ def warn_of_stacks(model: nn.Module, where: Sequence[str], done: str) -> None:
         total = sum(parameter.numel() for parameter in model.parameters())
         get_logger().warning(
             (
-                "%d stacks of experts of this %s (%s, ...), %.0f %% of the weights that are not "
-                "quantized, are not %s. Load the model with bmforge.models.AutoModel, which "
-                "supports its experts."
+                "%d stacks of experts of this %s (%s, ...) with %.0f %% of its unquantized weights "
+                "are not %s. Load the model with bmforge.models.AutoModel, which supports its "
+                "experts."
             ),
             *(len(stacks), type(model).__name__, stacks[0][0]),
             *(100 * sum(count for _, count in stacks) / total, done),
