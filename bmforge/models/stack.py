@@ -264,6 +264,6 @@ def check_ids(
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocab_size:
         raise ShapeError(
-            f"{name} has ids from {low} to {high} (allowed: 0 to {limit} - 1 = {vocab_size - 1}). "
-            "Use the tokenizer of the model."
+            f"{name} has ids from {low} to {high} (allowed: at least 0 and below "
+            f"{limit}={vocab_size}). Use the tokenizer of the model."
         )
