@@ -128,7 +128,8 @@ class CPMLiveConfig(ModelConfig):
         problems = []
         if len(self.mask_modules) not in (0, self.num_layers):
             problems.append(
-                f"mask_modules has {len(self.mask_modules)} entries for {self.num_layers} layers"
+                f"mask_modules has {len(self.mask_modules)} entries (expected: one for each of "
+                f"num_layers={self.num_layers} layers)"
             )
         if self.mask_modules and all(attn for attn, _ in self.mask_modules):
             problems.append("mask_modules removes the attention of all layers")

@@ -223,7 +223,7 @@ def test_answers_in_the_teachers_place(
     capsys.readouterr()
     other = recipe("other", 3, {**data, "seq_len": 12}, answers=str(kept[4]))
     assert main(command(start, other, tmp_path / "other")) != 0
-    assert "for the same rows as in this run" in capsys.readouterr().err
+    assert "seed and epochs as in this run" in capsys.readouterr().err
 
 
 def test_recipes_that_cannot_be(

@@ -50,7 +50,7 @@ def test_parts_beside_a_loaded_model(start: Path, tmp_path: Path) -> None:
     told = tomllib.loads((tmp_path / "run" / "run.toml").read_text())
     assert told["changes"][0]["kind"] == "low_rank"
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "the saved model is changed (low_rank)" in log
+    assert "the saved model has changes (low_rank)" in log
     assert ".export.new" not in log  # the name of the export while it was written
     moved = [p for n, p in made.named_parameters() if ".low_rank." in n]
     assert len(moved) == 4
