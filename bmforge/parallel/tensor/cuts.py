@@ -233,17 +233,29 @@ def apply_tensor_parallel_(
 def _view_parameters_of_children_(model: nn.Module) -> None:
     """Let modules of other libraries read a replicated parameter of a child as a plain tensor.
 
-    A Mamba mixer, for instance, reads the weight of its convolution without calling it.
+    A Mamba mixer, for instance, reads the weight of its convolution without calling it. Blocks,
+    which are children of a list, are left out: ZeRO gathers their parameters only for their call.
     """
     for module in list(model.modules()):
         views = {
             f"{name}.{key}": view_here
-            for name, child in module.named_children()
+            for name, child in _near_modules(module)
             for key, parameter in child.named_parameters(recurse=False)
             if isinstance(parameter, DTensor) and parameter.placements[0].is_replicate()
         }
         if views:
             view_parameters_(module, views, "child views")
+
+
+def _near_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names of a module's children and grandchildren, and these, except list elements."""
+    lists = (nn.ModuleList, nn.ModuleDict)
+    if isinstance(module, lists):
+        return
+    for name, child in module.named_children():
+        yield name, child
+        if not isinstance(child, lists):
+            yield from ((f"{name}.{key}", other) for key, other in child.named_children())
 
 
 def _cut_parameters_(
