@@ -24,7 +24,7 @@ class SeedOssConfig(LlamaLikeConfig):
     """
 
     family: ClassVar[str] = "seed_oss"
-    heads: ClassVar[dict[str, Head]] = llama_heads("SeedOss")
+    heads: ClassVar[dict[str, Head]] = llama_heads("SeedOss", question_prefix="transformer.")
     hf_names: ClassVar[dict[str, str]] = renamed(
         head_dim="head_dim",
         attn_bias="attention_bias",
