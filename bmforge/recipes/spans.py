@@ -148,6 +148,12 @@ def find_sentinels(tokenizer: Tokenizer, name: str) -> list[int]:
     return ids
 
 
+def _sentinels_of(model: Any, tokenizer: Tokenizer) -> list[int]:
+    name = traits_of(model).sentinel
+    # CPM-Pretrain's T5 has the vocabulary of CPM-2.
+    return find_sentinels(tokenizer, name) or find_sentinels(tokenizer, "<s_{}>")
+
+
 class _SpanExamples:
     """`ExampleSource` of texts with span corruption."""
 
@@ -155,7 +161,7 @@ class _SpanExamples:
         self._pieces, self._config = pieces, config
         self._traits = traits_of(config.model)
         self._end = tokenizer.eos_id
-        self._sentinels = find_sentinels(tokenizer, self._traits.sentinel)
+        self._sentinels = _sentinels_of(config.model, tokenizer)
         longest = config.data.seq_len
         counts = [self._count(n) for n in range(2, longest + 1)]
         most = max(spans for _, spans in counts)
@@ -210,9 +216,7 @@ def _open_corpus(config: Any, tokenizer: Tokenizer, rows: World) -> TrainingData
             "already chosen. Leave these options out."
         )
     check_split(data.split, data.validation, data.paths)
-    name = traits_of(config.model).sentinel
-    # CPM-Pretrain's T5 has the vocabulary of CPM-2.
-    sentinels = find_sentinels(tokenizer, name) or find_sentinels(tokenizer, "<s_{}>")
+    sentinels = _sentinels_of(config.model, tokenizer)
 
     def open_part(prefixes: Sequence[str], index: int) -> SpanCorpus:
         return SpanCorpus(prefixes, data.split, index, config, sentinels, len(tokenizer))

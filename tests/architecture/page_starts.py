@@ -10,13 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import ROOT
+from pages import ROOT, blocks
 
 from bmforge.models.hub import find_preset
 
 sys.path.insert(0, str(ROOT / "tests" / "recipes"))  # where tasks in small are written
 
-from small_runs import ANT_HEAD, HEAD, bee_tokenizer, write_jsonl, write_vocabulary
+from chat_traits import TEMPLATES, write_bpe
+from small_runs import (
+    ANT_HEAD,
+    HEAD,
+    bee_tokenizer,
+    write_counting,
+    write_jsonl,
+    write_vocabulary,
+)
 from task_folders import write_boolq, write_copa, write_splits, write_squad, write_words
 
 Writer = Callable[[Path], None]
@@ -29,6 +37,9 @@ STARTS = {
     "Qwen/Qwen3-0.6B": "qwen3-0.6b",
     "google/vit-base-patch16-224-in21k": "vit-base-patch16-224-in21k",
     "openbmb/cpm-bee-1b": "cpm-bee-1b",
+    "cpm-bee-1b": "cpm-bee-1b",
+    "eva2.0-base": "eva2.0-base",
+    "my-model": "qwen3-0.6b",
     "models/cpm-ant": "cpm-ant-10b",
     "tiny": "llama-3.2-1b",  # written by a block of the page
     "runs/quickstart/export": "llama-3.2-1b",  # written by `bmforge quickstart`
@@ -58,7 +69,7 @@ def write_start(place: Path, name: str) -> None:
     words = place / f".{name.replace('/', '-')}"
     vocabulary, ids = 0, {}
     if "vit" not in name:
-        TOKENIZERS.get(name, write_words)(words)
+        TOKENIZERS.get(STARTS[name], write_words)(words)
         tokenizer = AutoTokenizer.from_pretrained(words)
         vocabulary = len(tokenizer) + 20 * ("t5" in name)  # which is padded
         if "eva" in name:
@@ -66,6 +77,11 @@ def write_start(place: Path, name: str) -> None:
     write_tiny(place / name, STARTS[name], vocabulary, **ids)
     if words.exists():
         shutil.copytree(words, place / name, dirs_exist_ok=True)
+
+
+def write_qwen_words(folder: Path) -> None:
+    """Byte-level BPE with a chat template like Qwen3's, which describes tools and reasoning."""
+    write_bpe(folder, TEMPLATES["thoughts of the last answer alone"])
 
 
 def write_ant_words(folder: Path) -> None:
@@ -91,10 +107,11 @@ def write_bee_words(folder: Path) -> None:
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz.,()"
-TOKENIZERS: dict[str, Callable[[Path], Any]] = {
-    "models/cpm-ant": write_ant_words,
-    "models/eva2.0-base": write_eva_words,
-    "openbmb/cpm-bee-1b": write_bee_words,
+TOKENIZERS: dict[str, Callable[[Path], Any]] = {  # of presets; others have words
+    "cpm-ant-10b": write_ant_words,
+    "eva2.0-base": write_eva_words,
+    "cpm-bee-1b": write_bee_words,
+    "qwen3-0.6b": write_qwen_words,
 }
 
 
@@ -138,6 +155,42 @@ def write_lines(name: str, *rows: Any) -> Writer:
         write_jsonl(place / name, rows)
 
     return write
+
+
+def write_documents(place: Path) -> None:
+    """The documents of CPM-Bee that its page shows."""
+    text = blocks(ROOT / "docs" / "guides" / "cpm.md", "json")[0]
+    (place / "documents.jsonl").write_text(text, encoding="utf-8")
+
+
+def write_gpt2_data(place: Path) -> None:
+    """A token store of CPM-Pretrain's GPT-2."""
+    write_counting(place / "gpt2_data" / "CPM-train" / "data", 8, end=7, count=900)
+
+
+def write_t5_data(place: Path) -> None:
+    """A preprocessed corpus of CPM-Pretrain's T5, with the vocabulary of its 40 tokens."""
+    from test_old_corpora import write_spans
+
+    folder = place / "t5_data"
+    sentinels = [f"<s_{number}>" for number in range(8)]
+    write_vocabulary(folder / "bpe_new", [*HEAD, "▁", "<x>", "<y>"], *sentinels)
+    (folder / "pretrain_data").mkdir()
+    write_spans(folder / "pretrain_data" / "baike_small_document", count=400)
+
+
+def write_t5_script(place: Path) -> None:
+    """A start script in the shape of CPM-Pretrain's."""
+    from test_migrate import script
+
+    (place / "run_t5.sh").write_text(script(), encoding="utf-8")
+
+
+def write_ds_config(place: Path) -> None:
+    """The settings of DeepSpeed that CPM-Pretrain's scripts name."""
+    from test_ds_config import PUBLISHED
+
+    (place / "ds_config_gpt2.json").write_text(json.dumps(PUBLISHED), encoding="utf-8")
 
 
 def write_dialogues(place: Path) -> None:
@@ -186,4 +239,9 @@ PLACES: dict[str, Writer] = {
     "held.jsonl": write_lines("held.jsonl", *DOCUMENTS[:6]),
     "questions.jsonl": write_lines("questions.jsonl", {"input": "count to 3", "<ans>": ""}),
     "dialogues.txt": write_dialogues,
+    "documents.jsonl": write_documents,
+    "gpt2_data": write_gpt2_data,
+    "t5_data": write_t5_data,
+    "run_t5.sh": write_t5_script,
+    "ds_config_gpt2.json": write_ds_config,
 }

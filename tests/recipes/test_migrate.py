@@ -107,6 +107,7 @@ def test_a_script_of_t5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         *("line 36", "--new-one", "--hidden-bias"),
         "--load checkpoints/elsewhere",
     }
+    assert unplaced["--new-one"] == "unknown. Did you mean '--finetune'?"
     assert "--data-impl" in dict(found.dropped)
     assert shlex.split(found.command) == [
         *("torchrun", "--nproc-per-node", "4", "-m", "bmforge", "train", "t5-pretrain"),

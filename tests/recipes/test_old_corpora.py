@@ -20,7 +20,7 @@ from bmforge.recipes.inputs.corpus import CorpusConfig
 from bmforge.recipes.inputs.span_corpus import SpanCorpus
 from bmforge.recipes.inputs.splitting import StorePart
 from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
-from bmforge.recipes.spans import T5SpansConfig, train_spans
+from bmforge.recipes.spans import T5SpansConfig, _open_data, train_spans
 from bmforge.train import read_metrics
 
 WORLD = World(0, 1, torch.device("cpu"))
@@ -120,6 +120,26 @@ def test_t5_learns_from_spans_cut_before(tmp_path: Path) -> None:
     losses = [row["loss"] for row in read_metrics(config.run_dir / "metrics.jsonl")]
     assert losses[-1] < 0.7 * losses[0]
     assert result.evaluation is not None
+
+
+def test_spans_of_plain_text_with_the_vocabulary_of_cpm(tmp_path: Path) -> None:
+    """The sentinels are <s_0>, <s_1>, ...; with their spans, the sources are the texts again."""
+    pytest.importorskip("jieba", reason="needs the extra zh")
+    names = [f"<s_{i}>" for i in range(8)]
+    folder = write_vocabulary(tmp_path / "vocabulary", [*HEAD, "▁"], *names)
+    first = (folder / "vocab.txt").read_text("utf-8").splitlines().index(names[0])
+    store = TokenStore(write_counting(tmp_path / "tokens", 11, end=7))
+    held_out = _open_data(span_config(str(store.prefix), folder), WORLD).held_out
+    batches = [batch for open_batches in held_out.values() for batch in open_batches()]
+    restored = []
+    for batch in batches:
+        for row, target in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+            source, spans = row[: row.index(7) + 1], dict[int, list[int]]()
+            for id in target[: target.index(7)]:
+                spans.setdefault(id, []) if id >= first else spans[max(spans)].append(id)
+            assert [*spans] == [*range(first, first + len(spans))]
+            restored.append([x for id in source for x in spans.get(id, [id])])
+    assert sorted(restored) == sorted(store.tokens[a:b].tolist() for a, b in store.documents())
 
 
 def test_part_of_a_store(tmp_path: Path) -> None:

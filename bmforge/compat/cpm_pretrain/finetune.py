@@ -69,7 +69,7 @@ def _read_words(words: Sequence[str], out: Migrated) -> dict[str, str]:
         at += 1
         if name not in names:
             if name.startswith("-"):
-                out.unplaced.append((name, f"unknown{suggest(name, names)}"))
+                out.unplaced.append((name, f"unknown.{suggest(name, names)}"))
             continue
         if name not in takes_none and not has_value:
             value = words[at] if at < len(words) else ""

@@ -145,7 +145,7 @@ def _split(words: Sequence[str], out: Migrated) -> dict[str, Any]:
         at += 1
         if name not in _TABLE:
             if name.startswith("-"):
-                out.unplaced.append((name, f"unknown{suggest(name, _TABLE)}"))
+                out.unplaced.append((name, f"unknown.{suggest(name, _TABLE)}"))
             continue
         if name in SWITCHES:
             arguments[name] = True
