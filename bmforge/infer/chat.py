@@ -16,6 +16,7 @@ from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.generation import generate
 from bmforge.infer.openbmb.texts import continue_ids
 from bmforge.infer.options import GenerationConfig
+from bmforge.logging import get_logger
 from bmforge.models.base import Model
 from bmforge.tokenizers import Tokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate, Message
@@ -73,6 +74,7 @@ class Conversation:
         if system is not None:
             self._system = [{"role": "system", "content": system}]
         self.history: list[Message] = []
+        self._num_dropped = 0  # messages that the last prompt left out
 
     def reply(self, text: str, on_text: Callable[[str], None] | None = None) -> str:
         """Send a user message and return the answer; both are appended to the history.
@@ -122,13 +124,24 @@ class Conversation:
             messages = [*self._system, *turns[first:]]
             ids = encode_messages(self.template, messages, self.model, self.tokenizer)
             if limit is None or len(ids) + new_tokens <= limit:
-                return ids
-        if limit is not None and len(ids) < limit:
+                break
+        if limit is None or len(ids) < limit:
+            self._warn_dropped(first, len(turns))
             return ids
         raise ConfigError(
             f"the last message has {len(ids)} tokens with the chat template, but prompt and "
             f"answer together may have at most {limit}. Send a shorter message."
         )
+
+    def _warn_dropped(self, count: int, total: int) -> None:
+        """Log that the model no longer sees the oldest messages, if it saw more of them before."""
+        if count > self._num_dropped:
+            get_logger().warning(
+                "the context of %d tokens is full: the oldest %d of %d messages are left out. "
+                "Reduce max_new_tokens=%d to keep more of them.",
+                self._limit, count, total, self.options.max_new_tokens,
+            )  # fmt: skip
+        self._num_dropped = count
 
     def _write(self, ids: list[int], on_text: Callable[[str], None] | None = None) -> str:
         """Generate the answer to a prompt, passing pieces of its text to `on_text`."""

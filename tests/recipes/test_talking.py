@@ -108,7 +108,7 @@ def test_an_answer_is_what_is_written_after_the_template(name: str, letters: Pat
     assert chat.history == said[1:]
 
 
-def test_old_turns_make_room(letters: Path) -> None:
+def test_old_turns_make_room(letters: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A question goes with its answer; the last one is answered as long as anything fits."""
     tokenizer = AutoTokenizer.from_pretrained(letters)
     model = build("GPT2", max_seq_len=80)
@@ -117,6 +117,7 @@ def test_old_turns_make_room(letters: Path) -> None:
     fresh = Conversation(model, tokenizer, None, options, system="s")
     chat.history = [{"role": r, "content": "a" * 20} for r in ("user", "assistant")]
     assert chat.reply("hi") == fresh.reply("hi")
+    assert "the oldest 2 of 3 messages are left out" in caplog.text
     assert len(chat.history) == 4
     said = [{"role": "system", "content": "s"}, {"role": "user", "content": "a" * 36}]
     written = len(tokenizer.encode(fresh.template.render(said, True)))
