@@ -11,7 +11,8 @@ from typing import Any, BinaryIO
 
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.encoding import SAMPLE_BYTES, detect_encoding, may_replace
-from bmforge.data.sources.lines import find_known, find_text
+from bmforge.data.sources.lines import find_text
+from bmforge.data.sources.metadata import METADATA_COLUMNS, read_metadata
 from bmforge.data.sources.record import ReadOptions, Record, Where
 from bmforge.errors import DataError, MissingDependencyError
 
@@ -70,7 +71,7 @@ def _parse_row(
         record[options.text_field] = _UNDECODED.sub("\ufffd", text)
     text = find_text(record, options.text_field, location)
     scores = {"replaced_characters": replaced} if replaced else {}
-    return Document(text, where.source, where.place(line), scores=scores, **find_known(record))
+    return Document(text, where.source, where.place(line), scores=scores, **read_metadata(record))
 
 
 def read_parquet(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
@@ -124,7 +125,7 @@ def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:
             f"file {str(where)!r} has no column {options.text_field!r} (columns: "
             f"{names}). Choose one with text_field=... (--text-field)."
         )
-    metadata_columns = [name for name in names if find_known({name: "x"})]
+    metadata_columns = [name for name in names if name in METADATA_COLUMNS]
     return [top, *(name for name in metadata_columns if name != top)]
 
 
@@ -143,7 +144,7 @@ def _read_batches(batches: Any, where: Where, options: ReadOptions) -> Iterator[
 
 def _parse_entry(row: dict[str, Any], where: Where, number: int, options: ReadOptions) -> Document:
     text = find_text(row, options.text_field, f"{where}:{number}")
-    return Document(text, where.source, where.place(number), **find_known(row))
+    return Document(text, where.source, where.place(number), **read_metadata(row))
 
 
 def _import_arrow(where: Where) -> Any:

@@ -14,7 +14,8 @@ from bmforge.data.clean.drop import Drop
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.encoding import decode
 from bmforge.data.sources.html import parse_page
-from bmforge.data.sources.lines import find_known, find_text
+from bmforge.data.sources.lines import find_text
+from bmforge.data.sources.metadata import read_metadata
 from bmforge.data.sources.pdf import parse_pdf
 from bmforge.data.sources.record import ReadOptions, Record, Where, fail
 from bmforge.errors import DataError, MissingDependencyError
@@ -277,7 +278,7 @@ def _parse_json(
         text = find_text(record, options.text_field, str(where))
     except (ValueError, RecursionError, DataError):
         return Drop("no_text_field", options.text_field, None, url)
-    metadata = {"url": url, **find_known(record)}
+    metadata = {"url": url, **read_metadata(record)}
     return Document(text, where.source, where.whole(), scores=decoded.scores(), **metadata)
 
 
