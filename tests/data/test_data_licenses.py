@@ -147,7 +147,7 @@ def test_records_of_earlier_versions_are_read(corpus: Path) -> None:
 
 
 def test_the_user_says_what_sources_do_not(corpus: Path) -> None:
-    said = ("CC-BY-4.0", f"{corpus / 'in' / 'deep'}=CC0-1.0")
+    said = ("CC-BY-4.0", f"{corpus / 'in' / '..' / 'in' / 'deep'}=CC0-1.0")
     report = prepare(corpus / "in", corpus / "out", replace(CONFIG, license=said))
     assert report.summary is not None
     documents = Counter({name: counts[0] for name, counts in report.summary.licenses.items()})
@@ -176,6 +176,7 @@ def test_a_policy_drops_with_a_reason(corpus: Path, policy: str, left: int) -> N
     ("change", "said"),
     [
         ({"license": ("CC-BY-4",)}, "Did you mean 'CC-BY-4.0'"),
+        ({"license": ("in/deep.txt=MIT",)}, "no input file is .*deep.txt"),
         ({"license": ("MIT", "CC0-1.0")}, "two licenses are given for all files"),
         ({"license_policy": "permisive"}, "Did you mean 'permissive'"),
     ],

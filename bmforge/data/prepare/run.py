@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.config import ungrouped_values
+from bmforge.data.clean.license import check_places
 from bmforge.data.prepare.barriers import SORT_BYTES
 from bmforge.data.prepare.disk_space import check_room
 from bmforge.data.prepare.documents import UNREADABLE, DocumentStage
@@ -215,10 +216,11 @@ def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> N
 
 
 def _list_inputs(inputs: Paths | None, config: PrepareConfig) -> list[Path] | None:
-    """Return the input files, and report files of unsupported formats."""
+    """Return the input files; report unsupported formats, and licenses of other files."""
     unread: list[Path] = []
     files = None if inputs is None else list_files(inputs, unread)
     check_unread(files or (), unread, config.read.skip_unread)
+    check_places(config.filter.license, files or ())
     return files
 
 
