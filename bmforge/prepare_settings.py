@@ -29,7 +29,7 @@ class BpeConfig:
         han: single keeps each Chinese character separate, so that it is never merged with others.
         special_tokens: additional special tokens, such as <|im_start|>; their ids start at 1.
         min_frequency: minimum number of occurrences of a pair of tokens that is merged.
-        max_token_length: maximum length of a token in bytes (default: no limit).
+        max_token_length: maximum length of a token in bytes, at least 2 (default: no limit).
     """
 
     digits: Literal["joined", "single", "triples"] = "joined"
