@@ -134,8 +134,8 @@ class DuplicatesConfig:
         earlier: directories of corpora prepared with keep_index; their documents are dropped,
             and with near_duplicates also similar ones.
         decontaminate: test sets; a document that contains one of their examples is dropped.
-            Give .jsonl files, or TASK=DIRECTORY for all splits of a task that `evaluate` supports,
-            such as BoolQ=superglue.
+            Give .jsonl, .json or .parquet files, also compressed, or TASK=DIRECTORY for all splits
+            of a task that `evaluate` supports, such as BoolQ=superglue.
         cut_examples: remove the test examples from a document instead of dropping the document.
     """
 
