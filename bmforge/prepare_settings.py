@@ -46,6 +46,8 @@ class ReadConfig:
     Args:
         errors: what to do with bytes that cannot be decoded: replace inserts U+FFFD and counts
             them; strict rejects the file or entry.
+        encoding: encoding of text that is not UTF-8, such as cp1252 or gb18030 (default: the
+            declared encoding, or else the detected one).
         skip_bad: skip and count invalid lines and files instead of stopping.
         skip_unread: continue even if more than half of the input's bytes are in unsupported
             file formats.
@@ -55,6 +57,7 @@ class ReadConfig:
     """
 
     errors: Literal["replace", "strict"] = "replace"
+    encoding: str = ""
     skip_bad: bool = False
     skip_unread: bool = False
     text_field: str = "text"

@@ -40,6 +40,7 @@ from bmforge.data.prepare.stages import StageState, make_keys, run_stages, stage
 from bmforge.data.prepare.steps import choose_steps
 from bmforge.data.prepare.summary import Summary
 from bmforge.data.prepare.tokenize import check_bpe, end_of_text_id, load_tokenizer
+from bmforge.data.sources.encoding import check_encoding
 from bmforge.data.sources.files import list_files
 from bmforge.data.sources.standard_input import keep_standard_input
 from bmforge.data.sources.unsupported_files import check_unread
@@ -207,6 +208,7 @@ def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> N
             f"least {_LEAST_MEMORY_BYTES} bytes to start)."
         )
     check_fraction(config.validation_fraction)
+    check_encoding(config.read.encoding)
     open_earlier(config.duplicates.earlier, dedup_config(config.duplicates))
     check_spans(config.duplicates)
     if config.tokenizer and config.bpe != BpeConfig():

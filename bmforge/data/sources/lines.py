@@ -45,7 +45,7 @@ def read_text_file(stream: BinaryIO, where: Where, options: ReadOptions) -> Iter
 
 
 def _parse_text(raw: bytes, where: Where, options: ReadOptions) -> Document:
-    decoded = decode(raw, f"file {str(where)!r}", errors=options.errors)
+    decoded = decode(raw, f"file {str(where)!r}", errors=options.errors, encoding=options.encoding)
     if not decoded.text.strip():
         raise DataError(f"file {str(where)!r} is empty. Remove it from the input.")
     return Document(decoded.text, where.source, where.whole(), scores=decoded.scores())
@@ -105,7 +105,7 @@ def read_json(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[
         drop = Drop("json_too_large", len(raw), _LARGEST_JSON_BYTES, str(where))
         yield Record(where.whole(), len(raw), lambda: drop)
         return
-    decoded = decode(raw, f"file {str(where)!r}", errors=options.errors)
+    decoded = decode(raw, f"file {str(where)!r}", errors=options.errors, encoding=options.encoding)
     try:
         loaded = json.loads(decoded.text)
     except (ValueError, RecursionError) as error:
@@ -163,7 +163,9 @@ def _each_line(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
 
 def _parse_line(raw: bytes, where: Where, number: int, options: ReadOptions) -> Document:
     location = f"{where}:{number}"
-    decoded = decode(raw, location, expected=where.encoding, errors=options.errors)
+    decoded = decode(
+        raw, location, expected=where.encoding, errors=options.errors, encoding=options.encoding
+    )
     try:
         record: Any = json.loads(decoded.text)
     except (json.JSONDecodeError, RecursionError) as error:

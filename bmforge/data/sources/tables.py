@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from bmforge.data.sources.document import Document
-from bmforge.data.sources.encoding import SAMPLE_BYTES, detect_encoding, may_replace
+from bmforge.data.sources.encoding import SAMPLE_BYTES, decode, detect_encoding, may_replace
 from bmforge.data.sources.lines import find_text
 from bmforge.data.sources.metadata import METADATA_COLUMNS, read_metadata
 from bmforge.data.sources.record import ReadOptions, Record, Where
@@ -37,6 +37,8 @@ def _read_rows(
     stream: BinaryIO, where: Where, options: ReadOptions, dialect: str
 ) -> Iterator[Record]:
     encoding = where.encoding or detect_encoding(stream.peek(SAMPLE_BYTES))  # type: ignore[attr-defined]
+    if options.encoding and not encoding.startswith("utf-"):
+        encoding = options.encoding
     encoding = "utf-8-sig" if encoding in ("", "utf-8") else encoding
     # An invalid byte becomes a lone surrogate, so that only its row fails.
     lines = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline="")
@@ -64,6 +66,9 @@ def _parse_row(
         raise DataError(
             f"{location}: the row has {len(row)} columns, but the header has {len(names)}."
         )
+    if options.encoding and any(map(_UNDECODED.search, row)):
+        raws = (field.encode("utf-8", "surrogateescape") for field in row)
+        row = [decode(raw, location, encoding=options.encoding).text for raw in raws]
     record = dict(zip(names, row, strict=True))
     text = record.get(options.text_field, "")
     replaced = len(_UNDECODED.findall(text))

@@ -255,7 +255,9 @@ def parse_payload(
     if kind in _JSON_TYPES:
         return _parse_json(body, charset, url, where, options)
     if kind.startswith("text/") and kind not in ("text/css", "text/javascript"):
-        decoded = decode(body, str(where), [charset], errors=options.errors)
+        decoded = decode(
+            body, str(where), [charset], errors=options.errors, encoding=options.encoding
+        )
         scores = decoded.scores()
         return Document(decoded.text, where.source, where.whole(), url=url, scores=scores)
     return Drop("content_type", kind, None, url)
@@ -272,7 +274,7 @@ def _parse_json(
     body: bytes, charset: str, url: str, where: Where, options: ReadOptions
 ) -> Document | Drop:
     """Build a document from the text field of a JSON response."""
-    decoded = decode(body, str(where), [charset], errors=options.errors)
+    decoded = decode(body, str(where), [charset], errors=options.errors, encoding=options.encoding)
     try:
         record = json.loads(decoded.text)
         text = find_text(record, options.text_field, str(where))
