@@ -178,7 +178,8 @@ def _parse_line(raw: bytes, where: Where, number: int, options: ReadOptions) -> 
 def find_text(record: Any, field: str, location: str) -> str:
     """Return the text in a record's field; a name such as `a.b.0` addresses a nested value.
 
-    For example, `a.b.0` is the first element of the list ``record["a"]["b"]``.
+    For example, `a.b.0` is the first element of the list ``record["a"]["b"]``. A null is an empty
+    text, which `prepare` drops and counts.
 
     Raises:
         DataError: the field is missing, not a string, or contains a lone surrogate.
@@ -191,6 +192,8 @@ def find_text(record: Any, field: str, location: str) -> str:
                 text = text[name]
             elif isinstance(text, list) and name.isdecimal() and int(name) < len(text):
                 text = text[int(name)]
+            elif text is None and isinstance(record, dict):
+                break
             else:
                 seen = "no JSON object"
                 if isinstance(record, dict):
@@ -199,6 +202,8 @@ def find_text(record: Any, field: str, location: str) -> str:
                     f"{location}: there is no field {field!r} (the line has {seen}). Select a "
                     f"field with text_field=... (--text-field). {_WAY_OUT}"
                 )
+    if text is None:
+        return ""
     if not isinstance(text, str):
         raise DataError(
             f"{location}: field {field!r} is of type {type(text).__name__} (needed: a "

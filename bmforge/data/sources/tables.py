@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, BinaryIO
 
 from bmforge.data.sources.document import Document
@@ -24,7 +25,7 @@ _UNDECODED = re.compile("[\udc80-\udcff]")
 
 
 def read_csv(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one record per row; the first row contains the column names."""
+    """Yield one record per row; the first row has the column names, separated by , ; or tabs."""
     yield from _read_rows(stream, where, options, "excel")
 
 
@@ -43,7 +44,10 @@ def _read_rows(
     # An invalid byte becomes a lone surrogate, so that only its row fails.
     lines = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline="")
     csv.field_size_limit(_LONGEST_FIELD)
-    rows = csv.reader((line.replace("\0", "\ufffd") for line in lines), dialect)
+    clean = (line.replace("\0", "\ufffd") for line in lines)
+    head = next(clean, "")
+    delimiter = _find_delimiter(head, options.text_field, dialect)
+    rows = csv.reader(chain([head] if head else [], clean), dialect, delimiter=delimiter)
     try:
         names = next(rows, None)
         if names is None:
@@ -56,6 +60,18 @@ def _read_rows(
                 yield Record(where.place(rows.line_num), size, parse)
     except csv.Error as error:
         raise DataError(f"{where}:{rows.line_num}: not a valid table row ({error}).") from error
+
+
+def _find_delimiter(head: str, text_field: str, dialect: str) -> str:
+    """Return the delimiter of a table: a semicolon or tab if only that gives the text column.
+
+    Spreadsheet programs write .csv with semicolons where the comma is the decimal sign.
+    """
+    usual = csv.get_dialect(dialect).delimiter
+    for delimiter in (usual, ";", "\t"):
+        if text_field in next(csv.reader([head], dialect, delimiter=delimiter), []):
+            return delimiter
+    return usual
 
 
 def _parse_row(
