@@ -27,7 +27,7 @@ _YEARS = range(1000, 10_000)
 _FIRST_MILLISECONDS = 10**11  # as seconds, this is the year 5138
 
 
-def read_metadata(record: Mapping[str, Any]) -> dict[str, str]:
+def read_metadata(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata that a record or its object `metadata` states.
 
     A value may be a string, a list, or an object with a usual key such as `name`. Of a list of
