@@ -157,7 +157,9 @@ def config_from_dict(cls: type[C], values: dict[str, Any], path: str = "") -> C:
     ]
     missing = [path + name for name in required if name not in values]
     if missing:
-        raise ConfigError(f"missing {', '.join(missing)}: {cls.__name__} needs a value for each.")
+        raise ConfigError(
+            f"fields are missing: {', '.join(missing)} ({cls.__name__} needs a value for each)."
+        )
     built = {name: _convert(hints[name], v, path + name) for name, v in values.items()}
     return cls(**built)
 
@@ -226,7 +228,7 @@ def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
 
 
 def _wrong_type(path: str, value: Any, needed: str) -> ConfigError:
-    return ConfigError(f"{path}={value!r} is {type(value).__name__}; it must be {needed}.")
+    return ConfigError(f"{path}={value!r} must be {needed}, not {type(value).__name__}.")
 
 
 def dump_toml(config: Any) -> str:

@@ -103,8 +103,8 @@ def _find_device(name: int | str | torch.device) -> torch.device:
     if type(name) is int:
         if not torch.accelerator.is_available():
             raise ConfigError(
-                f"there is no accelerator {name}: this machine has none. Leave devices out, or set "
-                'devices="cpu".'
+                f"accelerator {name} does not exist, because this machine has none. Leave devices "
+                'out, or set devices="cpu".'
             )
         return device_at(name)
     try:
@@ -113,14 +113,13 @@ def _find_device(name: int | str | torch.device) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, TypeError):
         raise ConfigError(
-            f'unknown device: devices={name!r} (an index, or a name such as "cuda:0" or "cpu").'
+            f"unknown device: devices={name!r} (allowed: an index, or a name such as "
+            '"cuda:0" or "cpu").'
         ) from None
     if is_host(device):
         return torch.device("cpu")
     if not torch.accelerator.is_available() or device.type != default_device().type:
-        raise ConfigError(
-            f"device {name} does not exist (this machine has {default_device().type})."
-        )
+        raise ConfigError(f"device {name} does not exist (available: {default_device().type}).")
     return device_at(device.index or 0)
 
 

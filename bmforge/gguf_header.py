@@ -147,7 +147,7 @@ def _join_parts(first: GgufHeader, parts: Any) -> GgufHeader:
     name = _PART.fullmatch(path.name)
     if name is None or type(parts) is not int or int(name[4]) != parts:
         raise CheckpointError(
-            f"{str(path)!r} belongs to a split file (split.count={parts}), so its name must end "
+            f"{str(path)!r} is part of a split file (split.count={parts}), so its name must end "
             "with -00001-of-0000N.gguf. Rename the parts, or merge them with llama.cpp's "
             "gguf-split --merge."
         )

@@ -85,7 +85,8 @@ def host_memory_bytes() -> int:
         return windows.total
     if not hasattr(os, "sysconf"):
         raise ConfigError(
-            f"the memory size of the machine is unknown, because {sys.platform} does not report it."
+            f"the memory size of this machine is unknown, because Python cannot read it on "
+            f"{sys.platform}."
         )
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *(limit for limit, _ in _container_limits())])

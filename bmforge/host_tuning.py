@@ -50,7 +50,7 @@ def read_tuning() -> frozenset[str]:
     if unknown or ("none" in words and len(words) > 1):
         hint = suggest(unknown[0], [*_WORDS, "none"]) if unknown else ""
         raise ConfigError(
-            f"unknown value: {_VARIABLE}={value!r} (none, or a comma-separated list of "
+            f"unknown value: {_VARIABLE}={value!r} (allowed: none, or a comma-separated list of "
             f"{', '.join(_WORDS)}).{hint}"
         )
     return words - {"none"}
@@ -120,8 +120,8 @@ class MemoryWatch:
             give_back_memory()
             get_logger().info(
                 (
-                    "the process used %.2f GB; freed memory was returned to the system, now it "
-                    "uses %.2f GB"
+                    "freed memory was returned to the system: the process used %.2f GB before, "
+                    "and uses %.2f GB now"
                 ),
                 resident / 1e9,
                 resident_bytes() / 1e9,

@@ -268,7 +268,7 @@ def check_license(value: str, name: str) -> str:
     license = find_license(value)
     if license is None:
         raise ConfigError(
-            f"unknown license: {name}={value!r} (an SPDX id such as CC-BY-4.0; "
+            f"unknown license: {name}={value!r} (allowed: an SPDX id such as CC-BY-4.0; "
             f"docs/reference/licenses.md lists all known ids).{suggest(value, LICENSES)}"
         )
     return license.id

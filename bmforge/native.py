@@ -188,14 +188,14 @@ def _check_owner(path: Path) -> None:
     if not hasattr(os, "getuid"):  # a system without POSIX owners
         return
     status = path.lstat()
-    reason = "" if status.st_uid == os.getuid() else f"belongs to user {status.st_uid}, not to you"
+    reason = "" if status.st_uid == os.getuid() else f"is owned by user {status.st_uid}, not by you"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         reason = "is writable by others"
     if stat.S_ISLNK(status.st_mode):
         reason = "is a symbolic link"
     if reason:
         raise _RefusedError(
-            f"{str(path)!r} {reason}, so nothing is loaded from it. Remove it, or restrict its "
+            f"{str(path)!r} {reason}, so no kernel is loaded from it. Remove it, or restrict its "
             f"permissions: `chmod go-w {path}`."
         )
 

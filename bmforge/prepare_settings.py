@@ -29,7 +29,7 @@ class BpeConfig:
         han: single keeps each Chinese character separate, so that it is never merged with others.
         special_tokens: additional special tokens, such as <|im_start|>; their ids start at 1.
         min_frequency: minimum number of occurrences of a pair of tokens that is merged.
-        max_token_length: maximum length of a token in bytes, at least 2 (default: no limit).
+        max_token_length: maximum length of a token in bytes, at least 2 (if None: no limit).
     """
 
     digits: Literal["joined", "single", "triples"] = "joined"
@@ -44,8 +44,8 @@ class ReadConfig:
     """Options for reading input files.
 
     Args:
-        errors: what to do with bytes that cannot be decoded: replace inserts U+FFFD and counts
-            them; strict rejects the file or entry.
+        errors: handling of bytes that cannot be decoded: replace inserts U+FFFD and counts
+            the errors; strict rejects the file or entry.
         encoding: encoding of text that is not UTF-8, such as cp1252 or gb18030 (default: the
             declared encoding, or else the detected one).
         skip_bad: skip and count invalid lines and files instead of stopping.
@@ -94,7 +94,7 @@ class FilterConfig:
 
     Args:
         languages: keep only documents in these languages, given as codes such as en and zh; any
-            keeps all documents and records their language (default: no language detection).
+            keeps all documents and records their language (if empty: no language detection).
         by_paragraph: also remove paragraphs in other languages from the documents that are
             kept; needs languages.
         rules: published filter rules to apply: those for English, for Chinese, or (mixed) those
@@ -129,13 +129,13 @@ class DuplicatesConfig:
 
     Args:
         near_duplicates: keep only one of several documents whose sets of word 5-grams have at
-            least this Jaccard similarity, from 0.3 to 1 (default: drop only exact duplicates).
+            least this Jaccard similarity, from 0.3 to 1 (if None: drop only exact duplicates).
         repeated_paragraphs: remove paragraphs of at least this many characters, such as 50,
             that occurred before in any document.
         repeated_spans: remove passages of at least this many words or Chinese characters (50 or
             more) that occurred before in the same or another document.
-        earlier: directories of corpora prepared with keep_index; their documents are dropped,
-            and with near_duplicates also similar ones.
+        earlier: directories of earlier corpora, prepared with keep_index; documents that occur in
+            one of them are dropped, and with near_duplicates also similar documents.
         decontaminate: test sets; a document that contains one of their examples is dropped.
             Give .jsonl, .json or .parquet files, also compressed, or TASK=DIRECTORY for all splits
             of a task that `evaluate` supports, such as BoolQ=superglue.
@@ -156,12 +156,13 @@ class ExecutionConfig:
 
     Args:
         workers: number of processes that read, clean and encode; 0 uses only the main process.
-            The output does not depend on it.
+            The output does not depend on this number.
         shard_bytes: approximate number of input bytes that a worker processes at a time; if
             `prepare` is killed, at most that much work per worker is lost.
-        document_seconds: drop documents that take longer than this; needs workers.
-        worker_memory_bytes: drop documents for which a worker needs more memory than this; needs
-            workers.
+        document_seconds: time limit per document in seconds; slower documents are dropped. Needs
+            workers above 0.
+        worker_memory_bytes: memory limit per worker in bytes; documents that need more are dropped.
+            Needs workers above 0.
         keep_stages: keep the results of all stages, so that another `prepare` into the same
             directory, with other settings and overwrite, repeats only the changed stages.
     """
@@ -178,8 +179,8 @@ class CorpusFilesConfig:
     """Options for additional output files.
 
     Args:
-        join_stores: copy the token stores of all shards into one; if False, they stay separate
-            files, which needs less disk space, and are read as one store.
+        join_stores: copy the token stores of all shards into one store; if False, the files stay
+            separate, which needs less disk space, and are read as one store.
         keep_dropped: write all dropped documents to dropped.jsonl instead of a sample.
         keep_index: store an index of the texts, so that later corpora can be compared with them.
     """
@@ -202,7 +203,7 @@ class PrepareConfig:
             below 1; if there are few documents, the end of a document is held out.
         seed: random seed that selects the documents held out.
         tokenizer: directory of an existing tokenizer that `bmforge.tokenizers.AutoTokenizer`
-            can load, such as that of a model or of another corpus (default: train a new one).
+            can load, such as that of a model or of another corpus (if empty: train a new one).
         bpe: options of the tokenizer that is trained.
         read: options for reading input files.
         clean: options for changing the text of documents.

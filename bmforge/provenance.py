@@ -161,7 +161,8 @@ def _from_record(record: Any, where: Path) -> Provenance:
         return Provenance(str(_rename_old_key(record)["license"] or ""), parts)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{str(where)!r} is not a license record ({error}). Download the file again."
+            f"{str(where)!r} is not a license record ({type(error).__name__}: {error}). Download "
+            "the file again."
         ) from error
 
 
@@ -238,13 +239,13 @@ def warn_of_licenses(where: object, provenance: Provenance, *sources: Provenance
     old = [conflict for source in sources for conflict in source.conflicts()]
     for conflict in provenance.conflicts():
         if conflict not in old:
-            get_logger().warning("%s: these licenses conflict: %s", where, conflict)
+            get_logger().warning("the licenses in %s conflict: %s", where, conflict)
     recorded = [part for source in sources for part in source.parts]
     if unknown := [part for part in provenance.unknown() if part not in recorded]:
         names = dict.fromkeys(f"{part.kind} {part.name}" for part in unknown)
         shown = ", ".join(list(names)[:_FEW])
         more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-        get_logger().info("%s: the license of %s%s is unknown", where, shown, more)
+        get_logger().info("%s was made from parts with unknown licenses: %s%s", where, shown, more)
 
 
 def describe_provenance(provenance: Provenance) -> list[str]:

@@ -32,16 +32,16 @@ class MemoryOptions:
 
     Args:
         device_budget: device memory for weights, KV cache and activations, as a size such as
-            2GiB; weights that do not fit are read from disk when needed (default: no limit).
+            2GiB; weights that do not fit are read from disk when needed (if None: no limit).
         max_model_len: maximum sequence length, including new tokens, for which device_budget
-            reserves memory (default: 1024, or the model's maximum).
+            reserves memory (if None: 1024, or the model's maximum).
         quantize: quantize weights while loading: int8, int8-dynamic, int4 or int4-128; keep
-            loads the integers of a GGUF, GPTQ or AWQ file, and none dequantizes them (default:
-            keep for a file with integers of a native family, else none).
-        devices: accelerators that share the model's blocks, by index or name, such as 0,1; the
-            budget applies to each of them (default: one).
-        backend: implementation of the architecture: native for the families of bmforge,
-            transformers for that library, auto for a native family if there is one.
+            loads the integers of a GGUF, GPTQ or AWQ file, and none dequantizes them (if None:
+            keep for such a file of a native family, else none).
+        devices: accelerators among which the model's blocks are divided, by index or name, such as
+            0,1; device_budget applies to each of them (if None: one).
+        backend: implementation of the architecture: native (bmforge's), transformers, or auto
+            (native if bmforge supports the architecture, else transformers).
     """
 
     device_budget: str | None = None
@@ -86,7 +86,7 @@ class CollectConfig:
         most_page_bytes: maximum size of a response; larger ones are skipped.
         delay_s: seconds between two requests to a host, unless its robots.txt requires more.
         page_seconds: time limit of a response in seconds; slower ones are skipped.
-        again: also request pages that were collected before, if they have changed.
+        again: also check pages that were collected before, and store those that have changed.
         agent: User-Agent header; include a contact address.
     """
 
@@ -108,11 +108,11 @@ class QualityConfig:
     Args:
         good: files or directories of texts of high quality, as examples for the classifier.
         bad: files or directories of other texts, some of which may be of high quality
-            (default: none; then no classifier is trained).
+            (if empty, no classifier is trained).
         labeled: files with a text and its label in each record, instead of good and bad.
         label_field: field of a record that contains the label.
         good_labels: labels of good texts; texts with any other label are negatives.
-        good_from: smallest label of a good text, if labels are numbers (default: use
+        good_from: smallest label of a good text, if labels are numbers (if None: use
             good_labels).
         held_out_fraction: fraction of the texts that is used only to evaluate the classifier.
         out: directory for quality.npz and perplexity.npz.
@@ -136,14 +136,14 @@ class QualityConfig:
 
 @dataclass(kw_only=True)
 class QuickstartConfig:
-    """Options of the quickstart.
+    """Train a small model on real text in minutes, and generate samples.
 
     Args:
-        input: text files or directories (default: the help texts that come with Python).
+        input: text files or directories (if empty: the help texts that come with Python).
         run_dir: directory for all outputs.
         steps: number of optimizer steps.
         fresh: start over, and remove the results of a previous quickstart in run_dir.
-        prompt: text that the samples continue (default: the beginning of a held-out document).
+        prompt: text that the samples continue (if empty: the beginning of a held-out document).
         samples: number of samples to generate.
         prepare: options of the text preparation.
     """
@@ -165,16 +165,16 @@ class TalkConfig:
 
     Args:
         system: system message.
-        max_new_tokens: maximum length of an answer in tokens (default: 128).
+        max_new_tokens: maximum length of an answer in tokens (if None: 128).
         min_new_tokens: minimum length of an answer in tokens.
         num_beams: number of beams; above 1 selects beam search instead of sampling.
-        temperature: sampling temperature; 0 means greedy decoding (default: 0.7).
-        top_p: nucleus sampling probability (default: 0.9).
+        temperature: sampling temperature; 0 means greedy decoding (if None: 0.7).
+        top_p: nucleus sampling probability (if None: 0.9).
         repetition_penalty: penalty above 1 for tokens that already occurred.
         length_penalty: exponent of the length in beam search scores.
         window: maximum number of tokens of the history that the model reads (EVA only).
         no_repeat_ngram: size of n-grams that may occur only once in an answer (EVA only).
-        seed: random seed of sampling (default: a different one each time).
+        seed: random seed of sampling (if None: a different one each time).
     """
 
     system: str | None = None
@@ -203,15 +203,15 @@ class EvaluateConfig:
         weights: directory of the weights if the model is a preset.
         text: text files or directories for perplexity and bits per byte.
         prepared: output directories of `bmforge prepare` (the validation split is used) or
-            token stores, for the same metrics.
+            token stores, for perplexity and bits per byte.
         tasks: published tasks by name (BoolQ, SQuAD, ...), or .jsonl files of a custom task.
         task_data: directory of the published tasks.
-        labels: labels of a custom task, for a classifier in any order (default: those of the
-            classifier's training).
-        fields: names of the text fields of a custom task (default: those in its first line).
+        labels: labels of a custom task; for a classifier the order does not matter (if empty:
+            those with which the classifier was trained).
+        fields: names of the text fields of a custom task (if empty: those in its first line).
         split: split of published tasks.
         examples: maximum number of examples per task.
-        seq_len: maximum sequence length in tokens (default: that of the training run, or else
+        seq_len: maximum sequence length in tokens (if None: that of the training run, or else
             the model's maximum up to 2048).
         micro_batch_size: sequences per forward pass and process.
         max_new_tokens: maximum length of generated answers.
@@ -238,7 +238,7 @@ class EvaluateConfig:
         """Raise `ConfigError` if there is nothing to evaluate on, or a value is out of range."""
         problems = []
         if not (self.text or self.prepared or self.tasks):
-            problems.append("there are no evaluation data: give --text, --prepared or --tasks")
+            problems.append("there is no evaluation data; pass --text, --prepared or --tasks")
         smallest = {"examples": 1, "seq_len": 2, "micro_batch_size": 1, "max_new_tokens": 1}
         for name, least in smallest.items():
             value = getattr(self, name)

@@ -256,8 +256,8 @@ def wrap_forward_(module: nn.Module, wrapper: Wrapper, order_key: str) -> None:
     """
     if order_key in (wrapping := _wrapping_of(module)).wrappers:
         raise ConfigError(
-            f"{type(module).__name__} already has a wrapper at place={order_key!r}. Remove it "
-            "first (unwrap_forward_), or wrap another model."
+            f"{type(module).__name__} already has a wrapper with order_key={order_key!r}. Remove "
+            "the wrapper first with unwrap_forward_, or wrap another module."
         )
     wrapping.wrappers[order_key] = wrapper
     _compose_(module, wrapping)
@@ -272,8 +272,8 @@ def unwrap_forward_(module: nn.Module, order_key: str) -> Wrapper:
     wrapping = _wrapping_of(module)
     if order_key not in wrapping.wrappers:
         raise ConfigError(
-            f"{type(module).__name__} has no wrapper at place={order_key!r}, only at "
-            f"{[name for name, _ in wrappers_of(module)]}."
+            f"{type(module).__name__} has no wrapper with order_key={order_key!r} (existing: "
+            f"{[name for name, _ in wrappers_of(module)]})."
         )
     wrapper = wrapping.wrappers.pop(order_key)
     _compose_(module, wrapping)
@@ -299,8 +299,8 @@ def _wrapping_of(module: nn.Module) -> _Wrapping:
     if wrapping.composed is not forward:
         raise ConfigError(
             f"the forward of a {type(module).__name__} was replaced after it was wrapped "
-            f"at {[name for name, _ in wrappers_of(module)]}. Replace it before the model "
-            "is parallelized."
+            f"(wrappers: {[name for name, _ in wrappers_of(module)]}). Replace the forward before "
+            "the model is parallelized."
         )
     return wrapping
 

@@ -19,7 +19,7 @@ TASK_NAMES: Mapping[str, str] = {
         "fine-tune on a task with labels or choices; the task's name can replace `classify`"
     ),
     "prompt-classify": "classify with a prompt template, few-shot or zero-shot",
-    "prompt-generate": "train to generate text at the mask of a template",
+    "prompt-generate": "train to generate the text at the mask of a template",
     "squad": "fine-tune on extractive question answering",
     "dialogue": "train on dialogues",
     "documents": "train on CPM-Bee documents",
@@ -109,8 +109,8 @@ def check_task(name: str) -> None:
         return
     if name.startswith("-"):
         raise ConfigError(
-            f"the task is missing before {name} (tasks: {', '.join(TASK_NAMES)}). Write, for "
-            "example: bmforge train conversations --model DIR --data FILE."
+            f"the task is missing before {name} (tasks: {', '.join(TASK_NAMES)}). Example: "
+            "bmforge train conversations --model DIR --data FILE."
         )
     hint = suggest(name, [*TASK_NAMES, *OLD_NAMES, *PUBLISHED])
     raise ConfigError(

@@ -115,7 +115,8 @@ def check_generation(sample: Sample) -> str:
     ours, ids = sample.open(), tokens(2, 8, seed=4)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    got = generate(ours, ids, mask, max_new_tokens=_NEW, eos_token_id=())
+    plain = {"eos_token_id": (), "forced_eos_token_id": None}
+    got = generate(ours, ids, mask, max_new_tokens=_NEW, **plain)
     for row, own, left in zip(ids, got, (mask == 0).sum(1).tolist(), strict=True):
         alone = row[None, left:]
         with torch.no_grad():

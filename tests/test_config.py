@@ -75,8 +75,8 @@ def test_integers_stand_for_floats_and_defaults_fill_in() -> None:
     [
         ({"steps": 1, "nmae": "y"}, ["unknown field nmae", "Did you mean 'name'"]),
         ({"steps": 1, "inner": {"rl": 1.0}}, ["unknown field inner.rl", "'lr'", "Inner has lr"]),
-        ({}, ["missing steps"]),
-        ({"steps": "many"}, ["steps='many' is str", "must be int"]),
+        ({}, ["fields are missing: steps"]),
+        ({"steps": "many"}, ["steps='many'", "must be int, not str"]),
         ({"steps": 1.5}, ["steps=1.5", "must be int"]),
         ({"steps": True}, ["steps=True", "must be int"]),
         ({"steps": 1, "shuffle": 1}, ["shuffle=1", "must be bool"]),

@@ -86,8 +86,8 @@ def test_what_grows_is_given_back_and_said(
     for _ in range(8):  # two more sizes are read where it is said what is left
         watch.note_step()
     assert len(given) == len(messages) == 2
-    assert "used 6.10 GB" in messages[0]
-    assert "now it uses 5.00 GB" in messages[0]
+    assert "used 6.10 GB before" in messages[0]
+    assert "uses 5.00 GB now" in messages[0]
 
 
 @pytest.mark.parametrize("is_slow", [True, False])

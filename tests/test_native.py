@@ -114,7 +114,7 @@ def test_a_folder_of_another_user(cache_home: Path, said, monkeypatch: pytest.Mo
     load_native("add", SOURCE)
     monkeypatch.setattr(native.os, "getuid", lambda: os.stat(cache_home).st_uid + 1)
     assert load_native("add", SOURCE) is None
-    assert "not to you" in said.text
+    assert "not by you" in said.text
 
 
 @needs_owners

@@ -231,9 +231,11 @@ def test_what_cannot_be_wrapped_says_so() -> None:
     """A place that is taken, one that is free, and a forward that somebody has replaced since."""
     module = Scale(5.0)
     wrap_forward_(module, double, "part")
-    with pytest.raises(ConfigError, match="Scale already has a wrapper at place='part'"):
+    with pytest.raises(ConfigError, match="Scale already has a wrapper with order_key='part'"):
         wrap_forward_(module, double, "part")
-    with pytest.raises(ConfigError, match=r"no wrapper at place='views', only at \['part'\]"):
+    with pytest.raises(
+        ConfigError, match=r"no wrapper with order_key='views' \(existing: \['part'\]"
+    ):
         unwrap_forward_(module, "views")
     assert module(torch.tensor(1.0)).item() == 10.0
     module.forward = lambda x: x  # type: ignore[method-assign]

@@ -85,7 +85,7 @@ def test_what_is_asked_at_the_end_fails() -> None:
     (end,) = [end for thread, end in _RUNNING.items() if thread.name == "bmforge-test"]
     end()
     goes_on.set()
-    with pytest.raises(RuntimeError, match="a step: the program exits"):
+    with pytest.raises(RuntimeError, match="a step was not run, because the program exits"):
         ticket.wait()
 
 

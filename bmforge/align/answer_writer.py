@@ -55,14 +55,14 @@ class AnswerWriter:
             if make_copy is None:
                 raise ConfigError(
                     "make_copy=None is not supported for a sharded model. Pass a function that "
-                    "returns an unsharded copy of it."
+                    "returns an unsharded copy of the model."
                 )
             self._copy = make_copy()
             self._owners = _find_owners(model)
         if not can_pack(self._copy or model):
             raise ConfigError(
-                "rollouts need a decoder-only language model with learned or rotary positions, "
-                f"but this is a {type(model).__name__}."
+                "rollouts require a decoder-only language model with learned or rotary positions, "
+                f"but the policy is a {type(model).__name__}."
             )
         requests = RequestsConfig(
             max_num_seqs=max_num_seqs,

@@ -37,8 +37,9 @@ def check_vocabularies(student: Any, teacher: Any, vocabularies: tuple[Any, Any]
     if vocabularies[0] != vocabularies[1]:
         counts = [len(vocabulary) for vocabulary in vocabularies]
         raise ConfigError(
-            f"student and teacher have different tokenizers ({counts[0]} and {counts[1]} tokens, "
-            "or different ids). Use models with the same tokenizer."
+            "the tokenizers of student and teacher do not map the same tokens to the same ids "
+            f"(vocabularies of {counts[0]} and {counts[1]} tokens). Use models with the same "
+            "tokenizer."
         )
 
 

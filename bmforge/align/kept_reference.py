@@ -78,7 +78,9 @@ def _read(path: Path, names: Sequence[str]) -> list[Tensor] | None:
             return [file.get_tensor(name) for name in names]
     except SafetensorError:
         get_logger().warning(
-            "%s contains reference values of other rows; they are computed again", path
+            "%s does not contain the reference log-probabilities of this data set. They are "
+            "computed again.",
+            path,
         )
         return None
 

@@ -246,7 +246,7 @@ def preference_loss(name: str, scores: PairScores, options: MethodOptions) -> Te
     if method is None or method.loss is None:
         names = [key for key, other in METHODS.items() if other.loss is not None]
         raise ConfigError(
-            f"method={name!r} has no loss for pairs (known: "
+            f"method={name!r} has no loss for preference pairs (supported: "
             f"{', '.join(names)}).{suggest(name, names)}"
         )
     return method.loss(scores, options)

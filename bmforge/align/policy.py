@@ -50,7 +50,7 @@ class PolicyConfig:
         clip_low: the lower bound of the ratio is 1 - clip_low; no effect with cispo.
         clip_high: the upper bound of the ratio is 1 + clip_high; with cispo, clip_high.
         clip_dual: upper bound of the ratio for negative advantages (dual-clip PPO, arXiv
-            1912.09729; default: none).
+            1912.09729).
         normalize: denominator of the loss: sequence is the mean over answers of each answer's token
             mean; token the mean over all tokens of the step; fixed the sum over tokens divided by
             answers x max_new_tokens; sum the mean over answers of each answer's token sum.
@@ -60,15 +60,15 @@ class PolicyConfig:
         kl_in: where the KL is applied: subtracted from the reward (reward) or added to the loss
             (loss).
         kl_importance: weigh the KL in the loss by pi/old, so that its gradient is that of the
-            reverse KL (TRL's use_bias_correction_kl; default: on).
+            reverse KL (TRL's use_bias_correction_kl; if None, on).
         correction: importance correction for answers sampled by a policy other than the trained
             one, with the weight old/sampler of each token: none, truncate (at most correction_cap)
             or mask (tokens with a weight above correction_cap or below its inverse are left out).
-        correction_cap: maximum weight of the correction (default: 2).
-        entropy_bonus: coefficient of the entropy that is added to the objective (default: 0).
-        gamma: discount factor of later rewards in gae (default: 1).
+        correction_cap: maximum weight of the correction (if None: 2).
+        entropy_bonus: coefficient of the entropy that is added to the objective (if None: 0).
+        gamma: discount factor of later rewards in gae (if None: 1).
         lam: lambda of generalized advantage estimation: 0 means one-step estimates, 1 full returns
-            (default: 0.95).
+            (if None: 0.95).
     """
 
     advantage: AdvantageName | None = None
@@ -133,11 +133,11 @@ class Policy:
         if self.clip == "ppo" and self.clip_low > 1:
             wrong.append(f"rl.clip_low={self.clip_low} must be at most 1")
         if self.clip_dual is not None and (self.clip_dual <= 1 or self.clip != "ppo"):
-            wrong.append(f"rl.clip_dual={self.clip_dual} must be above 1, with rl.clip=ppo")
+            wrong.append(f"rl.clip_dual={self.clip_dual} must be above 1 and needs rl.clip=ppo")
         if self.correction_cap < 1:
             wrong.append(f"rl.correction_cap={self.correction_cap} must be at least 1")
         if self.kl_in == "reward" and self.kl != "k1":
-            wrong.append(f"rl.kl={self.kl} must be k1 with rl.kl_in=reward")
+            wrong.append(f"rl.kl={self.kl} must be k1 if rl.kl_in=reward")
         for name, usual in (("gamma", 1.0), ("lam", 0.95)):
             value = getattr(self, name)
             if not 0 <= value <= 1:

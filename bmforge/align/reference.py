@@ -84,7 +84,11 @@ def base_adapters(model: nn.Module) -> tuple[str, ...]:
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     outside = trained.keys() - added | trained.keys() & in_place
     if outside or not trained:
-        reason = f"{trained[min(outside)]} is trained in place" if outside else "none is trained"
+        reason = (
+            f"the base weight {trained[min(outside)]} is trained too"
+            if outside
+            else "no adapter is trained"
+        )
         raise ConfigError(
             f"the reference is the policy with its trained adapters disabled, but {reason}. Use a "
             "frozen copy as reference, or train adapters only."

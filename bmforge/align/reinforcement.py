@@ -247,8 +247,8 @@ def open_reference(model: Any, trains_base: bool) -> Reference:
     is_sharded = any(type(p.data) is not Tensor for p in model.parameters())
     if is_sharded or (record is not None and record.mesh is not None and record.mesh.size() > 1):
         raise ConfigError(
-            "rl.beta above 0 needs a reference model, which for a sharded model is the base of "
-            "an adapter. Add --adapter lora, or set rl.beta=0."
+            "rl.beta above 0 needs a reference model, but a sharded model cannot be copied. Add "
+            "--adapter lora, so that the base model is the reference, or set rl.beta=0."
         )
     return _reference_of(copy.deepcopy(model).requires_grad_(False), nullcontext)
 

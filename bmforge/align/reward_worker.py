@@ -50,16 +50,21 @@ def load_function(spec: str) -> Callable[..., Any]:
         return make_verifier(kind, argument)
     if not origin or not name:
         raise ConfigError(
-            f"unknown reward: --reward {spec} (module:function, file.py:function, dir:MODEL, an "
-            f"http address, or a verifier: {', '.join(VERIFIERS)})."
+            f"unknown reward: --reward {spec} (allowed: module:function, file.py:function, "
+            f"dir:MODEL, an HTTP address, or a verifier: {', '.join(VERIFIERS)})."
         )
     try:
         module = _import_file(origin) if origin.endswith(".py") else importlib.import_module(origin)
     except Exception as error:
-        raise ConfigError(f"--reward {spec}: {origin} cannot be imported ({error!r}).") from error
+        raise ConfigError(
+            f"the function {spec!r} cannot be loaded, because {origin} cannot be imported "
+            f"({error!r})."
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"--reward {spec}: {origin} has no function {name!r}.")
+        raise ConfigError(
+            f"the function {spec!r} does not exist, because {origin} has no function {name!r}."
+        )
     return function
 
 
@@ -134,7 +139,11 @@ def main() -> None:
     try:
         function = load_function(sys.argv[1])
     except Exception as error:
-        text = str(error) if isinstance(error, ConfigError) else repr(error)
+        text = (
+            str(error)
+            if isinstance(error, ConfigError)
+            else f"the function {sys.argv[1]!r} cannot be loaded ({error!r})."
+        )
         print(json.dumps({"error": text}), file=replies, flush=True)
         return
     is_tool = sys.argv[2:] == ["tool"]
@@ -148,7 +157,7 @@ def main() -> None:
                 else _score(function, json.loads(line))
             )
         except Exception as error:  # a user's function may raise anything
-            reply = {"error": repr(error)[:500]}
+            reply = {"error": f"the function raised {error!r:.500}"}
         print(json.dumps(reply, default=str), file=replies, flush=True)
 
 

@@ -65,7 +65,7 @@ def read_weight(spec: str) -> tuple[str, float]:
     except ValueError:
         return spec, 1.0
     if not math.isfinite(weight):
-        raise ConfigError(f"--reward {spec}: the weight must be a finite number.")
+        raise ConfigError(f"the weight of --reward {spec} must be a finite number.")
     return match[1], weight
 
 
@@ -140,7 +140,7 @@ class RewardProcess:
         try:
             reply = self._read(timeout_s)
         except (TimeoutError, RuntimeError) as error:
-            raise ConfigError(f"--reward {self.spec} did not start: {error}.") from error
+            raise ConfigError(f"cannot start the function {self.spec!r}: {error}") from error
         if "error" in reply:
             self.close()
             raise ConfigError(reply["error"])
@@ -151,10 +151,10 @@ class RewardProcess:
             line = self._replies.get(timeout=timeout_s)
         except queue.Empty:
             self.close()
-            raise TimeoutError(f"no result after {timeout_s:g} seconds") from None
+            raise TimeoutError(f"{self.spec!r} ran longer than {timeout_s:g} seconds.") from None
         if not line:
             self.close()
-            raise RuntimeError("the process that computes the reward has exited")
+            raise RuntimeError(f"the process of {self.spec!r} has exited.")
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -223,9 +223,9 @@ class CallableReward:
         try:
             out, error = results.get(timeout=timeout_s)
         except queue.Empty:
-            raise TimeoutError(f"no result after {timeout_s:g} seconds") from None
+            raise TimeoutError(f"the function ran longer than {timeout_s:g} seconds.") from None
         if error is not None:
-            raise RuntimeError(f"the reward function raised {error!r}") from error
+            raise RuntimeError(f"the reward function raised {error!r}.") from error
         return out
 
     def close(self) -> None:
@@ -249,11 +249,11 @@ class RewardSet:
     ) -> None:
         if not sources:
             raise ConfigError(
-                "there is no reward. Pass --reward module:function, or a verifier such as "
+                "no reward is set. Pass --reward module:function, or a verifier such as "
                 "--reward exact:answer."
             )
         if timeout_s <= 0:
-            raise ConfigError(f"reward_timeout_s={timeout_s} must be above 0 seconds.")
+            raise ConfigError(f"reward_timeout_s={timeout_s} must be above 0.")
         self._sources, self.weights, self._timeout_s = dict(sources), list(weights), timeout_s
         self.failures = dict.fromkeys(self._sources, 0)
 
@@ -302,19 +302,20 @@ class RewardSet:
             self._report(name, f"{error}")
             return [None] * count, nothing
         if len(values) != count:
-            self._report(name, f"{len(values)} rewards for {count} answers")
+            self._report(name, f"the function returned {len(values)} rewards for {count} answers")
             return [None] * count, nothing
         rewards = [_read_reward(value) for value in values]
         wrong = [v for v, r in zip(values, rewards, strict=True) if r is None and v is not None]
         if wrong:
-            self._report(name, f"{len(wrong)} of {count} rewards are not finite: {wrong[0]!r}")
+            what = f"{len(wrong)} of {count} rewards are not finite numbers, such as {wrong[0]!r}"
+            self._report(name, what)
         return rewards, reply
 
     def _report(self, name: str, what: str) -> None:
         self.failures[name] += 1
         get_logger().warning(
-            "reward %s failed (%d times so far) and gives these answers no score: %s",
-            *(name, self.failures[name], what),
+            "reward %s failed (%d times so far), so the answers get no score from this reward: %s.",
+            *(name, self.failures[name], what.rstrip(".")),
         )
 
     def close(self) -> None:
@@ -377,8 +378,8 @@ def _open(
     if reward.startswith("dir:"):
         if open_model is None:
             raise ConfigError(
-                f"--reward {reward}: open_model=None, so no reward model can be loaded. Pass "
-                "open_model, or a reward function."
+                f"--reward {reward} needs a function that loads reward models, but "
+                "open_model=None. Pass open_model, or a reward function."
             )
         return open_model(reward.removeprefix("dir:"))
     return RewardProcess(reward, timeout_s)

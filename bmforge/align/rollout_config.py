@@ -31,27 +31,26 @@ class RolloutConfig:
     """Options for generating and scoring answers.
 
     Args:
-        num_generations: answers per prompt (default: 8).
-        max_new_tokens: maximum length of an answer in tokens (default: 512).
-        temperature: divisor of the logits of all policies (default: 1). There are no options for
-            top-k, top-p and penalties, because the trained policy would then differ from the
-            sampled one.
-        steps_per_generation: optimizer steps among which the answers of a rollout are divided
-            (default: 1).
-        num_iterations: epochs over the answers of a rollout (default: 1).
+        num_generations: answers per prompt.
+        max_new_tokens: maximum length of an answer in tokens.
+        temperature: sampling temperature: divisor of the logits of all policies.
+            There are no options for top-k, top-p and penalties, because the trained policy would
+            then differ from the sampled one.
+        steps_per_generation: optimizer steps among which the answers of a rollout are divided.
+        num_iterations: epochs over the answers of a rollout.
         mask_truncated_completions: exclude answers that reached max_new_tokens from the loss.
         overlong_tokens: length of the range before max_new_tokens in which a penalty on the reward
-            increases linearly from 0 to 1 (DAPO; default: 0, no penalty).
-        max_num_seqs: maximum number of answers that are generated at once (default: 64).
+            increases linearly from 0 to 1 (DAPO; 0: no penalty).
+        max_num_seqs: maximum number of answers that are generated at once.
         tools: functions that answers may call between turns: module:function or
             file.py:function, with annotations and a docstring. Prompts must be conversations.
-        max_turns: maximum number of turns that the model writes with tools (default: 5).
-        tool_timeout_s: time limit of a tool call in seconds (default: 10).
+        max_turns: maximum number of turns that the model writes with tools.
+        tool_timeout_s: time limit of a tool call in seconds.
         exact_logprobs: use log-probabilities computed by the sampling kernels in the loss (the
             gradients are torch's), so that the ratio of sampler and trained policy is exactly
             1 at the first update. For CPUs; costs one more forward pass per update.
         log_completions: number of prompts per rollout whose answers are written to
-            ``completions.jsonl`` (default: 4).
+            ``completions.jsonl``.
     """
 
     num_generations: int = 8
@@ -79,19 +78,22 @@ class RolloutConfig:
             if getattr(self, name) < number
         ]
         if self.max_turns < 2 and self.tools:
-            wrong.append(f"rollout.max_turns={self.max_turns} must be at least 2 with tools")
+            wrong.append(
+                f"rollout.max_turns={self.max_turns} must be at least 2 if rollout.tools is set"
+            )
         if not self.tool_timeout_s > 0:
             wrong.append(f"rollout.tool_timeout_s={self.tool_timeout_s} must be above 0")
         if not self.temperature > 0:
             wrong.append(f"rollout.temperature={self.temperature} must be above 0")
         if self.overlong_tokens > self.max_new_tokens:
             wrong.append(
-                f"rollout.overlong_tokens={self.overlong_tokens} must be at most max_new_tokens"
+                f"rollout.overlong_tokens={self.overlong_tokens} must be at most "
+                f"rollout.max_new_tokens={self.max_new_tokens}"
             )
         if self.num_generations > self.max_num_seqs:
             wrong.append(
-                f"rollout.max_num_seqs={self.max_num_seqs} must be at least num_generations="
-                f"{self.num_generations}"
+                f"rollout.max_num_seqs={self.max_num_seqs} must be at least "
+                f"rollout.num_generations={self.num_generations}"
             )
         if wrong:
             raise ConfigError(f"{'; '.join(wrong)}.")

@@ -97,7 +97,7 @@ class RolloutLoader:
         self.prompts_per_rollout, remainder = divmod(total, config.num_generations)
         if remainder:
             raise ConfigError(
-                f"data.global_batch_size={sizes.global_batch_size} answers x "
+                f"data.global_batch_size={sizes.global_batch_size} times "
                 f"rollout.steps_per_generation={config.steps_per_generation} must be a multiple of "
                 f"rollout.num_generations={config.num_generations}."
             )

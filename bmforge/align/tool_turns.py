@@ -118,9 +118,9 @@ class ToolTurns:
         answer.tool_calls += 1
         try:
             if call.name not in self._functions:
-                raise ValueError(f"there is no function {call.name}")
+                raise ValueError(f"the function {call.name!r} does not exist")
             if call.arguments is None:
-                raise ValueError("the arguments are not a JSON object")
+                raise ValueError(f"the arguments of {call.name!r} are not a JSON object")
             text = self._functions[call.name].call(call.arguments, self._timeout_s)
         except Exception as error:  # a user's function may raise anything
             answer.tool_failures += 1

@@ -43,10 +43,9 @@ class ValueConfig:
 
     Args:
         init_from: initial value model: a reward model, or a language model, which gets a new head;
-            directory, hub id or short name (default: the initial policy with a new head).
-        lr: peak learning rate of the value model (default: 1e-5).
-        cliprange: clip range of a value in the loss, around its value at the rollout (default:
-            0.2).
+            directory, hub id or short name (if None: the initial policy with a new head).
+        lr: peak learning rate of the value model.
+        cliprange: clip range of a value in the loss, around its value at the rollout.
     """
 
     init_from: str | None = None
@@ -59,13 +58,13 @@ class ValueConfig:
         for name, value in vars(self).items():
             if not has_effect and value != getattr(usual, name):
                 raise ConfigError(
-                    f"value.{name}={value!r} has no effect without rl.advantage=gae. Use --method "
-                    "ppo, or leave it out."
+                    f"value.{name}={value!r} has no effect without rl.advantage=gae. Remove "
+                    f"value.{name}, or use --method ppo."
                 )
         if not self.lr >= 0 or not self.cliprange > 0:
             raise ConfigError(
                 f"value.lr={self.lr} must be at least 0, and value.cliprange={self.cliprange} "
-                "above 0."
+                "must be above 0."
             )
 
 

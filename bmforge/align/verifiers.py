@@ -42,7 +42,7 @@ def make_verifier(kind: str, argument: str) -> Reward:
         ConfigError: the argument is missing or invalid.
     """
     if not argument:
-        raise ConfigError(f"--reward {kind} needs {VERIFIERS[kind][1]}, for example {kind}:NAME.")
+        raise ConfigError(f"--reward {kind} needs {VERIFIERS[kind][1]} after a colon ({kind}:...).")
     return VERIFIERS[kind][0](argument)
 
 
@@ -122,7 +122,9 @@ def _fits_schema(file: str) -> Reward:
         checker = jsonschema.validators.validator_for(schema)
         checker.check_schema(schema)
     except (OSError, ValueError, jsonschema.SchemaError) as error:
-        raise ConfigError(f"--reward json_schema:{file} is not a JSON schema ({error}).") from None
+        raise ConfigError(
+            f"the JSON schema of --reward json_schema:{file} is not valid ({error})."
+        ) from None
     validator = checker(schema)
 
     def score(answer: str) -> float:

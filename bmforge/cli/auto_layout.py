@@ -41,7 +41,7 @@ def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
     """
     if traits_of(config.model).has_images:
         raise ConfigError(
-            "--layout auto does not support images (supported: tasks that read tokens). Set "
+            "--layout auto does not support image models (supported: language models). Set "
             "the fields of the layout, for example --layout.zero 2."
         )
     if getattr(config.data, "grad_accum_steps", None) is not None:
@@ -129,9 +129,9 @@ def _find_accelerator(device: torch.device) -> Device:
     kinds = find_devices_by_name(device_name(device))
     if not kinds:
         raise ConfigError(
-            f"layout=auto: {device_name(device)!r} is not in the table of GPUs "
-            f"({', '.join(DEVICES)}). Use bmforge plan with --gpu-memory and --gpu-tflops, and set "
-            "the layout by name."
+            f"--layout auto does not know the GPU {device_name(device)!r} (known: "
+            f"{', '.join(DEVICES)}). Run `bmforge plan` with --gpu-memory and --gpu-tflops, and "
+            "set the fields of the layout that it prints, for example --layout.zero 2."
         )
     nearest = min(kinds, key=lambda kind: abs(kind.memory_gib - size))
     return dataclasses.replace(nearest, memory_gib=size)

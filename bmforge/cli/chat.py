@@ -181,14 +181,14 @@ class _Session:
         chat = self._chat
         if not isinstance(chat, Conversation):
             raise ConfigError(
-                f"{name} has no effect on this model, which does not use a chat template. "
-                "Leave it out."
+                f"{name} is not available, because this model has no chat template "
+                "(available: /clear, /thoughts, /help and /exit)."
             )
         if name == "/system":
             chat.set_system(value or None)
             chat.clear()
         elif not value:
-            raise ConfigError(f"{name} needs a file name.")
+            raise ConfigError(f"{name} needs a file name, such as {name} chat.json.")
         elif name == "/save":
             text = json.dumps({"messages": chat.messages}, ensure_ascii=False, indent=1)
             replace_file(Path(value), text + "\n")
@@ -206,10 +206,14 @@ def _load(chat: Conversation, file: Path) -> None:
             isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot load {str(file)!r} ({error}).") from error
+        raise ConfigError(
+            f"cannot load {str(file)!r} as a conversation ({type(error).__name__}: {error}). Give "
+            "a JSON file that /save wrote."
+        ) from error
     if not is_valid:
         raise ConfigError(
-            f"cannot load {str(file)!r}: every message needs the text fields role and content."
+            f"cannot load {str(file)!r}, because a message lacks the text field role or content. "
+            "Give a JSON file that /save wrote."
         )
     system = [m["content"] for m in messages[:1] if m["role"] == "system"]
     chat.set_system(system[0] if system else None)

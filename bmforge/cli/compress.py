@@ -22,7 +22,7 @@ def run_compress_command(command: CompressCommand) -> None:
     """Compress a model; with `--dry-run`, only describe the phases."""
     if command.answers is not None and (command.dry_run or command.format is not None):
         raise ConfigError(
-            "answers has no effect together with dry_run or format. Leave dry_run and format out, "
+            "answers cannot be used together with dry_run or format. Leave dry_run and format out, "
             "or leave answers out."
         )
     config = read_recipe(command.recipe, command.model, command.out)

@@ -19,9 +19,9 @@ class CompressCommand:
         model: directory or hub id of the model; an adapter is merged into its base model first.
         recipe: TOML file with the methods (docs/guides/compression.md), or a JSON file of BMCook.
         out: directory of the compressed model; repeating the command resumes it.
-        format: file format of the compressed model: native, or vLLM's, which transformers can
-            load too (default: the format in the recipe).
-        answers: do not compress, but store this many of the teacher's top tokens at each
+        format: file format of the compressed model: bmforge's, or compressed-tensors, which vLLM
+            and transformers can load (if None: the format in the recipe).
+        answers: instead of compressing, store this many of the teacher's most probable tokens per
             position in `out`, for `[distill] answers`.
         dry_run: only show the phases and the model size after each.
     """

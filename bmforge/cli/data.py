@@ -153,5 +153,5 @@ SUBCOMMANDS: dict[str, tuple[str, type[Any], Callable[[Any], None]]] = {
         _quality,
     ),
     "report": ("show statistics of a prepared corpus on one page", DataReportCommand, _report),
-    "verify": ("compare a prepared corpus with its record", DataVerifyCommand, _verify),
+    "verify": ("verify the checksums of a prepared corpus", DataVerifyCommand, _verify),
 }

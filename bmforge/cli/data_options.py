@@ -51,7 +51,7 @@ class PrepareCommand:
 
     Args:
         input: files (text, jsonl, tables, pages, PDF, web archives, books, also compressed or
-            in archives) or directories (default: Python's help texts, as an example).
+            in archives) or directories (if empty: Python's help texts, as an example).
         out: directory to write.
         overwrite: replace the output of a previous `prepare`.
         dry_run: only list the stages that would run.
@@ -84,7 +84,7 @@ class DataCollectCommand:
 
 @dataclass(kw_only=True)
 class DataExplainCommand:
-    """Show the value of each filter rule for some documents, next to its bounds.
+    """Show the value and the limits of each filter rule for some documents.
 
     Args:
         file: a file or directory of any kind that `prepare` reads.
@@ -108,7 +108,7 @@ class DataShowCommand:
 
     Args:
         directory: output directory of `prepare`.
-        dropped: show documents that this rule or rule set dropped; all for every rule.
+        dropped: show documents that this rule or rule set dropped; "all" selects every rule.
         kept: show documents that were kept.
         documents: number of documents per rule.
     """

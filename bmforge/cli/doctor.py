@@ -81,7 +81,7 @@ def _find_machine() -> Iterator[Finding]:
     threads, cores, advice = torch.get_num_threads(), _count_cores(), ""
     if threads > cores:
         advice = (
-            "more threads than cores slow down every matrix product: export "
+            "matrix products are slower with more threads than cores: run export "
             f"OMP_NUM_THREADS={cores}"
         )
     yield Finding("threads", f"{threads} of {cores} cores", advice)

@@ -24,7 +24,9 @@ def run_generate(command: GenerateCommand) -> None:
     rows = command.num_beams or 3
     if command.document is not None:
         if command.prompt is not None:
-            raise ConfigError("give --prompt or --document, not both.")
+            raise ConfigError(
+                "--prompt and --document cannot be used together. Leave one of them out."
+            )
         torch.manual_seed(command.seed)
         print_filled(command.model, command.document, command.memory, rows, **command.options())
         return

@@ -33,7 +33,7 @@ def run_migrate(command: MigrateCommand) -> None:
         f"{out}: a run of {migrated.task}. Start it with\n\n  "
         f"{migrated.command.format(config=out)}\n"
     )
-    for title, rows in (("not placed", migrated.unplaced), ("not needed", migrated.dropped)):
+    for title, rows in (("not migrated", migrated.unplaced), ("not needed", migrated.dropped)):
         if rows:
             print(f"{title}:")
             print("".join(f"  {name}: {why}\n" for name, why in rows))

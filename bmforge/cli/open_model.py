@@ -108,7 +108,10 @@ def put_deltas_(model: Any, deltas: Sequence[str], *, trainable: bool = False, *
             try:
                 delta.weigh_(float(weight))
             except ValueError:
-                raise ConfigError(f"--adapter {option!r}: {weight!r} is not a number.") from None
+                raise ConfigError(
+                    f"--adapter {option!r}: the weight {weight!r} is not a number. Give "
+                    f"DIR=WEIGHT, such as {where}=0.5."
+                ) from None
 
 
 def base_options(model: Any, directory: Path, allow_other_base: bool) -> dict[str, Any]:

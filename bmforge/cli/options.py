@@ -47,29 +47,30 @@ class GenerateCommand:
 
     Args:
         model: directory or hub id of the model, with its tokenizer.
-        prompt: text to continue (default: standard input).
+        prompt: text to continue (if None: standard input).
         chat: render the prompt with the model's chat template, and print only the answer.
         document: file of documents for CPM-Bee, one {"input": "...", "<ans>": ""} per line;
             they are printed with their answers.
         max_new_tokens: maximum number of new tokens, also as --max-tokens; with documents, per
             answer.
         min_new_tokens: minimum number of new tokens before an end token.
-        num_beams: number of beams; 1 means no beam search (default 1; CPM-Ant and CPM-Bee: 3).
-        length_penalty: beam scores are divided by the length to this power (default 1).
+        num_beams: number of beams; 1 means no beam search (if None: 1, or 3 for CPM-Ant and
+            CPM-Bee).
+        length_penalty: exponent of the length by which beam scores are divided (if None: 1).
         num_return_sequences: number of continuations; needs sampling, or at least as many beams
-            (default 1).
-        do_sample: sample instead of greedy decoding (default off; on for CPM-1).
-        temperature: sampling temperature; 0 means greedy decoding (default 1; CPM-1 and CPM-Ant:
-            0.9).
+            (if None: 1).
+        do_sample: sample instead of greedy decoding (if None: off, or on for CPM-1).
+        temperature: sampling temperature; 0 means greedy decoding (if None: 1, or 0.9 for
+            CPM-1 and CPM-Ant).
         top_k: sample from the k most probable tokens.
-        top_p: sample from the most probable tokens whose probabilities sum to this (default 1;
-            CPM-Ant: 0.9).
+        top_p: sample from the most probable tokens whose probabilities sum to this value
+            (if None: 1, or 0.9 for CPM-Ant).
         min_p: sample from tokens with at least this fraction of the highest probability.
         repetition_penalty: values above 1 make tokens that already occurred less probable
-            (default 1).
+            (if None: 1).
         presence_penalty: value subtracted from the score of every token that was already generated.
         frequency_penalty: value subtracted from a token's score each time it was generated.
-        no_repeat_ngram_size: size of n-grams that may occur only once (default: no limit).
+        no_repeat_ngram_size: size of n-grams that may occur only once (if None: no limit).
         stop_strings: texts that end the continuation; they are not part of it.
         seed: random seed of sampling.
         adapter: adapter directories to attach to the model; DIR=0.5 scales the adapter's
@@ -160,8 +161,8 @@ class ConvertCommand:
             pytorch_model.pt with its config.json, or Megatron's shards (CPM-1, CPM-2, EVA); or a
             GGUF file.
         target: directory to write, or a file that ends in .gguf; also as --out.
-        type: tensor type of the matrices in a GGUF file (default: q8_0).
-        dtype: dtype of the written weights (default: as in the file).
+        type: tensor type of the matrices in a GGUF file (if None: q8_0).
+        dtype: dtype of the written weights (if None: as in the file).
         max_file_gb: maximum size of a weight file in GB (1e9 bytes).
         family: family of a ModelCenter checkpoint, if its tensors are ambiguous.
         allow_unknown: names of unknown config fields to ignore.
@@ -193,10 +194,11 @@ class QuantizeCommand:
         float_activations: keep activations in floating point instead of rounding them to int8.
         outlier_ratio: fraction of the input columns, those with the largest error, that stays in
             16 bits; not supported for models with experts.
-        dtype: dtype of the unquantized weights (default: as in the file).
+        dtype: dtype of the unquantized weights (if None: as in the file).
         max_file_gb: maximum size of a weight file in GB (1e9 bytes).
         allow_unknown: names of unknown config fields to ignore.
-        report: text files or directories on which both models are evaluated afterwards.
+        report: text files or directories on which the original and the quantized model are
+            evaluated afterwards.
     """
 
     source: Annotated[str, tyro.conf.Positional]
@@ -262,9 +264,9 @@ class MigrateCommand:
     """Convert a launch script of CPM-Pretrain, or a config of OpenPrompt, to a config of bmforge.
 
     Args:
-        script: run_gpt2.sh, run_t5.sh, or a whole command line in quotes (they are read, not
+        script: launch script, such as run_gpt2.sh, or a command line in quotes (neither is
             executed); or a .yaml file of OpenPrompt.
-        out: TOML file to write (default: the script's name with .toml, in this directory).
+        out: TOML file to write (if None: the script's name with .toml, in the current directory).
     """
 
     script: Annotated[str, tyro.conf.Positional]
@@ -273,7 +275,7 @@ class MigrateCommand:
 
 @dataclass(kw_only=True)
 class ReportCommand:
-    """Write a run's report page.
+    """Write the HTML report of a run.
 
     Args:
         run: directory of the run.
@@ -288,11 +290,11 @@ class InfoCommand:
 
     Args:
         name: name of a preset, or a model directory.
-        seq_len: sequence length in tokens, for the FLOPs of attention (default: the model's
+        seq_len: sequence length in tokens, for the FLOPs of attention (if None: the model's
             maximum).
         json: print the config and the measurements, or an adapter's config, as JSON.
-        backend: implementation of the architecture: native for the families of bmforge,
-            transformers for that library, auto for a native family if there is one.
+        backend: implementation of the architecture: native (bmforge's), transformers, or auto
+            (native if bmforge supports the architecture, else transformers).
     """
 
     name: Annotated[str, tyro.conf.Positional]
@@ -310,19 +312,19 @@ class PlanCommand:
         task: task whose training step is planned. With preferences and reward, a sequence is a
             pair of answers; rl and distill also generate rollouts.
         reference: reference model of preferences, or of rl with rl.beta above 0: adapter (the
-            base model without the adapter), copy or precomputed (default: the task's default).
-        reference_dtype: dtype of the reference copy of preferences: int8 or int4 (default: fp32).
+            base model without the adapter), copy or precomputed (if None: the task's default).
+        reference_dtype: dtype of the reference copy of preferences: int8 or int4 (if None: fp32).
         reference_offload: keep the reference copy of preferences in host memory during steps.
-        value_model: include the value model of --task rl with --method ppo (default: off).
+        value_model: include the value model of --task rl with --method ppo.
         teacher: teacher model of --task distill: a preset, or a model directory.
-        max_num_seqs: number of answers that rl and distill generate at once (default: 64).
+        max_num_seqs: number of answers that rl and distill generate at once (if None: 64).
         set: fields of the model's config to change, each as field=value.
-        changes: structural changes of the model, such as adapters or pruning, as JSON or in a
-            file, as in `train`.
+        changes: structural changes to the model, such as adapters or pruning, as JSON text or a
+            JSON file, as in `train`.
         freeze_base: train only the modules that `changes` adds; freeze the other weights.
         adapter: train an adapter of this kind, such as lora, on all linear layers.
-        adapter_rank: rank of the adapter (default: 8).
-        base_dtype: dtype of the frozen base model of the adapter: int8 or int4 (QLoRA; default:
+        adapter_rank: rank of the adapter (if None: 8).
+        base_dtype: dtype of the frozen base model of the adapter: int8 or int4 (QLoRA; if None,
             that of the computation).
         gpus: number of GPUs.
         gpu: GPU model; an unknown one needs gpu_memory and gpu_tflops.
@@ -332,10 +334,10 @@ class PlanCommand:
         gpus_per_node: GPUs per node.
         interconnect: network between nodes: a name such as ib-200, or Gb/s per GPU.
         host_memory: host memory of a node in GiB, for offloading.
-        batch: sequences per optimizer step over all GPUs (default: the smallest number of at
+        batch: sequences per optimizer step over all GPUs (if None: the smallest number of at
             least 8 that divides evenly among the GPUs).
-        seq: tokens per sequence (default: the model's maximum, but at most 4,096).
-        precision: precision of the computation (default: bf16 if the GPU supports it, else fp16).
+        seq: tokens per sequence (if None: the model's maximum, but at most 4,096).
+        precision: precision of the computation (if None: bf16 if the GPU supports it, else fp16).
         offload: also consider offloading the optimizer states.
         compile: assume that the blocks are compiled with torch.compile.
         tokens: training tokens of the whole run, to estimate hours and cost.

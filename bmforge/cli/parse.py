@@ -239,8 +239,8 @@ def take_switch(arguments: list[str], name: str) -> bool:
             value = arguments.pop(at)
         if value not in ("", *_WORDS):
             raise ConfigError(
-                f"{word}={value} is not allowed, because {word} is a switch. Give it alone, or "
-                "with True or False."
+                f"{word}={value} is not allowed, because {word} is a switch. Give {word} without a "
+                "value, or with True or False."
             )
         is_on = (word == name) == (value != "False")
 

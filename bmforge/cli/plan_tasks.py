@@ -131,11 +131,13 @@ def check_task(command: Any) -> None:
         )
     _check_reference_copy(command)
     if command.reference == "adapter" and command.adapter is None:
-        raise ConfigError("--reference adapter needs --adapter lora. Or use --reference copy.")
+        raise ConfigError(
+            "--reference adapter needs an adapter. Add --adapter lora, or use --reference copy."
+        )
     if task == "rl" and command.reference == "copy" and command.gpus > 1:
         raise ConfigError(
-            f"--task rl --reference copy supports one process, not --gpus {command.gpus}. Use "
-            "--adapter lora, whose base model is the reference: --reference adapter."
+            f"--task rl --reference copy supports only one process, not --gpus {command.gpus}. "
+            "Use --adapter lora --reference adapter, whose reference is the frozen base model."
         )
     if command.value_model and task != "rl":
         raise ConfigError(f"--value-model has no effect with --task {task}. Leave it out.")
@@ -162,13 +164,14 @@ def _check_reference_copy(command: Any) -> None:
     for name, value in options.items():
         if value is not None and (command.task != "preferences" or not _is_copied(command)):
             raise ConfigError(
-                f"{name} has no effect: it needs --task preferences with a copy as reference "
-                "(--reference copy). Leave it out."
+                f"{name} has no effect without --task preferences and a copy of the model as the "
+                f"reference (--reference copy). Leave {name} out."
             )
     if command.reference_dtype is not None and (command.adapter or command.changes):
         raise ConfigError(
-            "--reference-dtype is planned for a model that is trained whole, without --adapter or "
-            "--changes. Use --reference adapter, which needs no memory."
+            f"--reference-dtype {command.reference_dtype} is only planned for full fine-tuning, "
+            "without --adapter and --changes. With an adapter, use --reference adapter, which "
+            "needs no memory for the reference."
         )
 
 

@@ -139,14 +139,14 @@ def workload_of(
     model = make()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            f"freeze_base=True leaves no parameter of {name!r} to train, because no adapter is "
-            "attached to a layer. Add one with changes, or train the base model."
+            f"--freeze-base leaves no parameter of {name!r} to train, because no adapter is "
+            "attached to a layer. Attach one with --changes, or leave --freeze-base out."
         )
     limit = model.position_limit
     if limit is not None and row_tokens > limit:
         raise ConfigError(
-            f"--seq {row_tokens} is more than the {limit} positions of {name}. Use a smaller "
-            f"value, or --set max_seq_len={row_tokens}."
+            f"--seq {row_tokens} is more than the {limit} positions of {name}. Use at most "
+            f"{limit}, or --set max_seq_len={row_tokens}."
         )
     first, *others = kinds = list(_find_kinds(model).values())
     order = [0] * config.num_layers

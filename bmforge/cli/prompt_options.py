@@ -16,14 +16,14 @@ class PromptCommand:
     """Show a few examples of a task as a template renders them.
 
     Args:
-        template: text of the template (default: the template of the task).
+        template: text of the template (if empty: the template of the task).
         model: preset, family or model directory for which the prompt is rendered.
         data_task: name of a published task, such as ag_news.
         data_paths: directory of the published task, or .jsonl files with your own data.
         data_labels: labels of your own data.
         split: split of the published task.
-        tokenizer: directory of the tokenizer (default: that of the model).
-        verbalizer: file with the label words of each class (default: those of the task).
+        tokenizer: directory of the tokenizer (if None: that of the model).
+        verbalizer: file with the label words of each class (if None: those of the task).
         choice: index of the template among those of the task, and of the verbalizer in its file.
         join: score of a label word with several tokens: first, max, mean or joint.
         behind: handling of template text after the mask, which a causal model does not read:

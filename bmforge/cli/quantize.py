@@ -45,8 +45,8 @@ def _find_scheme(command: QuantizeCommand) -> str | QuantSpec:
     if command.scheme == KEEP:
         if command.outlier_ratio or command.float_activations:
             raise ConfigError(
-                "scheme='keep' has no effect together with other quantization options. Leave them "
-                "out."
+                "outlier_ratio and float_activations have no effect with scheme='keep', which "
+                "copies the quantized weights. Leave them out."
             )
         return KEEP
     spec = replace(find_preset(command.scheme), outlier_ratio=command.outlier_ratio)

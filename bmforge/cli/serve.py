@@ -116,8 +116,8 @@ def _check(command: ServeCommand) -> None:
             if value is not None:
                 raise ConfigError(
                     f"allow_runtime_lora_updating and {name}={value} cannot be used together, "
-                    "because the memory plan of the model has no room for adapters that are "
-                    "loaded later. Leave one out, or give the adapters with --adapter NAME=DIR."
+                    "because memory is reserved only for adapters that are loaded at the start. "
+                    "Leave one out, or give the adapters with --adapter NAME=DIR."
                 )
 
 

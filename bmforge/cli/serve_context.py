@@ -59,7 +59,7 @@ def choose_context(
     if requested is not None and limit is not None and requested > limit:
         raise ConfigError(
             f"context={requested} is more than the model's maximum sequence length, {limit} "
-            "(from its config.json). Use at most that."
+            f"(from its config.json). Use at most {limit}."
         )
     if limit is None or model.traits.reads != "left":
         return Context(requested, None, "as given" if requested else "the engine's default")

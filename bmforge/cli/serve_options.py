@@ -49,7 +49,7 @@ class ServeCommand:
             all other requests use the base model.
         allow_other_base: accept adapters that were trained on other base weights.
         context: maximum number of tokens of prompt and answer together, also as --max-model-len
-            (default: the model's maximum sequence length, or the longest that fits into memory).
+            (if None: the model's maximum sequence length, or the longest that fits into memory).
         max_num_seqs: maximum number of concurrent sequences; further requests wait.
         speculate: use speculative decoding with tokens proposed by n-gram lookup.
         draft: small model with the same vocabulary that proposes tokens for speculative decoding.

@@ -30,7 +30,7 @@ _COMMON = {
     "--lr X": "peak learning rate",
     "--batch-size N": "global batch size: sequences per optimizer step, over all processes",
     "--micro-batch-size N": "sequences per forward and backward pass of one process",
-    "--seq-len N": "maximum sequence length in tokens (image models ignore it)",
+    "--seq-len N": "maximum sequence length in tokens (ignored by image models)",
     "--precision TYPE": "dtype of the computation: fp32, bf16 or fp16",
     "--recompute": "recompute activations in the backward pass: less memory, more time",
     "--layout.zero N": "ZeRO stage 0, 2 or 3; 3 shards parameters, gradients and optimizer states",
@@ -40,7 +40,7 @@ _COMMON = {
 _SWITCHES = {
     "--model NAME_OR_DIR": "model directory or hub id, or a preset or family (random weights)",
     "--config FILE": "TOML file with config fields; options override them",
-    "--changes JSON": "changes of the model (adapters, pruning, ...), as JSON text or a JSON file",
+    "--changes JSON": "changes to the model (adapters, pruning, ...), as JSON text or a JSON file",
     "--layout auto": "let the planner choose the parallel layout",
     "--ds-config FILE": "also read settings from a DeepSpeed configuration file",
     "--print-config": "print the whole config as TOML and exit",
@@ -62,7 +62,7 @@ def list_tasks() -> str:
         "usage: bmforge train TASK --model NAME_OR_DIR [--config FILE] [--ds-config FILE] "
         "[--changes JSON] [--layout auto] [--print-config] [--dry-run --world N] [--profile] "
         "[--field.path VALUE ...]\n\n"
-        f"{tasks}\n\nold names, each a task with a model:\n{recipes}\n\n"
+        f"{tasks}\n\nold names of tasks with a fixed model:\n{recipes}\n\n"
         "`bmforge train TASK --help` lists the common options, and\n"
         "`bmforge train TASK --model NAME_OR_DIR --help-all` every option with its default."
     )
@@ -81,9 +81,9 @@ def describe_task(name: str) -> str:
         f"usage: bmforge train {name} --model NAME_OR_DIR [OPTIONS]\n\n{about}\n\n"
         f"{_rows(_COMMON)}\n\n{_rows(_SWITCHES)}\n\n"
         f"short names of config fields:\n{_rows(short_names)}\n\n"
-        "A switch is --NAME, --no-NAME, or --NAME True or False. Every field of the run and\n"
-        "of its model is an option: --help-all lists them with their defaults, --print-config\n"
-        "shows what they are in this run."
+        "Enable a switch with --NAME and disable it with --no-NAME. Every field of the run's\n"
+        "config and of the model's config is an option: --help-all lists all fields with their\n"
+        "defaults, and --print-config prints their values in this run."
     )
 
 

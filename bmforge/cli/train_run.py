@@ -65,7 +65,10 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
     elif tries:
         print(show_dry_run(config, parse_world(world)))
     elif world is not None:
-        raise ConfigError("--world has no effect without --dry-run; torchrun starts processes.")
+        raise ConfigError(
+            f"--world {world} has no effect without --dry-run. Leave it out, and start several "
+            "processes with torchrun."
+        )
     elif recipe.run(config).stopped and not restarts_failed():
         raise KeyboardInterrupt  # so that a shell script that runs this command stops too
 
@@ -93,7 +96,8 @@ def _set_adapter_rate(default: Any, arguments: Sequence[str], file: str | None) 
     if kind is None or "lr" in values.get("train", {}).get("optim", {}):
         return
     rank = _peek_option(arguments, "--adapter.rank") or default.adapter.rank
-    rate = default_rate(kind, int(rank) if str(rank).isdecimal() else None)
+    full_rate = default.train.optim.lr
+    rate = default_rate(kind, int(rank) if str(rank).isdecimal() else None, full_rate)
     optim = dataclasses.replace(default.train.optim, lr=rate)
     default.train = dataclasses.replace(default.train, optim=optim)
 
@@ -110,8 +114,8 @@ def _set_epochs(task: str, default: Any, arguments: Sequence[str], file: str | N
     epochs = _peek_option(arguments, "--epochs")
     if steps and epochs is not None:
         raise ConfigError(
-            f"--epochs {epochs} and --steps {steps[0]} both set the length of the run: leave one "
-            "out."
+            f"--epochs {epochs} and --steps {steps[0]} both set the length of the run. Leave one "
+            "of them out."
         )
     if steps:
         default.epochs = None
@@ -130,7 +134,8 @@ def _choose_layout(config: Any, word: str, world: int | None) -> Any:
 
     if word != "auto":
         raise ConfigError(
-            f"--layout {word!r} must be auto; set its fields by name, such as --layout.zero 3."
+            f"--layout {word!r} is not supported (supported: auto). Set the fields of the layout "
+            "separately, such as --layout.zero 3."
         )
     return apply_auto_layout(config, world or launched_processes(), joins=world is None)
 

@@ -80,7 +80,9 @@ def read_names(text: str) -> Table:
         names, state, note = (part.strip() for part in [*line.split(" | "), "", ""][:3])
         own = tuple(names.split())
         if rows is None or state not in STATES or (state != "same" and not note):
-            raise ConfigError(f"{line!r} is not 'names | {' or '.join(STATES)} | note'.")
+            raise ConfigError(
+                f"the table row {line!r} must have the form 'names | {' or '.join(STATES)} | note'."
+            )
         for name in own:
             if name in seen:
                 raise ConfigError(f"{name} is in the table twice.")

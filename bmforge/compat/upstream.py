@@ -113,7 +113,7 @@ def _lookup(module: ModuleType, package: str, inside: str) -> Callable[[str], An
 
     def lookup(name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
         path = f"{inside}.{name}".lstrip(".")
         if path in module_paths(package):
             return importlib.import_module(f"{module.__name__}.{name}")

@@ -28,13 +28,13 @@ def check_batches(batches: Sequence[Any] | None) -> Sequence[Any]:
     """
     if not batches:
         raise ConfigError(
-            "no calibration batches were given. Pass batches=[...], a few dozen model inputs "
+            "the calibration data has no batches. Pass batches=[...], a few dozen model inputs "
             "that are typical of the model's use."
         )
     for number, batch in enumerate(batches):
         tensors = [batch] if isinstance(batch, Tensor) else list(batch.values())
         if not tensors or any(t.numel() == 0 for t in tensors if isinstance(t, Tensor)):
-            raise ConfigError(f"calibration batch {number} is empty. Leave it out.")
+            raise ConfigError(f"calibration batch {number} is empty. Remove the batch.")
     return batches
 
 
@@ -64,7 +64,9 @@ def prepare_batches(model: nn.Module, batches: Sequence[Any] | None) -> list[dic
     for number, batch in enumerate(check_batches(batches)):
         prepared += _split_by_length(prepare_batch(model, batch), _has_decoder(model), number)
     if not prepared:
-        raise ConfigError("all calibration batches consist of padding. Pass batches of real texts.")
+        raise ConfigError(
+            "all calibration batches contain only padding. Pass batches of real texts."
+        )
     return prepared
 
 
@@ -141,7 +143,7 @@ def _find_spans(mask: Tensor, number: int) -> list[tuple[int, int]]:
         start, stop = (positions[0], positions[-1] + 1) if positions else (0, 0)
         if stop - start != len(positions):
             raise ConfigError(
-                f"calibration batch {number} has padding between the real tokens of row {row} "
+                f"calibration batch {number} has padding between the real tokens of sequence {row} "
                 "(allowed: at the start or the end). Remove these tokens from input_ids and "
                 "attention_mask."
             )

@@ -121,7 +121,7 @@ def calibrate_blocks(
         names = [name for stack in stacks for name in stack]
         if lost := [name for name in matrices if name not in names]:
             raise ConfigError(
-                f"{lost[0]} did not run on the calibration batches. Leave it out of `where`."
+                f"{lost[0]} did not run on the calibration batches. Exclude it from `where`."
             )
         bar = iter(track(names, title))
         for stack in stacks:
@@ -140,12 +140,12 @@ def by_block(
         if not names:
             raise ConfigError(
                 f"{matrix.name} is not in a repeated block, so its inputs cannot be collected "
-                "block by block. Leave it out of `where`, or use a method without calibration."
+                "block by block. Exclude it from `where`, or use a method without calibration."
             )
         if isinstance(matrix.module, nn.Embedding):
             raise ConfigError(
-                f"{matrix.name} is an embedding, which has no input activations for "
-                "calibration. Leave it out of `where`."
+                f"{matrix.name} is an embedding, which has no input activations for calibration. "
+                "Exclude it from `where`."
             )
         by_name.setdefault(names[0], []).append(matrix)
     return by_name
@@ -171,8 +171,8 @@ def _find_stacks(
     for names in stacks.values():
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(
-                f"{twice[0]} runs more than once per forward, so it cannot be calibrated. Leave it "
-                "out of `where`."
+                f"{twice[0]} runs more than once per forward, so it cannot be calibrated. Exclude "
+                "it from `where`."
             )
     return list(stacks.values())
 
@@ -302,5 +302,5 @@ def gather_statistics(run: BlockRun, gather: Callable[[Matrix], Statistic]) -> d
         if (at := shared.get(m.name, m.name)) in statistics
     }
     if not by_matrix:
-        raise ConfigError(f"{run.name} received no calibration tokens. Leave it out of `where`.")
+        raise ConfigError(f"{run.name} received no calibration tokens. Exclude it from `where`.")
     return by_matrix

@@ -63,16 +63,18 @@ def compress(
     config = config or CompressConfig()
     if (config.distill is None) != (teacher is None):
         problem = (
-            "no teacher was given" if teacher is None else "a teacher was given without losses"
+            "distillation losses were passed without a teacher"
+            if teacher is None
+            else "a teacher was passed without distillation losses"
         )
         raise ConfigError(
-            f"{problem}: pass both compress(..., teacher=...) and CompressConfig.distill, or "
+            f"{problem}. Pass both compress(..., teacher=...) and CompressConfig.distill, or "
             "neither."
         )
     if not config.names and not methods and teacher is None:
         raise ConfigError(
-            "no compression method is configured. Give at least one of distill, "
-            "structure, moefy, prune and quantize."
+            "no compression method is configured. Configure at least one of distill, structure, "
+            "moefy, prune and quantize."
         )
     before = measure_sizes(model)
     attached = attach_methods(model, config, batches, methods)
@@ -213,7 +215,7 @@ class Compression:
         Comm: one all-gather per tensor of a parallelized model.
         """
         if self._is_finished:
-            raise ConfigError("the model is already finished: finish_ can be called only once.")
+            raise ConfigError("the compression is already finished. Call finish_() only once.")
         self.leave_teacher_()
         self.model = _plain_model(self.model, self._plain)
         facts = {method.name: method.finish_(self.model) for method in self.methods}

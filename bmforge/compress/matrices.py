@@ -106,7 +106,9 @@ def find_matrices(model: nn.Module, where: Sequence[str] = ()) -> list[Matrix]:
     for glob in where:
         inside = _inside(modules, match_names(modules, (glob,)))
         if not inside:
-            raise ConfigError(f"where: {glob!r} matches no linear layer, embedding or experts.")
+            raise ConfigError(
+                f"the pattern {glob!r} in `where` matches no linear layer, embedding or experts."
+            )
         names.update(dict.fromkeys(inside))
     if not where:
         names = dict.fromkeys(usual_names(model))
@@ -167,9 +169,9 @@ def warn_of_stacks(model: nn.Module, where: Sequence[str], done: str) -> None:
         total = sum(parameter.numel() for parameter in model.parameters())
         get_logger().warning(
             (
-                "%d stacks of experts of this %s (%s, ...), %.0f %% of the weights that are not "
-                "quantized, are not %s: load the model with bmforge.models.AutoModel, which "
-                "supports its experts"
+                "%d stacks of experts of this %s (%s, ...) with %.0f %% of its unquantized weights "
+                "are not %s. Load the model with bmforge.models.AutoModel, which supports its "
+                "experts."
             ),
             *(len(stacks), type(model).__name__, stacks[0][0]),
             *(100 * sum(count for _, count in stacks) / total, done),

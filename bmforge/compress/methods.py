@@ -71,7 +71,7 @@ def _check(config: CompressConfig, batches: Batches, own: Sequence[Method]) -> N
     if batches is not None and not config.is_calibrated:
         raise ConfigError(
             f"batches have no effect, because {', '.join(config.names) or 'the config'} uses no "
-            "calibration data. Leave them out."
+            "calibration data. Leave batches out."
         )
     if batches is None and config.is_calibrated:
         raise ConfigError(
@@ -92,9 +92,9 @@ def _check_gates(config: CompressConfig, own: Sequence[Method]) -> None:
     for name, config_of_method in settings:
         if needed := _needs_shapes(name, config_of_method):
             raise ConfigError(
-                f"structured pruning with gates changes the tensor shapes that {needed} needs. "
-                "Run it first, in a separate job (the phase `structure` in a recipe for "
-                "`bmforge compress`)."
+                f"structured pruning with gates changes the tensor shapes that {needed} needs. Run "
+                "the structured pruning first, in a separate job (the phase `structure` in a "
+                "recipe for `bmforge compress`)."
             )
 
 
@@ -103,11 +103,11 @@ def _needs_shapes(name: str, settings: Any) -> str:
     if settings is None:
         return ""
     if name == "experts":
-        return "experts"
+        return "moefy"
     if name == "zeros" and getattr(settings, "pattern", "free") != "free":
-        return f"zeros of pattern={settings.pattern!r}"
+        return f"prune.pattern={settings.pattern!r}"
     if name == "quantize" and getattr(settings, "training", "none") != "none":
-        return f"integers of training={settings.training!r}"
+        return f"quantize.training={settings.training!r}"
     return ""
 
 

@@ -72,7 +72,7 @@ def split_phases(config: CompressConfig, steps: PhaseSteps) -> tuple[Phase, ...]
             if count:
                 raise ConfigError(
                     f"steps.{name}={count} has no effect, because the recipe does not use "
-                    f"{' or '.join(parts)}. Leave it out."
+                    f"{' or '.join(parts)}. Leave steps.{name} out."
                 )
             continue
         left_out = dict.fromkeys(part for part in everything if part not in parts)
@@ -80,8 +80,8 @@ def split_phases(config: CompressConfig, steps: PhaseSteps) -> tuple[Phase, ...]
         phases.append(Phase(name, replace(config, distill=teacher, **left_out), count))
     if not phases:
         raise ConfigError(
-            "the recipe has no compression method. Give at least one of structure, moefy, prune, "
-            "quantize, or distill with steps.weights."
+            "the recipe has no compression method. Configure at least one of structure, moefy, "
+            "prune, quantize, or distill with steps.weights."
         )
     if config.distill is not None and not any(phase.steps for phase in phases):
         raise ConfigError(

@@ -115,7 +115,7 @@ def _fitting(members: Sequence[Matrix], schemes: Sequence[str]) -> list[str]:
     if not fitting:
         columns = members[0].read().shape[1]
         raise ConfigError(
-            f"{members[0].owner}: {PRESETS[schemes[-1]].problem(columns)}. Leave it out of `where`."
+            f"{members[0].owner}: {PRESETS[schemes[-1]].problem(columns)}. Exclude it from `where`."
         )
     return fitting
 
@@ -200,7 +200,7 @@ def spend_bits(sensitivities: Sequence[Sensitivity], average_bits: float) -> dic
     if not least <= budget * (1 + 1e-9):
         raise ConfigError(
             f"average_bits={average_bits} cannot be reached (at least {least / weights:.3f} for "
-            "this model)."
+            "this model). Increase average_bits."
         )
     if budget > most * (1 + 1e-9):
         raise ConfigError(

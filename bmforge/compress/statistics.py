@@ -150,8 +150,8 @@ class Hessian:
         if not is_positive:
             raise ConfigError(
                 f"{name}: the Hessian of the inputs is not positive definite with damp={damp}, "
-                f"{self.tokens} tokens and {columns} columns. Pass more texts, or raise damp "
-                "(for example 0.1)."
+                f"{self.tokens} tokens and {columns} columns. Pass more texts, or increase damp "
+                "(for example to 0.1)."
             )
         self._factor = factor
         return factor

@@ -211,7 +211,7 @@ class _Job:
         if left:
             raise DataError(
                 f"{len(left)} of {len(keys)} parts of stage {stage!r} are not finished, "
-                f"starting with {left[0]}. See the logs in "
+                f"starting with part {left[0]}. See the logs in "
                 f"{str(_log_dir(self.config))!r}."
             )
 

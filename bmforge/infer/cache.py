@@ -62,8 +62,8 @@ class KVCache:
         end = start + key.shape[2]
         if end > room:
             raise ShapeError(
-                f"the KV cache is full: it has {self.length} of max_length={self.max_length} "
-                f"tokens, and {key.shape[2]} more do not fit. Create it with a larger "
+                f"the KV cache is full: {self.length} of max_length={self.max_length} tokens are "
+                f"used, and {key.shape[2]} more do not fit. Create a KVCache with a larger "
                 "max_length."
             )
         self.moves += self._keys[layer] is None
@@ -145,8 +145,9 @@ def _store(buffer: Tensor | None, new: Tensor, start: int, max_length: int) -> T
         buffer = torch.empty(batch, heads, max_length, width, dtype=new.dtype, device=new.device)
     if buffer.shape[0] != new.shape[0]:
         raise ShapeError(
-            f"the KV cache has {buffer.shape[0]} rows, but the batch has {new.shape[0]}. Use "
-            "one cache per batch, or call `reorder` for the new rows."
+            f"the KV cache has {buffer.shape[0]} sequences, but the batch has {new.shape[0]}. "
+            "Create a new KVCache for the batch, or select the sequences with "
+            "KVCache.reorder(indices)."
         )
     buffer[:, :, start : start + new.shape[2]] = new
     return buffer

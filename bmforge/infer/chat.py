@@ -86,7 +86,7 @@ class Conversation:
             ConfigError: the message is empty, or longer than the model's maximum length.
         """
         if not text.strip():
-            raise ConfigError("the message is empty. Pass a text.")
+            raise ConfigError(f"the message is empty: text={text!r}. Pass a non-empty text.")
         turns: list[Message] = [*self.history, {"role": "user", "content": text}]
         answer = self._write(self._read(turns), on_text)
         self.history = [*turns, {"role": "assistant", "content": answer}]
@@ -127,7 +127,7 @@ class Conversation:
             return ids
         raise ConfigError(
             f"the last message has {len(ids)} tokens with the chat template, but prompt and "
-            f"answer together may have {limit}. Send a shorter message."
+            f"answer together may have at most {limit}. Send a shorter message."
         )
 
     def _write(self, ids: list[int], on_text: Callable[[str], None] | None = None) -> str:
@@ -144,8 +144,8 @@ class Conversation:
         options = self.options.replace(**stops)
         if options.num_return_sequences > 1:
             raise ConfigError(
-                f"num_return_sequences={options.num_return_sequences}: a conversation continues "
-                "with exactly one answer. Leave it out."
+                f"num_return_sequences={options.num_return_sequences} must be 1, because a "
+                "conversation continues with exactly one answer. Leave it out."
             )
         if traits.reads == "apart":
             prompt = torch.tensor([ids], device=next(model.parameters()).device)

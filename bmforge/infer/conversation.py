@@ -110,7 +110,8 @@ def open_talk(
     alone = [n for n in _EVA_ALONE if n in options]
     if alone:
         raise ConfigError(
-            f"{', '.join(alone)}: supported only by EVA, but this is a {family}. Leave it out."
+            f"only EVA supports {', '.join(alone)}, but the model is a {family}. Leave "
+            f"{' and '.join(alone)} out."
         )
     if options.get("num_beams", 1) == 1:
         options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, **options}
@@ -137,7 +138,7 @@ def converse(
     source = None if directory is None else find_template(directory)
     if source is None:
         get_logger().info(
-            "%s has no chat template: a plain template is used", directory or "the model"
+            "%s has no chat template, so a plain template is used", directory or "the model"
         )
     template = ChatTemplate(source, tokenizer)
     chat = Conversation(model, tokenizer, template, system=system, limit=limit)

@@ -77,8 +77,8 @@ def generate(
     config = complete_config(model, (config or GenerationConfig()).replace(**options))
     if (on_token is not None or stop is not None) and config.num_beams > 1:
         raise ConfigError(
-            f"on_token and stop cannot be used with num_beams={config.num_beams}, because a "
-            "beam search knows its tokens only at the end. Leave them out, or set num_beams=1."
+            f"on_token and stop cannot be used with num_beams={config.num_beams}, because beam "
+            "search knows its tokens only at the end. Leave them out, or set num_beams=1."
         )
     adapter_names = _known_rows(model, adapter_names)
     _check_tensors(input_ids=input_ids, attention_mask=attention_mask)
@@ -153,8 +153,8 @@ def stream_tokens(
     config = complete_config(model, config or GenerationConfig())
     if config.num_beams > 1:
         raise ConfigError(
-            f"num_beams={config.num_beams}: a beam search cannot be streamed, because it knows "
-            "its tokens only at the end. Use generate, or set num_beams=1."
+            f"num_beams={config.num_beams} cannot be streamed, because beam search knows its "
+            "tokens only at the end. Use generate, or set num_beams=1."
         )
     input_ids, attention_mask, _ = with_prompt(model.whole().embed, input_ids, attention_mask)
     mask = check_prompt(model, input_ids, attention_mask, config)
@@ -232,8 +232,8 @@ def complete_config(
     idle = [] if returns_text else config.given("stop_strings", "logprobs", "prompt_logprobs")
     if idle:
         raise ConfigError(
-            f"{', '.join(idle)}: not supported by generate, which returns token ids only. Use "
-            "Engine.generate with texts, or Engine.submit."
+            f"generate does not support {', '.join(idle)}, because it returns token ids only. "
+            "Use Engine.generate with texts, or Engine.submit."
         )
     config = config.with_defaults(read_generation_defaults(model.config))
     if config.eos_token_id is None:
@@ -273,15 +273,15 @@ def check_prompt(
     table: Any = model.whole().embed
     if low < 0 or high >= count_ids(table):
         raise ShapeError(
-            f"input_ids has ids from {low} to {high} (the model has "
-            f"vocab_size={model.config.vocab_size}{_describe_prompt(table)}). Use the tokenizer "
-            "that belongs to the model."
+            f"input_ids contains ids from {low} to {high} (the model has "
+            f"vocab_size={model.config.vocab_size}{_describe_prompt(table)}). Use the model's own "
+            "tokenizer."
         )
     named = [*config.logit_bias, *(id for word in config.bad_words_ids for id in word)]
     if named and max(named) >= count_ids(table):
         raise ConfigError(
             f"logit_bias or bad_words_ids contains id {max(named)}, but the model has "
-            f"vocab_size={model.config.vocab_size}. Use the tokenizer that belongs to the model."
+            f"vocab_size={model.config.vocab_size}. Use ids of the model's own tokenizer."
         )
     longest = input_ids.shape[1] + config.max_new_tokens
     if model.position_limit is not None and longest > model.position_limit:
@@ -318,7 +318,7 @@ def _check_tensors(**values: Any) -> None:
 def _describe_prompt(table: Any) -> str:
     """Return a phrase about an embedding's soft-prompt rows for error messages; "" without rows."""
     more = count_ids(table) - table.num_embeddings
-    return f" and a soft prompt of {more} rows" if more else ""
+    return f" and a soft prompt of {more} vectors" if more else ""
 
 
 def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Tensor | None:
@@ -338,7 +338,7 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Ten
         rows = (mask[:, -1] == 0).nonzero()[:, 0].tolist()
         raise ShapeError(
             f"rows {rows} end with padding, so no token can be generated after them. Pad on the "
-            "left: attention_mask 0 before the tokens."
+            "left, with attention_mask=0 before the tokens."
         )
     return mask
 
@@ -348,8 +348,8 @@ def _check_gaps(mask: Tensor) -> None:
     rows = (mask.diff(dim=1) < 0).any(1).nonzero()[:, 0].tolist()
     if rows:
         raise ShapeError(
-            f"rows {rows} have padding between tokens. Pad on the left: attention_mask 0 before "
-            "the tokens."
+            f"rows {rows} have padding between tokens. Pad on the left, with attention_mask=0 "
+            "before the tokens."
         )
 
 

@@ -208,8 +208,8 @@ def check_scores(scores: Tensor) -> None:
             "the constraint together exclude the whole vocabulary. Relax one of them."
         )
     raise ConfigError(
-        "the model's logits are not finite (NaN or infinity). Check its weights, and whether "
-        "their dtype has the range that the model needs."
+        "the model's logits are not finite (NaN or infinity). Check that the model's files are "
+        "intact, and load it in bf16 or fp32 if it was loaded in fp16."
     )
 
 

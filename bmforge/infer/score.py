@@ -131,12 +131,12 @@ def _check(model: Model, options: Sequence[tuple[Sequence[int], Sequence[int]]])
             "head)."
         )
     if not options:
-        raise ConfigError("the list of options is empty. Pass at least one.")
+        raise ConfigError("the list of options is empty. Pass at least one (prompt, text) pair.")
     for number, (prompt, text) in enumerate(options):
         if not len(text) or not len(prompt):
             raise DataError(
-                f"option {number} has {len(prompt)} prompt tokens and {len(text)} text tokens, "
-                "but needs at least one of each."
+                f"option {number} has {len(prompt)} prompt tokens and {len(text)} text tokens "
+                "(needed: at least one of each)."
             )
 
 

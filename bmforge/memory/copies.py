@@ -145,7 +145,9 @@ def _serve(tasks: _Tasks, device: torch.device | None, ends: threading.Event) ->
     while (task := tasks.get()) is not None:
         work, ticket = task
         if ends.is_set():
-            ticket.finish(RuntimeError(f"{ticket.label or 'work'}: the program exits."))
+            ticket.finish(
+                RuntimeError(f"{ticket.label or 'a task'} was not run, because the program exits.")
+            )
             continue
         ticket.note("begun", ticket.label)
         error: BaseException | None = None

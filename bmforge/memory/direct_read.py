@@ -74,7 +74,8 @@ class DirectReads:
             got = _read_once(descriptor, buffer[:num_bytes], start) - skipped
             if got <= 0:
                 raise OSError(
-                    f"the file ends at byte {offset + done}, {len(target) - done} bytes early"
+                    f"the file is truncated: it ends at byte {offset + done}, "
+                    f"{len(target) - done} bytes early."
                 )
             count = min(got, len(target) - done)
             target[done : done + count] = buffer[skipped : skipped + count]

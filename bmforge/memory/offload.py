@@ -34,7 +34,7 @@ class OffloadConfig:
             offloads just enough to fit on the device, measured in the first step.
         target: storage of the states: host memory, or a file on disk.
         states: storage format of Adam's moments; updates are computed in fp32.
-        directory: directory of the file with the states (default: the system's temporary
+        directory: directory of the file with the states (if None: the system's temporary
             directory).
         weights: also offload the blocks' weights and stream them; requires a single process and
             fraction 1.

@@ -92,7 +92,7 @@ class SpillFile:
         """Return the next `size_bytes` bytes of the file as a range."""
         start = self._used_bytes
         self._used_bytes += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-        assert self._used_bytes <= self._size_bytes, "more was reserved than the size of the file"
+        assert self._used_bytes <= self._size_bytes, "more bytes were reserved than the file has"
         return DiskBytes(self._file, start)
 
     @staticmethod
@@ -153,7 +153,9 @@ def read_into(descriptor: int, target: Tensor, offset: int) -> None:
     while left:
         count = os.preadv(descriptor, [left], position)
         if count == 0:
-            raise OSError(f"the file ends at byte {position}, {len(left)} bytes early")
+            raise OSError(
+                f"the file is truncated: it ends at byte {position}, {len(left)} bytes early."
+            )
         left, position = left[count:], position + count
 
 
@@ -181,6 +183,6 @@ def _open_unlinked(folder: Path, option: str) -> IO[bytes]:
         return tempfile.TemporaryFile(dir=folder, buffering=0)
     except OSError as error:
         raise ConfigError(
-            f"{option}={str(folder)!r} cannot be used: {error.strerror}. Choose an existing, "
+            f"{option}={str(folder)!r} cannot be used ({error.strerror}). Choose an existing, "
             "writable directory on a disk with free space."
         ) from error

@@ -100,7 +100,7 @@ class ExpertStreamer:
         if count < LEAST_EXPERTS:
             raise ConfigError(
                 f"budget_bytes={budget_bytes} is too small for two experts of {largest} bytes "
-                f"each (at least {LEAST_EXPERTS * largest}). Raise it."
+                f"each (needed: at least {LEAST_EXPERTS * largest}). Raise budget_bytes."
             )
         self.engine = engine or make_copy_engine(device, "bmforge-experts")
         self._free = [Slot(largest, device, self.engine) for _ in range(count)]
@@ -134,8 +134,8 @@ class ExpertStreamer:
         """Apply each expert to its rows, beginning with the cached experts."""
         if torch.is_grad_enabled() and x.requires_grad:
             raise ConfigError(
-                "streamed experts do not support backward. Stream whole blocks (stream_blocks_), "
-                "or disable gradients."
+                "streamed experts do not support the backward pass. Stream whole blocks "
+                "(stream_blocks_), or disable gradients."
             )
         rows = list(_rows_of(ends))
         used = [expert for expert, (start, stop) in enumerate(rows) if stop > start]
@@ -273,6 +273,7 @@ def stream_experts_(
     layers = find_experts(model)
     if not layers:
         raise ConfigError(
-            f"{type(model).__name__} has no MoE layers, so no experts can be streamed."
+            f"{type(model).__name__} has no MoE layers, so no experts can be streamed. Stream its "
+            "blocks with stream_blocks_."
         )
     return ExpertStreamer(layers, read, device, budget_bytes, engine)

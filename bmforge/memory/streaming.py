@@ -243,7 +243,7 @@ def stream_blocks_(
             if local_tensor(parameter) is not parameter:
                 raise ConfigError(
                     f"{name}.{own} is sharded over processes, but streaming supports a single "
-                    "process only. Leave out streaming or sharding."
+                    "process only. Use streaming or sharding, not both."
                 )
             if not _keeps(stays, f"{name}.{own}", parameter):
                 give_device_(module, own, parameter, device)
@@ -271,7 +271,8 @@ def _find_blocks(
     unknown = sorted({*resident, *on_host} - {name for name, _ in selected})
     if unknown:
         raise ConfigError(
-            f"unknown blocks: {', '.join(unknown)} (not in this {type(model).__name__})."
+            f"unknown blocks: {', '.join(unknown)} (blocks of this {type(model).__name__}: "
+            f"{', '.join(name for name, _ in selected)})."
         )
     selected = [(name, module) for name, module in selected if name not in resident]
     if not selected:

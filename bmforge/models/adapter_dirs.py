@@ -46,8 +46,8 @@ def find_base(adapter: Path, find_model: Callable[[str], Path]) -> Path:
     base = _read_config(adapter).get("base_model_name_or_path")
     if not base:
         raise ConfigError(
-            f"{ADAPTER_CONFIG} in {str(adapter)!r} does not name the base model. Pass the base "
-            f"model and --adapter {adapter}, or write base_model_name_or_path into the file."
+            f"{str(adapter / ADAPTER_CONFIG)!r} has no base_model_name_or_path. Pass the base "
+            f"model together with --adapter {adapter}, or add base_model_name_or_path to the file."
         )
     try:
         return find_model(base)
@@ -90,8 +90,8 @@ def _read_config(adapter: Path) -> dict[str, Any]:
         config.get("base_model_name_or_path")
     except (ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{ADAPTER_CONFIG} in {str(adapter)!r} is damaged: {error}. Copy it again from its "
-            "source."
+            f"{str(adapter / ADAPTER_CONFIG)!r} does not contain a JSON object: {error}. Copy the "
+            "file again from its source."
         ) from error
     values: dict[str, Any] = config
     return values

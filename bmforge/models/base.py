@@ -105,7 +105,8 @@ class Model(WeightNames, ModelHooks, nn.Module):
         """
         if not isinstance(config, cls.config_class):
             raise ConfigError(
-                f"{cls.__name__} needs a {cls.config_class.__name__}, not {type(config).__name__}."
+                f"{cls.__name__} needs a config of the type {cls.config_class.__name__}, not "
+                f"{type(config).__name__}."
             )
         model = cls.describe(config, dtype)
         with torch.device("meta"), NoDrawing():
@@ -226,8 +227,8 @@ class Model(WeightNames, ModelHooks, nn.Module):
         """
         if any(is_distributed(tensor) for tensor in persistent_tensors(self).values()):
             raise ConfigError(
-                f"{type(self).__name__} is already parallelized and cannot be changed. Change "
-                "it before calling parallelize."
+                f"{type(self).__name__} is already parallelized and cannot be changed. Apply the "
+                "change before parallelize()."
             )
         apply_change_(self, change, seed)
         self.config = self.config.replace(changes=(*self.config.changes, change))
@@ -349,8 +350,8 @@ class Model(WeightNames, ModelHooks, nn.Module):
         width = self.embed.embedding_dim
         if inputs.dim() != 3 or inputs.shape[-1] != width:
             raise ShapeError(
-                f"{name} has shape {tuple(inputs.shape)} (needed: (batch, tokens, {width}), "
-                "like the output of the token embedding)."
+                f"{name} has the shape {tuple(inputs.shape)} (expected: (batch, tokens, {width}), "
+                "the shape of the token embeddings)."
             )
         return inputs
 

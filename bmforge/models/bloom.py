@@ -101,7 +101,9 @@ class BloomConfig(ModelConfig):
             }
         )
         if self.num_kv_heads != self.num_heads:
-            problems.append(f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}")
+            problems.append(
+                f"num_kv_heads={self.num_kv_heads} must equal num_heads={self.num_heads}"
+            )
         if problems:
             raise ConfigError(f"BloomConfig: {'; '.join(problems)}.")
 

@@ -395,6 +395,6 @@ class CausalLM(Model):
     def _check_length(self, length: int) -> None:
         if self.position_limit is not None and length > self.position_limit:
             raise ShapeError(
-                f"the input has {length} tokens, but the model has max_seq_len="
-                f"{self.position_limit} positions. Truncate it, or train with more positions."
+                f"the input has {length} tokens (allowed: at most max_seq_len="
+                f"{self.position_limit}). Truncate it, or use a model with a larger max_seq_len."
             )

@@ -85,7 +85,9 @@ class Change:
             ConfigError: the format is invalid, or this version does not support the kind.
         """
         if not isinstance(value, dict):
-            raise ConfigError(f"a change must be an object with kind and where, not {value!r}.")
+            raise ConfigError(
+                f"a change must be an object with the fields 'kind' and 'where', not {value!r}."
+            )
         fields = {"kind", "where", "options", "name", "weight"}
         if set(value) - fields or not {"kind", "where"} <= set(value):
             wrong = sorted(set(value) - fields) or sorted({"kind", "where"} - set(value))
@@ -122,7 +124,7 @@ def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
         kind = find_kind(change.kind)
         options = config_from_dict(kind.options, dict(change.options), "options.")
         if not change.where:
-            raise ConfigError("where=() selects no module. Give at least one module pattern.")
+            raise ConfigError("where=() selects no module. Pass at least one module pattern.")
         names = match_names([n for n, _ in model.named_modules() if n], change.where)
         kind.apply(model, names, options, change.name)
     except ConfigError as error:
@@ -191,13 +193,13 @@ def changes_from_json(value: Any, config: str) -> tuple[Change, ...]:
     """
     if not isinstance(value, dict) or not isinstance(value.get("changes"), list):
         raise ConfigError(
-            f"{config}: {CHANGES_KEY!r} is {value!r}, but it must be a table with version and "
-            "changes."
+            f"{config}: {CHANGES_KEY!r} must be an object with the fields 'version' and 'changes', "
+            f"not {value!r}."
         )
     if value.get("version") != _VERSION:
         raise ConfigError(
-            f"{config}: config.json has changes of version {value.get('version')!r} (supported: "
-            f"{_VERSION}). Update bmforge."
+            f"{config}: config.json has changes in the format version {value.get('version')!r} "
+            f"(supported: {_VERSION}). Update bmforge."
         )
     try:
         return tuple(Change.from_json(item) for item in value["changes"])

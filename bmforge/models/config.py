@@ -82,7 +82,7 @@ class ModelConfig:
         norm_eps: epsilon of the norms.
         init_std: standard deviation of the initialization.
         tie_word_embeddings: use the embedding as the head's weight.
-        head: name in `heads`; "" means the first.
+        head: name of the task head, one of `heads`; "" means the first.
         num_labels: number of classes of a classifier.
         problem_type: problem type of a sequence classifier; see `heads.classification_loss`.
         changes: changes applied to the model after it was built, in order; see `Model.change_`.
@@ -176,7 +176,9 @@ class ModelConfig:
             and "num_kv_heads" not in self.hf_names
             and self.num_kv_heads != self.num_heads
         ):
-            problems.append(f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}")
+            problems.append(
+                f"num_kv_heads={self.num_kv_heads} must equal num_heads={self.num_heads}"
+            )
         if problems:
             raise ConfigError(f"{type(self).__name__}: " + "; ".join(problems) + ".")
 
@@ -224,7 +226,7 @@ class ModelConfig:
                 values[name] = value
             elif name in cls.hf_required:
                 if value not in cls.hf_required[name]:
-                    problems.append(f"{name}={value!r} (only {list(cls.hf_required[name])})")
+                    problems.append(f"{name}={value!r} (supported: {list(cls.hf_required[name])})")
             elif name in _IGNORED | cls.hf_ignored or name in allow_unknown:
                 continue
             elif value not in (None, False, "", [], {}):

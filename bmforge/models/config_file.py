@@ -59,6 +59,6 @@ def _read_object(file: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{str(file)!r} contains a {type(content).__name__}; it must be a JSON object."
+            f"{str(file)!r} must contain a JSON object, not a {type(content).__name__}."
         )
     return content

@@ -67,9 +67,10 @@ class CPMAnt(CPMLive):
         """
         if not config.folded and "sum_scale" not in config.raw:
             get_logger().warning(
-                "config.json has no sum_scale: using %s, as in the published CPM-Ant and CPM-Ant+ "
-                "(branches cpm-ant, cpm-ant-plus). A model trained with branch master of CPM-Live "
-                'divides by 1.05 after every sublayer: add "sum_scale": %r to its config.json.',
+                "config.json has no sum_scale. The value %s of the published CPM-Ant and CPM-Ant+ "
+                "(branches cpm-ant, cpm-ant-plus) is used. A model trained with branch master of "
+                "CPM-Live divides by 1.05 after every sublayer. For such a model, add "
+                '"sum_scale": %r to config.json.',
                 config.sum_scale,
                 1 / 1.05,
             )
@@ -137,8 +138,8 @@ class CPMAnt(CPMLive):
         if segment is None:
             if context is not None or span is not None or length is not None:
                 raise ShapeError(
-                    "context, span and length have no effect without segment. Pass all of them "
-                    "or none."
+                    "context, span and length have no effect without segment. Pass segment as "
+                    "well, or leave all of them out."
                 )
             prompt_length = 0 if past else self.config.prompt_length
             x, mask, bias = self._read_text(inputs, attention_mask, cache, past)
@@ -294,8 +295,8 @@ def _check_width(inputs: Tensor, past: int, *described: Tensor | None) -> None:
     for tensor in described:
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ShapeError(
-                f"a per-token input has shape {tuple(tensor.shape)} (needed for "
-                f"{inputs.shape[1]} new and {past} cached tokens: {shape})."
+                f"segment, context, span and attention_mask must have the shape {shape} for "
+                f"{inputs.shape[1]} new and {past} cached tokens, not {tuple(tensor.shape)}."
             )
 
 
@@ -327,8 +328,8 @@ def _rescale(model: CPMAnt, folded: bool) -> CPMAnt:
     head = weights.pop("lm_head.weight", None)
     if not folded and head is not None and not torch.equal(head, weights["embed.weight"]):
         raise ConfigError(
-            "the head differs from the token embedding, but CPM-Live's format stores one "
-            "weight for both. Keep the model in the format of transformers."
+            "the LM head differs from the token embedding, but CPM-Live's format stores one "
+            "weight for both. Save the model in the format of transformers instead."
         )
     target = config.replace(folded=folded, tie_word_embeddings=not folded, raw={})
     out = CPMAnt.from_config(target, device="meta", dtype=next(iter(weights.values())).dtype)

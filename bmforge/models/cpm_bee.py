@@ -203,7 +203,8 @@ class CPMBee(CPMLive):
             )
             if segment_rel is None:
                 raise ShapeError(
-                    "segment needs segment_rel (the relations between segments). Pass both."
+                    "segment needs segment_rel (the relations between segments). Pass segment_rel "
+                    "as well."
                 )
             mask, bias = self._read_tokens(tokens, segment_rel, length, span, position, past)
         x, hidden_states = self._run(x, mask, bias, cache, output_hidden_states)
@@ -301,7 +302,8 @@ def _check_tokens(shape: tuple[int, int], **described: Tensor | None) -> _Tokens
             )
         if tuple(tensor.shape) != shape:
             raise ShapeError(
-                f"{name} has shape {tuple(tensor.shape)} (needed with cached tokens: {shape})."
+                f"{name} has the shape {tuple(tensor.shape)} (expected: {shape}, including cached "
+                "tokens)."
             )
     return _Tokens(**{name: tensor for name, tensor in described.items() if tensor is not None})
 

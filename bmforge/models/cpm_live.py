@@ -60,7 +60,8 @@ class CPMLiveConfig(ModelConfig):
         dropout: dropout probability of attention weights, in the MLP, and of each sublayer's
             output.
         sum_scale: factor on the residual stream after each sublayer.
-        mask_modules: per layer a pair (lacks attention, lacks MLP); empty if all are complete.
+        mask_modules: one pair per layer: True if it has no attention, True if it has no MLP; empty
+            if all layers are complete.
         init_std: standard deviation of the initialization of linear weights and position biases.
         pad_token_id: id of padding tokens, used if there is no mask.
     """
@@ -127,7 +128,8 @@ class CPMLiveConfig(ModelConfig):
         problems = []
         if len(self.mask_modules) not in (0, self.num_layers):
             problems.append(
-                f"mask_modules has {len(self.mask_modules)} entries for {self.num_layers} layers"
+                f"mask_modules has {len(self.mask_modules)} entries (expected: one for each of "
+                f"num_layers={self.num_layers} layers)"
             )
         if self.mask_modules and all(attn for attn, _ in self.mask_modules):
             problems.append("mask_modules removes the attention of all layers")

@@ -191,7 +191,8 @@ class DeepSeekV2Config(LatentConfig, SharedExpertsConfig):
         super().check()
         if self.normalize_weights:
             raise ConfigError(
-                "DeepSeekV2Config: normalize_weights=True must be False, as in transformers."
+                "DeepSeekV2Config: normalize_weights=True is not supported (allowed: False, as in "
+                "transformers)."
             )
 
     @classmethod

@@ -277,7 +277,7 @@ class EncoderModel(Model):
         ids, mask, added = with_prompt(self.embed, input_ids, attention_mask)
         if added and positions is not None:
             raise ConfigError(
-                f"position_ids do not include the {added} rows of the soft prompt. Leave them out."
+                f"position_ids do not cover the {added} soft prompt tokens. Leave position_ids out."
             )
         if added and segments is not None:
             segments = F.pad(segments, (added, 0), value=0)
@@ -353,8 +353,8 @@ class EncoderModel(Model):
     def _check_length(self, length: int) -> None:
         if length > self.config.max_seq_len:
             raise ShapeError(
-                f"the input has {length} tokens, but the model has max_seq_len="
-                f"{self.config.max_seq_len} positions. Truncate it, or train with more positions."
+                f"the input has {length} tokens (allowed: at most max_seq_len="
+                f"{self.config.max_seq_len}). Truncate it, or use a model with a larger limit."
             )
 
     def _pool(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:

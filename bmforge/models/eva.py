@@ -82,8 +82,9 @@ class EVAConfig(Seq2SeqConfig):
         start = raw.get("decoder_start_token_id")
         if start is not None and start != raw.get("bos_token_id", start):
             raise ConfigError(
-                f"EVAConfig: decoder_start_token_id={start} differs from bos_token_id="
-                f"{raw['bos_token_id']}, which starts EVA's targets. Correct config.json."
+                f"EVAConfig: decoder_start_token_id={start} must equal "
+                f"bos_token_id={raw['bos_token_id']}, the first token of EVA's targets. Correct "
+                "config.json."
             )
         return values, {**raw, "bos_token_id": raw.get("bos_token_id", start)}
 

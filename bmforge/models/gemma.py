@@ -96,7 +96,10 @@ class GemmaConfig(LlamaLikeConfig):
         """Raise `ConfigError` for inconsistent fields."""
         super().check()
         if self.activation == "gelu":  # config.json cannot state it; see `_take_special`
-            raise ConfigError("GemmaConfig: activation='gelu' must be 'gelu_pytorch_tanh'.")
+            raise ConfigError(
+                "GemmaConfig: activation='gelu' is not supported. Use 'gelu_pytorch_tanh', which "
+                "Gemma was trained with."
+            )
 
 
 @dataclass(kw_only=True)

@@ -210,8 +210,9 @@ class GLM(CausalLM):
         """
         if input_ids.dim() != 2:
             raise ShapeError(
-                "the blanks of the text are located in input_ids. With inputs_embeds, pass "
-                "position_ids (B, 2, T), and the length of part A as attention_mask (B,)."
+                "the mask tokens of the text are located in input_ids, which is missing. With "
+                "inputs_embeds, pass position_ids (B, 2, T) and the length of part A as "
+                "attention_mask (B,)."
             )
         padding = attention_mask if attention_mask is None or attention_mask.dim() == 2 else None
         ids = self.config.sop_token_id, self.config.mask_token_id
@@ -227,9 +228,8 @@ class GLM(CausalLM):
         positions = self.row_positions(inputs, attention_mask)
         if positions is not None and past:
             raise ShapeError(
-                "position_ids (B, 2, T) must be passed together with a cache, because the "
-                "position of a blank depends on the whole sequence. model.row_positions "
-                "computes them."
+                "position_ids (B, 2, T) is required with a KV cache, because the position of a "
+                "mask token depends on the whole sequence. Compute it with model.row_positions."
             )
         return super()._count_positions(inputs, None, past) if positions is None else positions
 
@@ -239,7 +239,7 @@ class GLM(CausalLM):
         limit = self.embed_positions.num_embeddings - 1
         if reads_are_free(position_ids) and position_ids.numel() and position_ids.max() > limit:
             raise ShapeError(
-                f"position_ids are out of range: up to {int(position_ids.max())} (allowed: 0 to "
+                f"position_ids has values up to {int(position_ids.max())} (allowed: 0 to "
                 f"max_seq_len={limit}). Truncate the input."
             )
         positions = self.embed_positions(position_ids[:, 0]) + self.embed_blocks(position_ids[:, 1])

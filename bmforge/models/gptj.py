@@ -95,8 +95,9 @@ class GPTJConfig(ModelConfig):
             self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim")
         ) or self.num_kv_heads != self.num_heads:
             problems.append(
-                f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
-                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} must be num_heads"
+                f"hidden_size={self.hidden_size} must equal num_heads={self.num_heads} x "
+                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} must equal "
+                "num_heads"
             )
         if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             problems.append(

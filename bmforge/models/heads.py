@@ -186,7 +186,10 @@ def check_head(family: str, head: str, heads: Mapping[str, Head]) -> None:
 def check_labels(labels: Tensor, rows: int) -> None:
     """Raise `ShapeError` unless the batch size of the labels is `rows`."""
     if labels.shape[0] != rows:
-        raise ShapeError(f"labels have batch size {labels.shape[0]}, but the input has {rows}.")
+        raise ShapeError(
+            f"labels have the batch size {labels.shape[0]}, but the inputs have the batch size "
+            f"{rows}."
+        )
 
 
 _TOKEN_HEADS = ("masked_lm", "language_model", "sequence_to_sequence")
@@ -212,7 +215,7 @@ def check_places(
         conflict = "with labels" if labels is not None else f"with the head {head!r}"
         raise ShapeError(
             f"logits_at selects positions of token logits and has no effect {conflict}. Leave "
-            "it out."
+            "logits_at out."
         )
 
 
@@ -234,7 +237,8 @@ def pick_states(x: Tensor, last: int | None, logits_at: Tensor | None) -> Tensor
         return x if last is None else x[:, -last:]
     if last is not None or logits_at.dim() != 2 or logits_at.shape[0] != x.shape[0]:
         raise ShapeError(
-            f"logits_at has shape {tuple(logits_at.shape)} with logits_to_keep={last} (needed: "
-            f"(B={x.shape[0]}, M), without logits_to_keep)."
+            f"logits_at must have the shape (B={x.shape[0]}, M) and is supported only without "
+            f"logits_to_keep, but has the shape {tuple(logits_at.shape)} with "
+            f"logits_to_keep={last}."
         )
     return x[torch.arange(x.shape[0], device=x.device)[:, None], logits_at]

@@ -43,8 +43,9 @@ def keep_(plain: Any, read: WeightReader) -> Any:
     layers = layers_with_integers(plain, read)
     if not layers:
         raise ConfigError(
-            "quantize='keep': the checkpoint has no integer weights that quantized layers "
-            "support (supported: GGUF, GPTQ and AWQ). Choose a scheme, such as quantize='int8'."
+            "quantize='keep' has no effect: the checkpoint has no integer weights that quantized "
+            "layers support (supported: GGUF, GPTQ and AWQ). Choose a scheme, such as "
+            "quantize='int8'."
         )
     for spec, names in layers.items():
         plain.change_(Change("quantize", tuple(names), asdict(spec)))

@@ -45,7 +45,7 @@ def quantize_layers_(model: nn.Module, names: Sequence[str], spec: QuantSpec, na
     if uncalled := [*find_uncalled(model, names), *read]:
         raise ConfigError(
             f"other modules read the weight of {', '.join(uncalled[:3])} without calling the "
-            "module, so it cannot be replaced. Leave it out of `where`."
+            "module, so the module cannot be replaced. Exclude it from `where`."
         )
     new: dict[str, Any] = {}
     problems = []
@@ -79,14 +79,14 @@ def _put_in_place_(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
     if hooked := [n for n in new if has_other_hooks(model.get_submodule(n))]:
         raise ConfigError(
             f"{', '.join(hooked[:3])} cannot be replaced, because the forward hooks of the module "
-            "(such as pruning gates) would be lost. Remove them first."
+            "(such as pruning gates) would be lost. Remove the hooks first."
         )
     for n, module in new.items():
         if taken := [p for p, _ in beside_parts(model.get_submodule(n)) if hasattr(module, p)]:
             kind = type(module).__name__
             raise ConfigError(
-                f"an adapter of {n} has the name {taken[0]!r}, which {kind} uses too. Give the "
-                "adapter another name."
+                f"an adapter of {n} has the name {taken[0]!r}, which is also an attribute of "
+                f"{kind}. Choose another name for the adapter."
             )
     for n, module in new.items():
         old = replace_module_(model, n, module)
@@ -104,7 +104,9 @@ def _check_ties(model: nn.Module, names: Sequence[str]) -> None:
         left = [owner for owner in shared if owner not in names]
         if left and len(left) < len(shared):
             inside = next(owner for owner in shared if owner in names)
-            raise ConfigError(f"{inside} shares its weight with {left[0]}. Add both to where=.")
+            raise ConfigError(
+                f"{inside} shares its weight with {left[0]}. Select both modules with where=."
+            )
 
 
 def resize_blocks_(model: nn.Module, names: Sequence[str], sizes: Sizes, name: str) -> None:

@@ -66,11 +66,13 @@ class LatentConfig(LlamaLikeConfig):
         name, problems = type(self).__name__, []
         if self.head_dim != self.plain_dim + self.rope_dim:
             problems.append(
-                f"head_dim={self.head_dim} must be plain_dim={self.plain_dim} + "
+                f"head_dim={self.head_dim} must equal plain_dim={self.plain_dim} + "
                 f"rope_dim={self.rope_dim}"
             )
         if self.num_kv_heads != self.num_heads:
-            problems.append(f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}")
+            problems.append(
+                f"num_kv_heads={self.num_kv_heads} must equal num_heads={self.num_heads}"
+            )
         if not 0 < self.value_dim <= self.head_dim:
             problems.append(f"value_dim={self.value_dim} must be from 1 to {self.head_dim}")
         if problems:

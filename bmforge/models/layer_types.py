@@ -45,8 +45,8 @@ class LayerTypesConfig(LlamaLikeConfig):
         kinds, name = self.layer_types, type(self).__name__
         if kinds and (len(kinds) != self.num_layers or set(kinds) - {_SLIDING, _FULL}):
             raise ConfigError(
-                f"{name}: layer_types={kinds} must have {_SLIDING!r} or {_FULL!r} for each of "
-                f"num_layers={self.num_layers} layers."
+                f"{name}: layer_types={kinds} must have one entry, {_SLIDING!r} or {_FULL!r}, for "
+                f"each of num_layers={self.num_layers} layers."
             )
         if self.sliding_layers and self.window < 1:
             raise ConfigError(f"{name}: window={self.window} must be a positive number.")
@@ -100,7 +100,7 @@ class LocalRotaryConfig(LayerTypesConfig):
             if local.pop("rope_type", "default") != "default" or local:
                 raise ConfigError(
                     f"{cls.__name__}: rope_parameters[{_SLIDING!r}]={tables[_SLIDING]} is not "
-                    "supported (only rope_type 'default' with rope_theta)."
+                    "supported (supported: rope_type 'default' with rope_theta)."
                 )
             raw["rope_parameters"] = tables.get(_FULL)
         values, raw = super()._take_special(raw)

@@ -183,7 +183,7 @@ class LlamaLikeConfig(RotaryConfig):
         width = self.num_heads * self.head_dim
         if width != self.hidden_size and not self._saves_head_dim():
             raise ConfigError(
-                f"{type(self).__name__}: hidden_size={self.hidden_size} must be "
+                f"{type(self).__name__}: hidden_size={self.hidden_size} must equal "
                 f"num_heads={self.num_heads} x head_dim={self.head_dim}."
             )
 

@@ -94,13 +94,13 @@ class LongformerConfig(EncoderConfig):
         super().check()
         if self.classifier_dropout is not None:
             raise ConfigError(
-                f"LongformerConfig: classifier_dropout={self.classifier_dropout} must be None: the "
-                "classifiers use `dropout`."
+                f"LongformerConfig: classifier_dropout={self.classifier_dropout} is not supported "
+                "(allowed: None). The classifiers use `dropout`."
             )
         if len(self.windows) != self.num_layers or any(w < 2 or w % 2 for w in self.windows):
             raise ConfigError(
-                f"LongformerConfig: windows={self.windows} must be {self.num_layers} positive even "
-                "numbers, one per layer (num_layers), or one for all."
+                f"LongformerConfig: windows={self.windows} must be one positive even number, or "
+                f"one for each of num_layers={self.num_layers} layers."
             )
 
     @classmethod
@@ -189,16 +189,16 @@ class Longformer(EncoderModel):
             return None
         if inputs.dim() != 2:
             raise ShapeError(
-                "the end of the question is located in input_ids. With inputs_embeds, pass "
-                "global_attention_mask."
+                "the end of the question is located in input_ids, which is missing. With "
+                "inputs_embeds, pass global_attention_mask."
             )
         separators = inputs == self.config.sep_token_id
         if reads_are_free(inputs) and not bool((separators.sum(1) == 3).all()):
             raise ShapeError(
-                "every sequence needs three separators "
-                f"(sep_token_id={self.config.sep_token_id}): after the question, before and "
-                f"after the text (the batch has {separators.sum(1).tolist()}). Add them, or "
-                "pass global_attention_mask."
+                "each sequence must have three separator tokens "
+                f"(sep_token_id={self.config.sep_token_id}): after the question, before the text "
+                f"and after the text, but the sequences have {separators.sum(1).tolist()}. Add "
+                "separators, or pass global_attention_mask."
             )
         return position < separators.int().argmax(1, keepdim=True)
 

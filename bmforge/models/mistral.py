@@ -91,8 +91,8 @@ class MistralConfig(LlamaLikeConfig):
             problems.append(f"model_type={self.model_type!r} must be 'mistral' or 'ministral'")
         if self.window_layers and (not self.window or self.model_type == "mistral"):
             problems.append(
-                f"window_layers={self.window_layers} needs window (now {self.window}) and "
-                f"model_type='ministral' (now {self.model_type!r})"
+                f"window_layers={self.window_layers} needs window (got {self.window}) and "
+                f"model_type='ministral' (got {self.model_type!r})"
             )
         if not all(0 <= i < self.num_layers for i in self.window_layers):
             problems.append(

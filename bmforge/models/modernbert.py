@@ -150,8 +150,8 @@ class ModernBertConfig(EncoderConfig):
         problems = []
         if len(self.kinds) != self.num_layers or set(self.kinds) - {_LOCAL, _GLOBAL}:
             problems.append(
-                f"layer_types={self.kinds} must name {_LOCAL!r} or {_GLOBAL!r} for each of "
-                f"num_layers={self.num_layers} layers"
+                f"layer_types={self.kinds} must have one entry, {_LOCAL!r} or {_GLOBAL!r}, for "
+                f"each of num_layers={self.num_layers} layers"
             )
         problems += self.find_unlike(
             {"attn_dropout": (self.attn_dropout, 0.0), "num_segments": (self.num_segments, 1)}
@@ -159,7 +159,9 @@ class ModernBertConfig(EncoderConfig):
         if self.local_attention < 2:
             problems.append(f"local_attention={self.local_attention} must be at least 2")
         if self.classifier_pooling not in ("cls", "mean"):
-            problems.append(f"classifier_pooling={self.classifier_pooling!r} must be cls or mean")
+            problems.append(
+                f"classifier_pooling={self.classifier_pooling!r} must be 'cls' or 'mean'"
+            )
         if problems:
             raise ConfigError(f"ModernBertConfig: {'; '.join(problems)}.")
 

@@ -110,7 +110,7 @@ class OPTConfig(ModelConfig):
         problems = []
         if self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim"):
             problems.append(
-                f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
+                f"hidden_size={self.hidden_size} must equal num_heads={self.num_heads} x "
                 f"head_dim={self.head_dim}"
             )
         if self.norm_eps != _NORM_EPS:

@@ -68,8 +68,8 @@ def quantize_directory(
         is_whole = (directory / "config.json").is_file() and has_weights(directory)
         if not is_whole and not is_gguf(directory):
             raise ConfigError(
-                f"{str(directory)!r} is not in Hugging Face format. Convert it first (bmforge "
-                "convert), then quantize the result."
+                f"{str(directory)!r} is not in the Hugging Face format. Convert the model with "
+                "`bmforge convert` first, and quantize the result."
             )
         family = AutoModel.family_of(read_config_file(directory))
         kind = dtype or find_dtype(WeightFiles(directory))

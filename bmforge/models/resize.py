@@ -55,7 +55,7 @@ def resize_(model: Any, names: Sequence[str], sizes: Sizes) -> None:
             layer already has another change. The model is then unchanged.
     """
     if not names:
-        raise ConfigError("names=[] selects no layer to resize. Give at least one layer name.")
+        raise ConfigError("names=[] selects no layer to resize. Pass at least one layer name.")
     old = {name: _find(model, name) for name in names}
     specs = {name: resize_block(block.spec, sizes, name) for name, block in old.items()}
     _check(model, old, specs)
@@ -100,8 +100,8 @@ def _resize_attention(spec: AttentionSpec | None, new: LayerSizes) -> AttentionS
         return None
     if spec.global_tokens and new.num_kv_heads != new.num_heads:
         raise ConfigError(
-            f"num_kv_heads={new.num_kv_heads} must be num_heads={new.num_heads} if attention has "
-            "global tokens."
+            f"num_kv_heads={new.num_kv_heads} must equal num_heads={new.num_heads} if attention "
+            "has global tokens."
         )
     return replace(
         spec,
@@ -173,11 +173,11 @@ def _find(model: Any, name: str) -> Block:
         own = set(persistent_tensors(Block(block.spec, 0)))
     if unexpected := sorted(set(tensors) ^ own):
         raise ConfigError(
-            f"{name} has other changes than its sizes ({', '.join(unexpected[:3])}). Resize "
-            "layers first, then apply other changes."
+            f"{name} already has changes other than its sizes ({', '.join(unexpected[:3])}). "
+            "Resize layers first, then apply other changes."
         )
     if any(is_distributed(tensor) for tensor in tensors.values()):
-        raise ConfigError(f"{name} is already parallelized. Resize it before `parallelize`.")
+        raise ConfigError(f"{name} is already parallelized. Resize the layer before parallelize().")
     return block
 
 
@@ -211,8 +211,8 @@ def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> No
         left = [specs.get(f"{stack}.{number}", block.spec) for number, block in blocks]
         if all(spec.attn is None for spec in left):
             raise ConfigError(
-                f"attn=False would remove the attention of all layers of {stack}. Keep it in at "
-                "least one."
+                f"attn=False would remove the attention of all layers of {stack}. Keep the "
+                "attention of at least one layer."
             )
 
 

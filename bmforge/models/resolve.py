@@ -47,10 +47,11 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
         return path
     if path.exists():
         raise ConfigError(
-            f"{str(name)!r} is a file. Pass a directory with config.json, or a .gguf file."
+            f"{str(name)!r} is neither a directory nor a GGUF file. Pass a directory with "
+            "config.json, or a .gguf file."
         )
     if path.suffix == ".gguf":
-        raise ConfigError(f"the GGUF file {str(path)!r} does not exist.")
+        raise ConfigError(f"the GGUF file {str(path)!r} does not exist. Check the path.")
     name = (hub_ids or {}).get(str(name), str(name))
     hint = suggest(str(path), find_neighbors(path))
     if name in _NOT_ON_HUB:
@@ -64,15 +65,15 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
         return cached
     if cached is None and "/" not in name:
         raise ConfigError(
-            f"{name!r} is neither a directory nor in the Hugging Face cache.{hint} A model of the "
-            "hub needs its owner: OWNER/NAME."
+            f"{name!r} is neither a directory nor in the Hugging Face cache.{hint} To download a "
+            "model from the hub, pass its full id: OWNER/NAME."
         )
     try:
         return _download(name)
     except Exception as error:
         if cached is not None:
             get_logger().warning(
-                "%s: the cached copy %s has no weights, and the hub cannot be reached (%s)",
+                "%s: the cached copy %s has no weights, and the hub cannot be reached (%s).",
                 *(name, cached, type(error).__name__),
             )
             return cached

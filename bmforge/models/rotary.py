@@ -51,7 +51,10 @@ def rope_from_hf(raw: dict[str, Any]) -> dict[str, Any]:
             del fields["partial_rotary_factor"]
     unknown = [name for name in parameters if name not in _ROPE_NAMES]
     if unknown:
-        raise ConfigError(f"rotary scaling {kind!r} has unsupported parameters: {unknown}.")
+        raise ConfigError(
+            f"rotary scaling {kind!r} has unsupported parameters: {', '.join(unknown)} (supported: "
+            f"{', '.join(_ROPE_NAMES)})."
+        )
     scaling = {_ROPE_NAMES[n]: v for n, v in parameters.items() if v is not None}
     return {
         "rope_theta": float(theta),
@@ -108,7 +111,8 @@ class RotaryConfig(ModelConfig):
             numbers.setdefault("factor", self.max_seq_len / numbers["original_seq_len"])
         elif kind and "factor" not in numbers:
             raise ConfigError(
-                f"rotary scaling {kind!r} needs a factor (its parameters are {numbers})."
+                f"rotary scaling {kind!r} needs a factor, but its parameters are {numbers}. Add "
+                "factor to the scaling."
             )
         return RopeSpec(
             rotary_dim or self.head_dim,

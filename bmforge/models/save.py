@@ -135,15 +135,15 @@ def _warn_of_changes(model: Any) -> None:
         kinds = ", ".join(dict.fromkeys(change.kind for change in changes))
         get_logger().warning(
             (
-                "the saved model is changed (%s), so only bmforge loads it; its weight files are "
-                "named bmforge_model, which transformers does not open"
+                "the saved model has changes (%s), so only bmforge can load it. Its weight files "
+                "are named bmforge_model, so that transformers does not load them."
             ),
             kinds,
         )
     if any(change.kind == "prompt" for change in changes):
         get_logger().warning(
-            "the saved model has the rows of a soft prompt, but a loaded model does not prepend "
-            "them: save the adapter as well (Delta.save), and load it with load_delta"
+            "the saved model contains the embeddings of a soft prompt, but a loaded model does "
+            "not prepend them. Save the adapter as well (Delta.save), and load it with load_delta."
         )
 
 

@@ -134,7 +134,7 @@ class Seq2Seq(Model):
         head, source = self.config.head, encoder_outputs
         check_places(head, labels, logits_at)
         if source is None and input_ids is None and inputs_embeds is None:
-            raise ShapeError("no encoder input: pass input_ids, inputs_embeds or encoder_outputs.")
+            raise ShapeError("the encoder needs input_ids, inputs_embeds or encoder_outputs.")
         target, target_embeds = decoder_input_ids, decoder_inputs_embeds
         if self.decoder is None:
             target = target_embeds = None
@@ -214,7 +214,9 @@ class Seq2Seq(Model):
         if roles is None or x is None:
             return x
         if not self.spec.num_roles:
-            raise ShapeError(f"{type(self).__name__} does not support role_ids. Leave them out.")
+            raise ShapeError(
+                f"{type(self).__name__} does not support role_ids. Leave role_ids out."
+            )
         check_ids(roles, self.spec.num_roles, "role_ids", "num_roles")
         return x + self.embed_segments(roles)
 
@@ -247,8 +249,8 @@ class Seq2Seq(Model):
         target = labels if self.config.head == "sequence_to_sequence" else input_ids
         if target is None:
             raise ShapeError(
-                f"there is no decoder input. With the head {self.config.head!r}, pass "
-                "decoder_input_ids, or the labels or input_ids from which they are computed."
+                f"the decoder has no input. With the head {self.config.head!r}, pass "
+                "decoder_input_ids, labels or input_ids."
             )
         return shift_right(target, self.config.decoder_start_token_id, self.config.pad_token_id)
 
@@ -282,7 +284,10 @@ class Seq2Seq(Model):
         assert x is not None
         if self.config.head == "sequence_classification":
             if ends_of is None:
-                raise ShapeError("the sequence classification head needs input_ids. Pass them.")
+                raise ShapeError(
+                    "the sequence classification head needs input_ids to find the end-of-sequence "
+                    "token. Pass input_ids."
+                )
             last = find_last_end(ends_of, self.config.eos_token_id)
             x = x[torch.arange(x.shape[0], device=x.device), last]
         dropout = self.spec.classifier_dropout
@@ -318,7 +323,7 @@ def find_last_end(input_ids: Tensor, end: int) -> Tensor:
         rows = (~is_end.any(1)).nonzero()[:, 0].tolist()
         raise ShapeError(
             f"sequences {rows} have no end-of-sequence token (eos_token_id={end}), whose hidden "
-            "state is classified. Append it to every sequence."
+            "state is classified. Append the token to every sequence."
         )
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     return (positions * is_end).argmax(-1)

@@ -71,7 +71,10 @@ class Seq2SeqConfig(ModelConfig):
         """Raise `ConfigError` for inconsistent fields."""
         super().check()
         if self.tie_word_embeddings:
-            raise ConfigError(f"{type(self).__name__}: tie_word_embeddings=True must be False.")
+            raise ConfigError(
+                f"{type(self).__name__}: tie_word_embeddings=True is not supported (allowed: "
+                "False)."
+            )
 
     @property
     def is_gated(self) -> bool:

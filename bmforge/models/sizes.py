@@ -59,12 +59,10 @@ class Sizes:
             if name in _WORDS:
                 if value not in _WORDS[name]:
                     allowed = ", ".join(map(repr, _WORDS[name]))
-                    problems.append(f"{name}={value!r} must be {allowed}")
+                    problems.append(f"{name}={value!r} must be one of {allowed}")
             elif name in ("attn", "mlp"):
                 if value is not False:
-                    problems.append(
-                        f"{name}={value!r} can only be False, which removes the sublayer"
-                    )
+                    problems.append(f"{name}={value!r} must be False, which removes the sublayer")
             elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 problems.append(f"{name}={value!r} must be a positive integer")
         heads = self.num_heads or self.num_kv_heads or self.head_dim
@@ -78,7 +76,7 @@ class Sizes:
         if self.attn is False and heads:
             problems.append("attn=False cannot be combined with sizes of the attention")
         if problems:
-            raise ConfigError(f"resize: {'; '.join(problems)}. Pass some of {', '.join(_NAMES)}.")
+            raise ConfigError(f"resize: {'; '.join(problems)}. The sizes are {', '.join(_NAMES)}.")
 
 
 _NAMES = [f.name for f in fields(Sizes)]
@@ -194,7 +192,7 @@ class LayerSizes:
         if (feed or sizes.mlp is False) and not self.intermediate_size:
             problems.append("it has no MLP")
         if sizes.experts_per_token and not (self.num_experts or sizes.num_experts):
-            problems.append("it has no experts, and experts_per_token needs num_experts")
+            problems.append("it has no experts, so experts_per_token needs num_experts")
         if self.latent is not None and heads:
             problems.append("its latent attention has no heads that can be removed")
         if sizes.split and self.num_experts:
@@ -212,11 +210,11 @@ class LayerSizes:
             )
         if new.experts_per_token > new.num_experts:
             problems.append(
-                f"experts_per_token={new.experts_per_token} is more than "
+                f"experts_per_token={new.experts_per_token} must not exceed "
                 f"num_experts={new.num_experts}"
             )
         if not problems and new == self:
-            problems.append("it has these sizes already")
+            problems.append("it already has these sizes")
         if problems:
             raise ConfigError(f"{name} cannot be resized: {'; '.join(problems)}.")
         return new
@@ -253,7 +251,7 @@ def _nearest_experts(width: int, sizes: Sizes) -> str:
         (n for n in range(1, remaining + 1) if remaining % n == 0), key=lambda n: abs(n - count)
     )
     return (
-        f"num_experts={count} does not divide the {remaining} features to split (nearest divisor: "
+        f"num_experts={count} does not divide the {remaining} features (nearest divisor: "
         f"{fits[0] if fits else 1})"
     )
 

@@ -66,8 +66,8 @@ class SmolLM3Config(LlamaLikeConfig):
         flags = self.rotated_layers
         if flags and (len(flags) != self.num_layers or set(flags) - {0, 1}):
             raise ConfigError(
-                f"{type(self).__name__}: rotated_layers={flags} must have a 0 or 1 for each of "
-                f"num_layers={self.num_layers} layers."
+                f"{type(self).__name__}: rotated_layers={flags} must have one entry, 0 or 1, for "
+                f"each of num_layers={self.num_layers} layers."
             )
         if self.unrotated_every < 1:
             raise ConfigError(

@@ -116,7 +116,7 @@ def find_block(model: nn.Module, name: str) -> Block:
         module = getattr(module, part) if not isinstance(module, nn.ModuleDict) else module[part]
         if isinstance(module, Block):
             return module
-    raise ValueError(f"{name} does not belong to a block")
+    raise ValueError(f"the module {name!r} is not in a Block.")
 
 
 def run_layers(
@@ -245,8 +245,8 @@ def given_inputs(
     """
     ids = name.replace("inputs_embeds", "input_ids")
     if (input_ids is None) == (inputs_embeds is None):
-        what = "neither was given" if input_ids is None else "both were given"
-        raise ShapeError(f"pass either {ids} or {name}, not both: {what}.")
+        what = "neither was passed" if input_ids is None else "both were passed"
+        raise ShapeError(f"exactly one of {ids} and {name} must be passed, but {what}.")
     inputs = inputs_embeds if input_ids is None else input_ids
     assert inputs is not None
     return inputs
@@ -264,6 +264,6 @@ def check_ids(
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocab_size:
         raise ShapeError(
-            f"{name} has ids from {low} to {high}, but the model has {limit}={vocab_size}. "
-            "Use the tokenizer that belongs to the model."
+            f"{name} has ids from {low} to {high} (allowed: at least 0 and below "
+            f"{limit}={vocab_size}). Use the tokenizer of the model."
         )

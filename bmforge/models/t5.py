@@ -191,7 +191,7 @@ class T5Config(ModelConfig):
         if self.model_type not in self.model_types:
             raise ConfigError(
                 f"{type(self).__name__}: model_type={self.model_type!r} must be one of "
-                f"{self.model_types}."
+                f"{', '.join(self.model_types)}."
             )
         if self.model_type == "mt5" and self.scale_head:
             raise ConfigError("T5Config: scale_head=True is not supported by mT5. Set it to False.")

@@ -122,7 +122,10 @@ def settle_tie(model: Any, files: WeightFiles, value: bool | None = None) -> Mod
     if head in files.shapes and source is not None and config.tie_word_embeddings:
         if not _are_equal(files, head, source):
             get_logger().warning(
-                ("config.json ties %s to the embedding, but their weights differ: both are loaded"),
+                (
+                    "config.json ties %s to the token embedding, but their weights differ. Both "
+                    "weights are loaded."
+                ),
                 head,
             )
             return config.replace(tie_word_embeddings=False)
@@ -138,7 +141,7 @@ def _tie_as_requested(model: Any, files: WeightFiles, value: bool) -> ModelConfi
         raise ConfigError(
             f"tie_word_embeddings={value} has no effect on a {type(model).__name__} with "
             f"head={model.config.head!r}, which has no output layer over the vocabulary. Leave "
-            "it out."
+            "tie_word_embeddings out."
         )
     bare = embed.removeprefix(model.hf_prefix)
     source = next((n for n in (embed, bare) if n in files.shapes), None)
@@ -146,7 +149,7 @@ def _tie_as_requested(model: Any, files: WeightFiles, value: bool) -> ModelConfi
     if value and is_stored and not _are_equal(files, head, source):  # type: ignore[arg-type]
         raise ConfigError(
             f"tie_word_embeddings=True would discard {head}, which differs from {embed}. Leave "
-            "it out."
+            "tie_word_embeddings out."
         )
     config: ModelConfig = model.config.replace(tie_word_embeddings=value)
     return config
@@ -255,8 +258,8 @@ def _refuse(
     hint = ""
     if missing and set(missing) <= set(head.names.values()):
         hint = (
-            f" The checkpoint has no weights for the head {model.config.head!r}: new_head=True "
-            "initializes them randomly."
+            f" The checkpoint has no weights for the head {model.config.head!r}. Pass "
+            "new_head=True to initialize the head randomly."
         )
     raise CheckpointError(
         f"the weights in {str(files.directory)!r} do not match {type(model).__name__}: "

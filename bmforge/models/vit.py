@@ -132,15 +132,16 @@ class ViTConfig(ModelConfig):
         if self.patch_size < 1 or self.num_channels < 1 or self.image_size < self.patch_size:
             raise ConfigError(
                 f"ViTConfig: image_size={self.image_size}, patch_size={self.patch_size} and "
-                f"num_channels={self.num_channels} must be positive, with patch_size at most "
-                "image_size."
+                f"num_channels={self.num_channels} must be positive, and patch_size must not "
+                "exceed image_size."
             )
         if (
             self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim")
         ) or self.num_kv_heads != self.num_heads:
             raise ConfigError(
-                f"ViTConfig: hidden_size={self.hidden_size} must be num_heads={self.num_heads} x "
-                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} must be num_heads."
+                f"ViTConfig: hidden_size={self.hidden_size} must equal num_heads={self.num_heads} "
+                f"x head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} must equal "
+                "num_heads."
             )
 
     @classmethod
@@ -277,7 +278,7 @@ class ViT(Model):
         if attention_mask is not None:
             if attention_mask.shape != x.shape[:2]:
                 raise ShapeError(
-                    f"attention_mask has shape {tuple(attention_mask.shape)} (needed: "
+                    f"attention_mask has the shape {tuple(attention_mask.shape)} (expected: "
                     f"{tuple(x.shape[:2])}, for the class token and the patches)."
                 )
             mask = attention_mask.bool()[:, None, None]
@@ -304,8 +305,8 @@ class ViT(Model):
         shape = tuple(images.shape)
         if images.dim() != 4 or shape[1] != channels:
             raise ShapeError(
-                f"pixel_values has shape {shape} (needed: (batch, {channels} channels, {size}, "
-                f"{size})). Use the image processor of the model."
+                f"pixel_values has the shape {shape} (expected: (batch, {channels} "
+                f"channels, {size}, {size})). Use the image processor of the model."
             )
         if not any_size and shape[2:] != (size, size):
             raise ShapeError(
@@ -314,8 +315,8 @@ class ViT(Model):
             )
         if min(shape[2:]) < patch:
             raise ShapeError(
-                f"the images have {shape[2]} x {shape[3]} pixels, less than a patch of {patch}. "
-                "Use larger images."
+                f"the images have {shape[2]} x {shape[3]} pixels, fewer than one patch of {patch} "
+                f"x {patch}. Use larger images."
             )
 
     def _embed(self, images: Tensor, any_size: bool) -> Tensor:

@@ -77,7 +77,8 @@ def _check_table(model: Any, new_size: int) -> None:
     record = laid_out(model)
     if record is not None and (record.layout is not None or record.streamers):
         raise ConfigError(
-            f"{kind} is already parallelized or streamed. Call resize_token_embeddings before that."
+            f"{kind} is already parallelized or streamed. Call resize_token_embeddings before "
+            "parallelize() and before streaming."
         )
     if not model.config.vocab_size or getattr(table, "weight", None) is None:
         raise ConfigError(
@@ -86,14 +87,14 @@ def _check_table(model: Any, new_size: int) -> None:
     rows = table.num_embeddings
     if rows != model.config.vocab_size:
         raise ConfigError(
-            f"{kind} has {rows} embedding rows for vocab_size={model.config.vocab_size}; the "
-            "ids of the other rows follow the vocabulary, so resizing would change them. Train "
+            f"{kind} has {rows} embedding rows, but vocab_size={model.config.vocab_size}. Resizing "
+            "would change the ids of the additional rows, which come after the vocabulary. Train "
             "a soft prompt instead of new tokens."
         )
     if getattr(table, "prompt", None) is not None:
         raise ConfigError(
-            "the token embedding has a soft prompt, whose ids follow the vocabulary. Detach "
-            "it, resize the vocabulary, then attach it again."
+            "the token embedding has a soft prompt, whose ids come after the vocabulary. Detach "
+            "the prompt, resize the vocabulary, and attach the prompt again."
         )
     padding = getattr(table, "padding_idx", None)
     if padding is not None and padding >= new_size:
@@ -135,8 +136,9 @@ def _check_tensor(
         )
     if tensor.shape[axis] != old_size:
         raise ConfigError(
-            f"{name} has {tensor.shape[axis]} rows instead of vocab_size={old_size}, so the new "
-            "rows would not match the ids of new tokens. Its vocabulary cannot be resized."
+            f"{name} has {tensor.shape[axis]} rows instead of vocab_size={old_size}, so its new "
+            "rows would not match the ids of new tokens. The vocabulary of this model cannot be "
+            "resized."
         )
     parts = [slot for slot, _ in beside_parts(model.get_submodule(owner))]
     merged = [n for n in model.__dict__.get("_base_weights", {}) if n.startswith(f"{owner}.")]

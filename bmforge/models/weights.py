@@ -232,7 +232,7 @@ def _expand_family(
     for name, shape in shapes.items():
         matches = [(m, rule) for pattern, rule in patterns if (m := pattern.fullmatch(name))]
         if not matches:
-            raise TypeError(f"no weight rule matches the tensor {name!r}")
+            raise TypeError(f"no weight rule matches the tensor {name!r}.")
         for match, rule in matches:
             published = _fill_numbers(rule.theirs, match)
             if rule.part is not None:

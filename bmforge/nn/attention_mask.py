@@ -76,11 +76,11 @@ def _check_mask_shapes(
     for name, tensor in (("attention_mask", attention_mask), ("document_ids", document_ids)):
         if tensor is not None and tuple(tensor.shape) != shapes[name]:
             raise ShapeError(
-                f"{name} has shape {tuple(tensor.shape)}, but {length} new and {past} cached "
-                f"tokens need {shapes[name]}."
+                f"{name} has the shape {tuple(tensor.shape)} (expected for {length} new and {past} "
+                f"cached tokens: {shapes[name]})."
             )
     if document_ids is not None and past:
         raise ShapeError(
-            "document_ids separate the documents of a training row and cannot be used with a "
-            "KV cache. Leave document_ids or the cache out."
+            "document_ids separates the documents of a packed training sequence and cannot be "
+            "used with a KV cache. Leave document_ids or the cache out."
         )

@@ -80,8 +80,8 @@ class BottleneckOptions:
         forms = ("plain", "low_rank", "kronecker")
         if self.form not in forms or self.reads not in ("out", "in"):
             raise ConfigError(
-                f"form={self.form!r} and reads={self.reads!r} are not supported together (form: "
-                f"one of {forms}; reads: 'out' or 'in')."
+                f"form={self.form!r} must be one of {', '.join(forms)}, and reads={self.reads!r} "
+                "must be 'out' or 'in'."
             )
         if self.width < 1:
             raise ConfigError(f"width={self.width} must be at least 1.")
@@ -90,19 +90,19 @@ class BottleneckOptions:
         smallest = min(self.width, ins, outs)
         if self.form == "low_rank" and not 1 <= self.rank <= smallest:
             raise ConfigError(
-                f"rank={self.rank} is out of range for the bottleneck of {name} (1 to "
-                f"{smallest}, the smallest of its sizes)."
+                f"rank={self.rank} is out of range for the bottleneck of {name} (allowed: 1 to "
+                f"{smallest}, its smallest size)."
             )
         if self.form == "kronecker":
             for what, size in (("input", ins), ("output", outs), ("bottleneck", self.width)):
                 if size % self.division:
                     raise ConfigError(
-                        f"division={self.division} does not divide the {what} size of {name}, "
-                        f"{size}. Use a common divisor of all sizes."
+                        f"division={self.division} does not divide the {what} size {size} of "
+                        f"{name}. Use a common divisor of all sizes."
                     )
             if not 0 <= self.rank <= smallest // self.division:
                 raise ConfigError(
-                    f"rank={self.rank} is out of range for the bottleneck of {name} (1 to "
+                    f"rank={self.rank} is out of range for the bottleneck of {name} (allowed: 1 to "
                     f"{smallest // self.division}, or 0 for full rank)."
                 )
 

@@ -154,8 +154,8 @@ def out_width(name: str, module: Any) -> int:
     if linear:
         return linear[-1][1]
     raise ConfigError(
-        f"the output size of {name}, a {type(module).__name__}, is unknown. Choose a linear "
-        "layer, a norm, an attention or an MLP."
+        f"the output size of {name}, a {type(module).__name__}, is unknown. Choose a linear layer, "
+        "a norm, an attention or an MLP as target."
     )
 
 

@@ -235,12 +235,12 @@ def _check(student: HeadInput, teacher: HeadInput, temperature: float) -> None:
     student_size, teacher_size = student.weight.shape[0], teacher.weight.shape[0]
     if student_size != teacher_size:
         raise ShapeError(
-            f"the head of the student has {student_size} rows, but the teacher's has "
-            f"{teacher_size}. Use models with the same vocabulary."
+            f"the vocabulary of the student has {student_size} tokens, but the vocabulary of the "
+            f"teacher has {teacher_size}. Use models with the same vocabulary."
         )
     student_size, teacher_size = student.hidden.shape[0], teacher.hidden.shape[0]
     if student_size != teacher_size:
         raise ShapeError(
-            f"the student predicts {student_size} tokens, but the teacher predicts "
-            f"{teacher_size}. Give both models the same batch."
+            f"the student predicts {student_size} tokens, but the teacher predicts {teacher_size}. "
+            "Pass the same batch to both models."
         )

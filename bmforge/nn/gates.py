@@ -63,8 +63,8 @@ class HardConcrete(nn.Module):
         self.gate_name, self.units, self.width = name, units, width or units
         if self.width % units:
             raise ConfigError(
-                f"the {self.width} features of {name} do not divide into {units} gates of equal "
-                "width."
+                f"the {self.width} features of {name} cannot be divided into {units} gates of "
+                "equal size."
             )
         self.start = log_alpha_of(start)
         self.delta = nn.Parameter(torch.zeros(units))

@@ -179,9 +179,9 @@ class LMHead(nn.Linear):
                 continue
             if not isinstance(part, LowRank):
                 raise ConfigError(
-                    f"adapter {name!r} of the language-model head is a {type(part).__name__}, "
-                    "but the fused loss supports only low-rank, bias and token-row adapters "
-                    "there. Choose other targets."
+                    f"adapter {name!r} of the language-model head is a {type(part).__name__}, but "
+                    "the fused loss supports only low-rank, bias and token-row adapters on the "
+                    "head. Exclude the head from the targets."
                 )
             low, up = part.factors(x)
             low = low if weight == 1 else low * weight

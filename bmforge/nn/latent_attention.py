@@ -42,9 +42,9 @@ class LatentAttention(Attention):
         self.plain_dim = spec.head_dim - latent.rope_dim
         if spec.num_kv_heads != spec.num_heads or not 0 < latent.value_dim <= spec.head_dim:
             raise ConfigError(
-                f"latent attention needs num_kv_heads={spec.num_kv_heads} equal to "
-                f"num_heads={spec.num_heads}, and value_dim={latent.value_dim} from 1 to "
-                f"{spec.head_dim}, the width of a key."
+                "latent attention needs num_kv_heads equal to num_heads, and value_dim from 1 to "
+                f"head_dim: num_heads={spec.num_heads}, num_kv_heads={spec.num_kv_heads}, "
+                f"head_dim={spec.head_dim}, value_dim={latent.value_dim}."
             )
         self.q_a_proj = self.q_a_norm = None
         size = spec.num_heads * spec.head_dim

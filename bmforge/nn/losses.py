@@ -392,7 +392,6 @@ def check_classes(labels: Tensor, count: int) -> None:
     targets = labels[labels != IGNORE_INDEX]
     if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= count):
         raise ShapeError(
-            f"labels are out of range: {int(targets.min())} to {int(targets.max())} (the head "
-            f"has {count} classes, 0 to {count - 1}). Use {IGNORE_INDEX} for tokens without a "
-            "label."
+            f"labels are out of range: {int(targets.min())} to {int(targets.max())} (allowed: 0 to "
+            f"{count - 1}, for {count} classes). Use {IGNORE_INDEX} for tokens without a label."
         )

@@ -77,8 +77,8 @@ class LowRankOptions:
         rank, alpha = self.rank, self.alpha
         if not 1 <= rank <= min(sizes):
             raise ConfigError(
-                f"rank={rank} is out of range for a layer of {sizes[0]} to {sizes[1]} features "
-                f"(1 to {min(sizes)})."
+                f"rank={rank} is out of range for a layer with {sizes[0]} input and {sizes[1]} "
+                f"output features (allowed: 1 to {min(sizes)})."
             )
         if alpha is not None and not (alpha > 0 and math.isfinite(alpha)):
             raise ConfigError(
@@ -192,7 +192,7 @@ class LowRank(BesidePart):
         if (options.magnitude or options.bias) and getattr(module, "asks_parts", False):
             raise ConfigError(
                 "magnitude and bias are not supported on the head of a language model. Leave "
-                "them out, or choose other targets."
+                "magnitude and bias out, or choose other targets."
             )
         return cls(*sizes, options, find_like(module))
 
@@ -272,9 +272,9 @@ def join_with_magnitude(
     with torch.no_grad():
         if weight.shape[0] != up.shape[0]:
             raise ConfigError(
-                "magnitude=True needs all rows of a layer, but with more processes than "
-                f"key-value heads this process has only {up.shape[0]} of {weight.shape[0]} "
-                "rows. Use a smaller layout.tp."
+                "magnitude=True (DoRA) needs the whole weight of a layer, but layout.tp is larger "
+                f"than the number of key-value heads, so this process has only {up.shape[0]} of "
+                f"{weight.shape[0]} rows. Use a smaller layout.tp."
             )
         full_weight = weight.to(down.dtype) + part.scale * (up @ down)
         length = torch.linalg.vector_norm(full_weight, dim=1)
@@ -326,8 +326,8 @@ class EmbeddingLowRank(LowRank):
         table: Any = module
         if options.magnitude or options.bias or options.dropout:
             raise ConfigError(
-                "magnitude, bias and dropout are not supported on an embedding. Leave them "
-                "out, or choose other targets."
+                "magnitude, bias and dropout are not supported on an embedding. Leave these "
+                "options out, or choose other targets."
             )
         return cls(table.num_embeddings, table.embedding_dim, options, find_like(table))
 
@@ -374,8 +374,8 @@ class ExpertsLowRank(BesidePart):
         module: Any = experts
         if options.magnitude or options.bias:
             raise ConfigError(
-                "magnitude and bias are not supported on stacked experts. Leave them out, or "
-                "choose other targets."
+                "magnitude and bias are not supported on stacked experts. Leave magnitude and "
+                "bias out, or choose other targets."
             )
         return cls(module.stack_sizes(), options, find_like(experts))
 

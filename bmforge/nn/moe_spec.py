@@ -89,7 +89,7 @@ class MoESpec:
         self._check_groups()
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(
-                f"experts_per_token={self.experts_per_token} is out of range (1 to "
+                f"experts_per_token={self.experts_per_token} is out of range (allowed: 1 to "
                 f"num_experts={self.num_experts})."
             )
         if self.swiglu_limit is not None and not (self.gated and self.swiglu_limit > 0):
@@ -110,7 +110,7 @@ class MoESpec:
         if self.choice == "balanced":
             raise ConfigError(
                 f"capacity_factor={self.capacity_factor} has no effect with choice='balanced', "
-                "where all experts get the same number of tokens. Leave it out."
+                "where all experts get the same number of tokens. Leave capacity_factor out."
             )
 
     def _check_groups(self) -> None:

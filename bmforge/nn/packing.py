@@ -79,15 +79,15 @@ class QuantSpec:
         step = 32 if self.bits == 4 else 16
         if self.group_size < 0 or self.group_size % step:
             raise ConfigError(
-                f"group_size={self.group_size} is not supported with bits={self.bits} (a "
+                f"group_size={self.group_size} is not supported with bits={self.bits} (allowed: a "
                 f"multiple of {step}, or 0 for one scale per row)."
             )
         if self.activations not in ("int8", "float"):
             raise ConfigError(f'activations={self.activations!r} must be "int8" or "float".')
         if not 0 <= self.outlier_ratio < 1:
             raise ConfigError(
-                f"outlier_ratio={self.outlier_ratio} must be at least 0 and below 1. It is the "
-                "fraction of input columns that keep 16 bits."
+                f"outlier_ratio={self.outlier_ratio} must be at least 0 and below 1. The outlier "
+                "ratio is the fraction of input columns that keep 16 bits."
             )
         if self.scale_dtype not in _SCALE_DTYPES:
             raise ConfigError(f'scale_dtype={self.scale_dtype!r} must be "float16" or "float32".')
@@ -115,11 +115,11 @@ class QuantSpec:
         if self.fits(columns):
             return ""
         if columns % step == 0:
-            return f"rows of {columns} columns are too wide for one scale per row: set group_size"
+            return f"rows of {columns} columns are too long for one scale per row; set group_size"
         low, high = columns // step * step, -(-columns // step) * step
         near = f"{low} or {high}" if low else f"{high}"
         others = [repr(name) for name, other in PRESETS.items() if other.fits(columns)]
-        hint = f"; {' and '.join(others)} supports this size" if others else ""
+        hint = f"; this size is supported by {' and '.join(others)}" if others else ""
         return f"the input size {columns} is not a multiple of {step} (nearest: {near}){hint}"
 
 

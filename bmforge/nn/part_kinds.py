@@ -102,8 +102,8 @@ def refuse_name(name: str) -> None:
     """Raise `ConfigError` for an adapter name if adapters of the kind have no names."""
     if name:
         raise ConfigError(
-            f"name={name!r} has no effect, because this change adds no adapter modules. Leave "
-            "it out."
+            f"name={name!r} has no effect, because this change adds no adapter modules. Leave name "
+            "out."
         )
 
 
@@ -137,7 +137,7 @@ def add_parts_(
     if listed:
         raise ConfigError(
             f"{listed[0]} is a {type(model.get_submodule(listed[0])).__name__}, a container of "
-            "modules. Choose one of its modules, such as the last."
+            "modules. Choose one of the modules in the container, such as the last."
         )
     parts = [build(n, module) for n, module in zip(names, modules, strict=True)]
     for module, part in zip(modules, parts, strict=True):
@@ -180,7 +180,7 @@ def add_bottlenecks_(
     if unknown := sorted(set(far) - set(names)):
         raise ConfigError(
             f"reads_at contains {unknown[0]!r}, which is not one of the targets. Use names of "
-            "targets."
+            "target modules."
         )
     readers = {n: BottleneckInput() for n in far}
     add_parts_(
@@ -236,7 +236,8 @@ def put_prompts_(model: nn.Module, names: Sequence[str], options: LengthOptions,
     def build(table: Any) -> ExtraEmbeddings:
         if table is not tokens:
             raise ConfigError(
-                "a soft prompt needs a token embedding named `embed`, which the model lacks."
+                "a soft prompt needs a token embedding named `embed`, which this model does not "
+                "have."
             )
         return ExtraEmbeddings(options.length, table.embedding_dim, options.std)
 

@@ -80,7 +80,8 @@ class RopeSpec:
         kinds = get_args(RopeKind)
         if self.kind not in kinds:
             raise ConfigError(
-                f"unknown rotary kind {self.kind!r} (known: {kinds}).{suggest(self.kind, kinds)}"
+                f"unknown rotary kind {self.kind!r} (known: "
+                f"{', '.join(kinds)}).{suggest(self.kind, kinds)}"
             )
         if self.rotary_dim % 2:
             raise ConfigError(
@@ -89,13 +90,14 @@ class RopeSpec:
             )
         if self.kind in ("yarn", "llama3", "longrope") and not self.original_seq_len:
             raise ConfigError(
-                f"rotary kind {self.kind!r} needs original_seq_len. Set original_seq_len."
+                f"rotary kind {self.kind!r} needs original_seq_len. Set original_seq_len to the "
+                "sequence length of the original model."
             )
         for name in ("short_factor", "long_factor") if self.kind == "longrope" else ():
             if len(getattr(self, name)) != self.rotary_dim // 2:
                 raise ConfigError(
-                    f"{name} has {len(getattr(self, name))} entries, but longrope needs "
-                    f"rotary_dim / 2 = {self.rotary_dim // 2}."
+                    f"{name} has {len(getattr(self, name))} entries (expected with longrope: "
+                    f"rotary_dim / 2 = {self.rotary_dim // 2})."
                 )
 
 

@@ -134,8 +134,8 @@ def pick_packed(index: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec)
         picked = pick_rows(matrix, flat, spec)
     if picked is None:
         raise IndexError(
-            f"token ids are out of range: {int(flat.min())} to {int(flat.max())} (the embedding "
-            f"has rows 0 to {rows - 1})."
+            f"token ids are out of range: {int(flat.min())} to {int(flat.max())} (allowed: 0 to "
+            f"{rows - 1}). Use the tokenizer of the model."
         )
     return picked.view(*index.shape, picked.shape[1])
 

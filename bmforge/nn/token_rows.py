@@ -127,7 +127,7 @@ def attach_token_rows_(model: nn.Module, name: str, indices: Mapping[str, Any]) 
                 if part.indices != rows.indices:
                     raise ConfigError(
                         f"{owner} and {other} share one weight, but have different "
-                        "trainable_token_indices. Give both the same ids."
+                        "trainable_token_indices. Use the same ids for both."
                     )
                 part.weight = rows.weight
     slot = f"{name}{TOKENS_SLOT}"

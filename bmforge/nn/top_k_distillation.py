@@ -108,8 +108,8 @@ def linear_answers(
     if answers.ids.shape[0] != student.hidden.shape[0]:
         raise ShapeError(
             f"the student predicts {student.hidden.shape[0]} tokens, but the stored teacher "
-            f"predictions are for {answers.ids.shape[0]}. Use the batch for which they were "
-            "stored."
+            f"predictions are for {answers.ids.shape[0]} tokens. Use the batches for which the "
+            "predictions were stored."
         )
     is_counted = labels != IGNORE_INDEX
     if num_items is None:

@@ -74,8 +74,8 @@ def keep_called(model: nn.Module, names: Sequence[str], *, drops: bool) -> list[
             else f"passes no gradient to {first}"
         )
         raise ConfigError(
-            f"{type(model).__name__} {reason} ({len(excluded)} such modules), so an adapter "
-            "attached there would not train. Exclude it from targets."
+            f"{type(model).__name__} {reason} ({len(excluded)} such modules), so an adapter of the "
+            "module would not train. Exclude the module from targets."
         )
     return [name for name in names if name not in excluded]
 

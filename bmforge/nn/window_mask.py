@@ -79,7 +79,8 @@ def build_window_mask(
     for name, tensor in masks.items():
         if tensor is not None and tuple(tensor.shape) != batch:
             raise ShapeError(
-                f"{name} has shape {tuple(tensor.shape)} (needed: {batch}, like input_ids)."
+                f"{name} has the shape {tuple(tensor.shape)} (expected: {batch}, the shape of "
+                "input_ids)."
             )
     real = None if attention_mask is None else attention_mask > 0
     chosen = is_chosen = seen = None
@@ -120,7 +121,7 @@ def _count_globals(is_global: Tensor, limit: int | None) -> int:
     if limit is not None and count > limit:
         raise ShapeError(
             f"a sequence has {count} global tokens, more than max_global_tokens={limit}. Mark "
-            "fewer tokens, or raise max_global_tokens."
+            "fewer tokens, or increase max_global_tokens."
         )
     return count if limit is None else min(limit, length)
 

@@ -100,7 +100,7 @@ def find_division(
     if prefetch < 0:
         problems.append(f"prefetch={prefetch} must be at least 0")
     if need_blocks and not problems and not any(unit.is_block for unit in units):
-        problems.append("recompute and compile apply to repeated blocks, but the model has none")
+        problems.append("recompute and compile need repeated blocks, but the model has none")
     is_sharded = world.size > layout.tp * layout.pp or dtype is not None
     if is_sharded:
         problems += [*_split_ties(model, units), *parameter_problems(model, units, master_weights)]
@@ -111,17 +111,16 @@ def find_division(
     problems += expert_problems(model, layout.ep)
     if problems:
         raise ConfigError(
-            f"{layout} does not support this {type(model).__name__}: {'; '.join(problems)}."
+            f"{layout} cannot be used with this {type(model).__name__}: {'; '.join(problems)}."
         )
     if dtype is not None and not has_fast_half(world.device, dtype):
-        name = "CPU" if is_host(world.device) else "GPU (use precision=fp16)"
+        name, hint = ("CPU", "") if is_host(world.device) else ("GPU", ". Use precision=fp16.")
         get_logger().warning(
             (
-                "precision=%s: this %s has no hardware support for it and emulates it, many times "
-                "slower than fp32"
+                "this %s has no hardware support for precision=%s and emulates it, many times "
+                "slower than fp32%s"
             ),
-            precision,
-            name,
+            *(name, precision, hint),
         )
     units = tuple(replace(unit, stage=_stage_of(unit.name, cutting)) for unit in units)
     return Division(units, styles, stacks, cutting, stage_ranks, dtype, is_sharded)
@@ -155,7 +154,7 @@ def plan_pipeline(
     refusal = getattr(rules, "pipeline_refusal", "")
     if refusal:
         problems.append(
-            f"pp={layout.pp}: {type(model).__name__} cannot be cut into stages: {refusal}"
+            f"pp={layout.pp}: {type(model).__name__} cannot be split into stages: {refusal}"
         )
         return None, ()
     if rules is None or not rules.stacks:
@@ -244,8 +243,8 @@ def _split_ties(model: nn.Module, units: Sequence[Unit]) -> list[str]:
         names.setdefault(id(parameter), name)
     return [
         (
-            f"parameter {names[key]} is shared by {', '.join(sorted(sharing))}; leave one of "
-            "them out of zero_units so that both belong to the root unit"
+            f"parameter {names[key]} is shared by the units {', '.join(sorted(sharing))}; leave "
+            "these units out of zero_units, so that the root unit contains the parameter"
         )
         for key, sharing in owners.items()
         if len(sharing) > 1

@@ -88,9 +88,9 @@ def _join(device: torch.device, timeout: timedelta) -> None:
     missing = [name for name in _NEEDED if name not in os.environ]
     if missing:
         raise DistributedError(
-            f"the environment of the launcher lacks {', '.join(missing)}. Start with `torchrun "
-            "--nproc-per-node N -m bmforge ...`, or unset RANK and WORLD_SIZE to run a single "
-            "process."
+            f"environment variables are missing: {', '.join(missing)} (the launcher sets them). "
+            "Start with `torchrun --nproc-per-node N -m bmforge ...`, or unset RANK and WORLD_SIZE "
+            "to run a single process."
         )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -118,7 +118,8 @@ def _join(device: torch.device, timeout: timedelta) -> None:
     except (dist.DistError, RuntimeError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise DistributedError(
-            f"rank {rank} of {size} could not join the process group at {address}: {error}"
+            f"rank {rank} of {size} could not join the process group at {address}. Check that all "
+            f"processes were started, with the same MASTER_ADDR and MASTER_PORT. The error: {error}"
         ) from error
 
 

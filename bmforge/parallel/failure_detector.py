@@ -91,7 +91,7 @@ class FailureDetector:
                 raise
             raise DistributedError(
                 f"{occasion}: a collective failed on rank {dist.get_rank()}; "
-                f"{self._find_failed(occasion)}. The backend says: {error}"
+                f"{self._find_failed(occasion)}. The error of the backend: {error}"
             ) from error
         finally:
             self._occasion = before
@@ -119,7 +119,9 @@ class FailureDetector:
         if verdict is None or stop.wait(leave_s):
             return
         # The main thread waits inside the backend, where no exception reaches it.
-        get_logger().error("%s: rank %d exits: %s", self._occasion, dist.get_rank(), verdict)
+        get_logger().error(
+            "%s: rank %d exits, because %s", self._occasion, dist.get_rank(), verdict
+        )
         os._exit(1)
 
     def _beat_until_failure(self, beats: _Heartbeats, stop: threading.Event) -> str | None:

@@ -38,9 +38,9 @@ def start_alike_(model: nn.Module, mesh: DeviceMesh) -> None:
     signature = [(name, tuple(t.shape), str(t.dtype)) for name, t in materialized.items()]
     if not _is_same_everywhere(_hash(repr(signature).encode()), mesh):
         raise ConfigError(
-            f"processes have different {type(model).__name__}s: the names, shapes or dtypes of "
-            "their tensors differ. Build the same model on each process, or build it on the "
-            "meta device on all."
+            f"the processes have different models ({type(model).__name__}): the names, shapes or "
+            "dtypes of the tensors differ. Build the same model on every process, or build the "
+            "model on the meta device."
         )
     different = _find_different(list(materialized.values()), mesh)
     names = [name for name, differs in zip(materialized, different, strict=True) if differs]
@@ -49,9 +49,9 @@ def start_alike_(model: nn.Module, mesh: DeviceMesh) -> None:
     if names and dist.get_rank() == 0:
         get_logger().warning(
             (
-                "%d of %d tensors were initialized differently on other processes (%s, ...): all "
-                "continue with the values of rank 0. Seed every process with the same number "
-                "before the model is built, or build it on the meta device."
+                "%d of %d tensors were initialized differently on other processes (%s, ...), so "
+                "all processes use the values of rank 0. Set the same random seed on every "
+                "process before building the model, or build the model on the meta device."
             ),
             *(len(names), len(materialized), names[0]),
         )

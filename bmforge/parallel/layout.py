@@ -59,21 +59,21 @@ class Layout:
 
     Args:
         zero: ZeRO stage: 0 replicates parameters, gradients and optimizer state; 2 shards them
-            and keeps the parameters gathered from forward to backward; 3 gathers them again in
-            backward.
+            and keeps the parameters gathered between the forward and the backward pass; 3
+            gathers them again in the backward pass.
         tp: tensor-parallel size.
         pp: pipeline-parallel size; 0 means 1, as in CPM-Pretrain.
         cp: context-parallel size.
-        ep: expert-parallel size; divides dp_shard x cp.
+        ep: expert-parallel size; must divide dp_shard x cp.
         dp_replicate: number of replicas of the sharded model (HSDP).
         cp_method: context-parallel attention: "gather" all-gathers keys and values, "ring"
             passes them from rank to rank, "ulysses" exchanges tokens for heads (all-to-all).
         sequence_parallel: shard the tokens over `tp` between the tensor-parallel layers; saves
             memory at the same communication volume.
         pp_schedule: pipeline schedule; one of `schedules.SCHEDULES`.
-        pp_stages_per_rank: pipeline stages per rank (default: the fewest that the schedule
+        pp_stages_per_rank: pipeline stages per rank (if None: the fewest that the schedule
             supports).
-        pp_cut: number of blocks of each stage (default: balanced by `pp_balance`).
+        pp_cut: number of blocks of each stage (if empty: balanced by `pp_balance`).
         pp_balance: quantity to balance over stages: the "flops" of a token, or "parameters".
     """
 
@@ -153,7 +153,7 @@ class Layout:
         elif not problems and world_size // fixed * self.cp % self.ep:
             problems.append(
                 f"ep={self.ep} does not divide dp_shard={world_size // fixed} x "
-                f"cp={self.cp}, whose processes it uses"
+                f"cp={self.cp}, the number of processes among which experts can be sharded"
             )
         if not problems and self.zero == 0 and self.dp_replicate > 1:
             problems.append(
@@ -178,7 +178,9 @@ class Layout:
         """Raise a `ConfigError` that lists all problems, the same on every process."""
         problems = self.problems(world_size)
         if problems:
-            raise ConfigError(f"{self} on {world_size} processes: " + "; ".join(problems) + ".")
+            raise ConfigError(
+                f"{self} cannot be used with {world_size} processes: {'; '.join(problems)}."
+            )
 
     def axis_lengths(self, world_size: int) -> dict[str, int]:
         """Return the lengths of the mesh axes, slowest axis first."""

@@ -35,11 +35,10 @@ def master_weight_problems(model: nn.Module, precision: str) -> list[str]:
     short = "fp16" if dtype == "float16" else "bf16"
     return [
         (
-            f"the trained parameter {trained[0][0]} is {dtype}, and the frozen parameter "
-            f"{frozen[0][0]} is {dtype}: precision='fp32' would use both. Pass "
-            f"precision={short!r} (trained parameters get fp32 master weights), convert the "
-            "model with model.float(), or pass master_weights=False to train the 16-bit "
-            "parameters themselves"
+            f"precision='fp32' needs fp32 parameters, but the trained parameter {trained[0][0]} "
+            f"and the frozen parameter {frozen[0][0]} are {dtype}. Set precision={short!r} "
+            "(trained parameters get fp32 master weights), convert the model with model.float(), "
+            "or set master_weights=False to train the 16-bit parameters directly"
         )
     ]
 
@@ -63,8 +62,8 @@ def upcast_trained_(model: nn.Module, precision: str) -> int:
     if trained:
         get_logger().info(
             (
-                "upcast %d trained 16-bit parameters to fp32 (%s%s): fp32 master weights keep "
-                "small updates. master_weights=False trains them in 16 bits."
+                "upcast %d trained 16-bit parameters to fp32 (%s%s), because small updates are "
+                "lost in 16 bits. Set master_weights=False to train them in 16 bits."
             ),
             len(trained),
             ", ".join(name for name, _ in trained[:_NUM_EXAMPLES]),

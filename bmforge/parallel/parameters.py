@@ -70,9 +70,9 @@ def _shared_memory(named: dict[str, nn.Parameter]) -> Iterator[str]:
         for other, its in named.items():
             if other != name and _overlap(parameter, its):
                 yield (
-                    f"parameter {name} is a view of the memory of {other}, which cannot be "
-                    "sharded: do not register it as a parameter, and transpose the other "
-                    "one where it is used"
+                    f"parameter {name} is a view of the memory of {other}, and views cannot be "
+                    f"sharded; do not register {name} as a parameter, and transpose {other} in "
+                    "the forward pass"
                 )
                 break
 

@@ -64,6 +64,8 @@ KINDS: dict[str, type[Delta]] = {
 ADAPTER_NAME = "default"
 ALL_LINEAR = "all-linear"
 _RUN_FIELDS = ("kind", "target_modules", "exclude_modules", "modules_to_save", "lr_ratio", "merge")
+# Default learning rate for full fine-tuning on chats.
+_FULL_RATE = 2e-5
 # Learning rates of published recipes: Hu et al. (2021) and Dettmers et al. (2023)
 # for LoRA, PEFT's examples for the others.
 _RATES = {"ia3": 3e-3, "bitfit": 1e-3, "prefix": 1e-2, "soft-prompt": 3e-2}
@@ -75,9 +77,9 @@ class AdapterConfig:
 
     Args:
         kind: lora, adapter, low-rank, compacter, parallel-adapter, bitfit, ia3, prefix or
-            soft-prompt (default: no adapter; the model itself is trained).
+            soft-prompt (if None: no adapter; the model itself is trained).
         target_modules: layers that get an adapter: all-linear, generic names (attn.q), suffixes or
-            globs (default: all-linear for lora, else the default of the adapter type).
+            globs (if empty: all-linear for lora, else the default of the adapter type).
         exclude_modules: layers that get no adapter: name prefixes, or targets as above.
         modules_to_save: modules that are trained in full and saved with the adapter; a new head is
             included automatically.
@@ -95,8 +97,8 @@ class AdapterConfig:
         inner: hidden size of the MLP that computes a prefix.
         std: standard deviation of the initial prefix or prompt.
         lr_ratio: learning rate of LoRA's B divided by that of A (LoRA+).
-        merge: export the model with the adapter merged into its weights (default: export only the
-            adapter).
+        merge: export the model with the adapter merged into its weights, instead of only the
+            adapter.
     """
 
     kind: str | None = None
@@ -162,16 +164,19 @@ def settle_adapter(config: Any) -> Any:
     return dataclasses.replace(config, adapter=dataclasses.replace(chosen, **missing))
 
 
-def default_rate(kind: str, rank: int | None) -> float:
-    """Return the default learning rate for an adapter type: 1e-4 to 2e-4 for LoRA.
+def default_rate(kind: str, rank: int | None, full_rate: float = _FULL_RATE) -> float:
+    """Return the default learning rate for an adapter type: 1e-4 to 2e-4 for LoRA on chats.
 
     Args:
         kind: a name in `KINDS`.
         rank: rank of LoRA; above 16 the rate falls with its square root, to 1e-4.
+        full_rate: the task's default for full fine-tuning; below that of chats, 2e-5, it scales
+            the result (1e-6 for preferences and rl: 1e-5 for LoRA).
     """
-    if kind != "lora":
-        return _RATES.get(kind, 1e-4)
-    return float(max(1e-4, 2e-4 * min(1.0, (16 / (rank or 8)) ** 0.5)))
+    rate = _RATES.get(kind, 1e-4)
+    if kind == "lora":
+        rate = float(max(1e-4, 2e-4 * min(1.0, (16 / (rank or 8)) ** 0.5)))
+    return float(f"{rate * min(1.0, full_rate / _FULL_RATE):.6g}")  # 1e-5, not 9.999e-6
 
 
 def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
@@ -198,7 +203,8 @@ def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
     if targets:
         if kind in (ParallelAdapter, SoftPrompt):
             raise ConfigError(
-                f"adapter.target_modules has no effect with adapter.kind={chosen.kind!r}."
+                f"adapter.target_modules has no effect with adapter.kind={chosen.kind!r}. Leave it "
+                "out."
             )
         options["targets"] = _resolve_targets(model, targets, saved_modules)
     return kind(

@@ -150,8 +150,8 @@ def _open_texts(config: Any, tokenizer: GLMTokenizer, rows: World) -> TrainingDa
     if wrong:
         needed = " ".join(f"--model.{n.replace('_', '-')} {id}" for n, id in ids.items())
         raise ConfigError(
-            f"the model has {', '.join(wrong)}, but the tokenizer uses other ids for blanks. "
-            f"Give {needed}."
+            f"the model has {', '.join(wrong)}, but the tokenizer has other ids for these tokens. "
+            f"Add {needed}."
         )
     # The text, three special tokens, and for every span a blank and a start token.
     width = config.data.seq_len

@@ -37,13 +37,15 @@ from bmforge.recipes.compress_checks import (
     check_compressible,
     check_vocabularies,
     check_widths_after,
+    describe_stored,
     estimate_phases,
+    stored_dtype,
 )
 from bmforge.recipes.compression_phases import CalibrationConfig, PhaseConfig, read_calibration
 from bmforge.recipes.evaluate import evaluate_model
 from bmforge.recipes.registry import Recipe, find_recipe
 from bmforge.recipes.run_dir import check_new_run, claim_run_dir, occupy_run_dir
-from bmforge.recipes.speed import check_speed, measure_speeds
+from bmforge.recipes.speed import check_speed, with_speed
 from bmforge.settings import EvaluateConfig
 
 __all__ = [
@@ -114,7 +116,7 @@ def read_recipe(file: str | Path, model: str, out: Path) -> CompressRunConfig:
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}") from error
+            raise ConfigError(f"recipe {str(path)!r} is not valid TOML ({error}).") from error
     parts = {f.name for f in dataclasses.fields(CompressConfig)}
     inner = {name: values.pop(name) for name in list(values) if name in parts}
     values_given = {**values, "compress": inner, "model": model, "out": out}
@@ -136,7 +138,7 @@ def run_compress(config: CompressRunConfig) -> CompressReport:
         merged = config.out / _PHASES / _MERGED
         run_on_first(lambda: plain_model(config.model, merged))
         source = original = merged if merged.exists() else source
-        model, done = AutoModel.describe_pretrained(source)[0], list[PhaseFacts]()
+        model, done = describe_stored(source), list[PhaseFacts]()
         before, quality = _measure_before(config, source, model)
         for number, phase in enumerate(phases, 1):
             phase_dir = _phase_dir(config, number, phase)
@@ -167,11 +169,13 @@ def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
     if config.compress.distill is not None:
         check_vocabularies(source, config.compress.distill)
     if config.speed:
-        check_speed(AutoModel.describe_pretrained(source)[0])
+        check_speed(describe_stored(source))
     check_widths_after(source, phases)
     list(estimate_phases(source, phases))  # raises the errors of later phases early
     if config.format != "bmforge":
         check_compressible(source, phases)
+    if any(phase.config.is_calibrated for phase in phases):  # too few texts, before any training
+        read_calibration(describe_stored(source), source, config.calibration)
     return phases, source
 
 
@@ -208,7 +212,9 @@ def _check_task(config: CompressRunConfig, phases: tuple[Phase, ...]) -> None:
         )
     taken = {"run_dir", "init_from", "export", "compress", "model"} & set(config.run)
     if taken:
-        raise ConfigError(f"run.{min(taken)} is set by the recipe itself. Remove it.")
+        raise ConfigError(
+            f"run.{min(taken)} has no effect, because the recipe sets this field. Remove it."
+        )
     find_recipe(config.task, str(find_source(config.model).model))
 
 
@@ -241,7 +247,10 @@ def _train_phase(
     if result.stopped:
         raise StoppedError
     facts = CompressReport.load(run_dir / "compression").phases[-1]
-    return dataclasses.replace(facts, directory=str(run_dir / _EXPORT))
+    # The size of the export; a model is trained in fp32.
+    stored = measure_sizes(describe_stored(run_dir / _EXPORT)).size_bytes
+    sizes = dataclasses.replace(facts.sizes, size_bytes=stored)
+    return dataclasses.replace(facts, sizes=sizes, directory=str(run_dir / _EXPORT))
 
 
 def _settle_run(
@@ -315,7 +324,7 @@ def _change_at_once(
 
     def make() -> None:
         return_freed_memory()  # layers are allocated and freed with many different sizes
-        model = AutoModel.from_pretrained(source)
+        model = AutoModel.from_pretrained(source, dtype=stored_dtype(source))
         batches = None
         if phase.config.is_calibrated:
             batches = read_calibration(model, source, config.calibration)
@@ -340,7 +349,7 @@ def _change_at_once(
 def _publish(report: CompressReport, config: CompressRunConfig, original: Path) -> CompressReport:
     """Copy the last phase's model to the output directory, and write the report."""
     if config.speed:
-        report = _with_speed(report, original)
+        report = with_speed(report, original)
     source, out = _in_format(config, Path(report.phases[-1].directory)), config.out
     names = [path.name for path in source.iterdir() if path.is_file()]
     for name in sorted({*names, *find_companions(source)} - {"run.toml", "log.txt"}):
@@ -361,16 +370,6 @@ def _publish(report: CompressReport, config: CompressRunConfig, original: Path) 
     return report
 
 
-def _with_speed(report: CompressReport, source: Path) -> CompressReport:
-    """Add the measured speed after each phase to a report."""
-    first, *others = measure_speeds(source, [Path(phase.directory) for phase in report.phases])
-    phases = tuple(
-        dataclasses.replace(phase, speed=speed)
-        for phase, speed in zip(report.phases, others, strict=True)
-    )
-    return dataclasses.replace(report, phases=phases, speed=first)
-
-
 def _in_format(config: CompressRunConfig, source: Path) -> Path:
     """Convert the compressed model to the requested format; return its directory."""
     if config.format == "bmforge":
@@ -378,7 +377,8 @@ def _in_format(config: CompressRunConfig, source: Path) -> Path:
     target = config.out / _PHASES / config.format
 
     def write(directory: Path, partial: Path) -> str:
-        save_compressed(AutoModel.from_pretrained(directory), partial)
+        model = AutoModel.from_pretrained(directory, dtype=stored_dtype(directory))
+        save_compressed(model, partial)
         return f"for vLLM and transformers, {config.format}"
 
     # The directory is renamed to its final name when it is complete.

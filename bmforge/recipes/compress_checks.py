@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bmforge.compress import DistillConfig, measure_sizes
 from bmforge.compress.distill.answers import TeacherAnswers, fingerprint_vocabulary
 from bmforge.compress.matrices import find_matrices
@@ -17,9 +19,13 @@ from bmforge.compress.prune.structure_config import wanted_sizes
 from bmforge.compress.prune.zeros import check_pattern
 from bmforge.compress.quantize import quantize
 from bmforge.errors import ConfigError, DataError
+from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel, Change
+from bmforge.models.config_file import read_config_file
 from bmforge.models.formats.compressed_write import check_compressed
+from bmforge.models.formats.convert import find_dtype
+from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.hub import find_model
 from bmforge.tokenizers import AutoTokenizer
 
@@ -27,9 +33,27 @@ __all__ = [
     "check_compressible",
     "check_vocabularies",
     "check_widths_after",
+    "describe_stored",
     "estimate_phases",
     "read_vocabulary",
+    "stored_dtype",
 ]
+
+
+def stored_dtype(directory: Path) -> torch.dtype:
+    """Return the dtype of a model's floating-point weights, in which they are written again."""
+    if is_gguf(directory):
+        return torch.float32
+    raw = read_config_file(directory)
+    named = getattr(torch, str(raw.get("dtype")).removeprefix("torch."), None)
+    if "bmforge" in raw and isinstance(named, torch.dtype):  # the scales of packed layers are fp16
+        return named
+    return find_dtype(WeightFiles(directory))
+
+
+def describe_stored(directory: Path) -> Any:
+    """Return a directory's model on the meta device, in the dtype of its weights."""
+    return AutoModel.describe_pretrained(directory, dtype=stored_dtype(directory))[0]
 
 
 def check_vocabularies(source: Path, config: DistillConfig) -> None:
@@ -70,7 +94,7 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
         raise ConfigError(
             f"distill.teacher={config.teacher!r} and the model have different vocabularies: token "
             f"{other!r} has id {student_vocabulary[other]} in the model and "
-            f"{teacher_vocabulary.get(other)} in the teacher. Use a teacher with the same "
+            f"{teacher_vocabulary.get(other, 'no id')} in the teacher. Use a teacher with the same "
             "tokenizer."
         )
 
@@ -92,7 +116,7 @@ def estimate_phases(source: Path, phases: Sequence[Phase]) -> Iterator[tuple[Pha
 
     The note is about sizes that are not yet known. The model is on meta, so no weights are loaded.
     """
-    model: Any = AutoModel.describe_pretrained(source)[0]
+    model: Any = describe_stored(source)
     before = measure_sizes(model)
     for phase in phases:
         note = _shrink(model, phase)
@@ -126,7 +150,7 @@ def check_compressible(source: Path, phases: Sequence[Phase]) -> None:
             'format="compressed-tensors" does not support the experts and routers of moefy. '
             "Remove the format."
         )
-    model: Any = AutoModel.describe_pretrained(source)[0]
+    model: Any = describe_stored(source)
     for phase in phases:
         _shrink(model, phase)
     check_compressed(model)
@@ -170,19 +194,19 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
             cause = f"quantize.scheme={quantize_config.scheme!r}"
     if structure.multiple_of % step:
         raise ConfigError(
-            f"{cause} needs widths that are multiples of {step}, but "
-            f"structure.multiple_of={structure.multiple_of} allows other widths. Set "
+            f"{cause} needs layer sizes that are multiples of {step}, but "
+            f"structure.multiple_of={structure.multiple_of} allows other sizes. Set "
             f"structure.multiple_of={step}."
         )
-    model: Any = AutoModel.describe_pretrained(source)[0]
+    model: Any = describe_stored(source)
     widths = {b.spec.attn.head_dim for b in blocks_of(model).values() if b.spec.attn is not None}
     selections = [
         c.where for p in phases for c in (p.config.quantize, p.config.prune) if c is not None
     ]
     if any(width % step for width in widths) and not all(selections):
         raise ConfigError(
-            f"{cause} needs widths that are multiples of {step}, but structure removes heads of "
-            f"{min(widths)} channels. List the layers in `where`, without o_proj, or use a "
+            f"{cause} needs layer sizes that are multiples of {step}, but structure removes heads "
+            f"of {min(widths)} channels. List the layers in `where`, without o_proj, or use a "
             "scheme with smaller groups."
         )
 

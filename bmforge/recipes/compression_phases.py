@@ -85,7 +85,7 @@ def read_calibration(
     """Return batches of token rows from the calibration texts.
 
     Args:
-        model: model that reads the rows.
+        model: model that reads the rows; may be on the meta device.
         directory: model directory with the tokenizer.
         config: calibration texts and sizes.
 
@@ -101,7 +101,8 @@ def read_calibration(
     limit = getattr(model, "position_limit", None)
     if limit is not None and config.seq_len > limit:
         raise ConfigError(
-            f"calibration.seq_len={config.seq_len} is more than the model's {limit} positions."
+            f"calibration.seq_len={config.seq_len} is more than the model's {limit} positions. Use "
+            f"at most {limit}."
         )
     tokenizer = AutoTokenizer.from_pretrained(directory)
     num_tokens, ids = config.rows * config.seq_len, list[int]()
@@ -144,12 +145,14 @@ def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | N
         return None
     if config.adapter.kind is not None or config.freeze_base:
         raise ConfigError(
-            "a compression phase trains the whole model. Remove adapter and freeze_base."
+            "a compression phase trains the whole model, so adapter and freeze_base are not "
+            "supported. Remove them."
         )
     if config.train.load_best_model_at_end or config.train.early_stopping_patience is not None:
         raise ConfigError(
-            "compression is complete only at the last step of a phase. Leave "
-            "train.load_best_model_at_end and train.early_stopping_patience out."
+            "compression is complete only at the last step of a phase, so an earlier checkpoint "
+            "cannot be the result. Leave train.load_best_model_at_end and "
+            "train.early_stopping_patience out."
         )
     if axis_size(mesh, *STAGE_AXES) > 1:
         raise ConfigError(
@@ -210,12 +213,12 @@ def keep_answers(config: Any, data: Any, world: World) -> Model:
         raise ConfigError(
             f"{world.size} processes were started, but the teacher's outputs are "
             "computed by one process. Start one process; training with the stored "
-            "outputs supports any number."
+            "outputs supports any number of processes."
         )
     if data.objective is not causal_lm:
         raise ConfigError(
-            "predictions can only be stored for tasks that train on batches of model inputs, "
-            "such as pretrain. Use the teacher itself (distill.teacher)."
+            "the teacher's predictions can only be stored for tasks that train on batches of model "
+            "inputs, such as pretrain. Compute them during training instead (distill.teacher)."
         )
     if distill is None or distill.looks_inside:
         raise ConfigError(

@@ -71,14 +71,19 @@ def train_quality(config: QualityConfig) -> list[Path]:
 def _check(config: QualityConfig) -> None:
     check_place(config.out, "out")
     if config.labeled and (config.good or config.bad):
-        raise ConfigError("labeled already contains texts of both classes. Remove good and bad.")
+        raise ConfigError(
+            "good and bad have no effect with labeled, which contains texts of both classes. "
+            "Remove good and bad."
+        )
     if not (config.labeled or config.good):
         raise ConfigError(
             "there are no training texts. Give good texts with --good (and others with --bad), "
             "or files of labeled texts with --labeled."
         )
     if config.good_from is not None and not config.labeled:
-        raise ConfigError(f"good_from={config.good_from:g} has no effect without labeled.")
+        raise ConfigError(
+            f"good_from={config.good_from:g} has no effect without labeled. Leave it out."
+        )
     if not 0 <= config.held_out_fraction < 1:
         raise ConfigError(
             f"held_out_fraction={config.held_out_fraction} must be at least 0 and below 1."

@@ -172,7 +172,9 @@ def _number_ids(tokenizer: CPM1Tokenizer) -> list[int]:
         ids = tokenizer.encode(f"选项{number}:")
         matching = [i for i in ids if str(number) in tokenizer.decode([i])]
         if not matching:
-            raise ConfigError(f"the tokenizer cannot encode {number}. Use the tokenizer of CPM-1.")
+            raise ConfigError(
+                f"the tokenizer has no token for the option number {number}. Use CPM-1's tokenizer."
+            )
         numbers.append(matching[0])
     return numbers
 
@@ -197,7 +199,7 @@ def _chid_texts(
                     if not isinstance(answer, int) or not 0 <= answer < len(candidates):
                         raise DataError(
                             f"{where}: the answer to {blank.group()} in {str(beside)!r} is "
-                            f"{answer!r} (needed: a number from 0 to {len(candidates) - 1})."
+                            f"{answer!r} (needed: an integer from 0 to {len(candidates) - 1})."
                         )
                     question = encode_chid(text, blank, candidates, tokenizer)
                     yield [*question, numbers[answer]], len(question)
@@ -214,8 +216,8 @@ def _read_question(row: Mapping[str, Any], where: str) -> tuple[list[str], list[
         or not all(isinstance(text, str) for text in (*texts, *candidates))  # type: ignore[misc]
     ):
         raise DataError(
-            f"{where} needs 'content', a text or a list of texts, and 'candidates', 2 to "
-            f"{_NUM_OPTIONS} texts."
+            f"{where} must have the fields 'content', a text or a list of texts, and 'candidates', "
+            f"a list of 2 to {_NUM_OPTIONS} texts."
         )
     return texts, candidates  # type: ignore[return-value]
 
@@ -226,7 +228,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{where} is not JSON ({error}).") from error
     if not isinstance(parsed, dict):
-        raise DataError(f"{where} is a {type(parsed).__name__} (needed: an object).")
+        raise DataError(f"{where} is a JSON {type(parsed).__name__} (needed: an object).")
     return parsed
 
 
@@ -239,7 +241,7 @@ def _stc_texts(paths: Sequence[str], tokenizer: CPM1Tokenizer) -> Iterator[tuple
             parts = ["".join(part.split()) for part in line.split("\t")]
             if len(parts) != 2 or not all(parts):
                 raise DataError(
-                    f"{path}, line {number} is not a post and an answer separated by one tab."
+                    f"{path}, line {number} must be a post and an answer, separated by one tab."
                 )
             text = f"对话上文:{parts[0]} 回复:{parts[1]}"
             yield [*tokenizer.encode(text), _id(tokenizer, "eod")], 0

@@ -140,13 +140,13 @@ class _AntExamples:
 
 def _open_data(config: Any, rows: World) -> TrainingData:
     if not 0 <= config.mlm_ratio <= 1:
-        raise ConfigError(f"mlm_ratio={config.mlm_ratio} must be above 0 and below 1.")
+        raise ConfigError(f"mlm_ratio={config.mlm_ratio} must be from 0 to 1.")
     if config.model.prompt_types <= max(_TASKS.values()):
         raise ConfigError(f"model.prompt_types={config.model.prompt_types} must be at least 3.")
     tokenizer = open_tokenizer(config)
     if tokenizer.bos_id is None or tokenizer.eos_id is None:
         raise ConfigError(
-            "the tokenizer has no beginning-of-sequence or end-of-sequence token. Set them in "
+            "the tokenizer has no beginning-of-sequence or no end-of-sequence token. Set both in "
             "the tokenizer's config."
         )
     longest = config.data.seq_len - config.model.prompt_length - 2

@@ -74,7 +74,7 @@ class SearchConfig:
             raise ConfigError("search.kinds, search.places and search.sizes must not be empty.")
         if self.keep_ratio < 2 or self.max_trained < 0:
             raise ConfigError(
-                f"search.keep_ratio={self.keep_ratio} must be at least 2, "
+                f"search.keep_ratio={self.keep_ratio} must be at least 2, and "
                 f"search.max_trained={self.max_trained} at least 0."
             )
 
@@ -175,13 +175,19 @@ def find_candidates(config: Any) -> dict[str, Candidate]:
         assert adapter is not None
         trained = sum(p.numel() for p in adapter.parameters())
         if search.max_trained and trained > search.max_trained:
-            refused.append(f"{name}: it trains {trained:,} parameters")
+            refused.append(
+                f"{name}: its {trained:,} trained parameters are more than "
+                f"search.max_trained={search.max_trained:,}"
+            )
             continue
         candidates[name] = Candidate(delta, trained)
     for reason in refused:
         get_logger().info("not tried: %s", reason)
     if not candidates:
-        raise ConfigError(f"all adapters of the search were rejected: {'; '.join(refused)}")
+        raise ConfigError(
+            f"no adapter of the search can be trained ({'; '.join(refused)}). Change search.kinds, "
+            "search.places or search.sizes, or raise search.max_trained."
+        )
     return candidates
 
 

@@ -39,8 +39,8 @@ class OnPolicyDistillationConfig(RunConfig):
         data: prompts.
         teacher: directory, hub id or short name of the teacher, with the student's tokenizer.
         jsd_beta: interpolation coefficient of the generalized Jensen-Shannon divergence: 0 is the
-            forward KL divergence, 1 the reverse KL divergence, and 0.5 is symmetric (default: 1).
-        distill_temperature: divisor of both models' logits in the loss (default: 1).
+            forward KL divergence, 1 the reverse KL divergence, and 0.5 is symmetric.
+        distill_temperature: divisor of both models' logits in the loss.
         rollout: options for generating answers.
         template: chat template for prompts that are conversations, as in `train conversations`.
     """

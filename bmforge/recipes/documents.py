@@ -49,12 +49,12 @@ class DocumentConfig:
         paths: .jsonl files with one document per line, each file a separate task, or .json files
             that describe a mixture.
         validation: held-out documents in the same formats; each task is also evaluated separately.
-        tokenizer: directory with CPM-Bee's vocab.txt (default: that of `init_from`).
+        tokenizer: directory with CPM-Bee's vocab.txt (if None: that of `init_from`).
         seq_len: sequence length in tokens; documents are packed into sequences, and longer
             documents are skipped.
         global_batch_size: sequences per optimizer step over all processes.
         micro_batch_size: sequences per forward pass on one process.
-        validation_batches: maximum number of evaluation batches of a task (default: all).
+        validation_batches: maximum number of evaluation batches of a task (if None: all).
         skip_bad: skip documents that cannot be encoded instead of stopping.
         seed: random seed of the order of documents and answers, the transforms and the examples.
     """
@@ -116,7 +116,9 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     parts: dict[str, Callable[[], Iterable[Batch]]] = {}
     for source in _open_sources(data.validation) if data.validation else ():
         if source.task in parts:
-            raise ConfigError(f"data.validation has task {source.task!r} twice. Rename one.")
+            raise ConfigError(
+                f"data.validation has task {source.task!r} twice. Rename one of the two."
+            )
         documents = _fitting(source, tokenizer, data)
         parts[source.task] = lambda docs=documents: _held_out_batches(  # type: ignore[misc]
             docs, tokenizer, data, rows

@@ -32,7 +32,7 @@ def settle_epochs(config: Any, epoch_rows: int | None) -> Any:
         raise ConfigError(f"epochs={config.epochs} must be above 0.")
     if epoch_rows is None:
         raise ConfigError(
-            f"epochs={config.epochs} has no effect, because the data of this task has no end. "
+            f"epochs={config.epochs} has no effect, because the data of this task is endless. "
             "Set train.steps (--steps) instead."
         )
     batch = config.data.global_batch_size

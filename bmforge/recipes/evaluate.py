@@ -171,8 +171,8 @@ def _open_subject(
     limit = model.traits.row_limit(sizes)
     if config.seq_len is not None and limit is not None and config.seq_len > limit:
         raise ConfigError(
-            f"seq_len={config.seq_len} is more than the model's {limit} positions. Use a "
-            "smaller value."
+            f"seq_len={config.seq_len} is more than the model's {limit} positions. Use at most "
+            f"{limit}."
         )
     return _Subject(
         model, _find_tokenizer(directory), directory, mesh, rows, config.seq_len or longest
@@ -281,7 +281,7 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
         else read_task(data.task, data.paths[0], config.split)
     )[: config.examples]
     if not examples:
-        raise DataError(f"{name!r} contains no example.")
+        raise DataError(f"{name!r} contains no example. Give a file with at least one example.")
     reading = _RowSettings(model.config, data, config.max_new_tokens)
     traits = traits_of(model.config)
     form: Callable[..., AskedTask]
@@ -290,8 +290,8 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
         if has != count_classes(task):
             raise ConfigError(
                 f"{name} has {count_classes(task)} classes, but the {type(model).__name__} with "
-                f"the head {model.config.head!r} distinguishes {has}. Fine-tune it first: "
-                "bmforge train classify."
+                f"the head {model.config.head!r} has {has}. Fine-tune it first with "
+                "`bmforge train classify`."
             )
         own = _own_labels(model)
         if order_labels(task.label_names, own) != tuple(task.label_names):
@@ -328,7 +328,9 @@ def _describe_task(name: str, subject: _Subject, config: EvaluateConfig) -> Task
     else:
         refuse_pipe(name)
         if config.task_data is None:
-            raise ConfigError(f"the folder of {name} is not set. Give it with --task-data.")
+            raise ConfigError(
+                f"the folder with the data of {name} is not set. Give it with --task-data."
+            )
         data_config = TaskDataConfig(task=find_task(name).name, paths=(config.task_data,), **sizes)
     data_config.check()
     return data_config

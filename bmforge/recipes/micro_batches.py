@@ -33,9 +33,10 @@ def _accumulate(data: Any, steps: int, rows: int, usual: int) -> Any:
     product = data.micro_batch_size * steps * rows
     if data.global_batch_size not in (usual, product):
         raise ConfigError(
-            f"data.global_batch_size={data.global_batch_size}, but "
+            f"data.global_batch_size={data.global_batch_size} must be equal to "
             f"micro_batch_size={data.micro_batch_size} x grad_accum_steps={steps} x "
-            f"{rows} = {product}. Remove one of the two."
+            f"{rows} data-parallel processes = {product}. Leave data.global_batch_size or "
+            "data.grad_accum_steps out."
         )
     return dataclasses.replace(data, global_batch_size=product, grad_accum_steps=None)
 

@@ -40,13 +40,13 @@ def check_prefix_sharing(config: Any) -> None:
 
 def _find_problem(config: Any) -> str | None:
     if config.layout.is_context_parallel:
-        return f"{config.layout}, which shards the tokens of a row"
+        return f"{config.layout}, which shards the tokens of a sequence"
     sizes = with_changes(config)
     family = family_of(sizes)
     modules = list(family.from_config(sizes, device="meta").modules())
     attentions: list[Any] = [module for module in modules if hasattr(module, "mix")]
     if not attentions or any(getattr(each, "alibi", False) for each in attentions):
-        return f"{family.__name__}, whose attention does not take positions and a mask of rows"
+        return f"{family.__name__}, whose attention does not support custom positions and masks"
     windows = [each.window for each in attentions if each.window]
     if windows and min(windows) < 2 * config.data.seq_len:
         return f"the sliding window of {family.__name__}, {min(windows)} tokens"
@@ -63,6 +63,6 @@ def check_shared_width(config: Any, width: int) -> None:
     limit = traits_of(config.model).row_limit(config.model)
     if config.data.prefix_sharing and limit is not None and width > limit:
         raise ConfigError(
-            f"data.prefix_sharing needs rows of {width} tokens, more than model.max_seq_len="
+            f"data.prefix_sharing needs sequences of {width} tokens, more than model.max_seq_len="
             f"{limit}. Set data.prefix_sharing=False, or reduce data.seq_len."
         )

@@ -92,7 +92,7 @@ class PromptGenerateConfig(RunConfig):
 
     Args:
         data: the task.
-        template: file with one template per line (default: the task's templates).
+        template: file with one template per line (if None: the task's templates).
         template_class: user class instead of `Template`: module:Class, or file.py:Class; the module
             is executed.
         choice: index of the template, and of the verbalizer, in its file.
@@ -120,7 +120,7 @@ class PromptTuneConfig(PromptGenerateConfig):
     """Config to train classification with a prompt; other fields are `PromptGenerateConfig`'s.
 
     Args:
-        verbalizer: file with the label words of each class (default: those of the task).
+        verbalizer: file with the label words of each class (if None: those of the task).
         verbalizer_class: user class instead of `ManualVerbalizer`, in the form of
             `template_class`; it receives `join` unless `join` is "first".
         join: score of a label word with several tokens: first, max, mean or joint.

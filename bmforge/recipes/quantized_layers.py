@@ -81,7 +81,9 @@ def _first_tokens(tokenizer: Any, texts: Sequence[str], count: int) -> list[int]
             if len(ids) >= count:
                 return ids[:count]
     if not ids:
-        raise DataError(f"{', '.join(texts)}: the texts contain no token.")
+        raise DataError(
+            f"the files {', '.join(texts)} contain no token. Give files with at least one text."
+        )
     return ids
 
 

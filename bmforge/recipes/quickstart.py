@@ -175,7 +175,7 @@ def _remove(run_dir: Path) -> None:
         return
     if not (run_dir / "data" / RECORD_NAME).exists():
         raise ConfigError(
-            f"{str(run_dir)!r} contains no data/{RECORD_NAME}, so it does not belong to a "
+            f"{str(run_dir)!r} contains no data/{RECORD_NAME}, so it is not the directory of a "
             "quickstart and is not removed. Remove it yourself, or choose another --run-dir."
         )
     lock = RunLock(run_dir)

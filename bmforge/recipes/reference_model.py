@@ -44,8 +44,8 @@ def check_reference_copy(config: Any, is_copied: bool) -> None:
     for name, value in options.items():
         if value is not None and not is_copied:
             raise ConfigError(
-                f"{name}={value} has no effect: the reference is not a copy of the model. Add "
-                "--reference copy, or leave it out."
+                f"{name}={value} has no effect, because the reference is not a copy of the model. "
+                f"Add --reference copy, or leave {name} out."
             )
     dtype = config.reference_dtype
     if dtype is None:

@@ -41,15 +41,15 @@ class RewardConfig(RunConfig):
     Args:
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with `prompt`,
             `chosen` and `rejected` (texts or messages), and optionally `margin` or scores.
-        template: chat template: a file, or a name (chatml, llama3, ...); default: the tokenizer's,
+        template: chat template: a file, or a name (chatml, llama3, ...); if None, the tokenizer's,
             or a plain one. The template is exported with the model.
         supervision: outcome (pairs of answers), or process (reasoning steps): then the records of
             `data.paths` have `prompt`, `completions` (the texts of the steps) and `labels` (true
             or false for each step), and batch sizes count answers.
-        step_separator: text after each step in process supervision (default: a line break). It is
+        step_separator: text after each step in process supervision (if None: a line break). It is
             exported with the model.
         center_rewards_coefficient: weight of a loss term, the squared sum of the rewards of a
-            pair, which keeps rewards near 0 (default: 0; 0.01 is usual).
+            pair, which keeps rewards near 0 (0.01 is usual).
     """
 
     new_head: bool = True
@@ -179,7 +179,7 @@ def _padding(tokenizer: Any) -> dict[str, Any]:
     if tokenizer.pad_id is not None and tokenizer.pad_id != tokenizer.eos_id:
         return {"pad_token_id": tokenizer.pad_id}
     get_logger().warning(
-        "the tokenizer has no padding token of its own, so the exported model has no "
+        "the tokenizer has no separate padding token, so the exported model has no "
         "pad_token_id: score batches with an attention mask, or one text at a time"
     )
     return {"pad_token_id": None}

@@ -128,10 +128,10 @@ class _Scorer:
         """Do nothing, since the model has no processes to end."""
 
     def _encode(self, prompt: Any, completion: Any) -> EncodedRow:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must implement _encode.")
 
     def _read(self, logits: Tensor, rows: Sequence[EncodedRow]) -> list[float]:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must implement _read.")
 
     def _run(self, rows: Sequence[Sequence[int]]) -> Tensor:
         width = max(len(row) for row in rows)

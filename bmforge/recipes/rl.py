@@ -44,7 +44,7 @@ class ReinforcementConfig(RunConfig):
         step_aggregation: reward of an answer from a process reward model: the min (default),
             product or mean of the rewards of its steps, or the reward of the last step.
         reward_timeout_s: time limit in seconds for one call of a reward function; if a call times
-            out, its answers have no reward (default: 60).
+            out, its answers have no reward.
         template: chat template for prompts that are conversations, as in `train conversations`.
     """
 

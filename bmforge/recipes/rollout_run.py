@@ -181,8 +181,8 @@ class RolloutRun:
         self._writer = AnswerWriter(model, rollout.max_num_seqs, longest, options, copy)
         if rollout.exact_logprobs and not self._writer.runs_natively:
             raise ConfigError(
-                "rollout.exact_logprobs=True needs blocks that the native kernels support, but "
-                f"those of this {type(model).__name__} are not supported. Leave it out."
+                "rollout.exact_logprobs=True is not supported, because the native kernels do not "
+                f"support the blocks of this {type(model).__name__}. Leave it out."
             )
         steps = self._config.train.steps
         self.loader.begin(self._writer, open_scores(model), self._note, steps)

@@ -102,18 +102,18 @@ class RunConfig:
     Args:
         run_dir: directory of the run.
         init_from: initial model: directory, hub id or short name; its sizes apply, except for
-            fields that are set in `model` (default: random weights).
+            fields that are set in `model` (if None: random weights).
         model_changes: names of the `model` fields that override `init_from`, set by the command
-            line (default: the fields that differ from the recipe's defaults).
+            line (if None: the fields that differ from the recipe's defaults).
         new_head: initialize the task's head if `init_from`'s model has none.
         family: family of `model`; set by the command line, and recorded in `run.toml`.
-        changes: structural changes of the model, such as adapters or pruning, that are applied
+        changes: structural changes to the model, such as adapters or pruning, that are applied
             before it is parallelized: JSON or a JSON file (see `models.changes`). New weights
             are initialized with `seed`.
-        adapter: train an adapter instead of the model; see `adapters.AdapterConfig`.
+        adapter: train an adapter instead of the whole model; see `adapters.AdapterConfig`.
         base_dtype: dtype in which an adapter run stores the frozen base weights: fp32, bf16,
-            fp16, or int8 and int4 (QLoRA); default: the precision of the computation.
-        epochs: number of epochs, which determines train.steps (default: as set by train.steps; on
+            fp16, or int8 and int4 (QLoRA); if None, the precision of the computation.
+        epochs: number of epochs, which determines train.steps (if None: as set by train.steps; on
             the command line, `conversations` defaults to 3 epochs if neither is given).
         freeze_base: train only modules attached by `changes`, and with `new_head` the head.
         seed: random seed of the weight initialization.
@@ -121,18 +121,18 @@ class RunConfig:
         layout: parallel layout.
         loss_scale: loss scaling for fp16.
         offload: offloading of the optimizer state and weights.
-        recompute: recompute blocks in backward.
+        recompute: recompute the activations of the blocks in the backward pass.
         compile: compile the blocks with torch.compile.
         prefetch: number of ZeRO-sharded blocks whose parameters are gathered ahead.
         export: write a Hugging Face directory ``run_dir/export`` at the end.
-        export_dtype: dtype of the exported weights (default: that of the weights of `init_from`,
+        export_dtype: dtype of the exported weights (if None: that of the weights of `init_from`,
             or fp32 without `init_from`).
-        push_to_hub: repository OWNER/NAME of the Hugging Face hub that gets the export
-            (default: none). A new repository is private.
-        license: SPDX id of the export's license (default: none).
-        wandb_project: Weights & Biases project to log to (default: none).
+        push_to_hub: repository OWNER/NAME of the Hugging Face hub that gets the export. A new
+            repository is private.
+        license: SPDX id of the export's license.
+        wandb_project: Weights & Biases project to log to.
         timeout_s: seconds after which a process that does not answer counts as failed; then all
-            processes exit with an error that names it (default: 600).
+            processes exit with an error that names it.
         override: fields or tables that a resumed run changes on purpose, such as train.optim.lr
             or data.global_batch_size; "data" also accepts a corpus that has grown, in a new order.
     """
@@ -258,8 +258,8 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
     model, job, base = build_model(config, world, mesh)
     if job is not None and config.train.disable_dropout:
         raise ConfigError(
-            "train.disable_dropout trains in evaluation mode, in which compression has no "
-            "effect. Leave it out."
+            "train.disable_dropout=True runs the model in evaluation mode, in which compression "
+            "has no effect. Leave it out."
         )
     log_trained(model, config)
     model.provenance = provenance
@@ -314,8 +314,8 @@ def _check_saved(trainer: Trainer) -> None:
     if trainer.save_error is not None:
         raise CheckpointError(
             f"the last checkpoint, at step {trainer.step}, could not be saved: "
-            f"{trainer.save_error}. Free disk space and run the same command again; it resumes "
-            "from the newest checkpoint on disk."
+            f"{str(trainer.save_error).rstrip('.')}. Free disk space, and run the same command "
+            "again to resume from the newest checkpoint on disk."
         )
 
 

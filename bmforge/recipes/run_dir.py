@@ -158,7 +158,7 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
     try:
         changed = _find_changes(file, config)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        return f"{str(file)!r} is damaged ({error}); restore it, or choose another run_dir."
+        return f"{str(file)!r} is damaged ({error}). Restore it, or choose another run_dir."
     allowed = free | overridden_fields(config) | {"override"}
     differences = [
         f"{name}: {before!r} in that run, now {now!r}"
@@ -171,7 +171,7 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
         if all(name.startswith(_OVERRIDABLE) for name in names) and hasattr(config, "override"):
             hint = f", or change them with --override {' '.join(names)}"
         return (
-            f"run_dir={str(run_dir)!r} belongs to another run: {'; '.join(differences)}. "
+            f"run_dir={str(run_dir)!r} contains another run ({'; '.join(differences)}). "
             f"Choose another run_dir, or restore these values to continue that run{hint}."
         )
     return None

@@ -53,13 +53,13 @@ class ConversationData(ExampleConfig):
     """Options for the conversations to train on; other fields are `ExampleConfig`'s.
 
     Args:
-        seq_len: maximum sequence length in tokens (default: 2048). With little data, sequences are
+        seq_len: maximum sequence length in tokens. With little data, sequences are
             shorter, so that an epoch has up to ten steps, but hold the longest conversation.
         answers: train on all answers of a conversation, or on the last one only.
         ignore: fields of the records to ignore; any other field that the chat template does not
             read is an error.
         validation_fraction: fraction of the conversations held out for evaluation, selected by
-            `seed` (default: 0); for data without `validation` files.
+            `seed`; for data without `validation` files.
     """
 
     seq_len: int = 2048
@@ -93,7 +93,7 @@ class ConversationsConfig(RunConfig):
             per record: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
             "content": "..."}], "tools": [...]}; ShareGPT's, Alpaca's and prompt/completion forms
             are read as well. Conversations longer than `seq_len` are truncated.
-        template: chat template: a file, or a name (chatml, llama3, ...); default: the tokenizer's,
+        template: chat template: a file, or a name (chatml, llama3, ...); if None, the tokenizer's,
             or a plain one. The template is exported with the model.
     """
 

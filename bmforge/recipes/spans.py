@@ -56,7 +56,7 @@ class SpanConfig(RunConfig):
             text length in tokens. Prefixes of CPM-Pretrain's preprocessed corpora (PREFIX_context
             and so on) are also accepted; `seq_len` is then the length of their packed rows, and the
             options of span corruption have no effect.
-        target_len: maximum target length in tokens; longer targets are truncated (default: the
+        target_len: maximum target length in tokens; longer targets are truncated (if None: the
             length of the longest possible target).
         noise_density: fraction of the tokens in corrupted spans.
         mean_span_length: mean span length in tokens.
@@ -206,8 +206,8 @@ def _open_corpus(config: Any, tokenizer: Tokenizer, rows: World) -> TrainingData
     changed = [name for name in unused if getattr(config, name) != getattr(usual, name)]
     if changed:
         raise ConfigError(
-            f"{', '.join(changed)} have no effect on {list(data.paths)}, whose spans are "
-            "already chosen. Remove them."
+            f"{', '.join(changed)} have no effect, because the spans in {list(data.paths)} are "
+            "already chosen. Leave these options out."
         )
     check_split(data.split, data.validation, data.paths)
     name = traits_of(config.model).sentinel

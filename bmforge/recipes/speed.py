@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmforge.compress.report import CompressReport
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine
 from bmforge.models import Model
 
-__all__ = ["check_speed", "measure_speeds"]
+__all__ = ["check_speed", "measure_speeds", "with_speed"]
 
 PREFILL, DECODE = "prefill, tokens/s", "decode, tokens/s"
 # Number of prompt tokens and of generated tokens; fewer for models with a shorter maximum length.
@@ -78,3 +80,13 @@ def _time_once(engine: Engine) -> tuple[float, float]:
     start = time.perf_counter()
     engine.generate(ids, max_new_tokens=written, eos_token_id=None, on_token=note)
     return read / (times[0] - start), (len(times) - 1) / (times[-1] - times[0])
+
+
+def with_speed(report: CompressReport, source: Path) -> CompressReport:
+    """Add the measured speed after each phase to a report."""
+    first, *others = measure_speeds(source, [Path(phase.directory) for phase in report.phases])
+    phases = tuple(
+        dataclasses.replace(phase, speed=speed)
+        for phase, speed in zip(report.phases, others, strict=True)
+    )
+    return dataclasses.replace(report, phases=phases, speed=first)

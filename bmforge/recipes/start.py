@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.errors import ConfigError, suggest
+from bmforge.gguf_header import is_gguf
 from bmforge.models import Model
 from bmforge.models.changes import Change
 from bmforge.models.config import ModelConfig, read_config_file
@@ -73,7 +74,7 @@ def find_start(name: str) -> Start:
     Raises:
         ConfigError: the name is unknown.
     """
-    if prefers_directory(name):
+    if prefers_directory(name) or is_gguf(name):
         return _start_from(name)
     presets = [preset for family in FAMILIES.values() for preset in family.config_class.presets]
     if name in presets:
@@ -112,7 +113,7 @@ def check_length(config: Any) -> None:
     if limit is not None and config.data.seq_len > limit:
         raise ConfigError(
             f"data.seq_len={config.data.seq_len} is more than model.max_seq_len={limit}. Reduce "
-            "the first, or raise the second."
+            "data.seq_len, or raise model.max_seq_len."
         )
 
 
@@ -143,7 +144,7 @@ def read_changes(option: str) -> tuple[Change, ...]:
             text = Path(option).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"--changes {option!r} is neither JSON nor an existing file ({error})."
+                f"--changes {option!r} is neither JSON nor a readable file ({error})."
             ) from error
     try:
         parsed = json.loads(text)
@@ -252,8 +253,8 @@ def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
     if lacking:
         raise ConfigError(
             f"{config.init_from!r} has no head {config.model.head!r}, which this task trains: "
-            f"its weights lack {', '.join(lacking)}, or have them for other classes. Set "
-            "new_head=True (--new-head) to initialize a new head."
+            f"{', '.join(lacking)} are missing, or have the shape of another number of classes. "
+            "Set new_head=True (--new-head) to initialize a new head."
         )
     return config
 

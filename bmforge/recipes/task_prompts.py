@@ -147,9 +147,9 @@ class AskedTexts:
     ) -> None:
         if not {"question", "context"} <= set(examples[0].fields):
             raise ConfigError(
-                f"data.task={task.name!r} does not ask questions about a context (tasks that "
-                "do: SQuAD, cmrc2018 and drcd). For a task with choices use the task classify "
-                "(or t5-superglue)."
+                f"data.task={task.name!r} has no questions about a context (supported: SQuAD, "
+                "cmrc2018 and drcd). For a task with answer choices, use `bmforge train classify` "
+                "or `bmforge train t5-superglue`."
             )
         self._task, self._examples, self._config = task, examples, config
         self._tokenizer, self._traits = tokenizer, traits_of(config.model)
@@ -171,8 +171,8 @@ def _find_wording(task: BenchmarkTask, example: TaskExample) -> Wording:
     wording = word_task(task, example)
     if not wording.options(example):
         raise ConfigError(
-            f"data.task={task.name!r} needs generated text and has no answer choices. "
-            "Train on it with the task squad (or the recipe t5-squad)."
+            f"data.task={task.name!r} needs generated text and has no answer choices. Use "
+            "`bmforge train squad` or `bmforge train t5-squad`."
         )
     return wording
 

@@ -46,7 +46,7 @@ def check_value(config: Any, policy: Policy) -> None:
         if is_refused:
             raise ConfigError(
                 f"{option} does not work with a value model (rl.advantage=gae). Leave it out, or "
-                "choose a method without one, such as --method grpo."
+                "choose a method without a value model, such as --method grpo."
             )
 
 
@@ -119,6 +119,6 @@ def _read_start(start: str, policy: Any) -> Any:
     if config.vocab_size != policy.vocab_size:
         raise ConfigError(
             f"value.init_from={start!r} has vocab_size={config.vocab_size}, but the policy "
-            f"has {policy.vocab_size}. The value model must have the policy's tokenizer."
+            f"has {policy.vocab_size}. Give a model with the policy's tokenizer."
         )
     return config

@@ -141,7 +141,7 @@ async def _let_sleep(engine: AnyEngine) -> None:
         try:
             await run_in_threadpool(engine.doze)
         except Exception as error:  # the next iteration tries again
-            get_logger().error("engine: unloading failed: %r", error)
+            get_logger().error("engine: the idle model could not be unloaded: %r", error)
 
 
 async def _reread_keys(serving: Serving) -> None:

@@ -70,7 +70,7 @@ class ApiKeys:
         if not name:
             headers = {"www-authenticate": 'Basic realm="bmforge: any name, the key as password"'}
             raise RequestError(
-                "an API key is required: Authorization: Bearer KEY",
+                "the API key is missing or unknown. Send the header Authorization: Bearer KEY.",
                 status=401,
                 code="invalid_api_key",
                 headers=headers,
@@ -205,7 +205,7 @@ def check_origin(
         raise RequestError(
             (
                 "without API keys, the server accepts only the host names of its own machine, such "
-                "as localhost"
+                "as localhost. Use such a name, or set allow_hosts or API keys on the server."
             ),
             status=403,
             code="host_not_allowed",
@@ -221,7 +221,7 @@ def check_origin(
         is_own = origin is None or urlsplit(origin).netloc.lower() == host.lower()
     if not is_own:
         raise RequestError(
-            "the request comes from a web page of another site",
+            "the request comes from a web page of another site. Add its origin to allowed_origins.",
             status=403,
             code="origin_not_allowed",
         )

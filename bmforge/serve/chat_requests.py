@@ -92,7 +92,7 @@ async def received_pieces(
     """
     async for item in live.pieces():
         if item is not None and item[1].finish_reason == "cancelled":
-            raise overloaded("the server is stopping", serving.config.timeouts.grace_s)
+            raise overloaded("the server is stopping.", serving.config.timeouts.grace_s)
         yield item
     serving.metrics.note_answers(live.completions(), live.key)
 
@@ -152,7 +152,7 @@ def find_budget(body: ChatRequest, prompt: EncodedPrompt, tokenizer: Any) -> Tho
         raise RequestError(
             (
                 "thinking_token_budget has no effect, because the chat template of this model has "
-                "no reasoning"
+                "no reasoning. Leave it out."
             ),
             "thinking_token_budget",
             code="unsupported_value",

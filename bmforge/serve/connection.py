@@ -55,7 +55,7 @@ class DeadlineProtocol(H11Protocol):
         # would also count an empty buffer as unsent.
         self.transport.set_write_buffer_limits(high=1)
         if len(self.connections) > self._most_connections:
-            self._reject(503, "the server has too many open connections")
+            self._reject(503, "the server has too many open connections. Retry later.")
             return
         self._await_request()
 
@@ -147,11 +147,11 @@ class DeadlineProtocol(H11Protocol):
         problem = sys.exception()
         status = getattr(problem, "error_status_hint", 400)
         reason = (
-            f"the request line and headers have more than {MAX_HEAD_BYTES} bytes"
+            f"the request line and headers have more than {MAX_HEAD_BYTES} bytes."
             if status == 431
-            else str(problem)
+            else f"the request is not valid HTTP/1.1 ({problem})."
         )
-        self._reject(status if status in _PHRASES else 400, f"this is not HTTP/1.1: {reason}")
+        self._reject(status if status in _PHRASES else 400, reason)
 
     def pause_writing(self) -> None:
         """Start the deadline by which the client must read the buffered data."""
@@ -179,7 +179,7 @@ class DeadlineProtocol(H11Protocol):
 
     def _give_up(self) -> None:
         self._receiving = None
-        self._reject(408, f"the request was not complete after {self._timeouts.receive_s:g} s")
+        self._reject(408, f"the request was not complete after {self._timeouts.receive_s:g} s.")
 
     def _reject(self, status: int, message: str) -> None:
         """Send an error in OpenAI's format, if no response has begun, and close the connection."""

@@ -93,7 +93,8 @@ class Prompter:
             return self._write_dialogue(body.messages)
         if self.template is None:
             raise RequestError(
-                f"{type(model).__name__} does not support conversations: it has no chat format",
+                f"the model {type(model).__name__} does not support conversations, because it has "
+                "no chat template. Use /v1/completions instead.",
                 "messages",
                 code="unsupported_model",
             )
@@ -126,7 +127,7 @@ class Prompter:
         tokenizer = self._engine.tokenizer
         if any(message.role not in ("user", "assistant") for message in messages):
             raise RequestError(
-                "EVA's dialogue format supports only the roles user and assistant", "messages"
+                "EVA's dialogue format supports only the roles user and assistant.", "messages"
             )
         turns = [tokenizer.encode(message.text) for message in messages]
         end, blank = tokenizer.role_id("sep"), tokenizer.sentinel_id(0)
@@ -167,8 +168,8 @@ def template_variables(
             field = "reasoning_effort" if effort is not None and not is_given else field
             raise RequestError(
                 (
-                    f"{field} has no effect: the chat template of this model uses "
-                    f"{', '.join(sorted(readable))}"
+                    f"{field} has no effect, because the chat template of this model uses only "
+                    f"{', '.join(sorted(readable)) or 'messages'}. Leave it out."
                 ),
                 field.partition(".")[0],
                 code="unsupported_value",

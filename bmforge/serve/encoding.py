@@ -61,17 +61,18 @@ async def finish_task(
             raise
         except TimeoutError as error:
             reason = (
-                f"the request takes longer than {serving.config.timeouts.request_s:g} s, or waits "
-                "for others that do"
+                f"the request was not finished within {serving.config.timeouts.request_s:g} s, "
+                "including the time in the queue. Send less input, or retry later."
             )
             raise overloaded(reason, _RETRY_S) from error
         except _StoppedError as error:
-            raise overloaded("the server is stopping", serving.config.timeouts.grace_s) from error
+            raise overloaded("the server is stopping.", serving.config.timeouts.grace_s) from error
         except (ConfigError, DataError, ShapeError) as error:
             raise RequestError(str(error), code="invalid_value") from error
         except BmforgeError as error:
             raise RequestError(
-                f"the engine has failed ({type(error).__name__})",
+                f"the engine has failed ({type(error).__name__}). The server's log has the "
+                "details.",
                 status=503,
                 code="engine_failed",
             ) from error
@@ -103,8 +104,8 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     if body.dimensions not in (None, hidden):
         raise RequestError(
             (
-                f"dimensions={body.dimensions} is not supported: the embeddings of this model have "
-                f"{hidden}"
+                f"dimensions={body.dimensions} is not supported, because the embeddings of this "
+                f"model have {hidden} dimensions. Leave dimensions out."
             ),
             "dimensions",
         )
@@ -117,7 +118,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         for ids in rows:
             if len(ids) > most:
                 raise RequestError(
-                    f"a text has {len(ids)} tokens, but this server accepts at most {most}",
+                    f"a text has {len(ids)} tokens, but this server accepts at most {most}.",
                     "input",
                     code="context_length_exceeded",
                 )
@@ -189,7 +190,8 @@ def _read_options(body: DocumentsRequest, serving: Serving) -> dict[str, Any]:
     most = min(config.limits.max_new_tokens or row_tokens(engine), row_tokens(engine))
     if body.max_tokens is not None and body.max_tokens > most:
         raise RequestError(
-            f"max_tokens={body.max_tokens} is too large: this server generates at most {most}",
+            f"max_tokens={body.max_tokens} is too large: this server generates at most {most} "
+            "tokens.",
             "max_tokens",
         )
     return options | {"max_new_tokens": body.max_tokens or min(_ANSWER_TOKENS, most)}

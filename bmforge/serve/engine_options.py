@@ -59,7 +59,9 @@ def check_limits(body: Writing, limits: RequestLimits) -> None:
     check_at_most("bad_words", len(body.bad_words or ()), limits.max_logit_bias, "texts")
     for name, texts in (("stop", body.stops), ("bad_words", body.bad_words or [])):
         if not all(texts):
-            raise RequestError(f"{name} contains an empty text", name, code="invalid_value")
+            raise RequestError(
+                f"{name} contains an empty text. Remove it.", name, code="invalid_value"
+            )
         for text in texts:
             check_at_most(name, len(text), limits.max_stop_chars, "characters")
     if isinstance(body, ChatRequest):
@@ -92,7 +94,7 @@ def check_size(texts: Iterable[str], engine: AnyEngine, limits: RequestLimits, f
     if size > tokens * longest:
         raise RequestError(
             f"{field} has {size} bytes, but a prompt may have at most {tokens} tokens of at "
-            f"most {longest} bytes each",
+            f"most {longest} bytes each.",
             field,
             code="context_length_exceeded",
         )
@@ -123,7 +125,8 @@ def longest_answer(
     most_prompt = min(longest_prompt(engine, limits), limit if apart else limit - 1)
     if prompt_tokens > most_prompt:
         raise RequestError(
-            f"the prompt has {prompt_tokens} tokens, but this server accepts at most {most_prompt}",
+            f"the prompt has {prompt_tokens} tokens, but this server accepts at most "
+            f"{most_prompt}.",
             code="context_length_exceeded",
         )
     space = limit if apart else limit - prompt_tokens
@@ -208,7 +211,8 @@ def _end_tokens(
     size = engine.model.config.vocab_size
     if any(id >= size for id in more):
         raise RequestError(
-            f"stop_token_ids contains {max(more)}, but the vocabulary has {size} tokens",
+            f"stop_token_ids contains {max(more)}, which is not a token id (needed: 0 to "
+            f"{size - 1}).",
             "stop_token_ids",
             code="invalid_value",
         )
@@ -253,7 +257,7 @@ def _read_bias(body: Writing, engine: AnyEngine) -> dict[int, float]:
         if not (is_number and int(text) < engine.model.config.vocab_size):
             raise RequestError(
                 f"logit_bias: {text[:20]!r} is not a token id (needed: 0 to "
-                f"{engine.model.config.vocab_size - 1})",
+                f"{engine.model.config.vocab_size - 1}).",
                 "logit_bias",
                 code="invalid_value",
             )
@@ -278,7 +282,7 @@ def find_constraint(
     if outputs is not None:
         rules |= _read_outputs(outputs)
     if len(rules) > 1:
-        raise RequestError(f"{', '.join(rules)} cannot be used together; keep only one")
+        raise RequestError(f"{', '.join(rules)} cannot be used together. Keep only one of them.")
     return next(iter(rules.values()), None)
 
 

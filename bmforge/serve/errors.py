@@ -110,7 +110,7 @@ def explain_types(error: RequestValidationError) -> RequestError:
         return RequestError(_message(first), code="invalid_value")
     if not path:
         return RequestError(
-            "the body must be a JSON object, with the header Content-Type: application/json"
+            "the body must be a JSON object, with the header Content-Type: application/json."
         )
     where, name = ".".join(path), path[0]
     if any(
@@ -123,25 +123,27 @@ def explain_types(error: RequestValidationError) -> RequestError:
         number = next((str(part) for part in type_problem["loc"] if isinstance(part, int)), "0")
         return RequestError(
             (
-                f"messages.{number}.content has a part that is not text: this model "
-                "supports only text"
+                f"messages.{number}.content has a part that is not text, but this model "
+                "supports only text."
             ),
             f"messages.{number}.content",
             code="unsupported_value",
         )
     if first["type"] in ("extra_forbidden", "none_required"):
         return RequestError(
-            f"{where} is not supported; leave it out", where, code="unknown_parameter"
+            f"{where} is not supported. Leave it out.", where, code="unknown_parameter"
         )
     if first["type"] == "missing":
-        return RequestError(f"{where} is missing", where, code="missing_required_parameter")
+        return RequestError(f"{where} is missing.", where, code="missing_required_parameter")
     # For a field that accepts several types, list the requirements of each type.
     messages = [
-        _message(problem) for problem in problems if problem["loc"][1:2] == first["loc"][1:2]
+        _message(problem).removesuffix(".")
+        for problem in problems
+        if problem["loc"][1:2] == first["loc"][1:2]
     ]
     needed = ", or: ".join(dict.fromkeys(messages[:4]))
     return RequestError(
-        f"{where if len(messages) == 1 else name}: {needed}", name, code="invalid_value"
+        f"{where if len(messages) == 1 else name}: {needed}.", name, code="invalid_value"
     )
 
 

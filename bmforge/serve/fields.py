@@ -48,12 +48,17 @@ _NO_EFFECT = frozenset({
 })  # fmt: skip
 
 
+# Fields that must have the model's own value: the width of its embeddings.
+_MODEL_VALUE = frozenset({("/v1/embeddings", "dimensions")})
+
+
 def treatment_of(endpoint: str, field: str) -> Treatment:
     """Return the treatment of a field of an endpoint; unknown fields are rejected (status 400)."""
     if field in _NO_EFFECT:
         return "no effect"
     values = _allowed(ENDPOINTS[endpoint].model_fields[field].annotation)
-    if values is not None and len(values - {None}) <= 1:
+    is_neutral = values is not None and len(values - {None}) <= 1
+    if is_neutral or (endpoint, field) in _MODEL_VALUE:
         return "neutral value only"
     return "supported"
 

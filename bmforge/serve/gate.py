@@ -78,7 +78,7 @@ class Gate:
             _log_failure(error)
             if seen.status:  # the response has begun; the connection is aborted
                 raise
-            failed = RequestError("the server failed; see its log", status=500)
+            failed = RequestError("the server failed. Its log has the details.", status=500)
             await error_response(failed, scope)(scope, receive, seen)
         finally:
             self._note(scope, seen, time.monotonic() - begin)
@@ -88,20 +88,21 @@ class Gate:
         version = scope["http_version"]
         if not version.startswith("1."):  # such as the preface of HTTP/2, which h11 reads as 1.1
             raise RequestError(
-                f"this is HTTP/{version} (supported: HTTP/1.0 and HTTP/1.1)",
+                f"HTTP/{version} is not supported (supported: HTTP/1.0 and HTTP/1.1).",
                 status=505,
                 headers={"connection": "close"},
             )
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy may have read another body than this server would (RFC 9112, 6.1).
             raise RequestError(
-                "content-length and transfer-encoding cannot be used together",
+                "content-length and transfer-encoding cannot be used together. Send only "
+                "one of them.",
                 headers={"connection": "close"},
             )
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if size + len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_HEAD_BYTES:
             raise RequestError(
-                f"the request line and headers have more than {MAX_HEAD_BYTES} bytes",
+                f"the request line and headers have more than {MAX_HEAD_BYTES} bytes.",
                 status=431,
                 headers={"connection": "close"},
             )
@@ -118,8 +119,8 @@ class Gate:
         if not self._serving.config.access.allow_runtime_lora_updating:
             raise RequestError(
                 (
-                    "this server does not load adapters at run time; start it with "
-                    "--allow-runtime-lora-updating"
+                    "this server does not load adapters at run time. Start the server with "
+                    "--allow-runtime-lora-updating."
                 ),
                 status=403,
             )

@@ -53,7 +53,7 @@ class StrictRequest(Request):
         if not hasattr(self, "_body"):
             serving = serving_of(self)
             most = serving.config.body.max_body_bytes
-            too_large = RequestError(f"the body has more than {most} bytes", status=413)
+            too_large = RequestError(f"the body has more than {most} bytes.", status=413)
             expected = int(self.headers.get("content-length", most))  # unknown for chunked bodies
             if expected > most:
                 raise too_large
@@ -75,7 +75,9 @@ class StrictRequest(Request):
             async with asyncio.timeout(wait_s):
                 await serving.bodies.reserve(client_of(self), size)
         except TimeoutError:
-            raise overloaded("the server is receiving other large requests", wait_s) from None
+            raise overloaded(
+                "the server is receiving other large requests. Retry later.", wait_s
+            ) from None
         self._reserved = size
 
     async def json(self) -> Any:

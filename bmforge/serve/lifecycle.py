@@ -62,7 +62,9 @@ class GracefulServer(uvicorn.Server):
         serving.admission.is_closing = True
         if serving.live:
             get_logger().info(
-                "waiting up to %g s for %d requests to finish", len(serving.live), _grace(serving)
+                "waiting for %d requests to finish, for at most %g s",
+                len(serving.live),
+                _grace(serving),
             )
         loop = asyncio.get_running_loop()
         cut = loop.call_later(_grace(serving), serving.live.cancel_all)

@@ -68,19 +68,21 @@ class Admission:
     def _check(self, key: str, count: int) -> None:
         limits = self._limits
         if self.is_closing:
-            raise overloaded("the server is stopping", self._grace_s)
+            raise overloaded("the server is stopping.", self._grace_s)
         if self._by_key.get(key, 0) + count > limits.max_requests_per_key:
             raise overloaded(
                 (
-                    f"{limits.max_requests_per_key} requests of this client are already running or "
-                    "waiting"
+                    f"this client may have at most {limits.max_requests_per_key} requests running "
+                    "or waiting. Send fewer requests, or retry later."
                 ),
                 _RETRY_S,
                 429,
             )
         if self.count + count > limits.max_requests:
             raise overloaded(
-                f"{limits.max_requests} requests are already running or waiting", _RETRY_S
+                f"this server accepts at most {limits.max_requests} requests running or waiting. "
+                "Retry later.",
+                _RETRY_S,
             )
         self._take_turn(key)
 
@@ -91,7 +93,7 @@ class Admission:
         left = min(float(most), left + (now - since) * most / _MINUTE_S)
         if left < 1 - _ROUNDING:
             raise overloaded(
-                f"this client sent more than {most} requests within a minute",
+                f"this client sent more than {most} requests within a minute. Retry later.",
                 (1 - left) * _MINUTE_S / most,
                 429,
             )
@@ -112,7 +114,7 @@ def check_at_most(name: str, count: int, most: int, what: str) -> None:
     """
     if count > most:
         raise RequestError(
-            f"{name} has {count} {what}, but this server accepts at most {most}",
+            f"{name}: {count} {what} are too many (allowed: at most {most}).",
             name,
             code="limit_exceeded",
         )

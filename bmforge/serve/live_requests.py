@@ -83,7 +83,9 @@ class LiveRequest:
         self._unread += sum(_size(piece) for piece in pieces)
         if self._unread > self._most and self._error is None:
             self.cancel()
-            self._error = RequestError("the answer was not read", status=408)
+            self._error = RequestError(
+                "the client did not read the answer fast enough.", status=408
+            )
         self._came.set()
 
     @property
@@ -145,7 +147,9 @@ def _failed(error: Exception) -> RequestError:
     if isinstance(error, ConfigError):  # such as a grammar that allows no token
         return RequestError(str(error), code="invalid_value")
     return RequestError(
-        f"the engine has failed ({type(error).__name__})", status=503, code="engine_failed"
+        f"the engine has failed ({type(error).__name__}). The server's log has the details.",
+        status=503,
+        code="engine_failed",
     )
 
 

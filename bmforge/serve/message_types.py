@@ -119,12 +119,12 @@ class Message(SentBack):
     @model_validator(mode="after")
     def _fits(self) -> Message:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError(f"content is required in a message with the role {self.role}")
+            raise ValueError(f"content is required in a message with the role {self.role}.")
         if self.tool_calls is not None and self.role != "assistant":
-            raise ValueError("tool_calls is allowed only with the role assistant")
+            raise ValueError("tool_calls is allowed only with the role assistant.")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError(
-                "tool_call_id is required with the role tool, and not allowed with other roles"
+                "tool_call_id is required with the role tool, and not allowed with other roles."
             )
         return self
 

@@ -71,7 +71,7 @@ class ResponseFormat(Strict):
     def _fits(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError(
-                "json_schema is required with type=json_schema, and not allowed with other types"
+                "json_schema is required with type=json_schema, and not allowed with other types."
             )
         return self
 
@@ -117,7 +117,7 @@ class Writing(Strict):
     @model_validator(mode="after")
     def _streams(self) -> Writing:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options has no effect without stream")
+            raise ValueError("stream_options has no effect without stream=true. Leave it out.")
         return self
 
     @property
@@ -149,7 +149,7 @@ class Writing(Strict):
         guided = {name: rule for name, rule in rules.items() if rule is not None}
         if guided and self.structured_outputs is not None:
             name = f"guided_{next(iter(guided))}"
-            raise RequestError(f"{name} and structured_outputs cannot be used together", name)
+            raise RequestError(f"{name} and structured_outputs cannot be used together.", name)
         return StructuredOutputs(**guided) if guided else self.structured_outputs
 
     @property
@@ -203,11 +203,13 @@ class ChatRequest(Writing):
     def _fits(self) -> ChatRequest:
         limits = self.max_tokens, self.max_completion_tokens
         if None not in limits and limits[0] != limits[1]:
-            raise ValueError("max_tokens and max_completion_tokens cannot be used together")
+            raise ValueError(
+                "max_tokens and max_completion_tokens cannot be used together. Keep one of them."
+            )
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs has no effect without logprobs")
+            raise ValueError("top_logprobs has no effect without logprobs=true. Set logprobs.")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice has no effect without tools")
+            raise ValueError("tool_choice has no effect without tools. Leave it out.")
         self._fits_template()
         return self
 
@@ -215,23 +217,26 @@ class ChatRequest(Writing):
         reserved = {"messages", "tools", "add_generation_prompt"}
         if twice := reserved & (self.chat_template_kwargs or {}).keys():
             raise ValueError(
-                f"chat_template_kwargs: {min(twice)} is also a separate field; set that "
-                "field instead"
+                f"chat_template_kwargs.{min(twice)} is not allowed, because {min(twice)} is a "
+                "separate field of the request. Set that field instead."
             )
         if not self.continue_final_message:
             if self.add_generation_prompt is False:
-                raise ValueError("add_generation_prompt=false needs continue_final_message=true")
+                raise ValueError("add_generation_prompt=false needs continue_final_message=true.")
             return
         if self.add_generation_prompt:
             raise ValueError(
-                "add_generation_prompt and continue_final_message cannot be used together"
+                "add_generation_prompt and continue_final_message cannot both be true."
             )
         if self.messages[-1].role != "assistant" or len(self.messages) < 2:
-            raise ValueError("continue_final_message needs a last message with the role assistant")
+            raise ValueError(
+                "continue_final_message needs earlier messages and a last message with the role "
+                "assistant."
+            )
         if self.tool_choice not in (None, "none", "auto"):
             raise ValueError(
                 'continue_final_message cannot be used with tool_choice="required" or a named '
-                'function; set tool_choice to "auto" or "none"'
+                'function. Set tool_choice to "auto" or "none".'
             )
 
     @property
@@ -269,10 +274,10 @@ class CompletionRequest(Writing):
     def _fits(self) -> CompletionRequest:
         if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
             raise ValueError(
-                "max_tokens=0 needs echo or prompt_logprobs, because nothing else would be returned"
+                "max_tokens=0 needs echo or prompt_logprobs, because no text is generated."
             )
         if self.stream and (self.echo or self.prompt_logprobs is not None):
-            raise ValueError("echo and prompt_logprobs cannot be streamed; leave stream out")
+            raise ValueError("echo and prompt_logprobs cannot be streamed. Leave stream out.")
         return self
 
     @property
@@ -327,5 +332,5 @@ def split_inputs(inputs: Any, name: str) -> list[str | list[int]]:
     if items and isinstance(items[0], int):
         items = [items]
     if not items or not all(items):
-        raise RequestError(f"{name} is empty or contains an empty text", name)
+        raise RequestError(f"{name} is empty or contains an empty text.", name)
     return items

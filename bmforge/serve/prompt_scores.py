@@ -47,7 +47,7 @@ def _by_id(token: TokenLogprob, top: int) -> dict[str, Any]:
         str(candidate.id): _entry(candidate, rank)
         for rank, candidate in enumerate(token.top[:top], 1)
     }
-    return {str(token.id): _entry(token, None)} | likely
+    return {str(token.id): _entry(token, token.rank)} | likely
 
 
 def _entry(token: TokenLogprob, rank: int | None) -> dict[str, Any]:

@@ -31,7 +31,9 @@ async def check_engine(engine: Any) -> None:
         await run_in_threadpool(engine.call, lambda: None)
     except BmforgeError as error:
         raise RequestError(
-            "the engine was closed or has failed", status=503, code="engine_failed"
+            "the engine was closed or has failed. The server's log has the details.",
+            status=503,
+            code="engine_failed",
         ) from error
 
 
@@ -81,5 +83,5 @@ async def whole_answers(
     if any(
         answer.finish_reason == "cancelled" for completions in answers for answer in completions
     ):
-        raise overloaded("the server is stopping", serving.config.timeouts.grace_s)
+        raise overloaded("the server is stopping.", serving.config.timeouts.grace_s)
     return answers

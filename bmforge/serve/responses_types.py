@@ -173,7 +173,7 @@ def responses_chat(body: ResponsesRequest) -> ChatRequest:
         assert not isinstance(item, str)
         _add(messages, item)
     if not messages or not body.input:
-        raise RequestError("input is empty (needed: a text, or at least one item)", "input")
+        raise RequestError("input is empty (needed: a text, or at least one item).", "input")
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": messages,

@@ -68,7 +68,7 @@ class RuleChecker:
         problem = self._verdicts[rule]
         if problem is not None:
             raise RequestError(
-                f"{name}: the constraint is not supported: {problem[:300]}",
+                f"{name}: the constraint is not supported ({problem[:300]}).",
                 name,
                 code="invalid_schema",
             )
@@ -84,7 +84,7 @@ class RuleChecker:
                 if isinstance(target, str) and not target.startswith("#"):
                     raise RequestError(
                         f"{name}: $ref={target!r:.80} refers to another document (supported: "
-                        "'#/...' inside the schema). Copy that schema into $defs",
+                        "'#/...' inside the schema). Copy that schema into $defs.",
                         name,
                         code="invalid_schema",
                     )
@@ -101,7 +101,7 @@ class RuleChecker:
                 return await self._run(rule)
         except TimeoutError:
             raise overloaded(
-                "too many constraints are waiting to be compiled", limits.schema_s
+                "too many constraints are waiting to be compiled. Retry later.", limits.schema_s
             ) from None
 
     async def _run(self, rule: Constraint) -> str | None:

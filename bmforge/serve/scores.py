@@ -44,7 +44,7 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _fits(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("exactly one of prompt and messages is required")
+            raise ValueError("exactly one of prompt and messages is required.")
         return self
 
     def as_chat(self, model: str) -> ChatRequest:
@@ -119,7 +119,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     unknown = [id for id in body.tokens if id >= len(engine.tokenizer)]
     if unknown:
         raise RequestError(
-            f"tokens contains {unknown[0]}, which is not a token of this model", "tokens"
+            f"tokens contains {unknown[0]}, which is not a token id of this model.", "tokens"
         )
     return JSONResponse({"prompt": await serving.tokenize(partial(engine.tokenizer.decode,
                                                                   body.tokens))})  # fmt: skip
@@ -148,8 +148,8 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     if len(first) not in (1, len(second)):
         raise RequestError(
             (
-                f"text_1 has {len(first)} texts and text_2 {len(second)} (needed: one text, or "
-                "equal numbers)"
+                f"text_1 has {len(first)} texts, but text_2 has {len(second)} (needed: one text in "
+                "text_1, or as many as in text_2)."
             ),
             "text_1",
         )
@@ -206,7 +206,9 @@ async def _compare(
     engine = served.engine
     check_at_most(field, len(texts), config.limits.max_inputs, "texts")
     if not all(texts):
-        raise RequestError(f"{field} contains an empty text", field, code="invalid_value")
+        raise RequestError(
+            f"{field} contains an empty text. Remove it.", field, code="invalid_value"
+        )
     check_size(texts, engine, config.limits, field)
     is_rated = "pairs" in served.abilities
     rows: list[Any]
@@ -239,7 +241,7 @@ def _check_lengths(lengths: list[int], longest: int, field: str) -> None:
     """Raise `RequestError` for a text with more tokens than the server accepts."""
     if max(lengths) > longest:
         raise RequestError(
-            f"a text has {max(lengths)} tokens, but this server accepts at most {longest}",
+            f"a text has {max(lengths)} tokens, but this server accepts at most {longest}.",
             field,
             code="context_length_exceeded",
         )

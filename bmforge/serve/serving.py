@@ -207,14 +207,15 @@ class Serving:
         if served is None:
             names = ", ".join(repr(model.name) for model in self.models)
             raise RequestError(
-                f"unknown model {name[:80]!r} (available: {names})",
+                f"unknown model {name[:80]!r} (available: {names}).",
                 "model",
                 status=404,
                 code="model_not_found",
             )
         if ability is not None and ability not in served.abilities:
             raise RequestError(
-                f"{served.name!r} supports {', '.join(served.abilities)}, but not {ability}",
+                f"the model {served.name!r} does not support {ability} (supported: "
+                f"{', '.join(served.abilities)}).",
                 "model",
                 code="unsupported_model",
             )

@@ -42,7 +42,8 @@ class AccessConfig:
         keys_file: file with one API key per line; further keys are read from the environment
             variable BMFORGE_API_KEYS, separated by commas.
         allow_no_key: serve all clients without a key.
-        allow_hosts: host names that requests without a key may use, in addition to localhost.
+        allow_hosts: host names that are accepted in the Host header of requests without a key,
+            in addition to localhost.
         allowed_origins: origins of other sites whose pages may send requests, such as
             https://chat.example.org; * allows all sites and needs keys.
         allow_runtime_lora_updating: allow clients with the admin key (environment variable
@@ -62,7 +63,7 @@ class ConversationConfig:
     """Options for chat templates, tool calls and reasoning.
 
     Args:
-        tool_call_parser: format of tool calls (default: detected from the chat template):
+        tool_call_parser: format of tool calls (if None: detected from the chat template):
             deepseek_v3, glm45, hermes, llama3_json, minicpm, mistral or qwen3_coder.
         split_reasoning: return the reasoning of thinking models in reasoning_content instead of
             in the text.
@@ -118,8 +119,8 @@ class RequestLimits:
     """Limits on the contents of a request.
 
     Args:
-        max_prompt_tokens: maximum prompt length in tokens (default: the engine's).
-        max_new_tokens: maximum answer length in tokens (default: the engine's).
+        max_prompt_tokens: maximum prompt length in tokens (if None: the engine's limit).
+        max_new_tokens: maximum answer length in tokens (if None: the engine's limit).
         max_choices: maximum number of answers per prompt (n).
         max_prompts: maximum number of prompts or documents per request.
         max_inputs: maximum number of texts per embeddings request.
@@ -192,21 +193,21 @@ class ServeConfig:
     The fields of the groups can also be given without the group: `ServeConfig(max_tools=8)`.
 
     Args:
-        host: address to listen on; an address other than loopback needs keys, or allow_no_key.
+        host: address to listen on; an address other than loopback needs API keys or allow_no_key.
         port: port to listen on; 0 selects a free port, which is logged.
         uds: path of a Unix socket to listen on instead of host and port.
         ssl_certfile: file with the TLS certificate chain in PEM format; needs ssl_keyfile.
         ssl_keyfile: file with the private key of the TLS certificate in PEM format.
         root_path: path prefix under which a proxy serves this server, such as /llm.
-        name: model name in requests (default: name of its directory).
-        embedding_name: name of a second model for embeddings (default: embedding).
+        name: model name used in the API (if None: name of the model's directory).
+        embedding_name: name of the embedding model used in the API (if None: embedding).
         log_requests: log path, status and duration of every request.
         access: options for access control.
         chat: options for chat templates, tool calls and reasoning.
         timeouts: time limits of requests and connections.
         body: limits on the bodies of requests.
         limits: limits on the contents of a request.
-        schema: limits on constraints on answers: schemas, regular expressions and grammars.
+        schema: limits on the schemas, regular expressions and grammars that constrain answers.
         load: limits on concurrent requests and connections.
     """
 
@@ -256,7 +257,7 @@ class ServeConfig:
             problems.append("allow_no_key and keys_file cannot be used together")
         problems += self._check_address()
         if problems:
-            raise ConfigError(f"ServeConfig: {'; '.join(problems)}.")
+            raise ConfigError(f"{'; '.join(problems)}.")
 
     def _check_address(self) -> list[str]:
         """Return descriptions of the problems with TLS, socket, path prefix and origins."""

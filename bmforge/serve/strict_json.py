@@ -33,7 +33,7 @@ def parse_json(body: bytes, limits: BodyLimits) -> Any:
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not UTF-8 (byte {error.start})") from None
+        raise RequestError(f"the body is not UTF-8 (first invalid byte: {error.start}).") from None
     try:
         value = json.loads(
             text,
@@ -43,7 +43,9 @@ def parse_json(body: bytes, limits: BodyLimits) -> Any:
             parse_float=_float,
         )
     except json.JSONDecodeError as error:
-        raise RequestError(f"the body is not JSON: {error.msg} at character {error.pos}") from None
+        raise RequestError(
+            f"the body is not JSON ({error.msg} at character {error.pos})."
+        ) from None
     # Surrogates can only come from escapes, because their bytes are not valid UTF-8.
     if "\\ud" in text or "\\uD" in text:
         _refuse_surrogates(value)
@@ -60,7 +62,7 @@ def _check_size(body: bytes, limits: BodyLimits) -> None:
             values += 1
             if depth > limits.max_json_depth:
                 raise RequestError(
-                    f"the body is nested more than {limits.max_json_depth} levels deep"
+                    f"the body is nested more than {limits.max_json_depth} levels deep."
                 )
         elif kind in b"]}":
             depth -= 1
@@ -69,9 +71,9 @@ def _check_size(body: bytes, limits: BodyLimits) -> None:
         elif kind in b":":
             keys += 1
         if values > limits.max_json_values:
-            raise RequestError(f"the body has more than {limits.max_json_values} values")
+            raise RequestError(f"the body has more than {limits.max_json_values} values.")
         if keys > limits.max_json_keys:
-            raise RequestError(f"the body has more than {limits.max_json_keys} field names")
+            raise RequestError(f"the body has more than {limits.max_json_keys} field names.")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -80,24 +82,24 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         shown = twice.encode("utf-8", "replace").decode()[:60]
-        raise RequestError(f"the key {shown!r} occurs twice in an object", code="duplicate_key")
+        raise RequestError(f"the key {shown!r} occurs twice in an object.", code="duplicate_key")
     return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise RequestError(f"the body is not JSON: {name} is not a number")
+    raise RequestError(f"the body is not JSON, because {name} is not a JSON number.")
 
 
 def _integer(digits: str) -> int:
     if len(digits.lstrip("-")) > _MOST_DIGITS:
-        raise RequestError(f"an integer has more than {_MOST_DIGITS} digits")
+        raise RequestError(f"the body contains an integer with more than {_MOST_DIGITS} digits.")
     return int(digits)
 
 
 def _float(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise RequestError("a number is too large for a 64-bit float")
+        raise RequestError("the body contains a number that is too large for a 64-bit float.")
     return value
 
 
@@ -111,7 +113,8 @@ def _refuse_surrogates(value: Any) -> None:
             remaining += item
         elif isinstance(item, str) and _SURROGATE.search(item):
             raise RequestError(
-                "a text has an unpaired surrogate. Write the character itself, or both surrogates"
+                "the body contains a text with an unpaired surrogate. Write the character itself, "
+                "or both surrogates."
             )
 
 

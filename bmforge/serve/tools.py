@@ -58,20 +58,24 @@ def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
     shown = [tool.model_dump(exclude_none=True) for tool in body.tools]
     functions = {tool.function.name: tool.function.parameters for tool in body.tools}
     if len(functions) != len(body.tools):
-        raise RequestError("tools contains the same name twice", "tools", code="invalid_value")
+        raise RequestError(
+            "tools contains two functions with the same name. Rename one of them.",
+            "tools",
+            code="invalid_value",
+        )
     if body.response_format is not None and body.response_format.type != "text":
-        raise RequestError("tools and response_format cannot be used together", "response_format")
+        raise RequestError("tools and response_format cannot be used together.", "response_format")
     if body.structured_outputs is not None:
         raise RequestError(
-            "tools and structured_outputs cannot be used together",
+            "tools and structured_outputs cannot be used together.",
             "structured_outputs",
         )
     if body.tool_choice in (None, "auto"):
         if form is None:
             raise RequestError(
                 (
-                    "the chat template of this model does not support tool calls; use "
-                    'tool_choice="required" or the name of a function, which work with every model'
+                    "the chat template of this model does not support tool calls. Use "
+                    'tool_choice="required" or a named function, which every model supports.'
                 ),
                 "tool_choice",
                 code="unsupported_value",
@@ -81,7 +85,9 @@ def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
     if isinstance(body.tool_choice, ToolChoice):
         name = body.tool_choice.function.name
         if name not in functions:
-            raise RequestError(f"tool_choice is {name!r}, which is not in tools", "tool_choice")
+            raise RequestError(
+                f"tool_choice names the function {name!r}, which is not in tools.", "tool_choice"
+            )
         functions = {name: functions[name]}
     begin = f"{form.open[0]}\n" if form is not None and form.is_json else ""
     return ToolUse(None if form is None else shown, functions, None, _call_rule(functions), begin)

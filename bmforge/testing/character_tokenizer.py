@@ -63,7 +63,7 @@ class LetterTokenizer(Tokenizer):
         """Return the characters; special tokens appear as their names."""
         listed = list(ids)
         if any(not 0 <= id < len(self._tokens) for id in listed):
-            raise DataError(f"{listed} has ids beyond the {len(self._tokens)} letters and marks.")
+            raise DataError(f"{listed} contains ids outside of 0 to {len(self._tokens) - 1}.")
         return "".join(self._tokens[id] for id in listed)
 
     def token_to_id(self, token: str) -> int | None:

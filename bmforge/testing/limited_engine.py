@@ -148,7 +148,7 @@ def run_limited(directory: Path, case: Case) -> dict[str, Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     if done.returncode:
-        raise RuntimeError(f"{case} ended with {done.returncode}: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{case} ended with exit code {done.returncode}: {done.stderr[-2000:]}")
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return measured
 

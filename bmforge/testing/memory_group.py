@@ -100,4 +100,4 @@ def _own_group() -> tuple[Path, tuple[str, str]]:
         names = _FILES[0 if is_first else 1]
         if (is_first or number == "0") and all((folder / name).exists() for name in names):
             return folder, names
-    raise OSError("this process is in no control group with a memory controller")
+    raise OSError("this process has no control group with a memory controller.")

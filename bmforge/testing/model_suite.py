@@ -131,7 +131,7 @@ class ModelSuite(FamilySuite):
         expected = self.run_theirs(twin.theirs, inputs, output_hidden_states=True)
         outputs = twin.ours(**inputs, output_hidden_states=True)
         compared = _compare(outputs, expected)
-        assert compared, "nothing in common"
+        assert compared, "the outputs of the two models have no field in common"
         states = expected.get("hidden_states") or expected.get("decoder_hidden_states")
         assert len(outputs.hidden_states) == len(states)
         for state, other in zip(outputs.hidden_states, states, strict=True):

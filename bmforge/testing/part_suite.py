@@ -25,24 +25,26 @@ def check_part(part: nn.Module) -> None:
     own |= dict(part.named_buffers(recurse=False))
     saved = {n for n in own if n not in part._non_persistent_buffers_set}
     plain = saved - set(notes)
-    assert set(notes) <= saved, f"notes of tensors that are not there: {set(notes) - saved}"
+    assert set(notes) <= saved, f"notes refer to missing tensors: {set(notes) - saved}"
     if isinstance(part, BesidePart):
-        assert not plain, f"nothing is said of {plain}"
+        assert not plain, f"tensors have no notes: {plain}"
         unknown = part.cut_styles - set(CUT_DIMS) - {""}
-        assert not unknown, f"styles that no layout has: {unknown}"
+        assert not unknown, f"unknown sharding styles: {unknown}"
     for key, note in notes.items():
         tensor = own[key]
-        assert set(note.cuts) <= set(CUT_DIMS), f"{key}: styles that no layout has"
-        assert all(0 <= dim < tensor.dim() for dim in note.cuts.values()), f"{key}: no such dim"
-        assert note.trains or not tensor.requires_grad, f"{key} wants a gradient and may not train"
-        assert not note.trains or tensor.is_floating_point(), f"{key}: integers do not train"
+        assert set(note.cuts) <= set(CUT_DIMS), f"{key} has unknown sharding styles"
+        assert all(0 <= d < tensor.dim() for d in note.cuts.values()), f"{key} lacks a sharded dim"
+        assert note.trains or not tensor.requires_grad, f"{key} is frozen but requires a gradient"
+        assert not note.trains or tensor.is_floating_point(), (
+            f"{key} is trained but is not floating-point"
+        )
         if isinstance(note.draw, Derived):
             entries = -(-note.draw.shape[0] // note.draw.rows_each)
-            assert entries == tensor.shape[0], f"{key}: other rows than its base"
+            assert entries == tensor.shape[0], f"{key} and its base have different numbers of rows"
         drawn = []
         for seed in (0, 0, 1):
             draw_tensor_(tensor.data, f"part.{key}", note, 0.02, seed)
             drawn.append(tensor.detach().clone())
-        assert torch.equal(drawn[0], drawn[1]), f"{key} is drawn in two ways by one seed"
+        assert torch.equal(drawn[0], drawn[1]), f"{key} differs with the same seed"
         is_random = not isinstance(note.draw, str)
-        assert torch.equal(drawn[0], drawn[2]) != is_random, f"{key}: the seed decides nothing"
+        assert torch.equal(drawn[0], drawn[2]) != is_random, f"{key} ignores the seed"

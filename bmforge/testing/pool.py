@@ -145,7 +145,9 @@ class WorkerPool:
         try:
             return self._run(payload, world, timeout_s)
         except _CrashError as crash:
-            warnings.warn(f"{function.__name__} is run once more: {crash}", stacklevel=3)
+            warnings.warn(
+                f"{function.__name__} is run again, because a worker crashed: {crash}", stacklevel=3
+            )
         return self._run(payload, world, timeout_s)
 
     def _run(self, payload: bytes, world: int, timeout_s: float) -> list[Any]:

@@ -174,7 +174,7 @@ def _shortest(template: Template, example: Any, cut: Any) -> int:
         except ConfigError:
             continue
         return length
-    raise AssertionError("no max_seq_len is enough for the template's own text")
+    raise AssertionError("the template's own text does not fit into any max_seq_len.")
 
 
 def _is_inside(some: Sequence[int], ids: Sequence[int]) -> bool:

@@ -50,7 +50,8 @@ def assert_close(
         if got.shape != want.shape or not torch.allclose(got, want, rtol=r, atol=a):
             difference = (got - want).abs().max().item() if got.shape == want.shape else "shape"
             wrong.append(
-                f"{name}: {tuple(got.shape)} largest difference {difference} (rtol {r}, atol {a})"
+                f"{name} of shape {tuple(got.shape)}: the largest difference is {difference} "
+                f"(rtol={r}, atol={a})"
             )
     assert not wrong, "\n".join(wrong)
 
@@ -59,4 +60,4 @@ def assert_equal_trees(actual: Mapping[str, Tensor], expected: Mapping[str, Tens
     """Compare two mappings of tensors bit for bit."""
     assert set(actual) == set(expected), f"keys differ: {set(actual) ^ set(expected)}"
     wrong = [name for name in expected if not torch.equal(actual[name], expected[name])]
-    assert not wrong, f"not bit-identical: {wrong}"
+    assert not wrong, f"tensors are not bit-identical: {wrong}"

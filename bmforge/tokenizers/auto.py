@@ -71,9 +71,10 @@ class AutoTokenizer:
         opens = _by_config(folder) or _by_files(folder)
         if opens is None:
             raise DataError(
-                f"no tokenizer in {str(folder)!r} ({TOKENIZER_FILE}; for older models also "
-                f"{', '.join(_OLD_FILES)}). Copy {TOKENIZER_FILE} and tokenizer_config.json from "
-                "the original model. If that has other files, write them with transformers' "
+                f"there is no tokenizer in {str(folder)!r} (needed: {TOKENIZER_FILE}, or one of "
+                f"{', '.join(_OLD_FILES)} for older models). Copy {TOKENIZER_FILE} and "
+                "tokenizer_config.json from the original model. If the original model has other "
+                "tokenizer files, convert them with transformers' "
                 "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)."
             )
         return opens(folder)

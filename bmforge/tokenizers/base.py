@@ -266,12 +266,12 @@ def parse_vocabulary(
     numbers = [number for number, line in enumerate(lines) if line or not skip_empty]
     vocabulary = {lines[number]: id for id, number in enumerate(numbers)}
     if not vocabulary or not text:
-        raise DataError(f"{str(path)!r} is empty (one token per line is required).")
+        raise DataError(f"{str(path)!r} is empty (needed: one token per line).")
     if len(vocabulary) != len(numbers):
         at = next(n for id, n in enumerate(numbers) if vocabulary[lines[n]] != id)
         raise DataError(
-            f"{str(path)!r} has {lines[at]!r} both in line {at + 1} and in line "
-            f"{numbers[vocabulary[lines[at]]] + 1} (needed: one token per line, none twice)."
+            f"{str(path)!r} contains the token {lines[at]!r} twice, in lines {at + 1} and "
+            f"{numbers[vocabulary[lines[at]]] + 1} (needed: one token per line, no duplicates)."
         )
     return vocabulary
 
@@ -290,7 +290,7 @@ def save_files(directory: str | os.PathLike[str], files: dict[str, bytes]) -> No
     ]
     if taken:
         raise ConfigError(
-            f"{str(folder)!r} already contains another {' and '.join(taken)}. Save into a new "
+            f"{str(folder)!r} already contains a different {' and '.join(taken)}. Save into a new "
             "directory, or remove the old files first."
         )
     for name, content in files.items():

@@ -17,7 +17,7 @@ Tools = Sequence[Mapping[str, Any]]
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
-def normalize_message(values: Mapping[str, Any], location: str = "a message") -> Message:
+def normalize_message(values: Mapping[str, Any], location: str = "the conversation") -> Message:
     """Convert a message in OpenAI's format to the form that chat templates expect.
 
     Text parts of the content are joined, null content becomes an empty text, the arguments of tool
@@ -39,8 +39,8 @@ def normalize_message(values: Mapping[str, Any], location: str = "a message") ->
         calls = [*calls, {"type": "function", "function": values["function_call"]}]
     if "content" not in message and not (calls or _has_thought(message)):
         raise DataError(
-            f"{location} has a message without the text 'content'. Each entry of 'messages' "
-            "needs it."
+            f"{location} has a message without 'content' (needed: a text). Add 'content' to each "
+            "entry of 'messages'."
         )
     message["content"] = _join_parts(message.get("content", ""), location)
     if calls:
@@ -65,8 +65,8 @@ def _join_parts(content: Any, location: str) -> str:
         else:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise DataError(
-                f"{location} has content of type {kind!r} (needed: a text, or parts of type "
-                "'text')."
+                f"{location} has a message with content of type {kind!r} (supported: a text, or a "
+                "list of parts of type 'text')."
             )
     return "".join(texts)
 
@@ -74,7 +74,9 @@ def _join_parts(content: Any, location: str) -> str:
 def _normalize_call(call: Any, location: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{location} has a tool call without a function name.")
+        raise DataError(
+            f"{location} has a tool call without a function name (needed: 'function.name')."
+        )
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = parse_arguments(arguments)

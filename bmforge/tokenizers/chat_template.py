@@ -95,7 +95,7 @@ class ChatTemplate:
             return self._render(values if tools is None else {**values, "tools": tools})
         except Exception as error:  # a template may raise any exception
             raise DataError(
-                f"the chat template cannot render this conversation: {error}"
+                f"the chat template cannot render the conversation ({error})."
             ) from error
 
     def _write_plain(self, values: Mapping[str, Any]) -> str:
@@ -210,7 +210,7 @@ def find_template(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{str(folder)!r} has a damaged chat template ({type(error).__name__}: {error}). "
-            "Correct it, or give one with --template FILE."
+            "Correct the template, or use another one with --template FILE in training."
         ) from error
     return source or None
 
@@ -262,6 +262,6 @@ def _compile(source: str) -> tuple[Any, frozenset[str]]:
         return environment.from_string(source), frozenset(names) - environment.globals.keys()
     except TemplateError as error:
         raise ConfigError(
-            f"the chat template is not valid ({error}). Correct it, or give one with --template "
-            "FILE."
+            f"the chat template is not valid ({error}). Correct the template, or use another one "
+            "with --template FILE in training."
         ) from error

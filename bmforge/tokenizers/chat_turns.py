@@ -95,18 +95,18 @@ def _render_answer(
         raise DataError(
             f"the chat template does not render messages 1 to {number} as a prefix of "
             f"messages 1 to {number + 1}, so the answer cannot be separated from its "
-            "prompt. Give another template with --template."
+            "prompt. Use another template with --template."
         )
     answer = rendered[len(start) :]
     missing = _find_missing(message, answer)
     if missing == "thoughts" and _CLOSE in template.source + prompt:
         return AnswerText(number, prompt, _write_thoughts(message, prompt, answer))
     if missing:
-        advice = _place_thoughts(template, message) if missing == "thoughts" else "Give"
+        advice = _place_thoughts(template, message) if missing == "thoughts" else "Use"
         raise DataError(
-            f"the chat template omits the {missing} of message {number + 1}, so the "
-            f"model cannot be trained on it. {advice} another template with --template, or "
-            "remove that part from the data."
+            f"the chat template omits the {missing} of message {number + 1}, so the model cannot "
+            f"be trained on the {missing}. {advice} another template with --template, or remove "
+            f"the {missing} from the data."
         )
     return AnswerText(number, start, answer)
 
@@ -159,13 +159,13 @@ def split_thought(message: Message) -> tuple[str, str]:
 def _place_thoughts(template: ChatTemplate, message: Message) -> str:
     """Return advice for an error message: where to write the reasoning so that it is rendered.
 
-    The text ends with "give", after which the caller names an alternative.
+    The text ends with "use", after which the caller names an alternative.
     """
     for name in THOUGHT_FIELDS:
         if re.search(rf"\b{name}\b", template.source):
-            advice = f"Write them into the field {name!r}, which it reads, or give"
-            return "Give" if message.get(name) else advice
-    return f"Write them as {_OPEN}...{_CLOSE} at the beginning of 'content', or give"
+            advice = f"Write them into the field {name!r}, which the template reads, or use"
+            return "Use" if message.get(name) else advice
+    return f"Write them as {_OPEN}...{_CLOSE} at the beginning of 'content', or use"
 
 
 def _write_thoughts(message: Message, prompt: str, answer: str) -> str:
@@ -193,6 +193,6 @@ def check_fields(template: ChatTemplate, messages: Sequence[Message]) -> None:
             if not re.search(rf"\b{re.escape(name)}\b", template.source):
                 raise DataError(
                     f"message {number} has the field {name!r}, which the chat template "
-                    f"does not use (used: {', '.join(_MESSAGE_FIELDS)}). Remove it, or "
-                    f"leave it out with --data.ignore {name}."
+                    f"does not use (used: {', '.join(_MESSAGE_FIELDS)}). Remove the "
+                    f"field from the data, or ignore it with --data.ignore {name}."
                 )

@@ -61,8 +61,8 @@ class CPM1Tokenizer(Tokenizer):
         missing = [token for token in (SPACE, NEWLINE, "<eod>") if token not in self._ids]
         if missing:
             raise DataError(
-                f"{str(path)!r} lacks {missing}, which CPM-1 needs. Use the chinese_vocab.model "
-                "of CPM-1."
+                f"{str(path)!r} lacks the tokens {missing}, which CPM-1 needs. Use the "
+                "chinese_vocab.model of CPM-1."
             )
         # Pieces for decoding, with <eod> as one character so that it keeps its brackets.
         self._shown = [END if token == "<eod>" else token for token in self._tokens]

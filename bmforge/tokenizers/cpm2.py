@@ -74,8 +74,8 @@ class CPM2Tokenizer(Tokenizer):
         missing = [token for token in required if token not in vocabulary]
         if missing:
             raise DataError(
-                f"{str(path)!r} lacks {missing}, which {type(self).__name__} needs. Use the "
-                "vocab.txt of the model."
+                f"{str(path)!r} lacks the tokens {missing}, which {type(self).__name__} needs. Use "
+                "the vocab.txt of the model."
             )
         self._tokens = list(vocabulary)
         self._space_id = vocabulary[self.roles["space"]]
@@ -124,7 +124,7 @@ class CPM2Tokenizer(Tokenizer):
         """
         if not 0 <= number < len(self.sentinel_ids):
             raise ConfigError(
-                f"sentinel {number} does not exist: this vocabulary has "
+                f"there is no sentinel token {number}, because the vocabulary has only "
                 f"{len(self.sentinel_ids)} sentinel tokens. Mask fewer spans."
             )
         return self.sentinel_ids[number]

@@ -61,8 +61,8 @@ class CPMAntTokenizer(Tokenizer):
         missing = [t for t in ("<pad>", "<unk>", "<s>", "</s>", *_WRITTEN_AS) if t not in written]
         if missing:
             raise DataError(
-                f"{str(path)!r} lacks {missing}, which CPM-Ant needs. Use the vocab.txt of a "
-                "CPM-Ant model."
+                f"{str(path)!r} lacks the tokens {missing}, which CPM-Ant needs. Use the vocab.txt "
+                "of a CPM-Ant model."
             )
         self._content = content
         self._vocabulary = {_WRITTEN_AS.get(token, token): id for token, id in written.items()}

@@ -75,8 +75,8 @@ class FastTokenizer(Tokenizer):
         content = find_tokenizer_json(folder)
         if content is None:
             raise DataError(
-                f"{str(folder)!r} has no {TOKENIZER_FILE}, nor older files from which one can "
-                "be written. Save the tokenizer with transformers' save_pretrained."
+                f"{str(folder)!r} contains neither {TOKENIZER_FILE} nor older tokenizer files that "
+                "can be converted. Save the tokenizer with transformers' save_pretrained."
             )
         names = [n for n in (*ROLE_FILES, TEMPLATE_FILE) if (folder / n).exists()]
         names += find_named_templates(folder)
@@ -280,6 +280,6 @@ class FastTokenizer(Tokenizer):
         if wrong:
             raise DataError(
                 f"id={wrong[0]} is not in the vocabulary of {self.vocab_size} tokens. Use the "
-                "tokenizer of the model that generated it."
+                "tokenizer of the model that generated the id."
             )
         return self._tokenizer.decode(sequence, skip_special_tokens=False)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from bmforge.errors import DataError
 from bmforge.gguf_header import GgufHeader
 from bmforge.tokenizers.spiece import UnigramModel, build_unigram
+from bmforge.tokenizers.tokenizer_json import add_begin_and_end_
 
 __all__ = ["BYTE", "CONTROL", "NORMAL", "OWN", "PRE", "ROLE_KEYS", "SPACE", "UNKNOWN", "UNUSED",
            "GgufTokenizer", "PreTokenizer", "pairs_of_scores", "read_gguf_tokenizer"]  # fmt: skip
@@ -140,7 +141,9 @@ class _Vocabulary(NamedTuple):
         return {t: i for i, t in enumerate(self.tokens) if self.types[i] in types}
 
     def damaged(self, reason: str) -> DataError:
-        return DataError(f"the tokenizer in {str(self.path)!r} is damaged: {reason}")
+        return DataError(
+            f"the tokenizer in {str(self.path)!r} is damaged ({reason}). Download the file again."
+        )
 
 
 def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
@@ -176,11 +179,10 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
             if token is None:
                 raise vocabulary.damaged(f"the {role} token has the unknown id {id!r}")
             roles[role] = token
-    settings: dict[str, Any] = {
-        name: header.metadata.get(f"tokenizer.ggml.{name}", default)
-        for name, default in _default_bos_eos(header, kind).items()
-    }
-    settings = {name: value for name, value in settings.items() if isinstance(value, bool)}
+    data, defaults = header.metadata, _default_bos_eos(header, kind)
+    values = {name: data.get(f"tokenizer.ggml.{name}", usual) for name, usual in defaults.items()}
+    settings: dict[str, Any] = {name: v for name, v in values.items() if isinstance(v, bool)}
+    add_begin_and_end_(tokenizer, roles, settings)
     template = header.metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         settings["chat_template"] = template
@@ -223,9 +225,9 @@ def _read_vocabulary(header: GgufHeader) -> _Vocabulary:
             f"the vocabulary has {count} tokens, but {len(types)} types and {len(scores)} scores"
         )
     if len(set(vocabulary.tokens)) != count:
-        raise vocabulary.damaged("a token occurs twice")
+        raise vocabulary.damaged(f"only {len(set(vocabulary.tokens))} of {count} tokens differ")
     if not all(math.isfinite(score) for score in scores):
-        raise vocabulary.damaged("a score is not a number")
+        raise vocabulary.damaged("tokenizer.ggml.scores contains a value that is not finite")
     return vocabulary
 
 
@@ -246,7 +248,7 @@ def _add_special(tokenizer: Any, vocabulary: _Vocabulary) -> None:
         else:
             tokenizer.add_tokens(added)
         if (got := tokenizer.token_to_id(token)) != id:
-            raise vocabulary.damaged(f"{token!r} has the id {id}, but would get {got}")
+            raise vocabulary.damaged(f"the token {token!r} has the id {id} instead of {got}")
 
 
 def _model_vocabulary(vocabulary: _Vocabulary, *types: int) -> dict[str, int]:
@@ -279,7 +281,7 @@ def _byte_pairs(gguf: _Vocabulary) -> Any:
     # Both parts of a merge may begin with a space, but never end with one.
     places = [(text, text.find(" ", 1)) for text in merges]
     if any(space < 0 for _, space in places):
-        raise gguf.damaged("a merge is not a pair")
+        raise gguf.damaged("tokenizer.ggml.merges contains a text that is not a pair of tokens")
     pairs = [(text[:space], text[space + 1 :]) for text, space in places]
     vocabulary = _model_vocabulary(gguf, NORMAL, BYTE)
     model = models.BPE(vocabulary, pairs, ignore_merges=rules.takes_words)
@@ -312,9 +314,7 @@ def pairs_of_scores(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple
     pairs = []
     for piece in sorted(pieces, key=lambda piece: (-pieces[piece], ids[piece])):
         if len(piece) > _LONGEST_PIECE:
-            raise DataError(
-                f"a vocabulary entry has {len(piece)} characters (at most {_LONGEST_PIECE})."
-            )
+            raise DataError(f"a token has {len(piece)} characters (limit: {_LONGEST_PIECE}).")
         cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
         cuts = [(a, b) for a, b in cuts if a in pieces and b in pieces]
         pairs += sorted(cuts, key=lambda cut: (ids[cut[0]], ids[cut[1]]))

@@ -44,7 +44,7 @@ def describe_tokenizer(
     settings = tokenizer.settings if isinstance(tokenizer, FastTokenizer) else {"model": {}}
     name = _kind_of(settings)
     if name is None:
-        raise _unsaid(type(tokenizer).__name__)
+        raise _unsaid(f"the tokenizer class {type(tokenizer).__name__}")
     tokens, types = _list_tokens(tokenizer, settings, rows)
     own = _KINDS[name](settings, tokens, types)
     metadata = {
@@ -65,9 +65,9 @@ def describe_tokenizer(
 
 def _unsaid(what: str) -> ConfigError:
     return ConfigError(
-        f"GGUF does not support this tokenizer: {what} (supported: byte-level BPE of GPT-2, "
-        "Llama 3 and Qwen2, BPE and unigram models of sentencepiece, WordPiece of BERT). "
-        "Export the model without its tokenizer."
+        f"GGUF does not support {what} (supported: byte-level BPE of GPT-2, Llama 3 and Qwen2, BPE "
+        "and unigram models of sentencepiece, WordPiece of BERT). To export the model without a "
+        "tokenizer, move the tokenizer's files out of the model directory."
     )
 
 
@@ -88,7 +88,7 @@ def _list_tokens(
     if largest >= rows:
         raise ConfigError(
             f"the tokenizer has ids up to {largest}, but the model has {rows} embedding rows. "
-            "Use the tokenizer that belongs to the model."
+            "Use the tokenizer of the model."
         )
     tokens = [f"[PAD{id}]" for id in range(rows)]
     types = [UNUSED] * rows
@@ -126,12 +126,12 @@ def _byte_pairs(settings: dict[str, Any], tokens: list[str], types: list[int]) -
     cuts, composes = list(_steps(settings.get("pre_tokenizer"))), False
     for step in _steps(settings.get("normalizer")):
         if step["type"] != "NFC":
-            raise _unsaid(f"its normalizer {step['type']}")
+            raise _unsaid(f"the tokenizer's normalizer {step['type']}")
         composes = True
     letters = [step for step in cuts if step["type"] == "ByteLevel"]
     splits = [step["pattern"].get("Regex") for step in cuts if step["type"] == "Split"]
     if len(letters) != 1 or letters[0].get("add_prefix_space") or len(cuts) != 1 + len(splits):
-        raise _unsaid(f"its pre-tokenizer {[step['type'] for step in cuts]}")
+        raise _unsaid(f"the tokenizer's pre-tokenizer {[step['type'] for step in cuts]}")
     takes_words = bool(settings["model"].get("ignore_merges"))
     target = PreTokenizer(tuple(splits) if splits else None, composes, takes_words)
     # `adds_begin` is not compared, because the key add_bos_token specifies it.
@@ -140,10 +140,10 @@ def _byte_pairs(settings: dict[str, Any], tokens: list[str], types: list[int]) -
     )
     name = next(names, None)
     if name is None:
-        raise _unsaid(f"its rule to split text, {splits or 'GPT-2'!r}")
+        raise _unsaid(f"the tokenizer's pattern for splitting text, {splits or 'GPT-2'!r}")
     merges = settings["model"]["merges"]
     if not merges:
-        raise _unsaid("a byte-level BPE without merges, which llama.cpp cannot open")
+        raise _unsaid("a byte-level BPE tokenizer without merges")
     pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
     return {"pre": name, "merges": pairs}
 
@@ -164,9 +164,9 @@ def _sentence_pairs(
     try:
         implied = pairs_of_scores({token: scores[id] for token, id in ids.items()}, ids)
     except DataError as error:
-        raise _unsaid(str(error)) from error
+        raise _unsaid(f"the tokenizer's vocabulary: {error}".rstrip(".")) from error
     if set(implied) != set(pairs):
-        raise _unsaid("some pairs of its pieces are never merged, which scores cannot represent")
+        raise _unsaid("the tokenizer's merges, which scores of pieces cannot represent")
     kinds = [s for key in ("normalizer", "pre_tokenizer") for s in _steps(settings.get(key))]
     leads = any(
         s["type"] == "Prepend" or s.get("prepend_scheme", "never") != "never" for s in kinds
@@ -195,7 +195,10 @@ def _unigram(settings: dict[str, Any], tokens: list[str], types: list[int]) -> d
 def _word_pieces(settings: dict[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
     """Mark starts of words instead of continuations in WordPiece `tokens`, in place."""
     if not (settings.get("normalizer") or {}).get("lowercase"):
-        get_logger().warning("llama.cpp lowercases text for WordPiece, but this tokenizer is cased")
+        get_logger().warning(
+            "llama.cpp lowercases all text for WordPiece tokenizers, but the exported tokenizer is "
+            "cased, so its token ids differ in llama.cpp."
+        )
     for id, token in enumerate(tokens):
         if not (token.startswith("[") and token.endswith("]")):
             tokens[id] = token[2:] if token.startswith("##") else SPACE + token

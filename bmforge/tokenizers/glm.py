@@ -71,8 +71,8 @@ class GLMTokenizer(Tokenizer):
         missing = [token for token in needed if token not in self._specials]
         if missing:
             raise DataError(
-                f"the special tokens {sorted(self._specials)} lack {missing}, which GLM needs. "
-                f"Use the {ADDED_FILE} of the model."
+                f"the special tokens {missing}, which GLM needs, are not defined (defined: "
+                f"{sorted(self._specials)}). Use the {ADDED_FILE} of the model."
             )
         self._by_id = {id: token for token, id in self._specials.items()}
         self._strips_left = frozenset(strips_left)
@@ -173,7 +173,7 @@ class GLMTokenizer(Tokenizer):
             if wrong:
                 raise DataError(
                     f"id={wrong[0]} is not in the vocabulary of {self.vocab_size} tokens. Use "
-                    "the tokenizer of the model that generated it."
+                    "the tokenizer of the model that generated the id."
                 )
             parts += [self._by_id[i] for i in members] if special else [self._text.decode(members)]
         return self._text.joint.join(parts)
@@ -197,8 +197,8 @@ class GLMTokenizer(Tokenizer):
 
         if not texts or (max_length is not None and max_length < 3):
             raise ConfigError(
-                "prepare needs at least one text and max_length of at least 3 (there are "
-                f"{len(texts)} texts, and max_length={max_length})."
+                "prepare needs at least one text and a max_length of at least 3, but was called "
+                f"with {len(texts)} texts and max_length={max_length}."
             )
         encoded = self.encode_batch(texts)
         if max_length is not None:
@@ -272,7 +272,7 @@ class GLMTokenizer(Tokenizer):
         if isinstance(targets, str) or len(targets) != len(ids):
             raise ConfigError(
                 f"targets={targets!r:.60} must be a list with one text for each of the "
-                f"{len(ids)} rows."
+                f"{len(ids)} inputs."
             )
         start, end = self._specials["<|startofpiece|>"], self._specials["<|endofpiece|>"]
         pad = self._specials["<|endoftext|>"]
@@ -291,7 +291,7 @@ class GLMTokenizer(Tokenizer):
         bare = (~is_blank.any(1)).nonzero()
         if len(bare):
             raise ConfigError(
-                f"row {int(bare[0])} has no blank to fill. Add one of {list(_BLANKS)} to the "
+                f"input {int(bare[0])} has no blank to fill. Add one of {list(_BLANKS)} to the "
                 "text, or raise max_length if the text was truncated."
             )
         blank = is_blank.int().argmax(1, keepdim=True)
@@ -312,7 +312,7 @@ def _added_tokens(folder: Path, config: dict[str, Any]) -> tuple[dict[str, int],
     if not path.exists():
         raise DataError(
             f"{str(folder)!r} has neither {ADDED_FILE} nor added_tokens_decoder in "
-            f"{CONFIG_FILE}, which define GLM's special tokens and their ids. Copy one of them "
-            "from the model."
+            f"{CONFIG_FILE}, which define GLM's special tokens and their ids. Copy {ADDED_FILE} "
+            "from the original model."
         )
     return {str(token): int(id) for token, id in read_json(path).items()}, list(_BLANKS)

@@ -106,7 +106,8 @@ def open_text_part(folder: Path) -> TextPart:
     if not all((folder / name).exists() for name in BYTE_PAIR_FILES):
         raise DataError(
             f"{str(folder)!r} has neither {SENTENCEPIECE_FILE} (Chinese) nor "
-            f"{' and '.join(BYTE_PAIR_FILES)} (English), which GLM's tokenizer needs."
+            f"{' and '.join(BYTE_PAIR_FILES)} (English), which GLM's tokenizer needs. "
+            "Copy the files from the original model."
         )
     files = {name: (folder / name).read_bytes() for name in BYTE_PAIR_FILES}
     return BytePairs(open_byte_pairs(folder), files)

@@ -51,7 +51,7 @@ class LongestMatcher:
         usable = {piece: id for piece, id in vocabulary.items() if 0 < len(piece) <= limit}
         if not usable:
             raise ConfigError(
-                f"LongestMatcher: none of the {len(vocabulary)} pieces has between 1 and "
+                f"none of the {len(vocabulary)} pieces of LongestMatcher has between 1 and "
                 f"max_chars={max_chars} characters. Pass the whole vocabulary."
             )
         self._pieces = list(usable)

@@ -36,7 +36,10 @@ def encode_segments(
         others = [len(p) for n, p in enumerate(parts) if n != longer]
         cut = min(over, max(1, len(parts[longer]) - max(others, default=0)))
         if len(parts[longer]) < cut:
-            raise ConfigError(f"data.seq_len={longest} leaves no room for a text. Increase it.")
+            raise ConfigError(
+                f"data.seq_len={longest} is too small for the special tokens. Increase "
+                "data.seq_len."
+            )
         parts[longer] = parts[longer][: len(parts[longer]) - cut]
         over -= cut
     ids, segments = [begin], [0]
@@ -52,7 +55,7 @@ def outer_marks(tokenizer: Tokenizer) -> tuple[int, int]:
     begin, end = tokenizer.role_id("cls"), tokenizer.role_id("sep")
     if begin is None or end is None:
         raise ConfigError(
-            "the tokenizer has no tokens for the roles cls and sep. Use the tokenizer of a "
-            "BERT model, or set them in its tokenizer_config.json (cls_token, sep_token)."
+            "the tokenizer has no cls token or no sep token. Use the tokenizer of a BERT model, "
+            "or set cls_token and sep_token in tokenizer_config.json."
         )
     return begin, end

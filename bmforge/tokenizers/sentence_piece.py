@@ -22,7 +22,7 @@ def load_sentence_piece(model: bytes, path: Path) -> Any:
     except ImportError as error:
         raise MissingDependencyError("sentencepiece", "zh", "a SentencePiece tokenizer") from error
     if not model:
-        raise DataError(f"{str(path)!r} is empty (a sentencepiece model is required).")
+        raise DataError(f"{str(path)!r} is empty (needed: a sentencepiece model).")
     try:
         return SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:

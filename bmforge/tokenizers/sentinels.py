@@ -61,6 +61,6 @@ def fill_prompt(
 def _end_of(tokenizer: Tokenizer) -> list[int]:
     if tokenizer.eos_id is None:
         raise ConfigError(
-            "the tokenizer has no end-of-sequence token. Set one in the tokenizer's config."
+            "the tokenizer has no end-of-sequence token. Set eos_token in tokenizer_config.json."
         )
     return [tokenizer.eos_id]

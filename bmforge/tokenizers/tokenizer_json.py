@@ -8,6 +8,7 @@ for each kind follow transformers' ``tokenization_gpt2.py``, ``tokenization_robe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "TEMPLATE_DIR",
     "TEMPLATE_FILE",
     "TOKENIZER_FILE",
+    "add_begin_and_end_",
     "find_named_templates",
     "find_tokenizer_json",
     "has_tokenizer_json",
@@ -239,8 +241,8 @@ def _add_tokens(tokenizer: Any, folder: Path) -> None:
             tokenizer.add_tokens([AddedToken(token, normalized=False)])
         if (id := tokenizer.token_to_id(token)) != ids[token]:
             raise DataError(
-                f"{str(path)!r} gives {token!r} the id {ids[token]}, but the vocabulary in the "
-                f"same directory gives it {id}. Use two files of the same model."
+                f"{str(path)!r} assigns the id {ids[token]} to {token!r}, but the vocabulary in "
+                f"the same directory assigns {id}. Use two files of the same model."
             )
     tokenizer.add_special_tokens(list(special.values()))
 
@@ -256,6 +258,35 @@ def _has(folder: Path, names: tuple[str, ...]) -> bool:
 
 def _damaged(paths: list[str], error: Exception) -> DataError:
     return DataError(
-        f"{' and '.join(paths)} do not contain the vocabulary of a tokenizer ({error}). "
-        "Download the files again."
+        f"cannot read the vocabulary of the tokenizer in {' and '.join(paths)} ({error}). Download "
+        "the files again."
+    )
+
+
+def add_begin_and_end_(
+    tokenizer: Any, roles: Mapping[str, str], settings: Mapping[str, Any]
+) -> None:
+    """Set a post-processor that adds the begin and end tokens that `settings` require.
+
+    transformers ignores `add_bos_token` in tokenizer_config.json for a tokenizer without a class of
+    its own. A tokenizer that already has a post-processor does not change.
+
+    Args:
+        tokenizer: tokenizer of the `tokenizers` library, changed in place.
+        roles: mapping from role ("bos", "eos") to token.
+        settings: fields of tokenizer_config.json.
+    """
+    from tokenizers.processors import TemplateProcessing
+
+    begin, end = (
+        [roles[role]] if settings.get(f"add_{role}_token") and role in roles else []
+        for role in ("bos", "eos")
+    )
+    if tokenizer.post_processor is not None or not (begin or end):
+        return
+    second = [f"{piece}:1" for piece in (*begin, "$B", *end)]
+    tokenizer.post_processor = TemplateProcessing(
+        single=[*begin, "$A", *end],
+        pair=[*begin, "$A", *end, *second],
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in {*begin, *end}],
     )

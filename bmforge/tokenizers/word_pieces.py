@@ -83,6 +83,6 @@ def pieces_to_tokens(ids: Iterable[int], tokens: list[str]) -> list[str]:
     if invalid:
         raise DataError(
             f"id={invalid[0]} is not in the vocabulary (0 to {len(tokens) - 1}). Use the "
-            "tokenizer of the model that generated it."
+            "tokenizer of the model that generated the id."
         )
     return [tokens[id] for id in sequence]

@@ -91,7 +91,7 @@ class BatchReader:
         self.ended = batches is None
         if batches is None:
             get_logger().info(
-                "the loader is exhausted after step %d, in epoch %d of %d: the training ends",
+                "the loader is exhausted after step %d, in epoch %d of %d, so training ends",
                 *(step, self.epoch + 1, self._num_epochs),
             )
         return batches
@@ -109,7 +109,7 @@ class BatchReader:
             self._loader.load_state_dict(state["loader"])
         else:
             get_logger().info(
-                "the data was changed with --override: the order of the samples starts again"
+                "the data was changed with --override, so the samples are read from the beginning"
             )
 
     def _take(self) -> Sequence[Batch] | None:

@@ -43,7 +43,8 @@ class BestEvaluation:
                 )
         if self.keeps_checkpoint and not has_run_dir:
             raise ConfigError(
-                "train.load_best_model_at_end=True needs checkpoints. Give a run_dir."
+                "train.load_best_model_at_end=True needs checkpoints, but the Trainer has no "
+                "run_dir. Pass one."
             )
 
     @property
@@ -69,8 +70,8 @@ class BestEvaluation:
         self._misses = 0 if self._loss - loss > self._threshold else self._misses + 1
         if self.is_exhausted:
             get_logger().info(
-                "early stopping at step %d: %d evaluations without an improvement of the loss %.4f "
-                "of step %d",
+                "training stops early at step %d, because %d evaluations did not improve the "
+                "evaluation loss %.4f of step %d",
                 *(step, self._misses, self._loss, self._step),
             )
         if not loss < self._loss:
@@ -85,8 +86,8 @@ class BestEvaluation:
             return
         get_logger().warning(
             (
-                "the best checkpoint (step %d) is missing in %s: the best one is determined again "
-                "from this step on"
+                "the best checkpoint (step %d) is missing in %s, so the best checkpoint is chosen "
+                "among the evaluations from now on"
             ),
             *(step, directory),
         )

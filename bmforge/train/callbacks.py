@@ -33,7 +33,7 @@ def load_callback_states(callbacks: Sequence[Any], states: dict[str, Any]) -> No
     if set(own) != set(states):
         raise ConfigError(
             f"the run to resume had the callbacks {sorted(states) or 'none'}, but this run has "
-            f"{sorted(own) or 'none'}. Pass the same callbacks."
+            f"{sorted(own) or 'none'}. Pass the same callbacks to the Trainer."
         )
     for name, callback in own.items():
         callback.load_state_dict(states[name])
@@ -44,5 +44,8 @@ def _stateful(callbacks: Sequence[Any]) -> dict[str, Any]:
     stateful = [c for c in callbacks if hasattr(c, "state_dict")]
     named = {getattr(c, "name", type(c).__name__): c for c in stateful}
     if len(named) < len(stateful):
-        raise ConfigError(f"two callbacks have the same name: {sorted(named)}. Rename one of them.")
+        raise ConfigError(
+            f"several callbacks have the same name (names: {', '.join(sorted(named))}). Give each "
+            "callback a different attribute `name`."
+        )
     return named

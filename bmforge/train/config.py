@@ -20,20 +20,21 @@ class TrainConfig:
     Args:
         steps: total number of optimizer steps.
         num_epochs: number of epochs over a loader that ends; training ends after the last epoch
-            or after `steps`, whichever comes first (default: 1). Loaders of bmforge never end.
+            or after `steps`, whichever comes first. bmforge's own loaders never end.
         seed: random seed of dropout; weights and sample order have separate seeds.
-        precision: fp32, or bf16 / fp16 compute with fp32 parameters; must match the model.
-        master_weights: upcast trained 16-bit parameters to fp32 (default: on); without it they are
+        precision: dtype of the computation: fp32, bf16 or fp16; must be the one with which the
+            model was parallelized.
+        master_weights: upcast trained 16-bit parameters to fp32; without it they are
             trained in 16 bits, which loses updates below 1/256 of a bf16 weight.
-        disable_dropout: train in evaluation mode, without dropout and layer drop (default: off).
+        disable_dropout: train in evaluation mode, without dropout and layer drop.
         grad_clip: maximum gradient norm; None disables clipping.
         spike_sigmas: skip a step whose loss is this many standard deviations above the recent
-            mean (default: skip only steps with a non-finite loss or gradient).
+            mean (if None: skip only steps with a non-finite loss or gradient).
         eval_every_steps: number of steps between evaluations; None to evaluate only at the end.
         load_best_model_at_end: keep the checkpoint with the lowest evaluation loss, and end the
-            run with its weights (default: off); needs eval_every_steps.
+            run with its weights; needs eval_every_steps.
         early_stopping_patience: number of evaluations without an improvement after which the
-            run ends (default: train all steps).
+            run ends (if None: train all steps).
         early_stopping_threshold: decrease of the loss in nats that counts as an improvement.
         save_every_steps: number of steps between checkpoints; None to save only at the end.
         keep_last: number of newest checkpoints to keep.
@@ -74,7 +75,7 @@ class TrainConfig:
         for name in (*positive, "early_stopping_patience"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ConfigError(f"train.{name}={value} must be above 0, or None for never.")
+                raise ConfigError(f"train.{name}={value} must be above 0, or None.")
         self._check_best()
         if self.profile_steps < 0:
             raise ConfigError(f"train.profile_steps={self.profile_steps} must be at least 0.")
@@ -102,5 +103,5 @@ class TrainConfig:
         if self.early_stopping_threshold and self.early_stopping_patience is None:
             raise ConfigError(
                 f"train.early_stopping_threshold={self.early_stopping_threshold} has no effect "
-                "without train.early_stopping_patience."
+                "without train.early_stopping_patience. Set both, or leave the threshold out."
             )

@@ -40,8 +40,9 @@ def check_same_count(count: int, total: int, squares: int, position: str) -> Non
     counts = [0] * size
     dist.all_gather_object(counts, count)
     raise ConfigError(
-        f"{position}: the ranks have different numbers of micro-batches: {counts}. Give every "
-        "process the same number, for example with padding rows whose labels are all -100."
+        f"the processes have different numbers of micro-batches in {position}: {counts}, by rank. "
+        "Pass the same number on every process, for example with padding rows whose labels are "
+        "all -100."
     )
 
 
@@ -104,7 +105,8 @@ def check_same_rows(micro_batches: Sequence[Batch], mesh: DeviceMesh | None) -> 
                 digest.update(flat.view(torch.uint8).numpy())
     if not rows_agree(mesh, int.from_bytes(digest.digest(), "little") >> 1):
         raise ConfigError(
-            "processes that share rows (tensor, context and pipeline parallelism) read "
-            "different rows. Create the loader with rank=data_parallel_rank(mesh) and "
-            "world=data_parallel_size(mesh) of bmforge.parallel instead of the process rank."
+            "the processes of a tensor, context or pipeline parallel group must read the same "
+            "rows, but they read different ones. Create the loader with "
+            "rank=data_parallel_rank(mesh) and world=data_parallel_size(mesh) of "
+            "bmforge.parallel instead of the process rank."
         )

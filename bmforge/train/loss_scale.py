@@ -16,7 +16,7 @@ class LossScaleConfig:
     """Loss-scaling settings for ``train.precision = "fp16"``; other precisions do not use them.
 
     Args:
-        fixed: constant loss scale for the whole run (default: dynamic loss scaling).
+        fixed: constant loss scale for the whole run (if None: dynamic loss scaling).
         init_scale: initial loss scale.
         growth_interval_steps: consecutive finite steps after which the scale doubles.
         min_scale: lower bound of the scale.
@@ -41,7 +41,7 @@ class LossScaleConfig:
         if self.fixed is not None and self != others:
             raise ConfigError(
                 f"loss_scale.fixed={self.fixed} makes the scale constant, so the other fields "
-                "of loss_scale have no effect. Leave them out, or leave fixed out."
+                "of loss_scale have no effect. Leave out the other fields, or fixed."
             )
         if self.hysteresis < 1:
             raise ConfigError(f"loss_scale.hysteresis={self.hysteresis} must be at least 1.")

@@ -127,11 +127,11 @@ def check_precision(model: nn.Module, precision: str) -> None:
         has = (
             "is not parallelized"
             if model_precision is None
-            else f"was parallelized with {model_precision!r}"
+            else f"was parallelized with precision={model_precision!r}"
         )
         raise ConfigError(
             f"train.precision={precision!r}, but the model {has}. Call parallelize(model, "
-            f"layout, precision={precision!r}) before it is trained, or set "
+            f"layout, precision={precision!r}) before training, or set "
             f"train.precision={model_precision or 'fp32'!r}."
         )
 
@@ -155,9 +155,10 @@ def ensure_master_weights_(model: nn.Module, precision: str, master_weights: boo
     if record is not None and record.mesh is not None:
         problems = [
             (
-                f"parameter {name} is trained and {p.dtype}, but was frozen when the model was "
-                "parallelized: set requires_grad before parallelize, which upcasts it, or pass "
-                "master_weights=False to both"
+                f"the trained parameter {name} has dtype={p.dtype}, because it was frozen when "
+                "the model was parallelized. Set requires_grad=True before parallelize, which "
+                "then upcasts the parameter, or set master_weights=False in parallelize and in "
+                "TrainConfig"
             )
             for name, p in model.named_parameters()
             if p.requires_grad and is_half(p)

@@ -43,8 +43,8 @@ def trace_steps(
         return
     if run_dir is None:
         raise ConfigError(
-            f"train.profile_steps={steps} needs a directory for the trace. Give the Trainer a "
-            "run_dir."
+            f"train.profile_steps={steps} needs a directory for the trace, but the Trainer has no "
+            "run_dir. Pass one."
         )
     written: list[Path] = []
     is_host = device.type == "cpu"
@@ -58,8 +58,8 @@ def trace_steps(
     if not written:
         get_logger().warning(
             (
-                "no trace was written: train.profile_steps=%d traces the steps after the first %d, "
-                "and the run ended before."
+                "no trace was written, because train.profile_steps=%d traces the steps after the "
+                "first %d, and the run ended before them."
             ),
             steps,
             SKIPPED_STEPS,

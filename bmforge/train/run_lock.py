@@ -130,7 +130,7 @@ class RunLock:
             raise DistributedError(
                 f"run_dir={str(self._directory)!r} was taken over by {holder}, because this "
                 f"process had not updated {LOCK_NAME} for {_BEAT_S * _LOOKS:.0f} s. This "
-                "process writes nothing more."
+                "process stops, and writes no more files."
             )
 
     def release(self) -> None:
@@ -200,7 +200,9 @@ class RunLock:
             aside.rename(self._file)
             return
         aside.unlink()
-        get_logger().warning("%s: taken over from %s, which has ended", self._directory, holder)
+        get_logger().warning(
+            "%s was locked by %s, which has ended, so the lock is removed", self._directory, holder
+        )
 
     def _touch(self) -> None:
         while not self._stop.wait(_BEAT_S):

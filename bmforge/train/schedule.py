@@ -52,9 +52,9 @@ class ScheduleConfig:
         warmup_steps: steps of linear warm-up; noam needs at least 1.
         min_lr_ratio: final learning rate as a fraction of the peak, 0 to 1 (above 0 for
             exponential).
-        total_steps: length of the schedule in steps (default: that of the run).
-        decay_steps: length of the decay in steps (wsd only; default: a tenth of the total).
-        decay_kind: shape of the decay (wsd only): linear, cosine or 1-sqrt (default: 1-sqrt).
+        total_steps: length of the schedule in steps (if None: that of the run).
+        decay_steps: length of the decay in steps (wsd only; if None, a tenth of the total).
+        decay_kind: shape of the decay (wsd only): linear, cosine or 1-sqrt (if None: 1-sqrt).
     """
 
     kind: str = "cosine"
@@ -137,8 +137,8 @@ def _check(config: ScheduleConfig, total: int) -> None:
         )
     if not 0.0 <= config.min_lr_ratio <= 1.0:
         raise ConfigError(
-            f"schedule.min_lr_ratio={config.min_lr_ratio} must be from 0 to 1. It is a fraction "
-            "of the peak learning rate."
+            f"schedule.min_lr_ratio={config.min_lr_ratio} must be from 0 to 1 (it is a fraction of "
+            "the peak learning rate)."
         )
     _check_effects(config)
     _check_kind(config, total)
@@ -164,11 +164,14 @@ def _check_effects(config: ScheduleConfig) -> None:
 def _check_kind(config: ScheduleConfig, total: int) -> None:
     """Raise ConfigError if a setting that the kind requires is missing or out of range."""
     if config.kind == "noam" and config.warmup_steps < 1:
-        raise ConfigError("schedule.kind='noam' needs schedule.warmup_steps of at least 1.")
+        raise ConfigError(
+            f"schedule.warmup_steps={config.warmup_steps} must be at least 1 with "
+            "schedule.kind='noam'."
+        )
     if config.kind == "exponential" and config.min_lr_ratio == 0.0:
         raise ConfigError(
-            "schedule.kind='exponential' decays to schedule.min_lr_ratio, which must be above "
-            "0 (for example 0.1)."
+            f"schedule.min_lr_ratio={config.min_lr_ratio} must be above 0 (for example 0.1) with "
+            "schedule.kind='exponential', which decays to this ratio."
         )
     if config.kind != "wsd":
         return

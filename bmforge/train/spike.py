@@ -73,10 +73,9 @@ class SpikeGuard:
         if self.consecutive_skips >= self._max_consecutive_skips:
             raise DivergenceError(
                 f"{self.consecutive_skips} steps in a row were skipped, the last one because of "
-                f"{reason} (loss={loss}, grad_norm={grad_norm}). The parameters are those of "
-                "the last step without such a problem. Continue from an earlier checkpoint "
-                "with a lower learning rate, a longer warm-up or other data, or raise "
-                "max_consecutive_skips."
+                f"{reason} (loss={loss}, grad_norm={grad_norm}). Skipped steps do not change the "
+                "parameters. Continue from an earlier checkpoint with a lower learning rate, a "
+                "longer warm-up or other data, or raise max_consecutive_skips."
             )
         return reason
 
@@ -90,7 +89,7 @@ class SpikeGuard:
         mean = math.fsum(self._window) / len(self._window)
         variance = math.fsum((x - mean) ** 2 for x in self._window) / len(self._window)
         if loss > mean + self._spike_sigmas * math.sqrt(variance):
-            return f"a loss spike over the recent mean of {mean:.4g}"
+            return f"a loss spike above the recent mean of {mean:.4g}"
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,7 +104,10 @@ class SpikeGuard:
         """Restore the state returned by `state_dict`; a shorter window keeps the newest losses."""
         missing = {"skipped_steps", "consecutive_skips", "window"} - set(state)
         if missing:
-            raise ConfigError(f"the state of the spike guard lacks {', '.join(sorted(missing))}.")
+            raise ConfigError(
+                f"the state of the spike guard lacks {', '.join(sorted(missing))}. Pass a result "
+                "of SpikeGuard.state_dict()."
+            )
         self.skipped_steps = int(state["skipped_steps"])
         self.consecutive_skips = int(state["consecutive_skips"])
         self._window.clear()

@@ -352,7 +352,7 @@ class Trainer:
         )
         bar.advance(1, text)
         if "skipped" in row:
-            get_logger().warning("step %d was skipped: %s", self.step, row["skipped"])
+            get_logger().warning("step %d was skipped because of %s", self.step, row["skipped"])
         if "val_loss" in row:
             text += f"  val_loss {row['val_loss']:.4f}"
         due = self.step % self.config.log_every_steps == 0 or self.step == self.config.steps

@@ -246,7 +246,7 @@ def test_a_pattern_of_exponential_time_is_stopped() -> None:
         ("regex:(", "not a valid regular expression"),
         ("length:x", "number of tokens"),
         ("exact:answer=nan", "finite"),
-        ("dir:model", "no reward model can be loaded"),
+        ("dir:model", "open_model=None"),
     ],
 )
 def test_specifications_are_checked_before_the_run(spec: str, words: str) -> None:

@@ -113,7 +113,7 @@ def test_latin_1_is_read(encoding: str, text: str) -> None:
     text += "and plain words without accents, so that few characters are invalid " * 9
     assert decode(text.encode(encoding), "file 'a'", errors="strict").text == text
     damaged = text.encode()[:-9] + b"\xff" + b" more words" * 20
-    with pytest.raises(DataError, match="is utf-8 with 1 invalid characters"):
+    with pytest.raises(DataError, match="is encoded in utf-8, but has 1 invalid"):
         decode(damaged, "file 'a'", errors="strict")
 
 

@@ -212,7 +212,7 @@ def test_a_run_goes_on_under_either_name(start: Path, tmp_path: Path) -> None:
         ("dialogue --model t5", ["Families that do: EVA."]),
         ("stc --model gpt2", ["Families that do: CPM1."]),
         ("images --model gpt2", ["Families that do: ViT."]),
-        ("images --model vit --layout auto", ["--layout auto does not support images"]),
+        ("images --model vit --layout auto", ["--layout auto does not support image models"]),
         ("squad --model cpmant", ["CPMAnt does not support", "T5"]),
         ("pretrain --model gpt2 --family Llama", ["family='Llama'", "GPT2"]),
     ],
@@ -251,5 +251,5 @@ def test_a_missing_head_is_said_before_anything_is_read(
     assert "--new-head" in said
     assert not (tmp_path / "run").exists()
     assert main([*words, "--new-head"]) == 2
-    assert "BoolQ has no file for 'train'" in capsys.readouterr().err
+    assert "BoolQ has no file for the split 'train'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

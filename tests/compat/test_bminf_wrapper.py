@@ -197,7 +197,7 @@ def test_a_model_of_ours() -> None:
 
 def test_layers_that_cannot_be_int8_are_named() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8))
-    with pytest.warns(UserWarning, match=r"not changed: 0 \(the input size 6"):
+    with pytest.warns(UserWarning, match=r"not quantized: 0 \(the input size 6"):
         bminf.wrapper(model)
     assert type(model[0]) is nn.Linear
     assert isinstance(model[1], bminf.QuantizedLinear)

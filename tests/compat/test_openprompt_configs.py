@@ -195,7 +195,7 @@ def test_on_the_command_line(tmp_path, capsys, monkeypatch):
     assert "bmforge train prompt-generate --config new/run.toml" in said
     assert "generation.num_beams: texts are generated greedily" in said
     text = Path("new/run.toml").read_text()
-    assert "# not placed: generation.num_beams" in text
+    assert "# not migrated: generation.num_beams" in text
     assert tomllib.loads(text)["template"] == "new/template.txt"
     assert Path("new/template.txt").exists()
     assert main(["migrate", "old.yaml", "--out", "new/run.toml"]) == 2
@@ -207,7 +207,7 @@ def test_what_is_no_config(tmp_path):
         ("a: [", "cannot be read"),
         ("- a", "is not a config of OpenPrompt"),
         ("other: 1", "is not a config of OpenPrompt"),
-        ("plm: {optimize: {eps: x}}\ndataset: {name: mnli}", r"eps='x' must be a float"),
+        ("plm: {optimize: {eps: x}}\ndataset: {name: mnli}", r"eps='x' must be of type float"),
         (SOFT.replace("'", "") % "True", "Put words in quotes"),
         ("!!python/object/apply:os.getcwd []", "cannot be read"),
     ):

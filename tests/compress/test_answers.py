@@ -113,7 +113,7 @@ def test_rows_are_found_in_any_order(tmp_path: Path) -> None:
     got, want = (learn(student, opened, one, 1.0) for one in (turned, batch))
     assert_close(got, want, rtol=1e-9, atol=1e-12)
     strange = batch["input_ids"][:1] + 1
-    with pytest.raises(DataError, match="no stored predictions for row 1"):
+    with pytest.raises(DataError, match="no stored predictions for sequence 1"):
         opened.look_up({"input_ids": torch.cat((batch["input_ids"][:1], strange))})
     with pytest.raises(CheckpointError, match="already exists"):
         write_answers(teacher, singles, kept)
@@ -162,7 +162,7 @@ def test_what_answers_cannot_teach_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="only one of them"):
         DistillConfig(teacher="a", answers="b")
     for model, options, said in (
-        (teacher, {"count": VOCAB + 1}, f"must be 1 to {VOCAB}"),
+        (teacher, {"count": VOCAB + 1}, f"must be from 1 to {VOCAB}"),
         (make_t5(0), {"count": 2}, "not encoder-decoders"),
     ):
         with pytest.raises(ConfigError, match=said):

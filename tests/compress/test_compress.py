@@ -142,8 +142,11 @@ def test_what_does_not_go_together() -> None:
     batches = [{"input_ids": torch.ones(1, 4, dtype=torch.long)}]
     for arguments, said in (
         ({}, "no compression method is configured"),
-        ({"teacher": teacher}, "a teacher was given without losses"),
-        ({"config": CompressConfig(distill=DistillConfig())}, "no teacher was given"),
+        ({"teacher": teacher}, "a teacher was passed without distillation losses"),
+        (
+            {"config": CompressConfig(distill=DistillConfig())},
+            "losses were passed without a teacher",
+        ),
         ({"methods": [Pull("shrink")]}, "unknown compression method: 'shrink'"),
         ({"methods": [Pull(), Pull()]}, "structure is configured twice"),
         ({"methods": [Pull()], "batches": batches}, "batches have no effect"),

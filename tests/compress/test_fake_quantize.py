@@ -216,7 +216,7 @@ def test_what_cannot_be_trained_so() -> None:
         FakeQuantize(config).attach_(mixtral())
     model = llama()
     FakeQuantize(config).attach_(model)
-    with pytest.raises(ConfigError, match="already has a wrapper at place='rounding'"):
+    with pytest.raises(ConfigError, match="already has a wrapper with order_key='rounding'"):
         FakeQuantize(config).attach_(model)
     with pytest.raises(ConfigError, match="supports only linear layers and experts"):
         FakeQuantize(QuantizeConfig(training="fake", where=("embed",))).attach_(llama())

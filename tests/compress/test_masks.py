@@ -103,10 +103,10 @@ def test_the_number_of_zeros_is_exact(share: float) -> None:
 
 @pytest.mark.parametrize(("rows", "columns"), [(4, 6), (6, 4)])
 def test_groups_that_do_not_fit(rows: int, columns: int) -> None:
-    with pytest.raises(ConfigError, match=r"6 weights are not a multiple of 4 \(nearest: 4 or 8\)"):
+    with pytest.raises(ConfigError, match=r"a multiple of 4, not 6 \(nearest: 4 or 8\)"):
         keep_2_of_4_both_ways(scores(rows, columns))
     if columns == 6:
-        with pytest.raises(ConfigError, match="not a multiple of 4"):
+        with pytest.raises(ConfigError, match="rows whose number of weights"):
             keep_2_of_4(scores(rows, columns))
 
 

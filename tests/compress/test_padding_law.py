@@ -169,11 +169,11 @@ def test_rows_of_padding_are_left_out() -> None:
     mask[1] = 0
     (part,) = prepare_batches(model, [{"input_ids": ids, "attention_mask": mask}])
     assert torch.equal(part["input_ids"], ids[[0, 2]])
-    with pytest.raises(ConfigError, match="consist of padding"):
+    with pytest.raises(ConfigError, match="contain only padding"):
         prepare_batches(model, [{"input_ids": ids, "attention_mask": torch.zeros(3, 8)}])
 
 
 def test_gaps_are_refused() -> None:
     mask = torch.tensor([[1, 0, 1, 1]])
-    with pytest.raises(ConfigError, match="between the real tokens of row 0"):
+    with pytest.raises(ConfigError, match="between the real tokens of sequence 0"):
         prepare_batches(llama(), [{"input_ids": torch.ones(1, 4).long(), "attention_mask": mask}])

@@ -335,12 +335,12 @@ def test_experts_have_a_hessian_each() -> None:
         ({"scheme": "int9"}, "unknown quantization scheme"),
         ({"method": "gtpq"}, "Did you mean 'gptq'"),
         ({"scheme": "auto"}, "needs average_bits"),
-        ({"average_bits": 5.0}, 'is for scheme="auto"'),
+        ({"average_bits": 5.0}, 'no effect without scheme="auto"'),
         ({"damp": 0.5}, "no effect with method='absmax'"),
         ({"method": "awq", "training": "fake"}, "leave method out"),
         ({"training": "int8"}, "int8-dynamic"),
         ({"method": "smooth", "strength": 1.5}, "must be from 0 to 1"),
-        ({"spec": QuantSpec(), "scheme": "int4"}, "no effect where a spec"),
+        ({"spec": QuantSpec(), "scheme": "int4"}, "no effect together with spec"),
         ({"spec": QuantSpec(outlier_ratio=0.1), "method": "gptq"}, "not support outlier columns"),
     ],
 )
@@ -350,7 +350,7 @@ def test_settings_that_contradict_each_other(fields: Any, words: str) -> None:
 
 
 def test_what_cannot_be_quantised() -> None:
-    with pytest.raises(ConfigError, match="no calibration batches"):
+    with pytest.raises(ConfigError, match="calibration data has no batches"):
         quantize(llama(), "int4", method="gptq")
     with pytest.raises(ConfigError, match="have no effect with method='absmax'"):
         quantize(llama(), "int4", batches=texts())
@@ -370,7 +370,7 @@ def test_what_cannot_be_quantised() -> None:
     assert not any(isinstance(m, PackedStore) for m in odd.modules())
     with pytest.raises(ConfigError, match="no repeated blocks"):
         quantize(nn.Linear(32, 32), "int8")
-    with pytest.raises(ConfigError, match="given both in the config and as an argument"):
+    with pytest.raises(ConfigError, match="set both in the config and as an argument"):
         quantize(llama(), QuantizeConfig(method="awq"), method="gptq", batches=texts())
 
 

@@ -74,7 +74,7 @@ def test_plans_are_json() -> None:
     """A plan written and read again is the plan."""
     plan = plan_of(build("mixtral"), "mixtral", "heads", "features", "experts", "hidden", "blocks")
     assert PruningPlan.from_json(plan.to_json()) == plan
-    with pytest.raises(ConfigError, match="unknown plan field: 'head'"):
+    with pytest.raises(ConfigError, match="has the unknown field 'head'"):
         PruningPlan.from_json({"layers": {"layers.0": {"head": [1]}}})
 
 

@@ -161,7 +161,7 @@ def test_a_file_that_changes_while_it_is_read(corpus: Path, tmp_path: Path) -> N
     (shard,) = plan_shards([corpus / "d.txt"], 1000).shards
     path = str(corpus / "d.txt")
     task = DocumentsTask(shard, tmp_path, (NORMALISE,), ReadOptions(), False, False, {path: (1, 1)})
-    with pytest.raises(DataError, match="changed while it was read"):
+    with pytest.raises(DataError, match="changed while it was being read"):
         make_documents(StagePart(0, task), lambda *where: None)
 
 
@@ -349,7 +349,10 @@ def insist(part: StagePart, beat: Callable[[int, bool, str], None]) -> None:
 
 def test_an_entry_that_cannot_be_left_out_ends_the_work() -> None:
     limits = Limits(seconds=1e9, memory_bytes=1)
-    with pytest.raises(DataError, match=r"the stubborn one: .*This stage cannot skip it"):
+    with pytest.raises(
+        DataError,
+        match=r"the stubborn one cannot be processed: .*The stage cannot skip a single entry",
+    ):
         list(run_parts(insist, [StagePart(0, None)], 1, limits, lambda n, b: None))
 
 

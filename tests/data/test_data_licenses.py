@@ -177,7 +177,7 @@ def test_a_policy_drops_with_a_reason(corpus: Path, policy: str, left: int) -> N
     [
         ({"license": ("CC-BY-4",)}, "Did you mean 'CC-BY-4.0'"),
         ({"license": ("in/deep.txt=MIT",)}, "no input file is .*deep.txt"),
-        ({"license": ("MIT", "CC0-1.0")}, "two licenses are given for all files"),
+        ({"license": ("MIT", "CC0-1.0")}, "two licenses for all files"),
         ({"license_policy": "permisive"}, "Did you mean 'permissive'"),
     ],
 )

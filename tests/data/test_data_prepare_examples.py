@@ -127,7 +127,7 @@ def test_a_changed_set_redoes_the_first_stage(place: Path) -> None:
     [
         (("nothing.jsonl",), ConfigError, "is not a file"),
         (("BoolQQ=folder",), ConfigError, "Did you mean 'BoolQ'"),
-        (("BoolQ=folder",), DataError, "none of"),
+        (("BoolQ=folder",), DataError, "no split of task BoolQ"),
         (("short.jsonl",), ConfigError, "long enough"),
         (("set.zip",), DataError, "set.zip' is not a file of records"),
         (("set.csv",), DataError, "set.csv', line 1 is not JSON"),

@@ -94,7 +94,7 @@ def test_workers_open_the_files_themselves(place: Path, tmp_path: Path) -> None:
     ("given", "error", "said"),
     [
         ("nothing.npz", ConfigError, "cannot be read"),
-        ("{scores}/quality.npz=head", ConfigError, "buckets exist for perplexities only"),
+        ("{scores}/quality.npz=head", ConfigError, "classifier, which has no buckets"),
         ("{scores}/quality.npz>=high", ConfigError, "is not a number"),
         ("{scores}/perplexity.npz=hed", ConfigError, "Did you mean 'head'"),
         ("{scores}/perplexity.npz=head,tail", ConfigError, "not adjacent"),
@@ -175,7 +175,7 @@ def test_paragraphs_in_other_languages_are_cut() -> None:
 
 
 def test_paragraphs_need_languages(place: Path, tmp_path: Path) -> None:
-    for languages, said in (((), "no effect"), (("any",), "by their codes")):
+    for languages, said in (((), "no effect"), (("any",), "codes of the languages to keep")):
         config = replace(CONFIG, by_paragraph=True, languages=languages)
         with pytest.raises(ConfigError, match=said):
             prepare(place / "mixed.jsonl", tmp_path / "out", config)

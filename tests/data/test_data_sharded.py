@@ -110,7 +110,7 @@ def test_a_list_that_does_not_fit_is_refused(
     record = json.loads(path.read_text())
     with pytest.raises(ConfigError, match="in the directory of"):
         write_shard_list(tmp_path / "deep" / "tokens", [tmp_path / "tokens.0"])
-    with pytest.raises(ConfigError, match="each shard once"):
+    with pytest.raises(ConfigError, match="each shard only once"):
         write_shard_list(tmp_path / "other", [tmp_path / "tokens.0"] * 2)
     (tmp_path / "tokens.1.bin").replace(tmp_path / "away")
     with pytest.raises(DataError, match=r"tokens\.1\.bin.*does not exist"):

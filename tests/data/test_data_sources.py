@@ -68,10 +68,10 @@ BAD_FILES = {
     "empty.jsonl": (b"\n", "is empty"),
     "binary.txt": (b"ab\0cd", "binary .* offset 2"),
     "gbk.txt": ("中文".encode("gb18030"), "not UTF-8 .*offset 0.*iconv"),
-    "cut.txt.gz": (gzip.compress(b"x" * 1000)[:-9], "copied whole"),
-    "no.txt.gz": (b"plain text", "copied whole"),
-    "cut.txt.zst": (zstandard.compress(b"x" * 1000)[:-2], "copied whole"),
-    "no.txt.zst": (b"plain text", "copied whole"),
+    "cut.txt.gz": (gzip.compress(b"x" * 1000)[:-9], "copied completely"),
+    "no.txt.gz": (b"plain text", "copied completely"),
+    "cut.txt.zst": (zstandard.compress(b"x" * 1000)[:-2], "copied completely"),
+    "no.txt.zst": (b"plain text", "copied completely"),
 }
 
 
@@ -117,7 +117,7 @@ def test_bad_line_is_named(
     assert [(d.text, d.place) for d in found] == [("one", "1"), ("three", "3")]
     assert skipped.count == 1
     assert f"{path}:2" in skipped.messages[0]
-    assert "skipped 1 bad" in caplog.text
+    assert "skipped 1 invalid" in caplog.text
 
 
 def test_a_null_text_is_empty(tmp_path: Path) -> None:

@@ -141,5 +141,5 @@ def test_ibans_are_checked_by_their_digits():
 
 
 def test_an_unknown_region_is_refused():
-    with pytest.raises(ConfigError, match="'XX' is unknown"):
+    with pytest.raises(ConfigError, match="contains 'XX'"):
         MaskPrivate(regions=("XX",))

@@ -93,7 +93,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="Pipe a text"):
         prepare("-", tmp_path / "out", CONFIG)
     send(monkeypatch, b"x")
-    with pytest.raises(ConfigError, match="Give '-' once"):
+    with pytest.raises(ConfigError, match="Pass '-' only once"):
         prepare(["-", "-"], tmp_path / "out", CONFIG)
     send(monkeypatch, b"")
     with pytest.raises(DataError, match="is empty"):

@@ -178,7 +178,7 @@ def lay_out(layout, kwargs):
         (3, Layout(dp_replicate=2), {}, ["dp_replicate=2", "does not divide the 3 processes"]),
         (3, Layout(tp=3), {}, ["tp=3 does not divide", "heads", "q_proj"]),
         (2, Layout(sequence_parallel=True), {}, ["sequence_parallel has no effect with tp=1"]),
-        (2, Layout(pp=2, pp_schedule="1f2b"), {}, ["schedule='1f2b'", "Did you mean '1f1b'"]),
+        (2, Layout(pp=2, pp_schedule="1f2b"), {}, ["schedule='1f2b'", "did you mean '1f1b'"]),
         (
             2,
             Layout(pp=2, pp_cut=(2, 2)),

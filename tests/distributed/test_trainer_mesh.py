@@ -86,7 +86,7 @@ def test_other_rows_where_they_should_be_shared_are_refused(layout: Layout) -> N
     """The rows depend on the process's own rank; all processes say the same."""
     world = 4 if layout.zero == 2 else 2
     said = "".join(
-        f"rank {rank}.*ConfigError: processes that share rows.*" for rank in range(world)
+        f"rank {rank}.*ConfigError: the processes of a tensor.*" for rank in range(world)
     )
     with pytest.raises(DistributedError, match=f"(?s){said}"):
         run_distributed(loss_on, world, layout)
@@ -105,7 +105,7 @@ def compare_odd_rows(differs: str) -> None:
 def test_rows_of_any_form_are_compared(differs: str) -> None:
     """One element with a stride, half precision, a scalar: equal ones pass, another is refused."""
     run_distributed(compare_odd_rows, 2, "")
-    with pytest.raises(DistributedError, match=r"(?s)rank 0.*that share rows.*rank 1.*that share"):
+    with pytest.raises(DistributedError, match=r"(?s)rank 0.*the same rows.*rank 1.*the same rows"):
         run_distributed(compare_odd_rows, 2, differs)
 
 
@@ -143,7 +143,7 @@ def give_more() -> None:
 
 
 def test_unequal_numbers_of_micro_batches_are_said():
-    said = r"step 2: the ranks have different numbers of micro-batches: \[2, 1, 1\]"
+    said = r"different numbers of micro-batches in step 2: \[2, 1, 1\]"
     with pytest.raises(
         DistributedError, match=f"(?s)rank 0.*{said}.*rank 1.*{said}.*rank 2.*{said}"
     ):
@@ -305,8 +305,16 @@ def tell(laid_out: str | None, told: str) -> str:
         (None, "fp32", "taken"),
         (None, "bf16", "'bf16', but the model is not parallelized. .*precision='bf16'.*='fp32'"),
         ("bf16", "bf16", "taken"),
-        ("bf16", "fp32", "'fp32', but the model was parallelized with 'bf16'. .*='fp32'.*='bf16'"),
-        ("fp32", "fp16", "'fp16', but the model was parallelized with 'fp32'. .*='fp16'.*='fp32'"),
+        (
+            "bf16",
+            "fp32",
+            "'fp32', but the model was parallelized with precision='bf16'. .*='fp32'.*='bf16'",
+        ),
+        (
+            "fp32",
+            "fp16",
+            "'fp16', but the model was parallelized with precision='fp32'. .*='fp16'.*='fp32'",
+        ),
     ],
 )
 def test_the_loop_and_the_model_have_one_precision(laid_out: str | None, told: str, words: str):

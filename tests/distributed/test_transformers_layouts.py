@@ -122,5 +122,5 @@ def test_an_architecture_that_cannot_be_cut_is_refused() -> None:
     rules = LayoutRules(pipeline_refusal="two tensors pass between its blocks")
     assert plan_pipeline(torch.nn.Linear(1, 1), Layout(pp=2), rules, problems) == (None, ())
     assert problems == [
-        "pp=2: Linear cannot be cut into stages: two tensors pass between its blocks"
+        "pp=2: Linear cannot be split into stages: two tensors pass between its blocks"
     ]

@@ -128,7 +128,7 @@ def test_unknown_names_and_wrong_types(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("world", "layout"), [(1, "dp-replicate"), (3, "dp-replicate"), (3, "tp")])
 def test_world_size_that_does_not_fit(config: Path, tmp_path: Path, world, layout) -> None:
     said = train(config, tmp_path / "run", f"--layout.{layout}", "2", world=world)
-    assert_refused(said, f"on {world} processes", layout.replace("-", "_") + "=2")
+    assert_refused(said, f"with {world} processes", layout.replace("-", "_") + "=2")
     assert not (tmp_path / "run").exists()
 
 
@@ -213,8 +213,8 @@ def test_full_disk_while_saving(config: Path, run_dir: Path, tmp_path: Path, lim
     (run_dir / "run.toml").write_text(text.replace("total_steps = 6\n", ""))
     (said,) = train(on, run_dir, limit_bytes=limit_bytes)
     assert "step 12/12" in said.err
-    assert "saving checkpoint" in said.err
-    assert "the run continues" in said.err
+    assert "could not be saved" in said.err
+    assert "The run continues" in said.err
     assert [p.name for p in find_checkpoints(run_dir / "checkpoints")][:1] == ["step-00000006"]
     assert said.status == 2
     if limit_bytes == 20_000:  # 2 kB hold no report either

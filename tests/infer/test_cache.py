@@ -72,9 +72,9 @@ def test_full_and_mismatched_caches_say_so() -> None:
     """No room and another batch size are errors with the numbers."""
     cache = KVCache(num_layers=1, max_length=4)
     cache.append(0, draw(2, 3), draw(2, 3))
-    with pytest.raises(ShapeError, match=r"3 of max_length=4 tokens, and 2 more"):
+    with pytest.raises(ShapeError, match=r"3 of max_length=4 tokens are used, and 2 more"):
         cache.append(0, draw(2, 2), draw(2, 2))
-    with pytest.raises(ShapeError, match="has 2 rows, but the batch has 3"):
+    with pytest.raises(ShapeError, match="has 2 sequences, but the batch has 3"):
         cache.append(0, draw(3, 1), draw(3, 1))
 
 

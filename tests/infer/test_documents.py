@@ -241,7 +241,7 @@ def test_one_bad_document_stops_no_other(
         7: (nest(200_000).encode(), "nested too deep"),
         8: (b'{"input": "a", "input": "b", "<ans>": ""}', "has the key 'input' twice"),
         9: (b'{"input": "\xff", "<ans>": ""}', "is not JSON"),
-        11: (b"[]", "is a list, not an object"),
+        11: (b"[]", "is a list, not a JSON object"),
         12: (b'{"input": 3, "<ans>": ""}', "the value at input is 3"),
     }
     good = {1: OPEN, 5: RATING, 13: BLANKS}

@@ -351,7 +351,7 @@ def test_rows_of_a_prompt_are_ids(options: dict[str, Any]) -> None:
         assert torch.equal(got, want)
     assert got.shape == (1, 11)
     assert int(got[0, 5:].max()) < VOCAB
-    with pytest.raises(ShapeError, match=r"vocab_size.*and a soft prompt of 3 rows"):
+    with pytest.raises(ShapeError, match=r"vocab_size.*and a soft prompt of 3 vectors"):
         generate(model, ids + 1, max_new_tokens=2)
 
 

@@ -167,7 +167,7 @@ def test_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="has no MoE layers"):
         stream_experts_(plain, lambda *_: None, device=HOST, budget_bytes=1 << 20)
     streamed, streamer, _ = away(model, 4)
-    with pytest.raises(ConfigError, match="do not support backward"):
+    with pytest.raises(ConfigError, match="do not support the backward pass"):
         streamed(input_ids=IDS, labels=IDS)
     streamer.close()
 

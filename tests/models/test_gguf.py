@@ -222,7 +222,7 @@ def test_refuses_to_write(tmp_path):
             write_gguf(family.from_config(config), out)
     with pytest.raises(ConfigError, match="head='sequence_classification'"):
         write_gguf(Llama.from_config(llama.config.replace(head="sequence_classification")), out)
-    with pytest.raises(ConfigError, match=r"must end in \.gguf"):
+    with pytest.raises(ConfigError, match=r"must have the extension \.gguf"):
         write_gguf(llama, tmp_path / "a")
     with pytest.raises(ConfigError, match="supported: f32"):
         write_gguf(llama, out, "q2_k")
@@ -407,7 +407,7 @@ def test_models_that_are_not_read_are_named(tmp_path):
     data = path.read_bytes()
     for key, value, said in (
         ("llama.block_count", 2**31 - 1, "block_count=2147483647"),
-        ("llama.embedding_length", 2**31 - 1, "2147483647 for token_embd"),
+        ("llama.embedding_length", 2**31 - 1, "token_embd.weight has the size 2147483647"),
         ("llama.attention.head_count", 0, "number of attention heads: 0"),
         ("llama.attention.head_count", 2**31 - 1, "damaged"),
         ("llama.attention.head_count", 2**31, "attention.head_count=2147483648"),

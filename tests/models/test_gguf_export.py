@@ -112,7 +112,7 @@ def test_a_tokenizer_without_merges_is_refused(directory, tmp_path):
     settings["model"]["merges"] = []
     path.write_text(json.dumps(settings))
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ConfigError, match="a byte-level BPE without merges"):
+    with pytest.raises(ConfigError, match="a byte-level BPE tokenizer without merges"):
         export_gguf(directory, tmp_path / "a.gguf")
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -153,7 +153,7 @@ def test_integers_are_not_rounded_again(family, scheme, tmp_path, caplog):
         path = export_gguf(model, tmp_path / "a.gguf", "q8_0")
     stores = {n: m for n, m in model.named_modules() if isinstance(m, PackedStore)}
     if scheme in ("int8-asym", "int8 of 16"):
-        assert f"{len(stores)} of {len(stores)} quantized layers are quantized again" in caplog.text
+        assert f"{len(stores)} of {len(stores)} quantized layers, such as" in caplog.text
         return
     assert "quantized again" not in caplog.text
     opened = AutoModel.from_pretrained(path)

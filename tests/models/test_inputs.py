@@ -85,11 +85,11 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     """Both, neither, and another width."""
     model, inputs = build(name), make_inputs(name)
     embeds = model.embed(inputs["input_ids"])
-    with pytest.raises(ShapeError, match="both were given"):
+    with pytest.raises(ShapeError, match="both were passed"):
         model(**inputs, inputs_embeds=embeds)
-    with pytest.raises(ShapeError, match=r"ass .*input_ids[ ,]"):
+    with pytest.raises(ShapeError, match=r"input_ids[ ,]"):
         model()
-    with pytest.raises(ShapeError, match="like the output of the token embedding"):
+    with pytest.raises(ShapeError, match="the shape of the token embeddings"):
         model(
             **{k: v for k, v in inputs.items() if k != "input_ids"}, inputs_embeds=embeds[..., 1:]
         )

@@ -313,7 +313,7 @@ def test_a_missing_shard(tmp_path: Path) -> None:
     shards = make_shards("cpm1", build("cpm1"), 4)
     inner = write(tmp_path, shards)
     (inner / "mp_rank_01_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"lacks \[1\].*mp_rank_01_model_states\.pt"):
+    with pytest.raises(CheckpointError, match=r"not the shards \[1\].*mp_rank_01_model_states\.pt"):
         load_megatron(tmp_path)
     torch.save({"module": shards[1]}, inner / "mp_rank_01_model_states.pt")
     (inner / "mp_rank_03_model_states.pt").unlink()
@@ -331,7 +331,7 @@ def test_shards_of_different_degrees(tmp_path: Path) -> None:
     two, four = make_shards("cpm2", model, 2), make_shards("cpm2", model, 4)
     write(tmp_path / "said", [two[0], four[1]])
     with pytest.raises(
-        CheckpointError, match=r"mp_rank_01.* and mp_rank_00.* belong to different models"
+        CheckpointError, match=r"mp_rank_01.* and mp_rank_00.* come from different models"
     ):
         load_megatron(tmp_path / "said")
     inner = write(tmp_path / "half", four[:2], mp_world_size=4)
@@ -408,7 +408,9 @@ def test_changed_models_have_no_shards(tmp_path: Path) -> None:
         Change("low_rank", "layers.0.attn.q_proj", {"rank": 2}),
     ):
         model = build("cpm1").change_(change)
-        with pytest.raises(ConfigError, match=f"CPM1 was changed .{change.kind}.*save_pretrained"):
+        with pytest.raises(
+            ConfigError, match=f"CPM1 has changes .*: {change.kind}.*save_pretrained"
+        ):
             save_megatron(model, tmp_path / "new", 2)
         assert not (tmp_path / "new").exists()
 

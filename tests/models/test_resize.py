@@ -299,7 +299,7 @@ def strip(model: Any) -> Any:
     ("names", "sizes", "message"),
     [
         (["layers.0"], {"num_heads": 3}, "multiple of num_kv_heads=2"),
-        (["layers.0"], {"num_heads": 4}, "these sizes already"),
+        (["layers.0"], {"num_heads": 4}, "already has these sizes"),
         (["layers.9"], {"num_heads": 2}, "layers.9.*matches nothing"),
         (["layers.0.attn"], {"num_heads": 2}, "not a layer of this model.*layers.0"),
         (["layers.0"], {"head_dim": 3}, "head_dim=3 is odd"),
@@ -309,10 +309,10 @@ def strip(model: Any) -> Any:
             "remove the attention of all layers",
         ),
         (["layers.0"], {"experts_per_token": 2}, "experts_per_token needs num_experts"),
-        (["layers.0"], {"num_experts": 2, "experts_per_token": 3}, "is more than num_experts=2"),
+        (["layers.0"], {"num_experts": 2, "experts_per_token": 3}, "must not exceed num_experts=2"),
         (["layers.0"], {}, "no size is changed"),
         (["layers.0"], {"num_heads": 0}, "num_heads=0 must be a positive"),
-        (["layers.0"], {"attn": True}, "attn=True can only be False"),
+        (["layers.0"], {"attn": True}, "attn=True must be False"),
         (["layers.0"], {"mlp": False, "num_experts": 2}, "mlp=False cannot be combined"),
         (["layers.0"], {"heads": 2}, "heads"),
     ],
@@ -342,7 +342,7 @@ def test_families_refuse_what_they_cannot_have() -> None:
     with pytest.raises(ConfigError, match="it has no attention"):
         resize_(model, ["layers.0"], Sizes(num_heads=2))
     model.layers["1"].mlp.up_proj.lora = nn.Linear(3, 3)
-    with pytest.raises(ConfigError, match="has other changes"):
+    with pytest.raises(ConfigError, match="changes other than its sizes"):
         resize_(model, ["layers.1"], Sizes(num_heads=2))
 
 

@@ -188,9 +188,9 @@ def test_unknown_activation() -> None:
 
 def test_masks_that_would_broadcast_are_refused():
     one = torch.ones(2, 1, dtype=torch.long)
-    with pytest.raises(ShapeError, match=r"attention_mask has shape \(2, 1\).*\(2, 4\)"):
+    with pytest.raises(ShapeError, match=r"attention_mask has the shape \(2, 1\).*\(2, 4\)"):
         build_mask((2, 1), one.device, past=3, attention_mask=one)
-    with pytest.raises(ShapeError, match=r"document_ids has shape \(2, 1\)"):
+    with pytest.raises(ShapeError, match=r"document_ids has the shape \(2, 1\)"):
         build_mask((2, 5), one.device, document_ids=one)
     with pytest.raises(ShapeError, match="cannot be used with a KV cache"):
         build_mask((2, 1), one.device, past=3, document_ids=one)

@@ -187,7 +187,9 @@ def test_bad_input() -> None:
     """Other vocabularies, other tokens, a temperature of nothing."""
     student, teacher = make_head(0, torch.float32, D), make_head(50, torch.float32, D)
     fewer = HeadInput(teacher.hidden, teacher.weight[:5])
-    with pytest.raises(ShapeError, match="11 rows, but the teacher's has 5"):
+    with pytest.raises(
+        ShapeError, match="student has 11 tokens, but the vocabulary of the teacher has 5"
+    ):
         linear_distillation(student, fewer, make_labels())
     short = teacher._replace(hidden=teacher.hidden[:3])
     with pytest.raises(ShapeError, match="predicts 8 tokens, but the teacher predicts 3"):

@@ -117,9 +117,9 @@ def test_where_the_bytes_lie() -> None:
 
 def test_widths_that_do_not_fit() -> None:
     assert "(nearest: 96 or 128)" in PRESETS["int4"].problem(100)
-    assert "'int8-dynamic' supports this size" in PRESETS["int4"].problem(100)
+    assert "size is supported by 'int8-dynamic'" in PRESETS["int4"].problem(100)
     assert "(nearest: 128)" in PRESETS["int4-128"].problem(96)
-    assert "too wide for one scale" in PRESETS["int8-dynamic"].problem(1 << 18)
+    assert "too long for one scale" in PRESETS["int8-dynamic"].problem(1 << 18)
     assert PRESETS["int4"].problem(96) == ""
 
 

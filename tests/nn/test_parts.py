@@ -71,11 +71,11 @@ class Wrong(BesidePart):
 @pytest.mark.parametrize(
     ("notes", "styles", "said"),
     [
-        ({"weight": TensorNote("ones"), "bias": TensorNote("zeros")}, {""}, "not there"),
-        ({"weight": TensorNote("ones", {"column": 1})}, {""}, "no such dim"),
-        ({"weight": TensorNote("ones", {"diagonal": 0})}, {""}, "no layout has"),
-        ({"weight": TensorNote("ones")}, {"diagonal"}, "no layout has"),
-        ({"weight": TensorNote("ones", trains=False)}, {""}, "may not train"),
+        ({"weight": TensorNote("ones"), "bias": TensorNote("zeros")}, {""}, "missing tensors"),
+        ({"weight": TensorNote("ones", {"column": 1})}, {""}, "lacks a sharded dim"),
+        ({"weight": TensorNote("ones", {"diagonal": 0})}, {""}, "unknown sharding styles"),
+        ({"weight": TensorNote("ones")}, {"diagonal"}, "unknown sharding styles"),
+        ({"weight": TensorNote("ones", trains=False)}, {""}, "is frozen but requires a gradient"),
     ],
 )
 def test_a_part_that_says_what_cannot_be(
@@ -88,7 +88,7 @@ def test_a_part_that_says_what_cannot_be(
 def test_a_part_that_says_nothing_of_a_tensor() -> None:
     part = Wrong({"weight": TensorNote("ones")}, frozenset({""}))
     part.register_buffer("seen", torch.zeros(2))
-    with pytest.raises(AssertionError, match="nothing is said of"):
+    with pytest.raises(AssertionError, match="tensors have no notes"):
         check_part(part)
 
 

@@ -202,7 +202,7 @@ def test_half_precision() -> None:
 def test_arguments_that_do_not_fit() -> None:
     """Masks of another shape and what an encoder has not are refused."""
     x = torch.randn(2, 9, D)
-    with pytest.raises(ShapeError, match=r"global_attention_mask has shape \(2, 8\)"):
+    with pytest.raises(ShapeError, match=r"global_attention_mask has the shape \(2, 8\)"):
         build_window_mask((2, 9), x.device, 4, global_mask=torch.ones(2, 8))
     with pytest.raises(ConfigError, match="cross-attention"):
         make_attention(torch.float32)(x, build_window_mask((2, 9), x.device, 4), memory=x)

@@ -45,13 +45,14 @@ TINY: dict[str, Any] = {
     "segment_types": 4,
     # The default 1.0 belongs to weights with the scales beside them; here it would only add noise.
     "init_std": 0.2,
+    "pad_token_id": 0,
 }
 
 
 def make_text(model: Model, batch: int = 2, length: int = 12, seed: int = 1) -> Tensor:
-    """Return token ids without the padding id, which is not in a text."""
+    """Return token ids without the padding ids 0 and `vocab_size` - 1, which no text has."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, model.config.vocab_size, (batch, length), generator=generator)
+    return torch.randint(1, model.config.vocab_size - 1, (batch, length), generator=generator)
 
 
 def make_segments(model: Model, batch: int = 2, seed: int = 1) -> Batch:

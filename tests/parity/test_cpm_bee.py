@@ -218,7 +218,7 @@ class TestCPMBee(DecoderOwnSuite, FamilySuite, FileSuite):
         )
         with pytest.raises(ShapeError, match="segment_rel"):
             tiny(ids, **described)
-        with pytest.raises(ShapeError, match=r"num_segments has shape \(2, 3\)"):
+        with pytest.raises(ShapeError, match=r"num_segments has the shape \(2, 3\)"):
             tiny(ids, **{**described, "num_segments": ids[:, :3]})
         with pytest.raises(ShapeError, match="vocab_size=61"):
             tiny(ids + 60)

@@ -179,7 +179,7 @@ def test_start_token() -> None:
     config = EVAConfig.from_hf({"bos_token_id": 9, "decoder_start_token_id": 9})
     assert config.decoder_start_token_id == 9
     assert EVAConfig.from_hf({"decoder_start_token_id": 8}).decoder_start_token_id == 8
-    with pytest.raises(ConfigError, match="differs from bos_token_id"):
+    with pytest.raises(ConfigError, match="must equal bos_token_id"):
         EVAConfig.from_hf({"bos_token_id": 9, "decoder_start_token_id": 7})
     assert EVAConfig.from_hf(config.to_hf()) == config
 

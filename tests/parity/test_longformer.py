@@ -106,12 +106,12 @@ def test_questions_need_separators() -> None:
     config = LongformerConfig.from_hf(LONGFORMER_TINY).replace(head="question_answering")
     model = Longformer.from_config(config)
     ids = torch.full((2, 12), 5)
-    with pytest.raises(ShapeError, match=r"three separators.*\[0, 0\]"):
+    with pytest.raises(ShapeError, match=r"three separator tokens.*\[0, 0\]"):
         model(ids)
     assert model(ids, global_attention_mask=torch.ones_like(ids)).start_logits.isfinite().all()
     with pytest.raises(ShapeError, match="max_global_tokens=3"):
         model(ids, global_attention_mask=torch.ones_like(ids), max_global_tokens=3)
-    with pytest.raises(ShapeError, match="global_attention_mask has shape"):
+    with pytest.raises(ShapeError, match="global_attention_mask has the shape"):
         model(ids, global_attention_mask=torch.ones(2, 13))
 
 

@@ -413,8 +413,8 @@ def test_fewer_experts_keep_the_bias() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"head_dim": 20}, "head_dim=20 must be plain_dim=8"),
-        ({"num_kv_heads": 2}, "num_kv_heads=2 must be num_heads=4"),
+        ({"head_dim": 20}, "head_dim=20 must equal plain_dim=8"),
+        ({"num_kv_heads": 2}, "num_kv_heads=2 must equal num_heads=4"),
         ({"value_dim": 13}, "value_dim=13"),
         ({"num_dense": 3}, "num_dense=3"),
         ({"expert_groups": 3}, "expert_groups=3 must divide num_experts=8"),

@@ -315,7 +315,7 @@ def test_bad_inputs(tiny: T5) -> None:
     ids = make_ids(2, 4)
     with pytest.raises(ShapeError, match="input_ids, inputs_embeds or encoder_outputs"):
         tiny(decoder_input_ids=ids)
-    with pytest.raises(ShapeError, match="no decoder input"):
+    with pytest.raises(ShapeError, match="the decoder has no input"):
         tiny(ids)
     for wrong in ({"input_ids": ids + 40, "labels": ids}, {"input_ids": ids, "labels": ids + 40}):
         with pytest.raises(ShapeError, match="vocab_size=40"):

@@ -105,7 +105,7 @@ def test_packed_rows_equal_their_documents_or_are_refused(pair: Pair) -> None:
     with torch.no_grad():
         alone = torch.cat([pair.plain(input_ids=ids).logits for ids in (first, second)], 1)
         if pair.kind in ("mamba", "falcon_h1"):
-            with pytest.raises(ConfigError, match="documents of a packed row"):
+            with pytest.raises(ConfigError, match="documents of a packed sequence"):
                 pair.ours(row, document_ids=documents)
         elif pair.kind != "bart":
             packed = pair.ours(row, document_ids=documents).logits

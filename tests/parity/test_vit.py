@@ -195,7 +195,7 @@ def test_wrong_images(shape: tuple[int, ...], words: str) -> None:
     model = ViT.from_config(ViTConfig.from_hf(VIT_TINY))
     with pytest.raises(ShapeError, match=words):
         model(torch.zeros(shape))
-    with pytest.raises(ShapeError, match="less than a patch"):
+    with pytest.raises(ShapeError, match="fewer than one patch"):
         model(torch.zeros(1, 3, 3, 16), interpolate_pos_encoding=True)
     with pytest.raises(ShapeError, match="batch size 2"):
         model(torch.zeros(1, 3, 16, 16), labels=torch.zeros(2, dtype=torch.long))

@@ -236,6 +236,8 @@ def test_defaults_of_lora(base: Path, tmp_path: Path, caplog: pytest.LogCaptureF
     rows = int(log.partition("examples in ")[2].split()[0])
     assert f"3 epochs of {rows} rows, 4 rows per step: {-(-3 * rows // 4)} steps" in log
     assert len(losses(run)) == -(-3 * rows // 4)
+    assert default_rate("lora", 8, 1e-6) == 1e-5  # preferences and rl
+    assert default_rate("lora", 8, 3e-4) == 2e-4  # never above the rate of chats
     assert [default_rate("lora", rank) for rank in (None, 8, 16, 64, 256)] == [
         *(2e-4, 2e-4, 2e-4, 1e-4, 1e-4)
     ]

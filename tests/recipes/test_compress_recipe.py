@@ -8,6 +8,7 @@ import pytest
 import tomli_w
 import torch
 import transformers
+from safetensors.torch import load_file
 from small_runs import write_start
 
 from bmforge.cli import main
@@ -80,6 +81,40 @@ def test_after_training_only(
         assert f"{phase.sizes.size_bytes / 1e6:,.1f} MB" in said
 
 
+def test_the_dtype_of_the_checkpoint_is_kept(start: Path, tmp_path: Path) -> None:
+    """A bf16 model stays bf16, and the sizes of the report are those of the files."""
+    model = AutoModel.from_pretrained(start / "model").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    for name, recipe in (("pruned", {"prune": {"pattern": "2:4"}}), ("int8", {})):
+        file, out = tmp_path / f"{name}.toml", tmp_path / name
+        file.write_text(tomli_w.dumps(recipe or {"quantize": {"scheme": "int8"}}))
+        assert (
+            main(["compress", str(tmp_path / "half"), "--recipe", str(file), "--out", str(out)])
+            == 0
+        )
+        (weights,) = out.glob("*.safetensors")
+        report, stored = CompressReport.load(out), load_file(weights)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
+        assert abs(report.after.size_bytes - size) < 0.05 * size
+        whole = sum(p.numel() * 2 for p in model.parameters())
+        assert abs(report.before.size_bytes - whole) < 0.05 * whole
+        assert torch.float32 not in {tensor.dtype for tensor in stored.values()}
+
+
+def test_too_few_calibration_texts_are_found_before_training(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "few.txt").write_text("a b c\n")
+    changes = {
+        "prune": {"method": "wanda", "pattern": "2:4"},
+        "calibration": {"texts": [str(tmp_path / "few.txt")]},
+    }
+    file, out = write_recipe(start, tmp_path, {"structure": 2}, **changes), tmp_path / "small"
+    assert main(command(start, file, out)) != 0
+    assert "calibration" in capsys.readouterr().err
+    assert not out.exists()
+
+
 @pytest.mark.long
 def test_files_for_others(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In vLLM's format transformers opens the small model; what it cannot hold is said before."""
@@ -133,7 +168,7 @@ def test_phases_with_steps(start: Path, tmp_path: Path, capsys: pytest.CaptureFi
     capsys.readouterr()
     other = write_recipe(start, tmp_path, {"structure": 2, "weights": 3})
     assert main(command(start, other, out)) != 0
-    assert "belongs to another run" in capsys.readouterr().err
+    assert "contains another run" in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -188,7 +223,7 @@ def test_answers_in_the_teachers_place(
     capsys.readouterr()
     other = recipe("other", 3, {**data, "seq_len": 12}, answers=str(kept[4]))
     assert main(command(start, other, tmp_path / "other")) != 0
-    assert "for the same rows as in this run" in capsys.readouterr().err
+    assert "seed and epochs as in this run" in capsys.readouterr().err
 
 
 def test_recipes_that_cannot_be(
@@ -200,7 +235,7 @@ def test_recipes_that_cannot_be(
         ({}, {"prune": {"patern": "2:4"}}, "unknown field compress.prune.patern"),
         ({}, {"prune": {"method": "wanda"}}, "calibration.texts"),
         ({"experts": 2}, {}, "steps.experts=2 has no effect"),
-        ({"weights": 2}, {"run": {"run_dir": "x"}}, "run.run_dir is set by the recipe"),
+        ({"weights": 2}, {"run": {"run_dir": "x"}}, "run.run_dir has no effect"),
         ({}, {"format": "gguf"}, "format='gguf' must be one of"),
     ):
         file = write_recipe(start, tmp_path, steps)
@@ -252,4 +287,4 @@ def test_later_phases_may_change(
         file.write_text(tomli_w.dumps(changed))
         capsys.readouterr()
         assert main(command(start, file, out)) != 0
-        assert "belongs to another run" in capsys.readouterr().err
+        assert "contains another run" in capsys.readouterr().err

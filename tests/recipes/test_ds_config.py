@@ -79,7 +79,7 @@ def test_the_product_is_used_and_both_numbers_are_shown(tmp_path: Path, heard: A
     found = apply_ds_config(pipelined(T5SpansConfig(), tp=2), write(tmp_path), 4)
     assert (found.data.micro_batch_size, found.data.global_batch_size) == (4, 64)
     assert "train_batch_size=128" in heard.text
-    assert "4 rows x 16 passes x 4 processes / pp=2 / tp=2 is 64: 64 is used" in heard.text
+    assert "x 16 accumulation steps x 4 processes / pp=2 / tp=2 is 64: 64 is used" in heard.text
     assert "wall_clock_breakdown has no effect" in heard.text
     assert found.train.precision == "fp16"
     assert (found.train.grad_clip, found.train.log_every_steps) == (1.0, 10)
@@ -162,7 +162,10 @@ def test_accumulation_gives_the_global_batch() -> None:
     config = pipelined(GPT2PretrainConfig(), tp=2, accumulate=3)
     assert settle_batch(config, 16).global_batch_size == 8 * 3 * 4
     wrong = dataclasses.replace(config.data, global_batch_size=50)
-    with pytest.raises(ConfigError, match=r"global_batch_size=50, but .*8 x .*=3 x 4 = 96"):
+    with pytest.raises(
+        ConfigError,
+        match=r"global_batch_size=50 must be .*8 x .*=3 x 4 data-parallel processes = 96",
+    ):
         settle_batch(dataclasses.replace(config, data=wrong), 16)
     none = dataclasses.replace(config.data, grad_accum_steps=0)
     with pytest.raises(ConfigError, match="grad_accum_steps=0 must be at least 1"):

@@ -26,7 +26,7 @@ from test_sft import write_letters
 from bmforge.cli import main
 from bmforge.data import TokenStoreWriter
 from bmforge.errors import ConfigError, DataError
-from bmforge.models import GPT2, GPT2Config
+from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig
 from bmforge.models.bert import Bert
 from bmforge.models.changes import Change
 from bmforge.parallel import Layout
@@ -111,6 +111,19 @@ def test_line_ends_and_encodings_do_not_change_the_perplexity(
     results = evaluate_model(str(subject / "model"), EvaluateConfig(text=files))
     assert len(files) == len(results["perplexity"]) == 5
     assert all(len(set(values.values())) == 1 for values in results.values())
+
+
+def test_a_gguf_file_has_the_figures_of_its_directory(subject: Path, tmp_path: Path) -> None:
+    folder, file = tmp_path / "model", tmp_path / "model.gguf"
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
+    Llama.from_config(LlamaConfig(**sizes, max_seq_len=24, init_std=0.3)).save_pretrained(folder)
+    assert main(["convert", str(folder), str(file), "--type", "f32"]) == 0
+    config = EvaluateConfig(prepared=(str(subject / "tokens"),))
+    want, got = (evaluate_model(str(path), config) for path in (folder, file))
+    assert want.keys() == got.keys()
+    for metric, values in want.items():
+        for name, value in values.items():
+            assert got[metric][name] == pytest.approx(value, rel=1e-5)
 
 
 def test_a_store_is_read_in_the_rows_of_training(subject: Path) -> None:
@@ -307,7 +320,7 @@ def test_a_classifier_keeps_the_order_of_its_labels(tmp_path: Path) -> None:
     [
         ({"labels": ()}, "data.task is not set"),
         ({"task": "BoolQ"}, "define a custom task"),
-        ({"labels": ("rose",)}, "must be at least two"),
+        ({"labels": ("rose",)}, "must contain at least two"),
         ({"labels": ("rose", "west")}, "label='fell' is not a label"),
         ({"fields": ("topic",)}, "the field 'topic' is missing"),
         ({"fields": ("label",)}, "cannot be used"),
@@ -334,10 +347,10 @@ def test_what_cannot_be_evaluated(subject: Path, tmp_path: Path) -> None:
     file = str(subject / "texts.jsonl")
     model, bert = str(subject / "model"), str(tmp_path / "bert")
     for name, config, text in (
-        (model, EvaluateConfig(), "there are no evaluation data"),
+        (model, EvaluateConfig(), "there is no evaluation data"),
         (model, EvaluateConfig(text=(file,), labels=("a", "b")), "labels has no effect"),
         (model, EvaluateConfig(text=(file,), seq_len=25), "more than the model's 24 positions"),
-        (model, EvaluateConfig(tasks=("BoolQ",)), "folder of BoolQ is not set"),
+        (model, EvaluateConfig(tasks=("BoolQ",)), "data of BoolQ is not set"),
         (model, EvaluateConfig(tasks=("Boolk",), task_data="x"), "Did you mean 'BoolQ'"),
         (bert, EvaluateConfig(text=(file,)), "has no tokenizer"),
         (bert, EvaluateConfig(prepared=(str(subject / "tokens"),)), "next tokens"),

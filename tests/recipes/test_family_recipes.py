@@ -240,5 +240,5 @@ def test_stc_and_choosing_by_loss(tmp_path: Path, cpm1_folder: Path) -> None:
         options = [(prompt, other) for _, other in pairs]
         assert options[choose_text(model, tokenizer, options).option][1] == answer
     file.write_text("天上地下\n", encoding="utf-8")
-    with pytest.raises(DataError, match="line 1 is not a post and an answer"):
+    with pytest.raises(DataError, match="line 1 must be a post and an answer"):
         tune_stc(STCConfig(run_dir=tmp_path / "bad", model=config.model, data=config.data))

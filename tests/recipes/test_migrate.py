@@ -199,7 +199,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"--config {out}" in said
     assert "--hidden-bias: a T5 has no biases" in said
     text = out.read_text()
-    assert text.startswith("# not placed: ")
+    assert text.startswith("# not migrated: ")
     assert tomllib.loads(text) == migrate_text(script()).values
     assert main(["migrate", str(source), "--out", str(out)]) == 2
     assert "already exists" in capsys.readouterr().err

@@ -43,7 +43,7 @@ def damage_checkpoints(folder: Path) -> None:
         (edit_data, {}, "^pairs.jsonl changed since the run began .*--override data"),
         (edit_template, {}, "files did not .the tokenizer, its chat template"),
         (damage_checkpoints, {}, "checkpoints in .* are damaged"),
-        (id, {"seed": 5}, "belongs to another run: seed"),
+        (id, {"seed": 5}, "contains another run .seed: "),
     ],
     ids=["data", "template", "checkpoints", "seed"],
 )
@@ -90,6 +90,8 @@ def test_the_changed_files_are_named(tmp_path: Path) -> None:
     assert "files did not" in describe_change(before, digest_files(files[::-1]))
     files[1].write_text("new")
     assert describe_change(before, digest_files(files)).startswith("b.jsonl changed")
-    assert describe_change(before, digest_files(files[:1])).startswith("b.jsonl, c.jsonl of")
+    assert describe_change(before, digest_files(files[:1])).startswith(
+        "data.paths no longer contains b.jsonl, c.jsonl"
+    )
     assert describe_change(None, before).startswith("the training examples changed")
     assert digest_files([tmp_path, tmp_path / "none"]) == []

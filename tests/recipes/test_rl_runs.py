@@ -199,7 +199,7 @@ def test_distillation_comes_closer_to_the_teacher(place: Path) -> None:
     ("changes", "words"),
     [
         ({"method": "trpo"}, "method='trpo'"),
-        ({"reward": ()}, "there is no reward"),
+        ({"reward": ()}, "no reward is set"),
         ({"reward": ("json:no_such",)}, "has no function"),
         ({"rollout": RolloutConfig(max_new_tokens=64)}, "max_seq_len=32"),
         ({"train": TrainConfig()}, "disable_dropout"),

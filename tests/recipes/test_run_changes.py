@@ -50,7 +50,7 @@ def test_parts_beside_a_loaded_model(start: Path, tmp_path: Path) -> None:
     told = tomllib.loads((tmp_path / "run" / "run.toml").read_text())
     assert told["changes"][0]["kind"] == "low_rank"
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "the saved model is changed (low_rank)" in log
+    assert "the saved model has changes (low_rank)" in log
     assert ".export.new" not in log  # the name of the export while it was written
     moved = [p for n, p in made.named_parameters() if ".low_rank." in n]
     assert len(moved) == 4
@@ -144,7 +144,7 @@ def test_a_changed_model_is_a_start(start: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ("nowhere.json", "neither JSON nor an existing file"),
+        ("nowhere.json", "neither JSON nor a readable file"),
         ("[{]", "not valid JSON"),
         ('{"kind": "low_rnak", "where": "layers.*"}', "Did you mean 'low_rank'"),
         ('{"kind": "low_rank"}', "kind and where are required"),

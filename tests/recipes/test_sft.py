@@ -117,7 +117,7 @@ def test_a_template_cannot_reach_out(letters: Path) -> None:
         "{{ cycler.__init__.__globals__.os.system('true') }}",
         "{{ raise_exception('roles must alternate') }}",
     ):
-        with pytest.raises(DataError, match="cannot render this conversation"):
+        with pytest.raises(DataError, match="cannot render the conversation"):
             ChatTemplate(source, tokenizer).render(list(TALK))
     with pytest.raises(ConfigError, match="not valid"):
         ChatTemplate("{% for %}", tokenizer)
@@ -322,7 +322,7 @@ def test_layouts(world: int, layout: Layout, tmp_path: Path, letters: Path) -> N
     [
         ("{", r"line 2 is not JSON"),
         ('{"text": "a"}', r"line 2 needs 'messages'"),
-        ('{"messages": [{"role": "user"}]}', "line 2 has a message without the text 'content'"),
+        ('{"messages": [{"role": "user"}]}', "line 2 has a message without 'content'"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "line 2 has no assistant message"),
         ('{"instruction": "a", "input": "b"}', "line 2 needs 'messages'"),
         ('{"instruction": 1, "output": "b"}', "line 2 needs 'messages'"),

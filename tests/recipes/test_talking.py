@@ -123,7 +123,7 @@ def test_old_turns_make_room(letters: Path) -> None:
     assert 80 - 30 < written < 80
     fresh.clear()
     assert len(tokenizer.encode(fresh.reply("a" * 36))) <= 80 - written
-    with pytest.raises(ConfigError, match="together may have 80"):
+    with pytest.raises(ConfigError, match="together may have at most 80"):
         chat.reply("a" * 60)
     with pytest.raises(ConfigError, match="the message is empty"):
         chat.reply(" ")
@@ -173,7 +173,7 @@ def test_what_was_learned_is_answered(
     assert main(["generate", str(trained), "--prompt", "bye", "--chat"]) == 0
     assert capsys.readouterr().out == "bye\n"
     assert main(["chat", str(trained), "--window", "20"]) == 2
-    assert "window: supported only by EVA" in capsys.readouterr().err
+    assert "only EVA supports window" in capsys.readouterr().err
 
 
 def test_a_bee_answers_in_a_document(

@@ -86,7 +86,7 @@ def test_a_missing_field_has_its_default(
         remove(table, name)
     (run_dir / "run.toml").write_text(tomli_w.dumps(table))
     problem = check_run_dir(run_dir, config, frozenset())
-    named = set() if problem is None else set(re.findall(r"(?:run: |; )([\w.]+): ", problem))
+    named = set() if problem is None else set(re.findall(r"(?:run \(|; )([\w.]+): ", problem))
     assert named == differing(config, removed)
 
 
@@ -184,7 +184,7 @@ def test_an_override_is_named_and_recorded(tmp_path: Path) -> None:
     ):
         open_run_dir(tmp_path, faster, frozenset())
     one = replace(faster, override=("inner.lr",))
-    with pytest.raises(ConfigError, match=r"another run: steps: 7 in that run, now 8"):
+    with pytest.raises(ConfigError, match=r"another run \(steps: 7 in that run, now 8"):
         open_run_dir(tmp_path, one, frozenset())
     both = replace(faster, override=("inner", "steps"))
     open_run_dir(tmp_path, both, frozenset())

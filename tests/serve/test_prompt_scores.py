@@ -57,8 +57,10 @@ def check(choice: dict[str, Any], ids: list[int], scores: torch.Tensor) -> None:
     assert [max(top.values()) for top in told["top_logprobs"][1:]] == pytest.approx(best, abs=1e-4)
     rows = choice["prompt_logprobs"]
     assert rows[0] is None
-    for row, id, value in zip(rows[1:], ids[1:], want.tolist(), strict=True):
+    ranks = (scores > want[:, None]).sum(1) + 1
+    for row, id, value, rank in zip(rows[1:], ids[1:], want.tolist(), ranks.tolist(), strict=True):
         assert row[str(id)]["logprob"] == pytest.approx(value, abs=1e-4)
+        assert row[str(id)]["rank"] == rank
         assert {entry["rank"] for entry in row.values()} >= {1, 2}
 
 

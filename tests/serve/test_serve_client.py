@@ -248,7 +248,7 @@ def test_messages_that_are_refused(client: openai.OpenAI) -> None:
             client.chat.completions.create(model="tiny", messages=said)  # type: ignore[arg-type]
     with pytest.raises(openai.NotFoundError, match="unknown model 'other'"):
         client.chat.completions.create(model="other", messages=SAID)
-    with pytest.raises(openai.BadRequestError, match="not documents"):
+    with pytest.raises(openai.BadRequestError, match="does not support documents"):
         client.post("/documents", body={"model": "tiny", "documents": [{}]}, cast_to=object)
 
 

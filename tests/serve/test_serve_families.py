@@ -103,5 +103,5 @@ def test_an_encoder_embeds_and_no_more(start: Any, tmp_path: Path) -> None:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
             (found,) = client.embeddings.create(model="bert", input="hello you").data
             assert found.embedding == pytest.approx(engine.embed("hello you")[0].tolist(), abs=1e-6)
-        with pytest.raises(openai.BadRequestError, match="not chat"):
+        with pytest.raises(openai.BadRequestError, match="does not support chat"):
             ask(server, [{"role": "user", "content": "hello"}])

@@ -34,8 +34,8 @@ def test_values_come_through(value: object, escaped: bool) -> None:
     [
         (b"", "not JSON"),
         (b"{", "not JSON"),
-        (b'{"a": NaN}', "NaN is not a number"),
-        (b"[-Infinity]", "-Infinity is not a number"),
+        (b'{"a": NaN}', "NaN is not a JSON number"),
+        (b"[-Infinity]", "-Infinity is not a JSON number"),
         (b"[1e999]", "too large"),
         (b"[" + b"9" * 5000 + b"]", "more than 19 digits"),
         (b"[12345678901234567890]", "more than 19 digits"),

@@ -274,7 +274,7 @@ def test_tools_that_may_be_called_or_not() -> None:
     ("fields", "writes", "problem"),
     [
         ({"tools": [tool("a")]}, False, "does not support tool calls"),
-        ({"tools": [tool("a"), tool("a")]}, True, "twice"),
+        ({"tools": [tool("a"), tool("a")]}, True, "same name"),
         (
             {"tools": [tool("a")], "response_format": {"type": "json_object"}},
             True,

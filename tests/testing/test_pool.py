@@ -53,7 +53,7 @@ def test_an_exception_names_its_rank_and_the_pool_lives_on():
 def test_a_dead_worker_is_named_and_replaced():
     said = r"(?s)rank 1: the process died with exit code -6.*Aborted.*test_pool.py.* in die_on"
     with (
-        pytest.warns(UserWarning, match="die_on is run once more"),
+        pytest.warns(UserWarning, match="die_on is run again"),
         pytest.raises(DistributedError, match=said),
     ):
         run_distributed(die_on, 2, 1)
@@ -61,5 +61,8 @@ def test_a_dead_worker_is_named_and_replaced():
 
 
 def test_a_crash_that_does_not_come_again_is_a_warning(tmp_path):
-    with pytest.warns(UserWarning, match=r"(?s)die_once is run once more: rank 0: .* code -6"):
+    with pytest.warns(
+        UserWarning,
+        match=r"(?s)die_once is run again, because a worker crashed: rank 0: .* code -6",
+    ):
         assert run_distributed(die_once, 2, str(tmp_path / "died")) == [0, 1]

@@ -139,7 +139,7 @@ def test_cpm2_special_ids_and_sentinels(shared_data):
     assert (both.special_ids["go"], both.eos_id, both.special_ids["space"]) == (7, 8, 11)
     assert chinese.sentinel_id(189) == 26_239
     assert (eva.sep_id, eva.bos_id, eva.eos_id) == (4, eva.sentinel_id(0), 4)
-    with pytest.raises(ConfigError, match="sentinel 185"):
+    with pytest.raises(ConfigError, match="sentinel token 185"):
         both.sentinel_id(185)
 
 
@@ -204,7 +204,7 @@ def test_blank_lines_of_ants_vocabulary_do_not_count(ant_folder):
     spaced = CPMAntTokenizer(content)
     assert spaced.get_vocab() == plain.get_vocab()
     assert spaced._files() == {"vocab.txt": content}
-    with pytest.raises(DataError, match="'</d>' both in line 10 and in line 15"):
+    with pytest.raises(DataError, match="'</d>' twice, in lines 10 and 15"):
         CPMAntTokenizer("\n".join([*lines[:12], "", "", "</d>"]).encode())
 
 
@@ -264,7 +264,7 @@ def test_decoding_what_is_no_id(cpm2_folder, ant_folder):
         (b"", "empty"),
         (b"\xff\xfe\x00", "not UTF-8|not a sentencepiece"),
         (b"<unk>\n<pad>\n", "lacks|not a sentencepiece"),
-        (b"<unk>\na\na\n", "in line 2 and in line 3|not a sentencepiece"),
+        (b"<unk>\na\na\n", "in lines 2 and 3|not a sentencepiece"),
     ],
 )
 def test_bad_files_are_named(tokenizer_class, content, match, tmp_path):

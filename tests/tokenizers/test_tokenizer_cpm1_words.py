@@ -53,5 +53,5 @@ def test_special_ids_and_saving(folder: Path, tmp_path: Path) -> None:
 
 def test_a_vocabulary_without_a_required_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("<unk>\n<pad>\n<eod>\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"lacks \['</_>', '</n>'\]"):
+    with pytest.raises(DataError, match=r"lacks the tokens \['</_>', '</n>'\]"):
         CPM1Tokenizer.from_pretrained(str(tmp_path))

@@ -116,7 +116,7 @@ def test_examples_stop_at_the_window():
     assert len(full) == main + 2 * example
     assert full.sample_ids.max() == 2
     assert build_instance(MAIN, tokenizer, [EXAMPLE], max_length=main).sample_ids.max() == 0
-    with pytest.raises(DataError, match="a row has"):
+    with pytest.raises(DataError, match="a packed sequence has"):
         collate_rows([[full]], tokenizer, main)
 
 
@@ -197,7 +197,7 @@ def test_constraints_of_ones_own():
     assert written == [{"b": "", "c": "好吃"}, {"b": "", "c": "𠮷"}]
     with pytest.raises(DataError, match="'é', which is neither in the vocabulary"):
         encode_prompt(document, tokenizer, constraints={("c",): ["é"]})
-    with pytest.raises(ConfigError, match="has the unknown slots"):
+    with pytest.raises(ConfigError, match="contains the unknown answer slots"):
         encode_prompt(document, tokenizer, constraints={("d",): ["a"]})
     for nothing in ([], "ab"):
         with pytest.raises(ConfigError, match="at least one"):

@@ -95,7 +95,7 @@ def test_deep_documents_are_clipped_then_refused():
     assert encoded.segment_rel.tolist() == plain_relations(document)
     assert encoded.segment_rel.max() <= 7 * 8 + 7 + 1
     for levels in (16, 5000):
-        with pytest.raises(DataError, match=r"nested deeper than max_nesting=16, at input\.a"):
+        with pytest.raises(DataError, match=r"nested deeper than max_nesting=16 at input\.a"):
             encode_document({"input": nest(levels), "<ans>": ""}, tokenizer)
     loop: dict[str, object] = {"<ans>": ""}
     loop["input"] = loop
@@ -169,7 +169,7 @@ def test_extended_answers_and_answers_not_reached():
     for bad, message in ((size, "another document"), (size + 2, "is out of range")):
         with pytest.raises(DataError, match=message):
             decode_document(document, encoded, [[bad], None], tokenizer, rows)
-    with pytest.raises(DataError, match="there are 1 answers for 2 slots"):
+    with pytest.raises(DataError, match="has 1 entries, but the document has 2 answer slots"):
         decode_document(document, encoded, [[]], tokenizer)
 
 
@@ -201,14 +201,14 @@ BAD = [
     ({"input": "a", "<ans>": None}, "at <ans> is None"),
     ({"input": 3, "<ans>": ""}, "at input is 3 of type int"),
     ({"input": ["a"], "<ans>": ""}, "lists as dicts"),
-    ({3: "a", "<ans>": ""}, "key 3 at .* is not a text"),
+    ({3: "a", "<ans>": ""}, "key 3 at .* must be a text"),
     ({"input": "<mask_0>", "<ans>": {"<mask_1>": ""}}, r"<ans>\.<mask_1> has no blank"),
     ({"input": "a", "<ans>": {"<mask_0>": ""}}, "blanks: none"),
     ({"input": "a", "<ans>": {"b": {"<option_0>": ""}}}, "has no blank"),
     ({"input": "a<masc_0>", "<ans>": ""}, r"unknown special token <masc_0>.*mean '<mask>'"),
     ({"<foo>": "a", "<ans>": ""}, "unknown special token <foo>"),
     ({"input": "a</s>b", "<ans>": ""}, "</s> marks the beginning or end"),
-    ({"input": "1 < 2", "<ans>": ""}, "at input: the '<' at character 2"),
+    ({"input": "1 < 2", "<ans>": ""}, "at input is not valid: the '<' at character 2"),
     ({"input": "a", "<ans>": "a𠮷"}, r"contains '𠮷', which is neither in the vocabulary"),
     ({"input": "a", "<ans>": {"b": "<option_3>"}}, "contains '<option_3>'"),
     ("text", "a document must be a dict"),

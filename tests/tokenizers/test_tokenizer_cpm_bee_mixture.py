@@ -219,8 +219,8 @@ def test_mixture_files(tmp_path):
         ({"transforms": ["script.py"]}, "programs are not supported"),
         ({"wieght": 1}, "Did you mean 'weight'"),
         ({"weight": 0}, "weight=0"),
-        ({"incontext_weight": [0]}, "one of them above 0"),
-        ({"path": 3}, "needs 'path' and 'task_name'"),
+        ({"incontext_weight": [0]}, "one of them must be above 0"),
+        ({"path": 3}, "needs the texts 'path' and 'task_name'"),
     ],
 )
 def test_bad_mixture_files(tmp_path, change, message):
@@ -248,7 +248,7 @@ def test_bad_document_files(tmp_path):
         DocumentFile(file)
     with pytest.raises(DataError, match="cannot read"):
         DocumentFile(tmp_path / "absent.jsonl")
-    with pytest.raises(ConfigError, match="list of sources is empty"):
+    with pytest.raises(ConfigError, match="must contain at least one TaskSource"):
         TaskMixture([], small_tokenizer(), 10)
     (tmp_path / "mix.json").write_text("{}")
     with pytest.raises(ConfigError, match="a list of objects"):

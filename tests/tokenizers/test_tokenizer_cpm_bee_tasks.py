@@ -78,7 +78,7 @@ def test_what_answers_may_be(document, allowed):
         (lambda: tasks.fill_blanks("a<<mask_0>"), "has no blank"),
         (lambda: tasks.fill_blanks("<mask>", {"<mask_0>": "a"}), "the text has"),
         (lambda: tasks.extract_entities("a", []), "at least one"),
-        (lambda: tasks.extract_entities("a", ["b"], {"c": ""}), "but kinds has"),
+        (lambda: tasks.extract_entities("a", ["b"], {"c": ""}), "but kinds is"),
     ],
 )
 def test_bad_tasks(call, message):
@@ -131,7 +131,7 @@ def test_transforms_copy():
     [
         ("transform.py", "programs are not supported"),
         ({}, "must be a map"),
-        ({"a": 3}, "it must be a text"),
+        ({"a": 3}, "allowed: a constant text"),
         ({"a": "$"}, "has an empty key"),
         ({"a": "$b..c"}, "has an empty key"),
         ({"a": "$b.*"}, "0 stars, but its source"),
@@ -146,7 +146,7 @@ def test_bad_transforms(shape, message):
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ({"a": "$absent"}, "the record has no 'absent'"),
+        ({"a": "$absent"}, "which has no 'absent'"),
         ({"a": "$text.b"}, "text is 'a', which has no keys"),
         ({"a": "$label", "a.name": "c"}, "sets 'a.name'"),
         ({"a": "b", "a.c": "d"}, "sets 'a.c'"),

@@ -204,6 +204,25 @@ def test_begin_token_is_found_in_the_template(tmp_path):
     assert describe_tokenizer(byte_pairs("gpt-2"), ROWS)["tokenizer.ggml.add_bos_token"] is False
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_transformers_adds_the_begin_token_of_a_converted_file(tmp_path, last):
+    """A tokenizer without a class of its own gets its begin and end from tokenizer.json."""
+    transformers = pytest.importorskip("transformers")
+    content = json.loads(byte_pairs("gpt-2")._content)
+    mine = FastTokenizer(json.dumps(content).encode(), {"bos": "<|end|>", "eos": "<|own|>"})
+    found = describe_tokenizer(mine, ROWS)
+    marks = {"bos": mine.token_to_id("<|end|>"), "eos": mine.token_to_id("<|own|>")}
+    found |= {f"tokenizer.ggml.{role}_token_id": id for role, id in marks.items()}
+    found |= {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": last}
+    back = AutoTokenizer.from_pretrained(write_metadata(tmp_path / "a.gguf", found))
+    back.save_pretrained(tmp_path / "saved")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    end = [marks["eos"]] * last
+    want = [marks["bos"], *mine.encode("the shore"), *end]
+    assert theirs("the shore").input_ids == want == back.encode_prompt("the shore")
+    assert theirs("the shore", "the shore").input_ids == [*want, *want]
+
+
 def test_refused_by_name(tmp_path):
     """Other ways to cut, other kinds, and what contradicts itself."""
     usual = describe_tokenizer(byte_pairs("gpt-2"), ROWS)
@@ -211,9 +230,9 @@ def test_refused_by_name(tmp_path):
         ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre='deepseek-llm', which is not supported"),
         ({"pre": 3}, "pre=3"),
         ({"model": "rwkv"}, "type 'rwkv'"),
-        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "a token occurs twice"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "only 1 of 2 tokens differ"),
         ({"tokens": ["a", "b"]}, "2 tokens, but 700 types"),
-        ({"merges": ["ab"]}, "a merge is not a pair"),
+        ({"merges": ["ab"]}, "a text that is not a pair of tokens"),
         ({"merges": ["a nosuchtoken"]}, "damaged"),
         ({"eos_token_id": 10**6}, "the eos token has the unknown id 1000000"),
     ):
@@ -222,12 +241,12 @@ def test_refused_by_name(tmp_path):
         with pytest.raises(DataError, match=said):
             AutoTokenizer.from_pretrained(path)
     mine = byte_pairs("gpt-2")
-    with pytest.raises(ConfigError, match="that belongs to the model"):
+    with pytest.raises(ConfigError, match="Use the tokenizer of the model"):
         describe_tokenizer(mine, 100)
     settings = {**mine.settings, "pre_tokenizer": {"type": "Whitespace"}}
     settings.pop("config")
     other = FastTokenizer(json.dumps(settings).encode())
-    with pytest.raises(ConfigError, match="its pre-tokenizer"):
+    with pytest.raises(ConfigError, match="the tokenizer's pre-tokenizer"):
         describe_tokenizer(other, ROWS)
 
 

@@ -146,11 +146,11 @@ def test_bad_requests_are_explained(english_folder):
     tokenizer = GLMTokenizer.from_pretrained(english_folder)
     with pytest.raises(DataError, match="character 7 of"):
         tokenizer.encode("[MASK] \ud800")
-    with pytest.raises(ConfigError, match="row 1 has no blank"):
+    with pytest.raises(ConfigError, match="input 1 has no blank"):
         tokenizer.build_inputs_for_generation(tokenizer.prepare(["[MASK]", "hello"]))
     batch = tokenizer.prepare(["[MASK]", "[gMASK]"])
     for targets in ("hello", ["hello"]):
-        with pytest.raises(ConfigError, match="2 rows"):
+        with pytest.raises(ConfigError, match="2 inputs"):
             tokenizer.build_inputs_for_generation(batch, targets=targets)
 
 
@@ -184,9 +184,9 @@ def test_flags_of_newer_files_are_obeyed(english_folder, tmp_path):
     ("name", "content", "match"),
     [
         ("added_tokens.json", None, "neither added_tokens.json"),
-        ("added_tokens.json", '{"[MASK]": 300}', "lack"),
+        ("added_tokens.json", '{"[MASK]": 300}', "are not defined"),
         ("vocab.json", None, "neither cog-pretrain.model"),
-        ("merges.txt", "no merge here at all\n", "do not contain the vocabulary"),
+        ("merges.txt", "no merge here at all\n", "cannot read the vocabulary"),
         ("cog-pretrain.model", "text", "not a sentencepiece model"),
     ],
 )

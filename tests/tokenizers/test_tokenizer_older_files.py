@@ -159,8 +159,8 @@ def test_text_is_prepared_with_them(byte_pairs, tmp_path):
     [
         ("tokenizer_config.json", {"tokenizer_class": "CLIPTokenizer"}, "no tokenizer in"),
         ("config.json", {"model_type": "qwen2"}, "no tokenizer in"),
-        ("vocab.json", {"a": "b"}, "do not contain the vocabulary"),
-        ("vocab.json", ["a"], "is a list|holds a list|do not contain the vocabulary"),
+        ("vocab.json", {"a": "b"}, "cannot read the vocabulary"),
+        ("vocab.json", ["a"], "is a list|holds a list|cannot read the vocabulary"),
     ],
 )
 def test_other_or_damaged_files_are_refused(name, content, message, byte_pairs, tmp_path):
@@ -172,7 +172,7 @@ def test_other_or_damaged_files_are_refused(name, content, message, byte_pairs, 
 
 def test_a_list_of_words_that_is_not_berts(tmp_path):
     (tmp_path / "vocab.txt").write_text("one\ntwo\n", "utf-8")
-    with pytest.raises(DataError, match=r"for older models also .*vocab\.txt"):
+    with pytest.raises(DataError, match=r"vocab\.txt.* for older models"):
         AutoTokenizer.from_pretrained(tmp_path)
 
 

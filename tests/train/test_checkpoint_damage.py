@@ -109,7 +109,7 @@ def test_missing_or_cut_file(
         model, optimizer = make(3)
         assert checkpointer.load_newest(model, optimizer) == (1, {"n": 1})
     assert path.name in warnings.text
-    assert "trying the next older checkpoint" in warnings.text
+    assert "The next older checkpoint is tried" in warnings.text
 
 
 def test_directory_without_anything_in_it(two: Path) -> None:
@@ -227,5 +227,5 @@ def test_optimizer_must_be_the_same_kind(two: Path, tmp_path: Path) -> None:
 def test_model_without_memory_is_refused(two: Path) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    with pytest.raises(CheckpointError, match="meta device: call to_empty"):
+    with pytest.raises(CheckpointError, match=r"meta device \(call to_empty"):
         load_checkpoint(two, model)

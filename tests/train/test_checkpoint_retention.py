@@ -85,9 +85,9 @@ def other_dtype(model: nn.Linear, optimizer: AdamW) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (other_state, "in its state"),
+        (other_state, "in the training state"),
         (other_weight, "the values of model/weight"),
-        (other_setting, "how the optimizer has weight"),
+        (other_setting, "the optimizer settings of weight"),
         (other_dtype, "dtype or shape of model/bias"),
     ],
 )

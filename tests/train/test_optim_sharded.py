@@ -150,5 +150,5 @@ def norm_of_partial_gradient():
 
 
 def test_a_gradient_that_is_not_summed_up_is_refused():
-    with pytest.raises(DistributedError, match="not reduced yet"):
+    with pytest.raises(DistributedError, match="has not been reduced"):
         run_distributed(norm_of_partial_gradient, 2)

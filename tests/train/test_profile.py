@@ -42,5 +42,5 @@ def test_settings_without_effect_are_refused(corpus):
         TrainConfig(steps=3, profile_steps=2)
     with pytest.raises(ConfigError, match=r"profile_steps=-1"):
         TrainConfig(profile_steps=-1)
-    with pytest.raises(DistributedError, match="Give the Trainer a run_dir"):
+    with pytest.raises(DistributedError, match="needs a directory for the trace"):
         run_distributed(run, 1, corpus, None, steps=4, profile_steps=1)

@@ -137,7 +137,7 @@ def test_against_torch():
         (ScheduleConfig("linear", decay_kind="linear"), "decay_kind='linear' has no effect"),
         (ScheduleConfig("constant", min_lr_ratio=0.1), "min_lr_ratio=0.1 has no effect"),
         (ScheduleConfig("noam", 4, total_steps=9), "total_steps=9 has no effect"),
-        (ScheduleConfig("noam"), "needs schedule.warmup_steps"),
+        (ScheduleConfig("noam"), "schedule.warmup_steps=0 must be at least 1"),
         (ScheduleConfig("exponential"), "above 0"),
         (ScheduleConfig("wsd", 10, decay_steps=31), "decay_steps=31"),
         (ScheduleConfig("wsd", decay_steps=-1), "decay_steps=-1"),

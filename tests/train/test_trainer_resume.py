@@ -78,7 +78,7 @@ def test_a_signal_on_one_rank_stops_all_after_saving(corpus, tmp_path: Path, wor
 def test_other_numbers_for_the_optimizer_are_refused(corpus, tmp_path: Path) -> None:
     """They would have no effect: the optimizer goes on with what was saved."""
     run_distributed(run, 1, corpus, str(tmp_path), until_step=1)
-    said = r"optim\.lr=0\.5, but 0\.01 in that run.* Restore these"
+    said = r"optim\.lr=0\.5 \(was 0\.01\).* Restore the earlier settings"
     with pytest.raises(DistributedError, match=f"(?i){said}"):
         run_distributed(run, 1, corpus, str(tmp_path), lr=0.5)
     (rest, _), *_ = run_distributed(run, 1, corpus, str(tmp_path))

@@ -91,7 +91,10 @@ def check_cook_config(raw: Any) -> dict[str, Any]:
     checked: dict[str, Any] = {_OWN: raw.get(_OWN, {})} if _OWN in raw else {}
     for section, section_values in raw.items():
         if section not in sections:
-            raise ConfigError(f"unknown section {section!r}.{suggest(section, sections)}")
+            raise ConfigError(
+                f"unknown section {section!r} (known: {', '.join(sections)})."
+                f"{suggest(section, sections)}"
+            )
         for key in section_values if section != _OWN else ():
             if key not in _DEFAULTS[section]:
                 hint = suggest(key, _DEFAULTS[section])
@@ -110,8 +113,8 @@ def check_cook_config(raw: Any) -> dict[str, Any]:
     hidden = checked["distillation"]
     if hidden["mse_hidn_scale"] and not hidden["mse_hidn_module"]:
         raise ConfigError(
-            "distillation.mse_hidn_scale needs mse_hidn_module, the pairs of modules to "
-            "compare. Set it."
+            f"distillation.mse_hidn_scale={hidden['mse_hidn_scale']} needs the pairs of modules to "
+            "compare. Set distillation.mse_hidn_module."
         )
     return checked
 
@@ -173,8 +176,8 @@ def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
     clash = set(tables) & set(own)
     if clash:
         raise ConfigError(
-            f"{min(clash)!r} is set both by a section of BMCook and under 'bmforge'. Keep one of "
-            "them."
+            f"{min(clash)!r} is set both by one of BMCook's sections and in the section 'bmforge'. "
+            "Keep one of them."
         )
     return {**tables, **own}
 
@@ -206,7 +209,7 @@ def structure_table(section: Mapping[str, Any]) -> dict[str, Any]:
     problems = []
     if not section["is_training"]:
         problems.append(
-            "is_training=false is not supported: start from the model of an earlier run"
+            "is_training=false is not supported (start from the model of an earlier run instead)"
         )
     if section["criterion"] != "l0" or section["target_mode"] != "sparsity":
         problems.append("criterion and target_mode can only be 'l0' and 'sparsity'")
@@ -268,5 +271,5 @@ def _read_pair(text: str) -> list[str]:
 def _read_side(text: str) -> str:
     kind, mark, name = text.partition("]")
     if not mark or kind not in ("[post", "[pre"):
-        raise ConfigError(f"{text!r} must begin with [post] or [pre].")
+        raise ConfigError(f"module {text!r} must begin with [post] or [pre], such as '[post]a.b'.")
     return our_module(name) if kind == "[post" else f"into:{our_module(name)}"

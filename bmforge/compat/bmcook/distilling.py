@@ -88,7 +88,9 @@ class Teaching:
         for text in section["mse_hidn_module"] if section["mse_hidn_scale"] else ():
             sides = text.split(":")
             if len(sides) != 2:
-                raise ConfigError(f"{text!r} is not a pair such as '[post]a.b:[post]a.b'.")
+                raise ConfigError(
+                    f"{text!r} is not a pair of modules, such as '[post]a.b:[post]a.b'."
+                )
             pair = _place(student, sides[0]), _place(teacher, sides[1])
             self._mine.watch_state_(student, pair[0])
             self._theirs.watch_state_(teacher, pair[1])
@@ -149,7 +151,7 @@ def _place(model: nn.Module, text: str) -> str:
     """Convert an entry such as ``[post]a.b`` to the module name that `Recorder` accepts."""
     kind, mark, name = text.partition("]")
     if not mark or kind not in ("[post", "[pre"):
-        raise ConfigError(f"{text!r} must begin with [post] or [pre].")
+        raise ConfigError(f"module {text!r} must begin with [post] or [pre], such as '[post]a.b'.")
     module_name = find_old_module(model, name)
     return module_name if kind == "[post" else f"{INTO}{module_name}"
 

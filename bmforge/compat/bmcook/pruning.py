@@ -93,7 +93,9 @@ class BMPrune:
         pruning = pruning_of(model)
         assert pruning is not None
         if optimizer is None:
-            raise ConfigError("pruning needs the optimizer, which was not given. Pass it.")
+            raise ConfigError(
+                "pruning needs an optimizer. Pass it to set_compression or set_optim_for_pruning."
+            )
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
         new = [p for p in pruning.owner.parameters() if p.requires_grad and id(p) not in optimized]
         if pruning.is_gated and new:  # gates were created after the optimizer

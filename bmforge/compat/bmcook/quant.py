@@ -50,7 +50,7 @@ class BMQuant:
             where = tuple(name for name in layers if not where or name in where)
             if not where:
                 raise ConfigError(
-                    f"the model has no {target_linear.__name__} to quantize: pass the class of its "
+                    f"the model has no {target_linear.__name__} to quantize. Pass the class of its "
                     "linear layers as quant_layer_cls."
                 )
         method = FakeQuantize(

@@ -60,7 +60,7 @@ class CookTrainer:
         prepared = model.__dict__.get(_SLOT)
         if prepared is None:
             raise ConfigError(
-                f"this {type(model).__name__} has no compression: call "
+                f"this {type(model).__name__} has no compression. Call "
                 "CookTrainer.set_compression(config, model, ...) first."
             )
         out: CookOutput = prepared(model, loss_func, targets, *args, **kw)
@@ -91,7 +91,7 @@ class CookTrainer:
         """
         if model is None:
             raise ConfigError(
-                "set_compression was called without a model. Give the model to compress."
+                "set_compression was called without a model. Pass the model to compress."
             )
         if _SLOT in model.__dict__:
             raise ConfigError(
@@ -114,7 +114,8 @@ def _train_projections(forward: Any, optimizer: torch.optim.Optimizer | None) ->
         return
     if optimizer is None:
         raise ConfigError(
-            "mse_hidn_proj has trained parameters. Pass the optimizer to set_compression."
+            "mse_hidn_proj trains projections, which need an optimizer. Pass optimizer= to "
+            "set_compression."
         )
     optimizer.add_param_group({"params": list(teaching.projections.parameters())})
 

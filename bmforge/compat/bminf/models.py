@@ -364,5 +364,8 @@ def _find_spans(text: str, positions: Sequence[int] | None) -> list[int]:
         return places
     wrong = [position for position in positions if not text.startswith(_SPAN, position)]
     if wrong:
-        raise ConfigError(f"spans_position={wrong}: the text has no {_SPAN!r} at this position.")
+        raise ConfigError(
+            f"spans_position={wrong} must be positions of {_SPAN!r} in the text. Leave "
+            "spans_position out to fill all of them."
+        )
     return sorted(positions)

@@ -65,7 +65,7 @@ def _quantize_(model: nn.Module) -> None:
         else:
             left.append(f"{name} ({PRESETS[_SCHEME].problem(sizes[0])})")
     if left:
-        warnings.warn(f"not changed: {', '.join(left)}", stacklevel=3)
+        warnings.warn(f"these linear layers are not quantized: {', '.join(left)}.", stacklevel=3)
     elif not num_replaced:
         warnings.warn(
             f"quantization=True, but the {type(model).__name__} has no linear layers.", stacklevel=3

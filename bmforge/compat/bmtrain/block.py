@@ -119,7 +119,7 @@ class Block(Facade):
 
     def __getattr__(self, name: str) -> Any:
         if "_module" not in self.__dict__:
-            raise AttributeError(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["_module"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:

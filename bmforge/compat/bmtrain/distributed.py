@@ -65,8 +65,8 @@ def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = Non
         )
     if x.dim() == 0 or x.shape[0] % group.size():
         raise ShapeError(
-            f"x of shape {tuple(x.shape)} has {x.shape[0]} rows, which {group.size()} processes "
-            "do not divide evenly. Pad the rows to a multiple of that number."
+            f"the first dimension of x, with shape={tuple(x.shape)}, is not divisible by the "
+            f"{group.size()} processes. Pad x to a multiple of {group.size()} rows."
         )
     out = sum_scatter_tokens(x, group, 0)
     return out / group.size() if op == "avg" else out
@@ -128,8 +128,8 @@ def send_activations(hidden_state: Tensor, next_rank: int, comm: Any = None) -> 
     group = _group(comm)
     if hidden_state.dtype not in _DTYPES or hidden_state.dim() > _MAX_DIMS:
         raise ShapeError(
-            f"a tensor of {hidden_state.dtype} with {hidden_state.dim()} dims cannot be sent "
-            f"(supported: floats, integers and booleans with at most {_MAX_DIMS} dims)."
+            f"a tensor of {hidden_state.dtype} with {hidden_state.dim()} dimensions cannot be sent "
+            f"(supported: floats, integers and booleans with at most {_MAX_DIMS} dimensions)."
         )
     shape = list(hidden_state.shape)
     numbers = [_DTYPES.index(hidden_state.dtype), len(shape), *shape]

@@ -262,7 +262,7 @@ def share_like(param: Tensor, value: Tensor) -> Tensor:
     origin = origin_of(param)
     if value.shape != full_shape(param):
         raise ConfigError(
-            f"a value has shape={tuple(value.shape)}, but its parameter has "
+            f"the value has shape={tuple(value.shape)}, but the parameter has "
             f"shape={tuple(full_shape(param))}."
         )
     if param.is_meta:

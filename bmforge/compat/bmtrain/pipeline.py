@@ -109,8 +109,8 @@ class PipelineTransformerBlockList(TransformerBlockList):
         rows = hidden[0].shape[0]
         if rows * self.stages % micros or micros % self.stages:
             raise ShapeError(
-                f"{rows} rows on each of {self.stages} stages cannot be divided into "
-                f"num_micro_batches={micros}, which must be a multiple of the number of stages."
+                f"num_micro_batches={micros} must be a multiple of the {self.stages} stages, and "
+                f"divide the batch of {rows} rows x {self.stages} stages evenly."
             )
         columns = []
         for index, value in enumerate((*hidden, *others)):

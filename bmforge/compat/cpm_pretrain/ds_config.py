@@ -22,7 +22,7 @@ __all__ = ["apply_ds_config", "read_ds_config"]
 
 # Settings that have no effect here; each is logged with the reason and ignored.
 _WITHOUT_EFFECT = {
-    "zero_allow_untested_optimizer": "ZeRO goes with every optimizer",
+    "zero_allow_untested_optimizer": "ZeRO supports every optimizer",
     "wall_clock_breakdown": "see train.profile_steps",
     "memory_breakdown": "memory is in metrics.jsonl",
     "dump_state": "the whole config is in run.toml",
@@ -139,8 +139,8 @@ def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
     settings, log = read_ds_config(path), get_logger()
     if not hasattr(config.data, "grad_accum_steps"):
         raise ConfigError(
-            "--ds-config applies to recipes with data.grad_accum_steps, such as gpt2-pretrain "
-            "and t5-pretrain. Leave it out."
+            "--ds-config is not supported by this recipe (supported: recipes with "
+            "data.grad_accum_steps, such as gpt2-pretrain and t5-pretrain). Leave it out."
         )
     if config.layout.pp == 1:
         log.warning(
@@ -201,8 +201,8 @@ def _batch(config: Any, settings: Mapping[str, Any], world_size: int) -> Any:
         rule = "data.global_batch_size"
         if steps is not None:
             rule = (
-                f"{micro} rows x {steps} passes x {world_size} processes / pp={layout.pp} / "
-                f"tp={layout.tp}"
+                f"{micro} sequences x {steps} accumulation steps x {world_size} processes / "
+                f"pp={layout.pp} / tp={layout.tp}"
             )
         get_logger().warning(
             "--ds-config has train_batch_size=%d, but %s is %d: %d is used",

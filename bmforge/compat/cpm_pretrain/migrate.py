@@ -232,7 +232,7 @@ class _Places:
         if not only or (only == "t5") is self.is_t5:
             return True
         if name in self.given:
-            self.say(name, f"only {only}-pretrain has it")
+            self.say(name, f"only {only}-pretrain supports this argument")
         return False
 
     def say(self, name: str, why: str) -> None:

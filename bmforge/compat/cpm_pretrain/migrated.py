@@ -32,7 +32,7 @@ class Migrated:
 
     def toml(self) -> str:
         """Return the config as TOML, with comments about arguments that have no equivalent."""
-        notes = [f"# not placed: {name}: {why}\n" for name, why in self.unplaced]
+        notes = [f"# not migrated: {name}: {why}\n" for name, why in self.unplaced]
         return "".join(notes) + tomli_w.dumps(self.values)
 
     def put(self, path: str, value: Any) -> None:

@@ -66,7 +66,7 @@ def find_trained(root: nn.Module, targets: Sequence[str]) -> tuple[set[str], lis
         try:
             names |= find_wholes(root, [target]).keys()
         except ConfigError as error:
-            get_logger().warning("no module remains unfrozen by %r: %s", target, error)
+            get_logger().warning("the target %r unfreezes no module: %s", target, error)
         else:
             meant.append(target)
     return names, meant

@@ -81,7 +81,7 @@ class BaseDeltaConfig:
             if name in self.fixed and value != self.fields[name]:
                 raise ConfigError(
                     f"{name}={value!r} of {type(self).__name__} is not supported "
-                    f"(supported: {self.fields[name]!r})."
+                    f"(supported: {self.fields[name]!r}). Leave it out."
                 )
         self.__dict__.update({**defaults, **renamed})
 
@@ -102,7 +102,7 @@ class BaseDeltaConfig:
         all_values = {**config_dict, **kwargs}
         left = sorted(name for name in all_values if name not in names | _IGNORED)
         if left:
-            get_logger().warning("%s has no fields %s", cls.__name__, ", ".join(left))
+            get_logger().warning("%s ignores the unknown fields %s", cls.__name__, ", ".join(left))
         return cls(**{name: value for name, value in all_values.items() if name in names})
 
     @classmethod

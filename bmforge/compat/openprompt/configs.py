@@ -141,7 +141,7 @@ class _Reader:
         if (loss := self.take("classification.loss_function")) not in (
             None, "cross_entropy", "nll_loss",
         ):  # fmt: skip
-            self.miss("classification.loss_function", f"{loss!r}: cross-entropy is minimised")
+            self.miss("classification.loss_function", f"{loss!r}: cross-entropy is minimized")
         name = str(self.take("dataset.name", ""))
         short = name.lower().removeprefix("super_glue.").removeprefix("superglue.")
         if short in _DATASETS:
@@ -372,4 +372,4 @@ def _read(key: str, value: Any, kind: type) -> Any:
     try:
         return kind(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}={value!r} must be a {kind.__name__}.") from error
+        raise ConfigError(f"{key}={value!r} must be of type {kind.__name__}.") from error

@@ -49,7 +49,9 @@ class InputExample:
     @staticmethod
     def load_examples(path: str) -> list[InputExample]:
         """Raise an error: the original unpickles the file, which can execute code."""
-        raise ImportError("InputExample.load_examples was removed. Use JSON, one example per line.")
+        raise ImportError(
+            "InputExample.load_examples was removed. Use JSON with one example per line."
+        )
 
     def keys(self, keep_none: bool = False) -> list[str]:
         """Return the field names; fields with value None only with `keep_none`."""

@@ -54,7 +54,7 @@ class PromptDataLoader:
         kind = tokenizer_wrapper or tokenizer_wrapper_class
         if kind is None:
             raise ConfigError(
-                "tokenizer_wrapper_class= is required. Pass the class that load_plm returns."
+                "tokenizer_wrapper_class is required. Pass the class that load_plm returns."
             )
         self.dataset, self.template, self.verbalizer = dataset, template, verbalizer
         self.max_seq_length, self.batch_size = max_seq_length, batch_size

@@ -51,15 +51,15 @@ class BaseRunner:
 
     def training_step(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the loss of a batch."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must implement training_step().")
 
     def inference_step(self, batch: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         """Return the predictions for a batch and the correct answers."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must implement inference_step().")
 
     def score(self, predictions: list[Any], answers: list[Any]) -> dict[str, float]:
         """Compute the configured metrics; the first one selects checkpoints."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must implement score().")
 
     def checkpoint_path(self, name: str) -> Path:
         """Return the file path of a checkpoint."""

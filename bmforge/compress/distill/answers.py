@@ -118,8 +118,8 @@ def _check_teacher(teacher: nn.Module, count: int, temperature: float) -> int:
         )
     if not 1 <= count <= size or not temperature > 0:
         raise ConfigError(
-            f"count={count}, temperature={temperature}: count must be 1 to {size}, and "
-            "temperature above 0."
+            f"count={count} must be from 1 to {size}, and temperature={temperature} must be above "
+            "0."
         )
     return size
 
@@ -155,8 +155,8 @@ def _ask(
     if prediction.given.hidden.shape[0] != inputs["input_ids"].numel():
         raise ConfigError(
             f"the {type(teacher).__name__} predicts {prediction.given.hidden.shape[0]} of "
-            f"{inputs['input_ids'].numel()} tokens, but predictions can only be stored of "
-            "models that predict every token. Use another teacher."
+            f"{inputs['input_ids'].numel()} tokens, but predictions can be stored only for models "
+            "that predict every token. Use another teacher."
         )
     step = max(1, _CHUNK_ELEMENTS // prediction.given.weight.shape[0])
     parts = []
@@ -240,7 +240,7 @@ class _Shards:
             self._write()
         if not self._number:
             raise ConfigError(
-                "there are no batches for which to store predictions. Pass at least one."
+                "no predictions were stored, because there are no batches. Pass at least one batch."
             )
         facts |= {"shards": self._number, "rows": len(self._known)}
         replace_file(self._folder / _FACTS, json.dumps(facts, indent=2) + "\n")
@@ -281,7 +281,9 @@ class TeacherAnswers:
                 file: Any = safe_open(path, framework="pt")
                 keys, starts = file.get_tensor("keys"), file.get_tensor("starts").tolist()
             except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{str(path)!r} is damaged or missing: {error}") from error
+                raise CheckpointError(
+                    f"{str(path)!r} is damaged or missing: {error}. Store the predictions again."
+                ) from error
             self._files.append(file)
             for row, key in enumerate(keys.tolist()):
                 self._places[key] = number, starts[row], starts[row + 1]
@@ -301,9 +303,9 @@ class TeacherAnswers:
         for row, key in enumerate(keys_of(inputs)):
             if key not in self._places:
                 raise DataError(
-                    f"{str(self.directory)!r} has no stored predictions for row {row} of a "
-                    "batch. Store them for the same rows as in this run (same data, seq_len, "
-                    "seed and epochs)."
+                    f"{str(self.directory)!r} has no stored predictions for sequence {row} of a "
+                    "batch. Store the predictions with the same data, seq_len, seed and epochs as "
+                    "in this run."
                 )
             number, start, stop = self._places[key]
             file = self._files[number]

@@ -162,8 +162,8 @@ class Recorder:
         """
         if name.startswith(INTO):
             raise ConfigError(
-                f"{name}: the input of a module cannot be projected to the teacher's width "
-                f"{teacher_width}. Name the module that outputs this tensor."
+                f"{name} is the input of a module, which cannot be projected to the teacher's "
+                f"hidden size {teacher_width}. Use the module that outputs this tensor instead."
             )
         module = model.get_submodule(name)
         if hasattr(module, _VIEW):

@@ -47,7 +47,9 @@ def check_teacher(student: nn.Module, teacher: nn.Module, config: DistillConfig)
         except ConfigError as error:
             problems.append(str(error))
     if problems:
-        raise ConfigError(f"teacher and student do not match: {'; '.join(problems)}")
+        raise ConfigError(
+            f"teacher and student do not match: {'; '.join(p.rstrip('.') for p in problems)}."
+        )
 
 
 def check_answers(student: nn.Module, answers: TeacherAnswers, config: DistillConfig) -> None:
@@ -140,8 +142,8 @@ def check_students_layout(
     is_cut |= find_head(student, "student").vocab is not None if has_answers else False
     if has_answers and (is_cut or (record is not None and record.pipeline is not None)):
         raise ConfigError(
-            "stored predictions contain whole rows and the whole vocabulary. Use a layout with "
-            "tp=1, cp=1 and pp=1, or pass the teacher itself."
+            "stored predictions are for whole sequences and the whole vocabulary. Use a layout "
+            "with tp=1, cp=1 and pp=1, or pass the teacher itself."
         )
     if other is not None and other.pipeline is not None:
         raise ConfigError(
@@ -165,7 +167,7 @@ def check_students_layout(
         )
     if any(getattr(module, "token_cut", None) is not None for module in student.modules()):
         raise ConfigError(
-            "the tokens of a row are divided over processes (cp), so internal tensors cannot "
+            "the tokens of a sequence are divided over processes (cp), so internal tensors cannot "
             'be compared. Use cp=1, or only kind="logits".'
         )
 

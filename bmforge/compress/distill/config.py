@@ -59,12 +59,12 @@ class DistillLoss:
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(
                     f"distill.losses: {name}={value} of {self.kind!r} must be finite and above "
-                    "0. To disable a loss, leave it out."
+                    "0. To disable a loss, remove it from the list."
                 )
         if (self.schedule == "constant") != (self.steps == 0) or self.steps < 0:
             raise ConfigError(
-                f"distill.losses: schedule={self.schedule!r} and steps={self.steps} do not "
-                "match (rise and fall need a number of steps, constant has none)."
+                f"distill.losses: schedule={self.schedule!r} and steps={self.steps} do not match "
+                "(allowed: steps above 0 with rise and fall, and steps=0 with constant)."
             )
         if self.relation_heads < 0:
             raise ConfigError(
@@ -92,7 +92,7 @@ class DistillLoss:
         if has_no_effect:
             raise ConfigError(
                 f"distill.losses: {name}={getattr(self, name)!r} has no effect with "
-                f"kind={self.kind!r}. Leave it out."
+                f"kind={self.kind!r}. Leave {name} out."
             )
 
     def weight_at(self, step: int) -> float:
@@ -126,7 +126,7 @@ class DistillConfig:
         """Raise `ConfigError` for an empty list of losses or values out of range."""
         if not self.losses:
             raise ConfigError(
-                "distill.losses is empty. Give at least one loss, or leave distill out."
+                "distill.losses is empty. Add at least one loss, or leave distill out."
             )
         if not (self.task_weight >= 0 and math.isfinite(self.task_weight)):
             raise ConfigError(
@@ -134,12 +134,12 @@ class DistillConfig:
             )
         if sum(loss.kind == "logits" for loss in self.losses) > 1:
             raise ConfigError(
-                "distill.losses contains logits more than once. Give one logits loss, with one "
+                "distill.losses contains logits more than once. Keep one logits loss, with one "
                 "temperature."
             )
         if self.teacher is not None and self.answers is not None:
             raise ConfigError(
-                "distill has both a teacher and stored predictions. Give only one of them."
+                "distill.teacher and distill.answers are both set. Set only one of them."
             )
         if self.teacher_quantize is not None and self.teacher is None:
             raise ConfigError("distill.teacher_quantize has no effect without distill.teacher.")

@@ -47,9 +47,9 @@ def compare_states(student: Tensor, teacher: Tensor, weights: Tensor, form: str)
     """
     if student.shape != teacher.shape:
         raise ShapeError(
-            f"the hidden states of the student have shape {tuple(student.shape)}, but the "
-            f"teacher's {tuple(teacher.shape)}. Pair modules with the same tokens; different "
-            "widths are supported for models whose config has hidden_size."
+            f"the hidden states of the student have the shape {tuple(student.shape)}, but those of "
+            f"the teacher have the shape {tuple(teacher.shape)}. Pair modules with the same "
+            "tokens; different hidden sizes are supported for models whose config has hidden_size."
         )
     wide = wide_dtype(student.dtype)
     student_wide, teacher_wide = student.to(wide), teacher.to(wide)
@@ -82,8 +82,9 @@ def compare_values(student: AttentionInput, teacher: AttentionInput, channels: i
     student_values, teacher_values = _join_heads(student.value), _join_heads(teacher.value)
     if student_values.shape != teacher_values.shape:
         raise ShapeError(
-            f"the values of the student have shape {tuple(student_values.shape)}, but the "
-            f'teacher\'s {tuple(teacher_values.shape)}. For different widths use kind="relation".'
+            f"the values of the student have the shape {tuple(student_values.shape)}, but those of "
+            f"the teacher have the shape {tuple(teacher_values.shape)}. For different sizes use "
+            'kind="relation".'
         )
     wide = wide_dtype(student_values.dtype)
     return (student_values.to(wide) - teacher_values.to(wide)).square().sum(-1) / channels
@@ -158,8 +159,8 @@ def compare_logits(student: Tensor, teacher: Tensor, temperature: float) -> Tens
     """
     if student.shape != teacher.shape:
         raise ShapeError(
-            f"the logits of the student have shape {tuple(student.shape)}, but those of the "
-            f"teacher have {tuple(teacher.shape)}. Use models with the same classes."
+            f"the logits of the student have the shape {tuple(student.shape)}, but those of the "
+            f"teacher have the shape {tuple(teacher.shape)}. Use models with the same classes."
         )
     wide = wide_dtype(student.dtype)
     student_wide, teacher_wide = student.to(wide), teacher.to(wide)
@@ -229,7 +230,7 @@ def _divide(x: Tensor, num_local: int, heads: int) -> Tensor:
     joined = _join_heads(x)
     if not num_local or joined.shape[-1] % num_local:
         raise ShapeError(
-            f"relation_heads={heads} must divide the {joined.shape[-1]} channels of both models "
-            "and be divisible by the number of processes that share them."
+            f"relation_heads={heads} must divide the {joined.shape[-1]} channels of both models, "
+            "and must be divisible by the number of processes over which the heads are divided."
         )
     return joined.unflatten(-1, (num_local, -1)).transpose(1, 2)

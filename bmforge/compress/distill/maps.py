@@ -35,7 +35,7 @@ def pair_layers(student: int, teacher: int, layers: str) -> list[tuple[int, int]
         if student != teacher:
             raise ConfigError(
                 f"the student has {student} layers and the teacher has {teacher}, so a mapping is "
-                'needed. Give layers="uniform", "last" or "skip", or pairs of module names.'
+                'needed. Set layers="uniform", "last" or "skip", or use pairs of module names.'
             )
         return [(layer, layer) for layer in range(student)]
     count = min(student, teacher)
@@ -77,7 +77,8 @@ def find_stacks(model: nn.Module) -> dict[str, list[str]]:
         stacks.setdefault(name.rpartition(".")[0], []).append(name)
     if not stacks:
         raise ConfigError(
-            f"{type(model).__name__} has no repeated blocks. Give pairs of module names in distill."
+            f"{type(model).__name__} has no repeated blocks. Set pairs of module names in "
+            "distill.losses."
         )
     return stacks
 
@@ -94,7 +95,7 @@ def find_pairs(student: nn.Module, teacher: nn.Module, loss: DistillLoss) -> Pai
     if len(student_stacks) != len(teacher_stacks):
         raise ConfigError(
             f"the student has the stacks {', '.join(student_stacks)}, but the teacher has "
-            f"{', '.join(teacher_stacks)}. Give pairs of module names."
+            f"{', '.join(teacher_stacks)}. Set pairs of module names in distill.losses."
         )
     if loss.stack:
         student_stacks, teacher_stacks = (
@@ -113,7 +114,7 @@ def _pick(stacks: Mapping[str, list[str]], part: str) -> dict[str, list[str]]:
     picked = {name: blocks for name, blocks in stacks.items() if part in name.split(".")}
     if len(picked) != 1:
         raise ConfigError(
-            f"unknown stack: stack={part!r} (known: {', '.join(stacks)}). Leave it out to use "
+            f"unknown stack: stack={part!r} (known: {', '.join(stacks)}). Leave stack out to use "
             "all stacks."
         )
     return picked

@@ -67,7 +67,7 @@ def collect_inputs(
     if empty := [name for name, count in counts.items() if not count]:
         raise ConfigError(
             f"no token of the calibration batches reaches {empty[0]}. Pass more batches, or "
-            "leave that layer out of `where`."
+            "exclude that layer from `where`."
         )
     return {name: torch.cat(parts) for name, parts in tokens.items()}
 

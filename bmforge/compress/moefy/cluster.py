@@ -68,7 +68,7 @@ def order_of(groups: Tensor) -> Tensor:
 def _check(count: int, groups: int) -> None:
     if count % groups:
         raise ConfigError(
-            f"{count} rows cannot be divided into {groups} groups of equal size. Use a divisor "
+            f"{count} features cannot be divided into {groups} groups of equal size. Use a divisor "
             f"of {count}."
         )
 

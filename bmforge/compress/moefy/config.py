@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from bmforge.errors import ConfigError, suggest
+from bmforge.errors import ConfigError
 
 __all__ = ["Grouping", "MoEfyConfig", "RouterForm"]
 
@@ -66,7 +66,7 @@ class MoEfyConfig:
         for name, choices in words.items():
             value, fits = getattr(self, name), get_args(choices)
             if value not in fits:
-                problems.append(f"{name}={value!r} is unknown{suggest(value, fits)}")
+                problems.append(f"{name}={value!r} must be one of {', '.join(map(repr, fits))}")
         for name in ("max_tokens", "epochs", "batch_size"):
             if getattr(self, name) < 1:
                 problems.append(f"{name}={getattr(self, name)} must be above 0")

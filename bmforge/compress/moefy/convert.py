@@ -177,16 +177,16 @@ def _check_layer(model: Any, name: str, config: MoEfyConfig) -> None:
     block: Block = model.get_submodule(name)
     if isinstance(block.spec.mlp, MoESpec):
         raise ConfigError(
-            f"{name} already has experts. Leave it out of `where`; to reduce the number of "
-            "experts use StructureConfig.num_experts."
+            f"{name} already has experts. Exclude the layer from `where`. To reduce the number of "
+            "experts, use StructureConfig.num_experts."
         )
     parts = [part for _, part in block.mlp.named_modules()]  # type: ignore[union-attr]
     strange = [type(p).__name__ for p in parts[1:] if not isinstance(p, nn.Linear)]
     strange += [n for part in parts for n, _ in beside_parts(part)]
     if type(block.mlp) is not MLP or strange:
         raise ConfigError(
-            f"the MLP of {name} was changed before "
-            f"({', '.join(strange) or type(block.mlp)}). Apply the methods in this order: "
+            f"the MLP of {name} already has changes "
+            f"({', '.join(strange) or type(block.mlp).__name__}). Apply the methods in this order: "
             "structured pruning, MoEfication, sparsity, quantization, adapters."
         )
     options = Sizes(**_options(config, 1))
@@ -203,8 +203,8 @@ def _use_relu_(model: Any) -> Callable[[], None]:
         changed = config.replace(activation="relu")
     else:
         raise ConfigError(
-            f"relu=True is not supported for a {type(model).__name__}, whose activation is "
-            "fixed. Leave it out."
+            f"relu=True is not supported for a {type(model).__name__}, whose activation is fixed. "
+            "Leave relu out."
         )
     described = type(model).from_config(changed, device="meta")
     before: list[tuple[Any, str, Any]] = [

@@ -58,7 +58,7 @@ def prune(
     config = config or PruneConfig()
     if batches is not None and not config.is_calibrated:
         raise ConfigError(
-            f"batches have no effect with method={config.method!r}. Leave them out, or use "
+            f"batches have no effect with method={config.method!r}. Leave batches out, or use "
             "'wanda' or 'sparsegpt'."
         )
     warn_of_stacks(model, config.where, "pruned")

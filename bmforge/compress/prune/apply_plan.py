@@ -110,8 +110,8 @@ def check_plan(
     reason = "; ".join(own_fields(settled.config))
     if uniform and reason:
         raise ConfigError(
-            f"uniform=True: the published config has no fields for {reason}. Give all layers the "
-            "same sizes, or leave uniform out."
+            "uniform=True is not possible, because the published config has no fields for "
+            f"{reason}. Use the same sizes for all layers, or leave uniform out."
         )
     return plan, settled, reason
 
@@ -124,15 +124,15 @@ def _check_plain(model: Any, plan: PruningPlan) -> None:
     tensors = persistent_tensors(model).values()
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         raise ConfigError(
-            f"{type(model).__name__} is already parallelized. Prune it before parallelize."
+            f"{type(model).__name__} is already parallelized. Prune the model before parallelize()."
         )
     others = [change.kind for change in model.config.changes if change.kind != "resize"]
     others += [type(module).__name__ for module in changed_modules(model).values()]
     if any(change.options.get("split") for change in model.config.changes):
-        others.append("experts made of MLPs")
+        others.append("MLPs split into experts")
     if others:
         raise ConfigError(
-            f"{type(model).__name__} was already changed ({', '.join(dict.fromkeys(others))}). "
+            f"{type(model).__name__} already has changes ({', '.join(dict.fromkeys(others))}). "
             "Apply the methods in this order: structured pruning, MoEfication, sparsity, "
             "quantization, adapters."
         )
@@ -166,9 +166,9 @@ def _order_shared_heads(model: Any, plan: PruningPlan) -> PruningPlan:
             order += [head for head in heads if head not in order]
             if set(order) != set(heads):
                 raise ConfigError(
-                    f"the layers of {stack} share a position bias with one column per head, so "
-                    "the heads that one layer keeps must be among those that the other keeps. "
-                    "Choose the heads accordingly."
+                    f"the layers of {stack} share a position bias with one column per head, so the "
+                    "heads of a layer with fewer heads must be a subset of the heads of each "
+                    "layer with more heads. Choose the heads accordingly."
                 )
         for name, heads in sets.items():
             if (name in layers and layers[name].heads is not None) or list(heads) != order[
@@ -313,8 +313,8 @@ def _fill_(settled: Settled, values: Mapping[str, Tensor], flags: Mapping[str, b
     for name, tensor in described.items():
         if tuple(values[name].shape) != tuple(tensor.shape):
             raise ConfigError(
-                f"{name} would have the shape {tuple(values[name].shape)}, but the smaller "
-                f"model needs {tuple(tensor.shape)}."
+                f"{name} would have the shape {tuple(values[name].shape)}, but the smaller model "
+                f"needs the shape {tuple(tensor.shape)}."
             )
         block, key = _split_name(name, settled.sources)
         source = name if block is None else f"{settled.sources[block]}.{key}"

@@ -41,17 +41,17 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
     at_once += [] if "hidden" in config.gates else ["hidden_size"]
     if given_names := [name for name in at_once if getattr(config, name)]:
         raise ConfigError(
-            f"gates cannot determine {', '.join(given_names)} (supported: num_heads, "
-            "num_kv_heads, head_dim, intermediate_size, and hidden_size with 'hidden'). Prune "
-            "these without gates (gates=())."
+            f"gates cannot determine {', '.join(given_names)} (supported: num_heads, num_kv_heads, "
+            "head_dim, intermediate_size, and hidden_size with 'hidden'). Prune these sizes "
+            "without gates (gates=())."
         )
     shares: dict[tuple[str, str], float] = {}
     if config.hidden_size:
         width = model.config.hidden_size
         if not 0 < config.hidden_size <= width:
             raise ConfigError(
-                f"hidden_size={config.hidden_size} is more than the model's {width}. Use a "
-                "smaller value."
+                f"hidden_size={config.hidden_size} is out of range (allowed: 1 to {width}, the "
+                "hidden size of the model)."
             )
         shares["", "hidden"] = config.hidden_size / width
     blocks = blocks_of(model)
@@ -64,8 +64,9 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
                 groups, each = spec.attn.num_kv_heads, heads_per_group(spec.attn)
                 if sizes.num_heads % each or sizes.num_heads > spec.attn.num_heads:
                     raise ConfigError(
-                        f"{name}: num_heads={sizes.num_heads} is not a multiple of {each}, the "
-                        "number of query heads per key-value head."
+                        f"{name}: num_heads={sizes.num_heads} must be a multiple of {each}, the "
+                        "number of query heads per key-value head, and at most "
+                        f"{spec.attn.num_heads}."
                     )
                 shares[name, "heads"] = sizes.num_heads // each / groups
             if sizes.head_dim and spec.attn is not None:
@@ -76,7 +77,7 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
     if lacking or not shares:
         raise ConfigError(
             f"gates={config.gates} cannot determine {', '.join(sorted(lacking)) or 'any size'}. "
-            "Add the gates of these sizes."
+            "Add the gates for these sizes."
         )
     return shares
 
@@ -85,8 +86,8 @@ def _share_of_dims(model: Any, name: str, spec: AttentionSpec, width: int) -> fl
     """Return the fraction of the head dims whose gates stay open, for a head size of `width`."""
     if not 0 < width <= spec.head_dim or (width % 2 and query_order(spec, _rope(model))):
         raise ConfigError(
-            f"{name}: head_dim={width} is out of range (at most {spec.head_dim}, and even if "
-            "the model has rotary positions)."
+            f"{name}: head_dim={width} is out of range (allowed: at most {spec.head_dim}, and even "
+            "if the model has rotary positions)."
         )
     return width / spec.head_dim
 
@@ -127,9 +128,9 @@ def binarise(
     reached = sum(cost.values())
     if reached > limit:
         raise ConfigError(
-            f"keep_ratio={config.keep_ratio} cannot be reached with gates={config.gates} (at "
-            f"least {reached / costs.total:.3f} of the {config.target} of the blocks). Raise "
-            "it, or use more gates."
+            f"keep_ratio={config.keep_ratio} cannot be reached with gates={config.gates} (at least "
+            f"{reached / costs.total:.3f} of the {config.target} of the blocks). Increase "
+            "keep_ratio, or use more gates."
         )
     return {key: tuple(sorted(numbers)) for key, numbers in left.items()}
 

@@ -62,8 +62,8 @@ def prune_by_texts_(model: nn.Module, config: PruneConfig, batches: Sequence[Any
     if without_inputs:
         get_logger().warning(
             (
-                "%s: the calibration batches have only zeros as inputs of %d matrices (%s); their "
-                "weights are pruned by magnitude"
+                "%s: the inputs of %d matrices (%s) are zero in all calibration batches, so their "
+                "weights are pruned by magnitude."
             ),
             *(config.method, len(without_inputs), ", ".join(without_inputs[:3])),
         )

@@ -69,8 +69,8 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
     for kind in kinds:
         if kind != "hidden" and not any(gate_kind == kind for _, gate_kind in gates):
             raise ConfigError(
-                f"gates: no layer of this {type(model).__name__} has {kind}. Leave this kind of "
-                "gates out."
+                f"gates={kind!r} has no effect, because no layer of this {type(model).__name__} "
+                f"has {kind}. Remove {kind!r} from gates."
             )
     hidden: Gates = {("", "hidden"): _put_hidden(model, seed)} if "hidden" in kinds else {}
     for (name, kind), gate in gates.items():

@@ -51,8 +51,8 @@ def hidden_tensors(model: Any) -> set[str]:
 def _wide_dims(model: Any) -> dict[str, list[int]]:
     if model.fixed_width:
         raise ConfigError(
-            f"gates cannot prune the hidden size of a {type(model).__name__}: "
-            f"{model.fixed_width}. Leave the gates 'hidden' out."
+            f"gates cannot prune the hidden size of a {type(model).__name__}: {model.fixed_width}. "
+            "Remove 'hidden' from gates."
         )
     return hidden_dims(model, model.config.hidden_size // 2)
 

@@ -53,7 +53,8 @@ def measure_importance(model: Any, batches: Iterable[Any] = (), by: By = "size")
     """
     if by not in get_args(By):
         raise ConfigError(
-            f"unknown importance: by={by!r} (known: {get_args(By)}).{suggest(by, get_args(By))}"
+            f"unknown importance: by={by!r} (known: "
+            f"{', '.join(get_args(By))}).{suggest(by, get_args(By))}"
         )
     blocks = blocks_of(model)
     scores = _sizes(model, blocks)

@@ -106,8 +106,8 @@ def _least(scores: Scores, blocks: Mapping[str, Block], stack: str, count: int) 
     names = [name for name in blocks if name.rpartition(".")[0] == stack]
     if not 0 <= count < len(names):
         raise ConfigError(
-            f"{count} of the {len(names)} layers of {stack} cannot be removed. At least one layer "
-            "must remain."
+            f"{count} of the {len(names)} layers of {stack} cannot be removed (allowed: 0 to "
+            f"{len(names) - 1}). At least one layer must remain."
         )
     return sorted(names, key=lambda name: float(scores[name, "block"]))[:count]
 
@@ -193,7 +193,7 @@ def _keep_heads(
         ("num_kv_heads", spec.num_kv_heads, groups),
     ):
         if have > most:
-            raise ConfigError(f"{what}={have} exceeds the layer's {most}. Give at most {most}.")
+            raise ConfigError(f"{what}={have} exceeds the layer's {most}. Use a smaller value.")
     if (heads, groups) != (spec.num_heads, spec.num_kv_heads):
         for key, part in (("heads", "attn"), ("cross_heads", "cross_attn")):
             own = getattr(block.spec, part)
@@ -251,8 +251,8 @@ def _keep_features(
     if (count := options.get("num_experts")) is not None:
         if not isinstance(spec, MoESpec):
             raise ConfigError(
-                "num_experts has no effect on a dense MLP. Split it into experts with moefy, or "
-                "leave num_experts out."
+                "num_experts has no effect on a dense MLP. Split the MLP into experts with moefy, "
+                "or leave num_experts out."
             )
         if count > spec.num_experts:
             raise ConfigError(

@@ -98,8 +98,8 @@ def _misfit(what: str, size: int) -> str:
     low, high = size // _GROUP * _GROUP, -(-size // _GROUP) * _GROUP
     near = f"{low} or {high}" if low else f"{high}"
     return (
-        f"2:4 sparsity needs groups of four, but {what} of {size} weights are not a "
-        f"multiple of 4 (nearest: {near}): leave this matrix out of `where`."
+        f"2:4 sparsity needs {what} whose number of weights is a multiple of 4, not {size} "
+        f"(nearest: {near}). Exclude this matrix from `where`."
     )
 
 

@@ -84,7 +84,7 @@ class PruningPlan:
         for name, part in dict(value.get("layers") or {}).items():
             if unknown := sorted(set(part) - field_names):
                 raise ConfigError(
-                    f"{name}: unknown plan field: {unknown[0]!r} (known: "
+                    f"the plan of {name} has the unknown field {unknown[0]!r} (known: "
                     f"{', '.join(sorted(field_names))}).{suggest(unknown[0], field_names)}"
                 )
             layers[name] = Kept(**{key: _as_tuples(item) for key, item in part.items()})
@@ -99,7 +99,8 @@ class PruningPlan:
         """
         blocks = blocks_of(model)
         problems = [
-            f"{name!r} is not a layer of this model{suggest(name, blocks) or '.'}"
+            f"{name!r} is not a layer of this model"
+            + (f" ({hint.strip()})" if (hint := suggest(name, blocks)) else "")
             for name in (*self.layers, *self.gone)
             if name not in blocks
         ]
@@ -178,22 +179,22 @@ def _problems(block: Block, part: Kept) -> list[str]:
         if heads is None:
             continue
         if attn is None:
-            problems.append(f"{what} are given, but the layer has no {name}")
+            problems.append(f"{what} has no effect, because the layer has no {name}")
         else:
             problems += _head_problems(attn, heads, what)
     counts = {len(heads) for heads in (part.heads, part.cross_heads) if heads is not None}
     if len(counts) > 1:
-        problems.append("both attentions of a layer must keep the same number of heads")
+        problems.append("heads and cross_heads of a layer must have the same length")
     if part.query_dims is not None or part.value_dims is not None:
         problems += _dim_problems(block, part)
     if (part.features is not None or part.experts is not None) and block.mlp is None:
-        problems.append("features are given, but the layer has no MLP")
+        problems.append("features and experts have no effect, because the layer has no MLP")
     elif part.features is not None or part.experts is not None:
         problems += _feature_problems(block, part)
     if not part.attn and block.attn is None:
         problems.append("the layer has no attention that could be removed")
     if not part.mlp and block.mlp is None:
-        problems.append("it has no MLP to lose")
+        problems.append("the layer has no MLP that could be removed")
     return problems
 
 
@@ -206,8 +207,7 @@ def _head_problems(spec: AttentionSpec, heads: Sequence[int], what: str) -> list
     if len(set(counts.values())) > 1:
         return [
             (
-                f"{what} must have the same number for every key-value head that is kept; they "
-                "have "
+                f"{what} must have the same number of query heads of each key-value head, not "
                 f"{', '.join((f'{count} of head {group}' for group, count in counts.items()))}"
             )
         ]
@@ -219,9 +219,11 @@ def _head_problems(spec: AttentionSpec, heads: Sequence[int], what: str) -> list
 def _dim_problems(block: Block, part: Kept) -> list[str]:
     spec = block.spec.attn or block.spec.cross_attn
     if spec is None:
-        return ["dims of heads are given, but the layer has no attention"]
+        return ["query_dims and value_dims have no effect, because the layer has no attention"]
     if part.query_dims is None or part.value_dims is None:
-        return ["query_dims and value_dims must be given together, because heads have one width"]
+        return [
+            "query_dims and value_dims must be set together, because they have the same head_dim"
+        ]
     groups = spec.num_kv_heads
     if part.heads is not None:
         groups = len(kept_groups(spec, part.heads))
@@ -231,17 +233,21 @@ def _dim_problems(block: Block, part: Kept) -> list[str]:
         lists = getattr(part, what)
         if len(lists) != groups:
             problems.append(
-                f"{what} has {len(lists)} lists (needed: one for each of {groups} key-value heads)"
+                f"{what} has {len(lists)} lists (expected: one for each of {groups} key-value "
+                "heads)"
             )
         for dims in lists:
             widths.add(len(dims))
             problems += _numbers(dims, spec.head_dim, what)
     if len(widths) > 1:
-        problems.append(f"all heads of a layer must have one width, not {sorted(widths)}")
+        problems.append(
+            "all heads of a layer must have the same number of dims, not "
+            f"{' and '.join(map(str, sorted(widths)))}"
+        )
     module: Any = block.attn or block.cross_attn
     is_normed = isinstance(module, Attention) and module.q_norm is not None
     if is_normed and len(set(part.query_dims)) > 1:
-        problems.append("heads that share a norm must keep the same query_dims")
+        problems.append("heads that share a norm must have the same query_dims")
     return problems
 
 
@@ -250,7 +256,7 @@ def _feature_problems(block: Block, part: Kept) -> list[str]:
     assert spec is not None
     if not isinstance(spec, MoESpec):
         if part.experts is not None:
-            return ["experts are given, but the layer has a dense MLP"]
+            return ["experts has no effect, because the layer has a dense MLP"]
         return _numbers(part.features or (), spec.intermediate_size, "features")
     problems = []
     experts = spec.num_experts
@@ -259,17 +265,20 @@ def _feature_problems(block: Block, part: Kept) -> list[str]:
         problems += _numbers(part.experts, spec.num_experts, "experts")
     if part.features is not None:
         if len(part.features) != experts:
-            problems.append(f"features has {len(part.features)} lists for {experts} experts")
+            problems.append(
+                f"features has {len(part.features)} lists (expected: one for each of {experts} "
+                "experts)"
+            )
         for numbers in part.features:
             problems += _numbers(numbers, spec.intermediate_size, "features")
         if len({len(numbers) for numbers in part.features}) > 1:
-            problems.append("all experts of a layer must have one width")
+            problems.append("all experts of a layer must have the same number of features")
     return problems
 
 
 def _numbers(numbers: Sequence[int], count: int, what: str) -> list[str]:
     if not numbers:
-        return [f"{what}: at least one must remain"]
+        return [f"{what} must contain at least one index"]
     if len(set(numbers)) < len(numbers):
         return [f"{what} contains an index twice"]
     if not 0 <= min(numbers) <= max(numbers) < count:

@@ -75,7 +75,7 @@ def settle_config(model: Any, plan: PruningPlan) -> Settled:
     if best is None:
         raise ConfigError(
             f"the config of a {type(model).__name__} has no field for these sizes, because its "
-            "rotary positions depend on the head width."
+            "rotary positions depend on head_dim."
         )
     for name, source in sources.items():
         _check_block(best.model.get_submodule(name), blocks[source], sizes[name], name)
@@ -139,8 +139,8 @@ def _without_blocks(config: Any, blocks: Mapping[str, Block], plan: PruningPlan)
         key = "num_decoder_layers" if has_own else "num_layers"
         if changes.setdefault(key, len(numbers)) != len(numbers):
             raise ConfigError(
-                f"a {type(config).__name__} has one num_layers for all its stacks. Remove the "
-                "same number of blocks from each (remaining: "
+                f"a {type(config).__name__} has one num_layers for all its stacks. Remove the same "
+                "number of blocks from each stack (remaining: "
                 f"{', '.join((f'{s}: {len(n)}' for s, n in remaining.items()))})."
             )
     numbers = next(iter(remaining.values()))
@@ -256,9 +256,9 @@ def _check_block(new: Block, old: Block, want: LayerSizes, name: str) -> None:
     )
     if expected != new.spec or sizes_of(new.spec) != want:
         raise ConfigError(
-            f"{name} would get another type of layer: removing a layer lowers the index of the "
-            "following layers, and in this family the index determines the type. Remove the "
-            "attention and the MLP of the layer instead, which keeps the index."
+            f"{name} would become another type of layer, because removing a layer lowers the index "
+            "of the following layers, and in this family the index determines the type. Remove "
+            "the attention and the MLP of the layer instead, which keeps the index."
         )
 
 

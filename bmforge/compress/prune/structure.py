@@ -222,8 +222,8 @@ class StructureMethod(MethodBase):
         multipliers = torch.tensor(state["multipliers"], dtype=torch.float64)
         if multipliers.shape != self._multipliers.shape:
             raise ConfigError(
-                "the gates in this checkpoint belong to another recipe. Resume with the recipe of "
-                "the checkpoint."
+                "the gates in this checkpoint were trained with another recipe. Resume with the "
+                "recipe of the checkpoint."
             )
         self._multipliers = multipliers
         self._moments = torch.tensor(state["moments"], dtype=torch.float64)

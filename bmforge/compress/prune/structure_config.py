@@ -10,7 +10,7 @@ from bmforge.compress.prune.importance import By
 from bmforge.compress.prune.make_plan import nearest_fit
 from bmforge.compress.prune.plan import blocks_of
 from bmforge.config import config_from_dict
-from bmforge.errors import ConfigError, suggest
+from bmforge.errors import ConfigError
 from bmforge.models.sizes import Sizes
 
 __all__ = ["GATE_KINDS", "StructureConfig", "Target", "wanted_sizes"]
@@ -98,17 +98,21 @@ class StructureConfig:
         ]
         if self.target not in get_args(Target):
             problems.append(
-                f"target={self.target!r} is unknown{suggest(self.target, get_args(Target))}"
+                f"target={self.target!r} must be one of {', '.join(map(repr, get_args(Target)))}"
             )
         sizes = [name for name in (*_SIZES, *_COUNTS) if getattr(self, name)]
         if self.target == "sizes" and not sizes and not self.layers:
-            problems.append("no size is given: give at least one size, or a target")
+            problems.append("at least one size, or a target, must be set")
         if self.target != "sizes" and (sizes or self.layers):
             given_sizes = ", ".join([*sizes, *(["layers"] if self.layers else [])])
             problems.append(f"{given_sizes} and target={self.target!r} cannot be used together")
         if self.target != "sizes" and not 0 < self.keep_ratio < 1:
             problems.append(f"keep_ratio={self.keep_ratio} must be above 0 and below 1")
-        problems += [f"gates: {kind!r} is unknown" for kind in self.gates if kind not in GATE_KINDS]
+        problems += [
+            f"gates has the unknown kind {kind!r} (known: {', '.join(GATE_KINDS)})"
+            for kind in self.gates
+            if kind not in GATE_KINDS
+        ]
         if self.gates and not self.warmup_steps <= self.gate_steps:
             problems.append(
                 f"warmup_steps={self.warmup_steps} must be at most gate_steps={self.gate_steps}"
@@ -146,7 +150,7 @@ def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
     if lacking:
         raise ConfigError(
             f"{lacking[0]}={common[lacking[0]]} has no effect, because no layer of this "
-            f"{type(model).__name__} has such parts. Leave it out."
+            f"{type(model).__name__} has such parts. Leave {lacking[0]} out."
         )
     for glob, options in config.layers.items():
         sizes_by_name[glob] = config_from_dict(Sizes, dict(options), f"layers.{glob}.")

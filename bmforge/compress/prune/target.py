@@ -173,8 +173,8 @@ def _uniform_plan(model: Any, config: StructureConfig, scores: Scores, costs: Co
         least = cost(config.tensor_parallel, config.multiple_of)
         raise ConfigError(
             f"keep_ratio={config.keep_ratio} cannot be reached with equal layers (at least "
-            f"{least / costs.total:.3f} of the {config.target} of the blocks). Raise it, or "
-            "leave uniform out."
+            f"{least / costs.total:.3f} of the {config.target} of the blocks). Increase "
+            "keep_ratio, or leave uniform out."
         )
     sizes = {}
     for name, block in blocks_of(model).items():

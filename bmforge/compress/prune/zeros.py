@@ -175,7 +175,7 @@ class Zeros(MethodBase):
         if self._movement is not None and self.share < self.config.sparsity:
             get_logger().warning(
                 "the scores of movement pruning restart from zero, because the run was stopped "
-                "between two pruning steps"
+                "between two pruning steps."
             )
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
@@ -215,8 +215,8 @@ def check_pattern(matrices: list[Matrix], config: PruneConfig) -> None:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         sides = "rows and columns" if both else "columns"
         raise ConfigError(
-            f"pattern={config.pattern!r} needs {sides} that are multiples of 4; this does not "
-            f"hold for {', '.join(problems[:5])}{more}. Leave these out of `where`."
+            f"pattern={config.pattern!r} needs {sides} that are multiples of 4, unlike those of "
+            f"{', '.join(problems[:5])}{more}. Exclude these matrices from `where`."
         )
 
 

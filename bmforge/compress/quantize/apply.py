@@ -57,7 +57,7 @@ def quantize(
         check_batches(batches)
     elif batches is not None:
         raise ConfigError(
-            f"batches have no effect with method={config.method!r}. Leave them out, or use "
+            f"batches have no effect with method={config.method!r}. Leave batches out, or use "
             "'smooth', 'awq' or 'gptq'."
         )
     chosen = _choose_specs(model, config, batches, specs)
@@ -81,7 +81,7 @@ def _config_of(
         clash = [name for name in options if getattr(spec, name) != options[name]]
         if clash:
             raise ConfigError(
-                f"{clash[0]} is given both in the config and as an argument. Leave one of them out."
+                f"{clash[0]} is set both in the config and as an argument. Set it only once."
             )
         return spec
     if isinstance(spec, QuantSpec):
@@ -122,4 +122,4 @@ def check_widths(matrices: Sequence[Matrix], specs: Mapping[str, QuantSpec]) -> 
     if problems:
         lines = [f"{name}: {problem}" for name, problem in problems.items()]
         more = f" And {len(lines) - 3} more." if len(lines) > 3 else ""
-        raise ConfigError(f"{'. '.join(lines[:3])}.{more} Leave these out of `where`.")
+        raise ConfigError(f"{'. '.join(lines[:3])}.{more} Exclude these layers from `where`.")

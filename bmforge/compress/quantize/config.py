@@ -75,10 +75,10 @@ class QuantizeConfig:
             problems.append(
                 'scheme="auto" needs average_bits, for example 5.0'
                 if self.is_auto
-                else f'average_bits={self.average_bits} is for scheme="auto"'
+                else f'average_bits={self.average_bits} has no effect without scheme="auto"'
             )
         if self.spec is not None:
-            problems += self._without_effect("scheme", "where a spec is given")
+            problems += self._without_effect("scheme", "together with spec")
         elif not self.is_auto:
             find_preset(self.scheme)
         if self.training.startswith("int8") and not self.is_rows_by_tokens:

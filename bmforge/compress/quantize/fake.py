@@ -194,7 +194,7 @@ def _run_int8(
     if not products.count:
         raise ConfigError(
             f'training="int8-both" replaces F.linear, which {type(module).__name__} does not '
-            'call with its weight. Leave it out of `where`, or use training="fake".'
+            'call with its weight. Exclude it from `where`, or use training="fake".'
         )
     return y
 
@@ -234,13 +234,13 @@ def _check_kind(matrix: Matrix, config: QuantizeConfig) -> None:
     if config.training.startswith("int8") and not is_plain:
         raise ConfigError(
             f"{matrix.owner} is a {type(matrix.module).__name__}, but "
-            f"training={config.training!r} supports only linear layers of blocks. Leave it out "
-            'of `where`, or use training="fake".'
+            f"training={config.training!r} supports only linear layers of blocks. Exclude it "
+            'from `where`, or use training="fake".'
         )
     if isinstance(matrix.module, nn.Embedding) or hasattr(matrix.module, "matrix"):
         raise ConfigError(
             f"{matrix.owner} is a {type(matrix.module).__name__}, but training supports only "
-            "linear layers and experts. Leave it out of `where`, and quantize it afterwards."
+            "linear layers and experts. Exclude it from `where`, and quantize it afterwards."
         )
 
 

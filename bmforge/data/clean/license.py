@@ -32,7 +32,8 @@ def read_licenses(options: Sequence[str]) -> tuple[tuple[str, str], ...]:
         where = os.path.abspath(path) if mark else ""
         if where in licenses:
             raise ConfigError(
-                f"license: two licenses are given for {path or 'all files'}. Give one."
+                f"license={list(options)} has two licenses for {path or 'all files'}. Specify "
+                "only one."
             )
         licenses[where] = check_license(id, "license")
     # Longest paths first, so that the most specific one matches.

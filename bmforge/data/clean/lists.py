@@ -32,13 +32,13 @@ def read_list(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
         lines = Path(path).read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{name}={str(path)!r} cannot be read ({error}). Give a UTF-8 text file."
+            f"{name}={str(path)!r} cannot be read ({error}). Pass a UTF-8 text file."
         ) from error
     entries = tuple(
         entry for line in lines if (entry := line.strip()) and not entry.startswith("#")
     )
     if not entries:
-        raise ConfigError(f"{name}={str(path)!r} has no entries. Write one entry on each line.")
+        raise ConfigError(f"{name}={str(path)!r} has no entries. Write one entry per line.")
     return entries
 
 
@@ -63,14 +63,14 @@ class ListedWords:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for an empty list or an empty word."""
         if not self.words or not all(word.strip() for word in self.words):
-            raise ConfigError("words is empty or has an empty entry (needed: at least one word).")
+            raise ConfigError("words must contain at least one word, and no empty words.")
 
     @cached_property
     def _automaton(self) -> Any:
         try:
             from ahocorasick_rs import AhoCorasick
         except ImportError as error:
-            raise MissingDependencyError("ahocorasick-rs", "data", "A word blocklist") from error
+            raise MissingDependencyError("ahocorasick-rs", "data", "a word blocklist") from error
         return AhoCorasick([word.lower() for word in self.words])
 
     def find(self, text: str) -> list[tuple[str, int]]:

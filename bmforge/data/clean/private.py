@@ -288,8 +288,8 @@ def _check_regions(regions: tuple[str, ...]) -> None:
     for region in regions:
         if region not in SUPPORTED_REGIONS:
             raise ConfigError(
-                f"phone_regions: {region!r} is unknown. Use ISO 3166-1 country codes, "
-                "such as US, DE or JP."
+                f"unknown region: phone_regions contains {region!r} (known: ISO 3166-1 country "
+                "codes such as US, DE or JP)."
             )
 
 

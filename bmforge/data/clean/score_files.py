@@ -56,8 +56,8 @@ def load_scorer(path: Path) -> tuple[Scorer, tuple[float, float] | None]:
                 return model, (low, high)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
-            f"{str(path)!r} is not a scoring model ({error}). Give a file written by "
-            "`bmforge data quality`."
+            f"{str(path)!r} is not a scoring model ({error}). Pass a file that "
+            "`bmforge data quality` wrote."
         ) from error
     return LinearScorer.load(path), None
 
@@ -93,7 +93,7 @@ class ScoreByFile:
 @lru_cache(maxsize=4)
 def _open(path: str, digest: str) -> Scorer:
     if _digest(path) != digest:
-        raise DataError(f"scores={path!r} changed while it was read. Run the command again.")
+        raise DataError(f"scores={path!r} changed while it was being read. Run the command again.")
     return load_scorer(Path(path))[0]
 
 
@@ -115,7 +115,7 @@ def read_score(option: str) -> ScoreByFile:
     assert match is not None or not option
     if match is None:
         raise ConfigError(
-            "scores contains an empty file name. Give a file written by `bmforge data quality`."
+            "scores contains an empty file name. Pass a file that `bmforge data quality` wrote."
         )
     path, sign, value = match.groups()
     digest, (_, bounds) = _digest(path), load_scorer(Path(path))
@@ -127,7 +127,8 @@ def read_score(option: str) -> ScoreByFile:
         number = float(value)
     except ValueError:
         raise ConfigError(
-            f"scores={option!r}: {value!r} is not a number. Write FILE>=0.5, for example."
+            f"the threshold {value!r} in scores={option!r} is not a number. Write for example "
+            "FILE>=0.5."
         ) from None
     return ScoreByFile(path, digest, **{"low" if sign == ">=" else "high": number})
 
@@ -138,20 +139,20 @@ def _bucket_bounds(
     """Return the lower and upper perplexity bound of one bucket or of several adjacent ones."""
     if bounds is None:
         raise ConfigError(
-            f"scores={option!r}: buckets exist for perplexities only, not for a classifier. "
-            "Write FILE>=0.5."
+            f"scores={option!r} selects a bucket, but the file is a classifier, which has no "
+            "buckets. Write for example FILE>=0.5."
         )
     for name in names:
         if name not in BUCKETS:
             raise ConfigError(
-                f"scores={option!r}: unknown bucket {name!r} (known: "
+                f"unknown bucket {name!r} in scores={option!r} (known: "
                 f"{', '.join(BUCKETS)}).{suggest(name, BUCKETS)}"
             )
     places = sorted({BUCKETS.index(name) for name in names})
     if places[-1] - places[0] >= len(places):
         raise ConfigError(
-            f"scores={option!r}: these buckets are not adjacent (the order is head, middle, tail). "
-            "Name one bucket, or adjacent ones."
+            f"the buckets in scores={option!r} are not adjacent (order: head, middle, tail). "
+            "Select one bucket, or adjacent buckets."
         )
     edges = (None, *bounds, None)
     return edges[places[0]], edges[places[-1] + 1]

@@ -80,7 +80,7 @@ class LinearScorer:
                 return LinearScorer(file["weights"], float(file["bias"]))
         except (OSError, ValueError, KeyError) as error:
             raise DataError(
-                f"{str(path)!r} is not a classifier file ({error}). Give a file that "
+                f"{str(path)!r} is not a classifier file ({error}). Pass a file that "
                 "LinearScorer.save wrote."
             ) from error
 
@@ -189,7 +189,8 @@ def find_buckets(perplexities: Iterable[float]) -> tuple[float, float]:
     finite = [value for value in perplexities if np.isfinite(value)]
     if len(finite) < 3:
         raise ConfigError(
-            f"{len(finite)} finite perplexities are too few for three buckets. Give more texts."
+            f"only {len(finite)} texts have a finite perplexity (needed: at least 3, for three "
+            "buckets). Pass more texts."
         )
     low, high = np.quantile(finite, (1 / 3, 2 / 3))
     return float(low), float(high)

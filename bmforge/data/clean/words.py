@@ -287,7 +287,7 @@ def split_chinese_words(text: str) -> list[str]:
     try:
         import rjieba
     except ImportError as error:
-        raise MissingDependencyError("rjieba", "zh", "Splitting Chinese text into words") from error
+        raise MissingDependencyError("rjieba", "zh", "splitting Chinese text into words") from error
     return [word for word in rjieba.cut(replace_surrogates(text), True) if not word.isspace()]
 
 

@@ -52,7 +52,7 @@ class Archive:
             if self._pages.tell() < end:
                 raise DataError(
                     f"{str(folder / _PAGES)!r} has {self._pages.tell()} bytes, but its journal "
-                    f"lists {end}: the file was truncated or replaced. Collect into another "
+                    f"lists {end}, so the file was truncated or replaced. Collect into another "
                     "directory."
                 )
             self._pages.truncate(end)
@@ -67,8 +67,8 @@ class Archive:
             fcntl.flock(self._journal.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
-                f"another process is collecting pages in {str(folder)!r}. Wait for it, or "
-                "choose another directory."
+                f"another process is collecting pages in {str(folder)!r}. Wait until the "
+                "process ends, or choose another directory."
             ) from error
 
     def _read_journal(self, path: Path) -> int:

@@ -52,13 +52,13 @@ def find_address(host: str, port: int, is_private_allowed: bool) -> str:
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise FetchError(f"the host name {host} cannot be resolved ({error})") from error
+        raise FetchError(f"the host name {host} cannot be resolved ({error}).") from error
     addresses = [str(info[4][0]) for info in infos]
     for address in addresses:
         if not is_private_allowed and not _is_public(address):
             raise PrivateAddressError(
                 f"{host} resolves to {address}, which is not a public address. To allow "
-                "it, add the host to private_hosts (--private-hosts)"
+                "the address, add the host to private_hosts (--private-hosts)."
             )
     return addresses[0]
 
@@ -127,12 +127,12 @@ def fetch(
             body = _read(answer, most_bytes)
     except (OSError, http.client.HTTPException, ValueError) as error:
         watch.check(url)
-        raise FetchError(f"{url} cannot be fetched ({type(error).__name__}: {error})") from error
+        raise FetchError(f"{url} cannot be fetched ({type(error).__name__}: {error}).") from error
     finally:
         connection.close()
     watch.check(url)
     if answer.length:
-        raise FetchError(f"{url}: the connection ended early, {answer.length} bytes are missing")
+        raise FetchError(f"{url} was not read completely: {answer.length} bytes are missing.")
     kept_headers = [
         header for header in answer.getheaders() if header[0].lower() not in _OF_THE_WAY
     ]
@@ -168,7 +168,7 @@ class _Deadline:
     def check(self, url: str) -> None:
         """Raise `FetchError` if the timeout has passed."""
         if self._is_over:
-            raise FetchError(f"{url}: the download takes longer than {self._seconds:g} s")
+            raise FetchError(f"the download of {url} takes longer than {self._seconds:g} s.")
 
     def __enter__(self) -> None:
         self._timer.start()

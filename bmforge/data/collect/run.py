@@ -95,7 +95,7 @@ def collect(
     cleaned = [clean_url(url) for url in urls]
     if not cleaned:
         raise ConfigError(
-            "urls is empty (needed: at least one URL). Give the URLs of the pages to collect."
+            "urls is empty (needed: at least one URL). Pass the URLs of the pages to collect."
         )
     check_place(Path(out_dir), "out_dir")
     hosts = {urlsplit(url).netloc for url in cleaned} | {host.lower() for host in config.hosts}
@@ -130,10 +130,11 @@ def clean_url(url: str) -> str:
     except ValueError as error:
         raise ConfigError(f"{url!r} is not a valid URL ({error}).") from error
     if host and not _HOST.fullmatch(host):
-        raise ConfigError(f"{url!r} is not a valid URL: {host!r} is not a host name.")
+        raise ConfigError(f"{url!r} is not a valid URL, because {host!r} is not a host name.")
     if parts.scheme not in ("http", "https") or not host or parts.username is not None:
         raise ConfigError(
-            f"{url!r} is not the URL of a page (needed: http://HOST/PATH or https://HOST/PATH)."
+            f"{url!r} is not the URL of a page (needed: http://HOST/PATH or https://HOST/PATH, "
+            "without a user name)."
         )
     netloc = f"[{host}]" if ":" in host else host
     if port and port != {"http": 80, "https": 443}[parts.scheme]:
@@ -293,7 +294,7 @@ class _Collection:
         assert response is not None
         if response.status >= 500 or 300 <= response.status < 400 or response.status in _LATER:
             raise FetchError(
-                f"robots.txt has status {response.status}, so no page of the host is fetched"
+                f"robots.txt has status {response.status}, so no page of the host is fetched."
             )
         text = response.body[:MOST_BYTES].decode("utf-8", "replace")
         return parse_robots(text if response.status == 200 else "", AGENT)

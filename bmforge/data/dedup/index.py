@@ -83,16 +83,17 @@ class SketchIndex:
             size = (folder / "shingles.bin").stat().st_size
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{str(folder)!r} does not contain a complete index ({error}). Build it again."
+                f"{str(folder)!r} does not contain a complete index ({error}). Build the index "
+                "again."
             ) from error
         needed = {"format": _FORMAT, **_settings_of(hasher.config)}
         if settings != needed:
             raise ConfigError(
                 f"the index {str(folder)!r} was built with {settings}, but {needed} was "
-                "requested. Use the settings of the index, or rebuild it."
+                "requested. Use the settings of the index, or build the index again."
             )
         if len(self.ids) + 1 != len(self._ends) or int(self._ends[-1]) * 8 != size:
-            raise DataError(f"the index {str(folder)!r} is truncated. Build it again.")
+            raise DataError(f"the index {str(folder)!r} is truncated. Build the index again.")
         self._path = folder / "shingles.bin"
 
     def shingles(self, number: int) -> Hashes:

@@ -29,7 +29,7 @@ __all__ = ["Batch", "DataLoader", "iter_once"]
 _ORDER = {
     "seed": "the seed",
     "dataset": "the size of the corpus, seq_len or the mixture",
-    "content": "what is in the corpus",
+    "content": "the content of the corpus",
 }
 _EARLIER = (
     " The state is from an earlier version, in which the order of a mixture depended on "
@@ -151,8 +151,9 @@ class DataLoader:
         missing = [key for key in own_state if key not in state and key not in ("content", "rows")]
         if missing:
             raise ConfigError(
-                f"the loader state {sorted(state)} lacks {missing}, so it is not a state of "
-                "DataLoader.state_dict. Pass the state that was saved with the checkpoint."
+                f"the loader state with the keys {sorted(state)} lacks the keys {missing}, so "
+                "DataLoader.state_dict did not return it. Pass the state that was saved with the "
+                "checkpoint."
             )
         for key, what in _ORDER.items():
             if key in state and state[key] != own_state[key]:
@@ -160,9 +161,9 @@ class DataLoader:
                 rows = sizes if "rows" in state else ""
                 raise ConfigError(
                     f"the loader state has {key}={state[key]}, but this loader has "
-                    f"{key}={own_state[key]}: {what} changed{rows}, so the sample order cannot "
-                    "be continued. Restore it, start a new run, or continue in a new order "
-                    f"with --override data.{'' if 'content' in state else _EARLIER}"
+                    f"{key}={own_state[key]}, because {what} changed{rows}. The sample order "
+                    f"cannot be resumed. Restore {what}, start a new run, or continue in a new "
+                    f"order with --override data.{'' if 'content' in state else _EARLIER}"
                 )
 
     def close(self) -> None:

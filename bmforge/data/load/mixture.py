@@ -41,7 +41,7 @@ class Mixture:
 
     def __init__(self, parts: Mapping[str, tuple[PackedDataset, float]]) -> None:
         if not parts:
-            raise ConfigError("Mixture: the list of corpora is empty. Give at least one corpus.")
+            raise ConfigError("Mixture needs at least one corpus, but parts is empty.")
         self.names = sorted(parts)
         self._datasets = [_named(parts[name][0], name) for name in self.names]
         first = self._datasets[0]
@@ -49,9 +49,9 @@ class Mixture:
         for name, dataset in zip(self.names, self._datasets, strict=True):
             if (dataset.seq_len, dataset.eos_id) != (self.seq_len, self.eos_id):
                 raise ConfigError(
-                    f"Mixture: corpus {name!r} has seq_len={dataset.seq_len}, "
+                    f"corpus {name!r} of the mixture has seq_len={dataset.seq_len} and "
                     f"eos_id={dataset.eos_id}, but corpus {self.names[0]!r} has "
-                    f"seq_len={self.seq_len}, eos_id={self.eos_id}. Use the same values for all "
+                    f"seq_len={self.seq_len} and eos_id={self.eos_id}. Use the same values for all "
                     "corpora."
                 )
         counts = integer_shares({name: parts[name][1] for name in self.names})
@@ -127,7 +127,7 @@ def integer_shares(weights: Mapping[str, float]) -> list[int]:
     """
     for name, weight in weights.items():
         if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(f"Mixture: weight={weight} of {name!r} must be above 0.")
+            raise ConfigError(f"weight={weight} of corpus {name!r} must be above 0 and finite.")
     exact = [Fraction(str(float(weight))) for weight in weights.values()]
     total = sum(exact)
     shares = [weight / total for weight in exact]
@@ -144,8 +144,8 @@ def integer_shares(weights: Mapping[str, float]) -> list[int]:
     for (name, weight), count in zip(weights.items(), counts, strict=True):
         if count == 0:
             raise ConfigError(
-                f"Mixture: weight={weight} of {name!r} is below 1/{period} of the total "
-                "weight. Raise it, or remove the corpus."
+                f"weight={weight} of corpus {name!r} is below 1/{period} of the total weight. "
+                "Raise the weight, or remove the corpus."
             )
     return counts
 

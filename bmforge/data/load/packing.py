@@ -71,7 +71,8 @@ class PackedDataset:
     ) -> None:
         if seq_len < 2:
             raise ConfigError(
-                f"seq_len={seq_len} must be at least 2, so that a row has a token to predict."
+                f"seq_len={seq_len} must be at least 2, so that each sequence has a token to "
+                "predict."
             )
         self.store = store
         self.seq_len = seq_len
@@ -90,8 +91,8 @@ class PackedDataset:
         if self.samples_per_epoch == 0:
             tokens = self.store.num_tokens
             raise DataError(
-                f"token store {str(self.store.prefix)!r} has {tokens} tokens, fewer than one "
-                f"row of seq_len={self.seq_len}. Add text, or set seq_len to at most "
+                f"token store {str(self.store.prefix)!r} has {tokens} tokens, which are too few "
+                f"for one sequence of seq_len={self.seq_len}. Add text, or set seq_len to at most "
                 f"{max(tokens, 2)}."
             )
 

@@ -35,6 +35,6 @@ def check_any_left(results: Sequence[Any]) -> None:
     dropped = sorted(funnel.dropped.items(), key=lambda item: -item[1].documents)
     reasons = ", ".join(f"{rule} ({amount.documents})" for rule, amount in dropped)
     raise DataError(
-        f"no text is left after cleaning: all {funnel.read.documents} documents were dropped, by "
-        f"rule: {reasons or 'none'}. Check the input and the rules."
+        f"no text is left after cleaning, because all {funnel.read.documents} documents were "
+        f"dropped (by rule: {reasons or 'none'}). Check the input and the rules."
     )

@@ -36,8 +36,8 @@ def check_room(files: Sequence[Path] | None, out: Path, work: Path) -> None:
     need = int(_NEED_RATIO * text_bytes)
     if need > free + work_bytes:
         raise ConfigError(
-            f"out_dir={str(out)!r}: preparing {text_bytes / 1000000000.0:.2f} GB of text needs "
-            f"about {need / 1000000000.0:.2f} GB of disk space, but only "
-            f"{free / 1000000000.0:.2f} GB are free. Free disk space, or choose a directory on "
-            "another disk."
+            f"preparing {text_bytes / 1000000000.0:.2f} GB of text needs about "
+            f"{need / 1000000000.0:.2f} GB of disk space, but only {free / 1000000000.0:.2f} GB "
+            f"are free on the disk of out_dir={str(out)!r}. Free disk space, or choose a directory "
+            "on another disk."
         )

@@ -250,9 +250,13 @@ def _check_unchanged(task: DocumentsTask) -> None:
         try:
             status = os.stat(path)
         except OSError as error:
-            raise DataError(f"file {path!r} was removed while it was read ({error}).") from error
+            raise DataError(
+                f"file {path!r} was removed while it was being read ({error})."
+            ) from error
         if (status.st_size, status.st_mtime_ns) != (size_bytes, modified_ns):
-            raise DataError(f"file {path!r} changed while it was read. Run the command again.")
+            raise DataError(
+                f"file {path!r} changed while it was being read. Run the command again."
+            )
 
 
 def _pack(stack: ExitStack, out: Any) -> Callable[[bytes], Any]:

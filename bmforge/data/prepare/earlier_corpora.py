@@ -72,26 +72,27 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
         folder = Path(corpus) / INDEX
         if not (folder / _SETTINGS).is_file():
             raise ConfigError(
-                f"earlier={corpus!r} has no index. Prepare it with keep_index=True (--keep-index)."
+                f"earlier={corpus!r} has no index. Prepare the corpus again with keep_index=True "
+                "(--keep-index)."
             )
         try:
             settings = json.loads((folder / _SETTINGS).read_text("utf-8"))
             if settings["format"] != _FORMAT:
                 raise ValueError(
-                    f"format {settings['format']}, but the supported format is {_FORMAT}"
+                    f"format {settings['format']} is not the supported format {_FORMAT}"
                 )
             if digest_file(folder / _DIGESTS) != settings["digest"]:
                 raise ValueError(f"the content of {_DIGESTS} does not match its checksum")
             threshold = settings["near_duplicates"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{str(folder)!r} is damaged ({error}). Prepare {corpus!r} again."
+                f"the index {str(folder)!r} is damaged ({error}). Prepare {corpus!r} again."
             ) from (error)
         if near is not None and threshold != near.threshold:
             raise ConfigError(
                 f"near_duplicates={near.threshold} differs from the index of "
                 f"earlier={corpus!r}, which was built with {threshold}. Use the same value, or "
-                "prepare that corpus again."
+                "prepare the earlier corpus again."
             )
         indexes.append(Earlier(folder, digest_file(folder / _SETTINGS)))
     return tuple(indexes)

@@ -220,7 +220,7 @@ class _Pool:
             return None
         if blame.entry < 0:
             raise ConfigError(
-                f"a worker process exited (exit code {code}) before it started. In a script, "
+                f"a worker process exited while it was starting (exit code {code}). In a script, "
                 'start workers under `if __name__ == "__main__":`, or set workers=0.'
             )
         return blame
@@ -237,11 +237,12 @@ class _Pool:
             for earlier in part.blamed
         ):
             raise DataError(
-                f"{blame.name}: {describe_blame(blame)}. This stage cannot skip it. Remove it "
-                "from the input, or raise the limit of time or memory."
+                f"{blame.name} cannot be processed: {describe_blame(blame)}. The stage cannot skip "
+                "a single entry. Remove the entry from the input, or raise document_seconds or "
+                "worker_memory_bytes."
             )
         if blame is not None:
-            get_logger().warning("skipped: %s (%s)", blame.name, describe_blame(blame))
+            get_logger().warning("skipped %s, because %s.", blame.name, describe_blame(blame))
             on_blame(part.number, blame)
             part = replace(part, blamed=(*part.blamed, blame))
         if not self._failed:
@@ -256,12 +257,15 @@ class _Pool:
 def describe_blame(blame: Blame) -> str:
     """Describe the limit that a skipped entry exceeded."""
     if blame.rule == "time":
-        return f"it took longer than {blame.bound:g} s"
+        return f"a worker needed more than {blame.bound:g} s for the entry"
     if blame.rule == "memory":
-        return f"a worker used {blame.value / 1000000000.0:.2f} GB for it (limit: {blame.bound})"
+        return (
+            f"a worker used {blame.value / 1000000000.0:.2f} GB of memory for the entry (limit: "
+            f"{blame.bound} bytes)"
+        )
     return (
-        f"a worker died twice while it processed this entry (exit code {blame.value:g}; -9 "
-        "often means too little memory)"
+        f"a worker crashed twice while processing the entry (exit code {blame.value:g}; -9 often "
+        "means too little memory)"
     )
 
 
@@ -302,5 +306,5 @@ def _portable(error: Exception) -> Exception:
     try:
         pickle.dumps(error)
     except Exception:
-        return DataError(f"{type(error).__name__}: {error}")
+        return DataError(f"a worker process raised {type(error).__name__}: {error}")
     return error

@@ -35,7 +35,7 @@ def read_examples(sets: tuple[str, ...]) -> Iterator[tuple[str, str]]:
             yield from examples_of(option)
         else:
             raise ConfigError(
-                f"decontaminate={option!r} is not a file. Give .jsonl, .json or .parquet files, "
+                f"decontaminate={option!r} is not a file. Pass .jsonl, .json or .parquet files, "
                 "or TASK=FOLDER such as BoolQ=superglue."
             )
 
@@ -54,7 +54,7 @@ def _read_task(name: str, folder: str) -> Iterator[tuple[str, str]]:
             texts = [*example.fields.items(), *(("choice", choice) for choice in example.choices)]
             yield from ((f"{name}.{split}:{number}.{field}", text) for field, text in texts)
     if not has_split:
-        raise DataError("; ".join(errors))
+        raise DataError(f"no split of task {name} can be read in {folder!r}. {' '.join(errors)}")
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class DropExamples:
         index = _open(self.sets)
         if not index.names:
             raise ConfigError(
-                f"decontaminate={list(self.sets)}: none of the {index.too_short} texts is long "
-                "enough to exclude a chance match (at least 8 words, or 15 Chinese "
-                "characters). Leave these sets out."
+                f"none of the {index.too_short} texts of decontaminate={list(self.sets)} is long "
+                "enough to exclude chance matches (needed: at least 8 words, or 15 Chinese "
+                "characters). Remove these sets from decontaminate."
             )
         return DropExamples(self.sets, self.cut, index.digest())
 
@@ -107,7 +107,8 @@ def _step(sets: tuple[str, ...], cut: bool, digest: str) -> Decontaminate:
     index = _open(sets)
     if index.digest() != digest:
         raise DataError(
-            f"decontaminate={list(sets)} changed while its files were read. Run the command again."
+            f"decontaminate={list(sets)} changed while its files were being read. Run the command "
+            "again."
         )
     return Decontaminate(index, cut)
 

@@ -123,8 +123,8 @@ class Journal:
         except OSError as error:
             self._file.close()
             raise ConfigError(
-                f"another process is preparing in {str(self.work.parent)!r}. Wait until it ends "
-                "or stop it, or choose another directory."
+                f"another process is preparing a corpus in {str(self.work.parent)!r}. Wait until "
+                "the process ends, or choose another directory."
             ) from error
 
     def find(self, stage: str, part: int, key: str) -> Any | None:

@@ -53,7 +53,7 @@ def dedup_config(config: DuplicatesConfig) -> DedupConfig | None:
     try:
         return DedupConfig(threshold=config.near_duplicates)
     except ConfigError as error:
-        raise ConfigError(f"near_duplicates={config.near_duplicates}: {error}") from error
+        raise ConfigError(str(error).replace("threshold", "near_duplicates")) from error
 
 
 @dataclass(frozen=True)

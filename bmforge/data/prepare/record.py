@@ -134,7 +134,7 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
     try:
         record = _rename_old_keys(tomllib.loads(path.read_text("utf-8")))
         if record["format"] not in _FORMATS:
-            raise ValueError(f"format {record['format']}, but the supported formats are {_FORMATS}")
+            raise ValueError(f"format {record['format']} is not one of the formats {_FORMATS}")
         report = PrepareReport(
             out_dir=out_dir,
             config=config_from_dict(PrepareConfig, record["settings"], "settings."),
@@ -150,8 +150,8 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
         return report, [InputFile(**entry) for entry in record["inputs"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{str(path)!r} is not a valid record of a prepared corpus ({error}). Prepare again "
-            "with overwrite=True (--overwrite), or into another directory."
+            f"{str(path)!r} is not a valid record of a prepared corpus ({error}). Prepare the "
+            "corpus again with overwrite=True (--overwrite), or into another directory."
         ) from error
 
 

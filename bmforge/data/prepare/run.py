@@ -204,15 +204,15 @@ def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> N
         raise ConfigError(f"workers={workers} must be at least 0.")
     if workers and memory_bytes < _LEAST_MEMORY_BYTES:
         raise ConfigError(
-            f"worker_memory_bytes={memory_bytes} is too small (a worker needs at "
-            f"least {_LEAST_MEMORY_BYTES} bytes to start)."
+            f"worker_memory_bytes={memory_bytes} must be at least {_LEAST_MEMORY_BYTES}, which a "
+            "worker needs to start."
         )
     check_fraction(config.validation_fraction)
     check_encoding(config.read.encoding)
     open_earlier(config.duplicates.earlier, dedup_config(config.duplicates))
     check_spans(config.duplicates)
     if config.tokenizer and config.bpe != BpeConfig():
-        raise ConfigError("bpe has no effect together with a tokenizer. Leave one of them out.")
+        raise ConfigError("bpe has no effect if tokenizer is set. Remove bpe or tokenizer.")
     if not config.tokenizer:
         check_bpe(config.vocab_size, config.bpe)
 
@@ -270,8 +270,8 @@ def _check_same(
         if prefix is not None and open_store(prefix).num_tokens != count.tokens:
             raise DataError(
                 f"token store {str(prefix)!r} has {open_store(prefix).num_tokens} tokens, but "
-                f"{RECORD_NAME} lists {count.tokens}. Prepare again with overwrite=True "
-                "(--overwrite)."
+                f"{RECORD_NAME} lists {count.tokens}. Prepare the corpus again with "
+                "overwrite=True (--overwrite)."
             )
 
 
@@ -285,7 +285,7 @@ def _check_free(out: Path) -> None:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ConfigError(
             f"out_dir={str(out)!r} contains {', '.join(names[:4])}{more} but no {RECORD_NAME}. "
-            "Choose a new or empty directory, or write to this one with overwrite=True "
+            "Choose a new or empty directory, or set overwrite=True "
             f"(--overwrite), which replaces {', '.join(_PATTERNS)} and keeps other files."
         )
 

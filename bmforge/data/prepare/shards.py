@@ -97,7 +97,7 @@ def plan_shards(
         DataError: an input cannot be read.
     """
     if shard_bytes < 1:
-        raise ConfigError(f"shard_bytes={shard_bytes} must be above 0.")
+        raise ConfigError(f"shard_bytes={shard_bytes} must be at least 1.")
     if files is None:
         text = "\0".join(f"{document.source}\0{document.text}" for document in python_topics())
         topics = InputFile(TOPICS, len(text.encode()), 0, text_digest(text).hex())
@@ -150,7 +150,7 @@ def _look_at(path: Path, shard_bytes: int, seen: dict[tuple[str, int, int], _Cut
         if how in ("packed", "rows", "members") and status.st_size > shard_bytes // _PACKED_RATIO:
             parts = find_parts(path, how, shard_bytes)
     except OSError as error:
-        raise DataError(f"file {str(path)!r} cannot be read ({error}). Check the file.") from error
+        raise DataError(f"file {str(path)!r} cannot be read ({error}).") from error
     return _Cut(InputFile(*identity, digest), *parts)
 
 

@@ -208,8 +208,8 @@ def run_stages(
     text_bytes = last["text_bytes"]
     if not text_bytes:
         raise DataError(
-            "no text is left: every document occurs in the earlier corpora, or is a duplicate "
-            "of one that does. Give other inputs, or leave earlier out."
+            "no text is left, because every document occurs in the earlier corpora, or is a "
+            "duplicate of a document that does. Use other inputs, or remove earlier."
         )
     folder = journal.folder("tokenizer")
 
@@ -276,7 +276,7 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
     if config.validation_fraction > 0 and not split["has_any"]:
         get_logger().warning(
             "validation_fraction=%s of %d bytes is less than one document, so there is no "
-            "validation data",
+            "validation data.",
             config.validation_fraction,
             copies["text_bytes"],
         )

@@ -141,8 +141,8 @@ def _named_languages(languages: Sequence[str]) -> tuple[str, ...]:
         return tuple(languages)
     if len(languages) > 1:
         raise ConfigError(
-            f"languages={tuple(languages)}: {_ANY!r} cannot be combined with other codes. Give "
-            "it alone, or leave it out."
+            f"{_ANY!r} in languages={tuple(languages)} cannot be combined with language codes. Use "
+            f"{_ANY!r} alone, or remove it."
         )
     return ()
 

@@ -97,8 +97,8 @@ def check_bpe(vocab_size: int, config: BpeConfig) -> None:
     special = config.special_tokens
     if len({END_OF_TEXT, *special}) != len(special) + 1 or not all(special):
         raise ConfigError(
-            f"bpe.special_tokens={special} must be different and non-empty names, without "
-            f"{END_OF_TEXT}, which is always added."
+            f"bpe.special_tokens={special} must contain different, non-empty names. "
+            f"{END_OF_TEXT} must not be among them, because it is always added."
         )
     least = _SMALLEST_VOCABULARY + len(special)
     if vocab_size < least:
@@ -145,8 +145,8 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
         if id is not None:
             return id
     raise DataError(
-        f"the tokenizer has no token {END_OF_TEXT!r}. Set its end-of-document token with "
-        f"eos_id, or with eos_token in the {CONFIG_FILE} of its directory."
+        f"the tokenizer has no token {END_OF_TEXT!r} and no end-of-sequence token. Set eos_token "
+        f"in the {CONFIG_FILE} of its directory, or pass eos_id to encode_to_store."
     )
 
 

@@ -34,7 +34,7 @@ def verify_store(out_dir: str | os.PathLike[str]) -> list[str]:
     out = Path(out_dir)
     if not (out / RECORD_NAME).is_file():
         raise DataError(
-            f"{str(out)!r} has no {RECORD_NAME}. Give an output directory of bmforge prepare."
+            f"{str(out)!r} has no {RECORD_NAME}. Pass an output directory of bmforge prepare."
         )
     report, _ = read_record(out)
     faults = [fault for output in report.outputs for fault in _check_file(out, output)]

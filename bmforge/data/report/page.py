@@ -43,7 +43,8 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
     report, _ = read_record(out)
     if report.funnel is None or report.summary is None:
         raise DataError(
-            f"{str(out)!r} has no record of dropped documents or no summary. Prepare it again."
+            f"{str(out)!r} has no record of dropped documents or no summary. Prepare the corpus "
+            "again."
         )
     sections = [
         _tiles(report, report.funnel),

@@ -40,8 +40,8 @@ def read_dropped(
     selected = {name for name in rules if rule in (_ALL, name, name.partition(".")[0])}
     if not selected and rule != _ALL:
         raise ConfigError(
-            f"dropped={rule!r}: no document of {str(out_dir)!r} was dropped by this rule (rules "
-            f"that dropped documents: {', '.join(rules) or 'none'}).{suggest(rule, rules)}"
+            f"no document of {str(out_dir)!r} was dropped by the rule dropped={rule!r} (rules that "
+            f"dropped documents: {', '.join(rules) or 'none'}).{suggest(rule, rules)}"
         )
     counts: dict[str, int] = {}
     entries = []

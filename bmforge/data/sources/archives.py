@@ -95,7 +95,7 @@ def tar_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterato
         if isinstance(error, DataError):
             raise
         raise DataError(
-            f"file {str(where)!r} cannot be read to its end as tar ({error})."
+            f"file {str(where)!r} cannot be read completely as tar ({error})."
         ) from error
 
 

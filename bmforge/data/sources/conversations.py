@@ -81,7 +81,8 @@ def find_conversation_files(path: str | os.PathLike[str]) -> list[Path]:
     ]
     if not files:
         raise DataError(
-            f"the folder {str(path)!r} contains no conversation file (.jsonl, .json or .parquet)."
+            f"the folder {str(path)!r} contains no conversation file (needed: .jsonl, .json or "
+            ".parquet files)."
         )
     return files
 
@@ -95,7 +96,8 @@ def _read_record(location: str, record: Any) -> ChatExample:
     messages, form_fields = find_messages(record, location)
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(
-            f"{location} has no assistant message to train on. Add one, or remove the entry."
+            f"{location} has no assistant message to train on. Add an assistant message, or remove "
+            "the entry."
         )
     fields = {
         name: value

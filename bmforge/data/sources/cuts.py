@@ -191,5 +191,5 @@ def _skip(stream: BinaryIO, count_bytes: int) -> None:
     while count_bytes:
         chunk = stream.read(min(_CHUNK_BYTES, count_bytes))
         if not chunk:
-            raise EOFError("the file was truncated while it was read")
+            raise EOFError("the file was truncated while it was being read")
         count_bytes -= len(chunk)

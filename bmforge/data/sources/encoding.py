@@ -166,8 +166,9 @@ def _explain(raw: bytes, location: str, damaged: Decoded | None, encoding: str) 
         )
     if damaged is not None:
         return DataError(
-            f"{location} is {damaged.encoding} with {damaged.replaced} invalid characters. "
-            "Repair it, or replace them with errors='replace' (--errors replace)."
+            f"{location} is encoded in {damaged.encoding}, but has {damaged.replaced} invalid "
+            "characters. Repair the text, or replace the characters with errors='replace' "
+            "(--errors replace)."
         )
     try:
         raw.decode("utf-8")

@@ -93,7 +93,7 @@ def read_documents(
             count.add(str(error))
     if count.count > before:
         lines = "".join(f"\n  {message}" for message in count.messages)
-        get_logger().warning("skipped %d bad lines or files:%s", count.count - before, lines)
+        get_logger().warning("skipped %d invalid lines or files:%s", count.count - before, lines)
 
 
 def _parse(record: Record, skipped: SkipCount | None) -> Iterator[Document]:
@@ -124,7 +124,7 @@ def list_files(
     """
     named = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not named:
-        raise DataError("the list of inputs is empty. Give at least one file or directory.")
+        raise DataError("the list of inputs is empty. Pass at least one file or directory.")
     files: list[Path] = []
     for path in map(Path, named):
         refuse_pipe(path)
@@ -223,7 +223,7 @@ def read_records(
     except Exception as error:  # a parser may stumble over a damaged file in any way
         raise DataError(
             f"file {str(path)!r} cannot be read ({type(error).__name__}: {error}). Check its "
-            "permissions, and whether it was copied whole."
+            "permissions, and whether it was copied completely."
         ) from error
 
 
@@ -240,5 +240,5 @@ def parse_record(record: Record) -> Document | Drop:
     except Exception as error:
         raise DataError(
             f"the entry at {record.place} cannot be read ({type(error).__name__}: {error}). "
-            "Correct it, or leave such entries out with skip_bad=True (--skip-bad)."
+            "Correct the entry, or skip such entries with skip_bad=True (--skip-bad)."
         ) from error

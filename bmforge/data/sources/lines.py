@@ -29,7 +29,7 @@ __all__ = [
     "read_text_file",
 ]
 
-_WAY_OUT = "Fix the line, or leave such lines out with skip_bad=True (--skip-bad)."
+_WAY_OUT = "Correct the input, or skip invalid input with skip_bad=True (--skip-bad)."
 _LONGEST_LINE_BYTES = 1 << 28
 _LARGEST_JSON_BYTES = 1 << 28
 _SAMPLE_BYTES = 1 << 16
@@ -77,7 +77,7 @@ def _parse_notebook(raw: bytes, where: Where, options: ReadOptions) -> Document:
         sources = (cell["source"] for cell in cells if cell["cell_type"] != "raw")
         texts = [source if isinstance(source, str) else "".join(source) for source in sources]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"file {str(where)!r} is not a notebook ({error}).") from error
+        raise DataError(f"file {str(where)!r} is not a Jupyter notebook ({error}).") from error
     text = "\n\n".join(text for text in texts if text.strip())
     return Document(text, where.source, where.whole(), scores=document.scores)
 

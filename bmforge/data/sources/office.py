@@ -128,9 +128,12 @@ def parse_zip_document(raw: bytes, where: Where, find: Find) -> Document | Drop:
             parts = ZipParts(archive, min(LARGEST_BYTES, where.budget_bytes))
             text = find(parts)
     except (*UNREADABLE, DataError, KeyError) as error:
-        raise DataError(f"file {str(where)!r} cannot be read ({error}).") from error
+        reason = str(error).rstrip(".")
+        raise DataError(f"file {str(where)!r} cannot be read: {reason}.") from error
     if not text.strip() and parts.damaged:
-        raise DataError(f"file {str(where)!r} cannot be read ({parts.damaged} damaged parts).")
+        raise DataError(
+            f"file {str(where)!r} cannot be read: {parts.damaged} of its parts are damaged."
+        )
     if not text.strip():
         return Drop("no_main_text", 0, 1, str(where))
     scores = {"damaged_parts": parts.damaged} if parts.damaged else {}

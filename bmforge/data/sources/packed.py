@@ -89,14 +89,14 @@ class _Guarded(io.RawIOBase):
         try:
             data = self._unpacked.read(len(buffer))
         except lzma.LZMAError as error:
-            raise OSError(f"damaged xz data: {error}") from error
+            raise OSError(f"the xz data are damaged ({error})") from error
         buffer[: len(data)] = data
         self._count_bytes += len(data)
         allowed = max(_LARGE_BYTES, _HIGHEST_RATIO * self._packed.tell())
         if self._count_bytes > allowed:
             raise OSError(
-                f"the decompressed file is more than {_HIGHEST_RATIO} times larger (a "
-                "decompression bomb)"
+                f"the decompressed file is more than {_HIGHEST_RATIO} times larger than "
+                "the compressed file (a decompression bomb)"
             )
         if 0 < self._most_bytes < self._count_bytes:
             raise OSError(
@@ -145,7 +145,7 @@ class _ZstdReader(io.RawIOBase):
             try:
                 self._plain = self._frame.decompress(self._packed)
             except self._error as error:
-                raise OSError(f"damaged zstd data: {error}") from error
+                raise OSError(f"the zstd data are damaged ({error})") from error
             self._packed = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
                 self._frame = None

@@ -192,7 +192,8 @@ def _split_messages(
 def _check_answer(messages: Content, location: str) -> None:
     if isinstance(messages, list) and not any(m["role"] == "assistant" for m in messages):
         raise DataError(
-            f"{location}: an answer has no assistant message. Add one, or remove the entry."
+            f"{location}: an answer has no assistant message. Add an assistant message, or remove "
+            "the entry."
         )
 
 
@@ -205,7 +206,7 @@ def _read_margin(values: Mapping[str, Any], location: str) -> float | None:
     margin = values.get("margin")
     numbers = [n for n in (chosen, rejected, margin) if n is not None]
     if not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers):
-        raise DataError(f"{location}: margin and scores must be numbers.")
+        raise DataError(f"{location}: the margin and the scores must be numbers.")
     if margin is not None:
         return float(margin)
     return None if chosen is None or rejected is None else float(chosen) - float(rejected)

@@ -65,8 +65,8 @@ def _read_prompt(record: Any, source: str) -> PromptRecord:
         content = [_read_message(message, source) for message in content]
         if content[-1]["role"] == "assistant":
             raise DataError(
-                f"{source}: the prompt must not end with a message of the assistant. Remove this "
-                "message."
+                f"{source}: the prompt must not end with a message of the assistant. Remove the "
+                "last message."
             )
     elif not isinstance(content, str) or not content:
         raise DataError(
@@ -77,8 +77,8 @@ def _read_prompt(record: Any, source: str) -> PromptRecord:
     reserved = sorted(_RESERVED & columns.keys())
     if reserved:
         raise DataError(
-            f"{source} has the field {reserved[0]!r}, whose name every reward function uses for "
-            "an argument. Rename it."
+            f"{source} has the field {reserved[0]!r}, whose name is reserved for an argument of "
+            "reward functions. Rename the field."
         )
     checked = columns.get("reward_model")
     if isinstance(checked, dict) and "ground_truth" in checked:

@@ -44,11 +44,11 @@ def keep_standard_input(
         yield named
         return
     if named.count(STANDARD_INPUT) > 1:
-        raise ConfigError("standard input ('-') can be read only once. Give '-' once.")
+        raise ConfigError("standard input ('-') can be read only once. Pass '-' only once.")
     if STANDARD_INPUT in named and (sys.stdin is None or sys.stdin.isatty()):
         raise ConfigError(
-            "'-' reads standard input, but it is a terminal. Pipe a text to the command, for "
-            "example with `cat FILE | ...`."
+            "'-' reads standard input, but standard input is a terminal. Pipe a text to the "
+            "command, for example with `cat FILE | ...`."
         )
     target = folder / _NAME
     shutil.rmtree(target, ignore_errors=True)

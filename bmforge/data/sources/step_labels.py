@@ -72,7 +72,7 @@ def _read_record(location: str, record: Any) -> StepExample:
         raise DataError(f"{location}: 'completions' must be a list of non-empty texts.")
     if len(steps) != len(labels):
         raise DataError(
-            f"{location}: 'labels' has {len(labels)} entries for {len(steps)} steps. Give one "
+            f"{location}: 'labels' has {len(labels)} entries for {len(steps)} steps. Write one "
             "label for each text of 'completions'."
         )
     marks = tuple(_read_label(label, location) for label in labels)

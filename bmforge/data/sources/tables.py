@@ -59,7 +59,7 @@ def _read_rows(
                 size = len("".join(row).encode("utf-8", "replace"))
                 yield Record(where.place(rows.line_num), size, parse)
     except csv.Error as error:
-        raise DataError(f"{where}:{rows.line_num}: not a valid table row ({error}).") from error
+        raise DataError(f"{where}:{rows.line_num} is not a valid table row ({error}).") from error
 
 
 def _find_delimiter(head: str, text_field: str, dialect: str) -> str:
@@ -144,7 +144,7 @@ def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:
     if top not in names:
         raise DataError(
             f"file {str(where)!r} has no column {options.text_field!r} (columns: "
-            f"{names}). Choose one with text_field=... (--text-field)."
+            f"{names}). Choose a column with text_field=... (--text-field)."
         )
     metadata_columns = [name for name in names if name in METADATA_COLUMNS]
     return [top, *(name for name in metadata_columns if name != top)]

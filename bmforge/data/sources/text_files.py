@@ -19,7 +19,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {str(path)!r} ({error}); give a UTF-8 text file.") from error
+        raise DataError(f"cannot read {str(path)!r} ({error}). Pass a UTF-8 text file.") from error
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:

@@ -38,7 +38,7 @@ def check_unread(files: Sequence[Path], unread: Sequence[Path], allowed: bool) -
             f"{message}. Convert them to .txt or .jsonl, or leave them out with skip_unread=True "
             "(--skip-unread)."
         )
-    get_logger().warning(message)
+    get_logger().warning(f"{message}.")
 
 
 def _describe(paths: Sequence[Path]) -> str:

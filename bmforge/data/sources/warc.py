@@ -210,7 +210,7 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
             raise DataError(f"{record_where} is not a WARC record.")
         stated = int(record.headers.get("Content-Length", "0"))
         if record.headers.get("WARC-Block-Digest") and not record.verify_block_digest():
-            raise DataError(f"{record_where}: the digest does not match the content of the record.")
+            raise DataError(f"{record_where} has a digest that does not match its content.")
         url = record.headers.get("WARC-Target-URI", "")
         date = record.headers.get("WARC-Date", "")[:10]
         kind = record.headers.get("Content-Type", "").partition(";")[0].strip().lower()

@@ -36,8 +36,8 @@ def walk_xml(
 
     def refuse(*_: object) -> None:
         raise DataError(
-            "it declares entities (<!ENTITY ...>), which are not allowed because they may expand "
-            "without limit. Remove the declarations, or leave the file out."
+            "the XML declares entities (<!ENTITY ...>), which are not allowed because they may "
+            "expand without limit. Remove the declarations, or skip the file."
         )
 
     def skip_entity(name: str, is_parameter: bool) -> None:

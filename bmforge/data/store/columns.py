@@ -141,7 +141,7 @@ def read_columns(store: TokenStore) -> Columns:
     if len(columns) != store.num_documents:
         raise DataError(
             f"{str(columns_path(store.prefix))!r} lists {len(columns)} documents, but the store "
-            f"has {store.num_documents}. Copy both again."
+            f"has {store.num_documents}. Copy both files again."
         )
     return columns
 
@@ -159,7 +159,7 @@ def _read(path: Path) -> Columns:
         tables = {"license" if key == _OLD else key: table for key, table in head["names"].items()}
         names = {name: [str(value) for value in tables[name]] for name in NAMED}
         if head["format"] != _FORMAT:
-            raise ValueError(f"format {head['format']}, but the supported format is {_FORMAT}")
+            raise ValueError(f"format {head['format']} is not the supported format {_FORMAT}")
         if path.stat().st_size != len(line) + head["documents"] * _ROW.itemsize:
             raise ValueError("the file is truncated")
         rows = np.fromfile(path, dtype=_ROW, offset=len(line))
@@ -167,5 +167,5 @@ def _read(path: Path) -> Columns:
             if len(rows) and int(rows[name].max()) >= len(names[name]):
                 raise ValueError(f"a document has an unknown {name}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{str(path)!r} is damaged ({error}). Copy it again.") from error
+        raise DataError(f"{str(path)!r} is damaged ({error}). Copy the file again.") from error
     return Columns(names, rows)

@@ -101,15 +101,19 @@ def _parse(text: str) -> Condition:
         )
     condition = Condition(*match.groups())
     if condition.column in NAMED and condition.sign not in ("=", "!="):
-        raise ConfigError(f"where={text!r}: a {condition.column} supports only = and !=.")
+        raise ConfigError(
+            f"where={text!r} is not supported. {condition.column} supports only = and !=."
+        )
     if condition.column == "date" and not _DATE_FORM.fullmatch(condition.value):
-        raise ConfigError(f"where={text!r}: a date must be written as 2024, 2024-05 or 2024-05-01.")
+        raise ConfigError(
+            f"the date in where={text!r} must be written as 2024, 2024-05 or 2024-05-01."
+        )
     if condition.column == "quality":
         try:
             float(condition.value)
         except ValueError:
             raise ConfigError(
-                f"where={text!r}: a quality must be compared with a number."
+                f"the quality in where={text!r} must be compared with a number."
             ) from None
     return condition
 

@@ -67,10 +67,12 @@ def write_shard_list(
         except ValueError as error:
             raise ConfigError(
                 f"shard {str(shard)!r} is not in the directory of {str(path)!r} or below it. "
-                "Move it there."
+                "Move the shard there."
             ) from error
     if not names or len(set(names)) != len(names):
-        raise ConfigError(f"shards={names} must contain at least one shard, and each shard once.")
+        raise ConfigError(
+            f"shards={names} must contain at least one shard, and each shard only once."
+        )
     entries = [
         {"name": name, "tokens": store.num_tokens, "sequences": len(store)}
         for name, store in zip(names, map(TokenStore, shards), strict=True)
@@ -137,13 +139,13 @@ def _open_all(path: Path) -> list[TokenStore]:
     try:
         record = json.loads(path.read_text("utf-8"))
         if record["format"] != _FORMAT:
-            raise ValueError(f"format {record['format']}, but the supported format is {_FORMAT}")
+            raise ValueError(f"format {record['format']} is not the supported format {_FORMAT}")
         entries = [(e["name"], int(e["tokens"]), int(e["sequences"])) for e in record["shards"]]
         if not entries or any(Path(name).is_absolute() or ".." in name for name, *_ in entries):
-            raise ValueError("no shards are listed, or shards outside of the directory")
+            raise ValueError("the list is empty, or contains a shard outside of the directory")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{str(path)!r} is not a list of shards ({error}). Copy or write it again."
+            f"{str(path)!r} is not a list of shards ({error}). Copy or write the file again."
         ) from error
     stores = []
     for name, tokens, sequences in entries:
@@ -152,7 +154,7 @@ def _open_all(path: Path) -> list[TokenStore]:
             raise DataError(
                 f"shard {str(path.parent / name)!r} has {store.num_tokens} tokens in "
                 f"{len(store)} sequences, but {str(path)!r} states {tokens} in "
-                f"{sequences}. Copy both again."
+                f"{sequences}. Copy both files again."
             )
         stores.append(store)
     return stores

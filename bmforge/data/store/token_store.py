@@ -63,8 +63,8 @@ class TokenStore:
         for path in (bin_path, idx_path):
             if not path.is_file():
                 raise DataError(
-                    f"token store {str(prefix)!r}: {str(path)!r} does not exist. Give the path "
-                    "without .bin/.idx, or write the store with bmforge prepare."
+                    f"{str(path)!r} of token store {str(prefix)!r} does not exist. Pass the path "
+                    "without .bin or .idx, or write the store with bmforge prepare."
                 )
         self.dtype, sequences, marks = _read_header(idx_path)
         self.tokens = _map(bin_path, self.dtype, 0, bin_path.stat().st_size // self.dtype.itemsize)
@@ -82,19 +82,19 @@ class TokenStore:
             needed = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
         if count and int(self.pointers[0]) != 0:
             raise DataError(
-                f"{str(idx_path)!r} is damaged: its first sequence begins at byte "
+                f"{str(idx_path)!r} is damaged, because its first sequence begins at byte "
                 f"{int(self.pointers[0])} instead of 0. Copy or write the store again."
             )
         if bin_path.stat().st_size != needed:
             raise DataError(
                 f"{str(bin_path)!r} has {bin_path.stat().st_size} bytes, but its index needs "
-                f"{needed}: one of the two is truncated or belongs to another store. Copy both "
-                "again."
+                f"{needed}, so one of the two files is truncated or from another store. Copy both "
+                "files again."
             )
         marks = self.doc_idx
         if len(marks) and not (int(marks[0]) == 0 and 0 <= int(marks[-1]) <= count):
             raise DataError(
-                f"{str(idx_path)!r} is damaged: doc_idx runs from {int(marks[0])} to "
+                f"{str(idx_path)!r} is damaged, because doc_idx runs from {int(marks[0])} to "
                 f"{int(marks[-1])}, but there are {count} sequences. Copy or write the "
                 "store again."
             )
@@ -135,12 +135,14 @@ class TokenStore:
         """
         index = i + len(self) if i < 0 else i
         if not 0 <= index < len(self):
-            raise IndexError(f"sequence {i} is out of range for a store with {len(self)} sequences")
+            raise IndexError(
+                f"sequence {i} is out of range for a store with {len(self)} sequences."
+            )
         size = int(self.sizes[index])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
             raise IndexError(
-                f"offset={offset}, length={length} is outside the sequence of {size} tokens."
+                f"offset={offset} and length={length} exceed the sequence of {size} tokens."
             )
         start = int(self.pointers[index]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
@@ -192,30 +194,32 @@ def _read_header(path: Path) -> tuple[np.dtype[np.integer], int, int]:
     with path.open("rb") as file:
         head = file.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC:
-        hint = " (a legacy TNTIDX store: convert it)" if head.startswith(b"TNTIDX") else ""
+        hint = " (TNTIDX is a legacy format)" if head.startswith(b"TNTIDX") else ""
         raise DataError(
-            f"{str(path)!r} is not a token store index{hint}: it begins with "
-            f"{head[:9]!r} instead of {MAGIC!r}. Write the store with bmforge prepare."
+            f"{str(path)!r} is not a token store index, because it begins with {head[:9]!r}{hint} "
+            f"instead of {MAGIC!r}. Write the store with bmforge prepare."
         )
     if len(head) < HEADER.size:
-        raise DataError(f"{str(path)!r} is truncated inside its header. Copy or write it again.")
+        raise DataError(
+            f"{str(path)!r} is truncated inside its header. Copy or write the file again."
+        )
     _, version, code, sequences, marks = HEADER.unpack(head)
     if version != 1:
         raise DataError(
             f"{str(path)!r} has version {version}, but only version 1 is supported. "
-            "Export it as version 1 with the program that wrote it."
+            "Export the store as version 1 with the program that wrote it."
         )
     if code not in DTYPE_CODES:
         raise DataError(
-            f"{str(path)!r} has dtype code {code} (token codes: {sorted(DTYPE_CODES)}; 6 and 7 "
-            "are floats). Write the store again with integers."
+            f"{str(path)!r} has dtype code {code} (supported: {sorted(DTYPE_CODES)}; 6 and 7 "
+            "are floating-point types). Write the store again with integers."
         )
     needed = HEADER.size + 12 * sequences + 8 * marks
     if path.stat().st_size != needed:
         raise DataError(
             f"{str(path)!r} has {path.stat().st_size} bytes, but its header needs {needed} "
-            f"({sequences} sequences, {marks} document marks): it is truncated or damaged. Copy "
-            "or write it again."
+            f"({sequences} sequences, {marks} document marks), so it is truncated or damaged. Copy "
+            "or write the file again."
         )
     return np.dtype(DTYPE_CODES[code]), sequences, marks
 

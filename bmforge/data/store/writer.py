@@ -57,8 +57,8 @@ class TokenStoreWriter:
         taken = [str(path) for path in (self._bin_path, self._idx_path) if path.exists()]
         if taken and not overwrite:
             raise ConfigError(
-                f"{' and '.join(taken)} already exist. Choose another prefix, or replace the "
-                "store with overwrite=True."
+                f"the token store {' and '.join(taken)} already exists. Choose another prefix, or "
+                "replace the store with overwrite=True."
             )
         self.dtype = best_dtype(vocab_size) if dtype is None else _layout_dtype(dtype)
         limits = np.iinfo(self.dtype)
@@ -170,10 +170,12 @@ def merge_stores(
         ConfigError: `prefixes` is empty, or the output is one of the inputs or exists already.
     """
     if not prefixes:
-        raise ConfigError("merge_stores: prefixes is empty. Give at least one store.")
+        raise ConfigError(
+            "prefixes is empty (needed: the path of at least one token store to merge)."
+        )
     if Path(out_prefix).absolute() in [Path(prefix).absolute() for prefix in prefixes]:
         raise ConfigError(
-            f"merge_stores: {str(out_prefix)!r} is also an input. Choose another output."
+            f"out_prefix={str(out_prefix)!r} is also an input of the merge. Choose another output."
         )
     dtype = np.result_type(*[TokenStore(prefix).dtype for prefix in prefixes])
     with TokenStoreWriter(out_prefix, dtype, overwrite=overwrite) as writer:

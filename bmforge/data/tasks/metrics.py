@@ -284,6 +284,6 @@ def _check_pairs(predicted: Sequence[Any], labels: Sequence[Any]) -> None:
     """Raise `ShapeError` if there are no examples, or not one prediction for each."""
     if len(predicted) != len(labels) or not labels:
         raise ShapeError(
-            f"{len(predicted)} predictions for {len(labels)} examples (needed: one "
+            f"there are {len(predicted)} predictions for {len(labels)} examples (needed: one "
             "prediction per example, and at least one example)."
         )

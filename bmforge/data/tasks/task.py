@@ -74,8 +74,8 @@ def find_split(task: BenchmarkTask, folder: str | Path, split: str) -> Path:
     existing = next((path for path in looked if path.exists()), None)
     if existing is None:
         raise DataError(
-            f"{task.name} has no file for {split!r}: none of {', '.join(map(str, looked))} "
-            "exists. Pass the folder that contains it."
+            f"{task.name} has no file for the split {split!r} (searched: "
+            f"{', '.join(map(str, looked))}). Pass the folder that contains one of these files."
         )
     return existing
 

@@ -32,8 +32,8 @@ def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = (
     """
     if len(labels) < 2 or len(set(labels)) < len(labels):
         raise ConfigError(
-            f"labels={list(labels)} must be at least two different labels, the values of "
-            "'label' in the file."
+            f"labels={list(labels)} must contain at least two different labels, which are the "
+            "values of 'label' in the file."
         )
     names = tuple(fields) or _find_fields(Path(path))
     wrong = [name for name in names if _FORBIDDEN & set(name) or name == _LABEL]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -189,7 +190,9 @@ class Answer:
         for position, row in enumerate(scores, start + 1):
             if position < len(self._prompt) and self._prompt[position] < len(row):
                 token, count = self._prompt[position], self.config.prompt_logprobs or 0
-                self._prompt_logprobs[position] = self._describe(row, token, count)
+                rank = int((row > row[token]).sum()) + 1
+                described = self._describe(row, token, count)
+                self._prompt_logprobs[position] = replace(described, rank=rank)
 
     def _number(self) -> float:
         """Return the random number used to sample the next token."""

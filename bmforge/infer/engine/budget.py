@@ -63,8 +63,8 @@ class EngineConfig:
         """Raise `ConfigError` for values out of range."""
         if self.max_rows < 1 or (self.max_tokens is not None and self.max_tokens < 2):
             raise ConfigError(
-                f"EngineConfig: max_rows={self.max_rows} must be at least 1, and max_tokens="
-                f"{self.max_tokens} at least 2, or None."
+                f"EngineConfig is out of range: max_rows={self.max_rows} (at least 1), "
+                f"max_tokens={self.max_tokens} (at least 2, or None for the default)."
             )
         if self.beside_bytes < 0:
             raise ConfigError(f"EngineConfig: beside_bytes={self.beside_bytes} must be at least 0.")
@@ -72,10 +72,12 @@ class EngineConfig:
     def tokens_of(self, model: nn.Module) -> int:
         """Return the maximum sequence length for a model, in tokens."""
         limit = getattr(model, "position_limit", None)
-        tokens = self.max_tokens or min(_LONGEST, limit or _LONGEST)
+        published = getattr(getattr(model, "config", None), "max_seq_len", None)
+        tokens = self.max_tokens or min(_LONGEST, limit or _LONGEST, published or _LONGEST)
         if limit is not None and tokens > limit:
             raise ConfigError(
-                f"EngineConfig: max_tokens={tokens} is more than the model's {limit} positions."
+                f"EngineConfig: max_tokens={tokens} is more than the model's {limit} positions. "
+                f"Use at most {limit}."
             )
         return tokens
 
@@ -152,7 +154,7 @@ def plan_weights(
         raise ConfigError(
             f"{option}={limit_bytes} ({format_bytes(limit_bytes)}) is too small: {smallest} "
             f"({format_bytes(smallest)}) is the smallest that works, of which weights and "
-            f"buffers outside of the blocks take {format_bytes(fixed)}. Raise it."
+            f"buffers outside of the blocks take {format_bytes(fixed)}. Raise {option}."
         )
     return divided.plan
 
@@ -168,13 +170,13 @@ def _plan_experts(
     layers = find_experts(model)
     if not layers:
         raise ConfigError(
-            f"EngineConfig(stream_experts=True): a {type(model).__name__} has no MoE layers. "
-            "Leave stream_experts out."
+            "EngineConfig(stream_experts=True) needs a model with MoE layers, but a "
+            f"{type(model).__name__} has none. Leave stream_experts out."
         )
     if len(rooms) > 1:
         raise ConfigError(
-            "EngineConfig(stream_experts=True) supports one device, but devices has "
-            f"{len(rooms)}. Leave one of the two out."
+            "EngineConfig(stream_experts=True) supports a single device, but devices lists "
+            f"{len(rooms)}. Use one device, or leave stream_experts out."
         )
     (room,) = rooms
     away = {id(t) for _, module in layers for t in module.parameters()}
@@ -212,7 +214,8 @@ def _too_small(
         f"{budget} is too small: {smallest} ({format_bytes(smallest)}) {enough}, of which "
         f"weights outside of the blocks take {format_bytes(divided.outside_bytes)} and a step of "
         f"{tokens} tokens takes {format_bytes(work.cache_bytes + work.step_bytes)}. Raise the "
-        "budget, or set a smaller EngineConfig(max_tokens=)."
+        "budget, or reduce the sequence length (max_model_len; in Python "
+        "EngineConfig(max_tokens=))."
     )
 
 

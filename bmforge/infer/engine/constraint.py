@@ -38,7 +38,10 @@ class Constraint:
     def __post_init__(self) -> None:
         """Raise `ConfigError` if the source is empty."""
         if not self.source:
-            raise ConfigError(f"Constraint: the {self.kind} rule is empty. Pass a rule.")
+            raise ConfigError(
+                f"Constraint: source={self.source!r} is empty, but kind={self.kind!r} needs a "
+                "schema, pattern or grammar."
+            )
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
@@ -49,7 +52,7 @@ class Constraint:
         except json.JSONDecodeError as error:
             raise ConfigError(f"the JSON schema is not valid JSON: {error}.") from error
         if not isinstance(parsed, dict):
-            raise ConfigError(f"the JSON schema is {text[:60]!r}, but it must be a JSON object.")
+            raise ConfigError(f"the JSON schema must be a JSON object, not {text[:60]!r}.")
         return cls("json", text)
 
     @classmethod
@@ -110,8 +113,8 @@ class ConstraintCompiler:
         size = max(self._vocab_size, len(tokenizer), max(ends) + 1)
         if isinstance(tokenizer, CPM2Tokenizer) and tokenizer.implies_spaces:
             raise ConfigError(
-                "constraints are not supported with this tokenizer, because it leaves out "
-                "spaces that its tokens imply. Leave the constraint out."
+                f"constraints are not supported with this {type(tokenizer).__name__}, because its "
+                "tokens imply spaces that it does not encode. Leave the constraint out."
             )
         plain = _GuidanceTokenizer(tokenizer, size, ends)
         return guide.LLTokenizer(guide.TokenizerWrapper(plain), n_vocab=size, eos_token=ends)

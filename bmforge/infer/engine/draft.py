@@ -85,14 +85,15 @@ def check_draft(model: Any, draft: Any, vocabulary: Any = None, drafts: Any = No
         vocabulary is not None and drafts is not None and vocabulary != drafts
     ):
         raise ConfigError(
-            f"draft: the draft model has a vocabulary of {sizes[1]} tokens, but the model one "
-            f"of {sizes[0]}. Use a draft model with the same tokenizer, or leave draft out."
+            f"draft: the vocabularies of the draft model (vocab_size={sizes[1]}) and of the model "
+            f"(vocab_size={sizes[0]}) differ. Use a draft model with the same tokenizer, or leave "
+            "draft out."
         )
-    for checked, what in ((model, "model"), (draft, "draft")):
+    for checked, what in ((model, "model"), (draft, "draft model")):
         if not can_pack(checked):
             raise ConfigError(
-                f"draft: the {what}, a {type(checked).__name__}, does not support batched "
-                "requests. Leave draft out."
+                "draft: speculative decoding needs batched requests, which the "
+                f"{what} ({type(checked).__name__}) does not support. Leave draft out."
             )
 
 

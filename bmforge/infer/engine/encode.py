@@ -232,13 +232,14 @@ def _check_ids(model: Any, ids: Tensor) -> None:
     limit, size = model.position_limit, count_ids(model.whole().embed)
     if not ids.numel() or (limit is not None and ids.shape[-1] > limit):
         raise ConfigError(
-            f"a text has {ids.numel()} tokens (allowed: 1 to {limit or 'any number'}). Truncate "
-            "the text."
+            f"a text has {ids.numel()} tokens (allowed: "
+            f"{'at least 1' if limit is None else f'1 to {limit}'}). Truncate longer texts, and "
+            "remove empty ones."
         )
     if ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= size:
         raise ShapeError(
             f"token ids are out of range: {ids.min()} to {ids.max()} (vocab_size={size}). Use "
-            "the tokenizer that belongs to the model."
+            "the model's own tokenizer."
         )
 
 
@@ -267,6 +268,7 @@ def name_inputs(inputs: Any, open_tokenizer: Callable[[], Any], device: torch.de
     items = [inputs] if isinstance(inputs, str) else list(inputs)
     if not items or not all(item.strip() if isinstance(item, str) else len(item) for item in items):
         raise ConfigError(
-            "the list of texts is empty or contains an empty text. Pass at least one text."
+            "the list of texts is empty or contains an empty text. Pass at least one text, and "
+            "no empty texts."
         )
     return [(item, open_tokenizer()) if isinstance(item, str) else list(item) for item in items]

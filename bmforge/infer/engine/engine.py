@@ -184,7 +184,10 @@ class Engine:
         """
         if self._tokenizer is None:
             if self._directory is None:
-                raise ConfigError("texts need a tokenizer. Use Engine(model, tokenizer=...).")
+                raise ConfigError(
+                    "text inputs need a tokenizer, but the engine has none. Create it with "
+                    "Engine(model, tokenizer=...)."
+                )
             self._tokenizer = AutoTokenizer.from_pretrained(self._directory)
         check_tokenizer(self.model, self._tokenizer)
         return self._tokenizer

@@ -60,8 +60,8 @@ def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, A
         )
     if options:
         raise ConfigError(
-            f"{', '.join(options)}: supported only if the engine loads the model. Pass a "
-            "directory instead of a module."
+            f"{', '.join(options)} can only be set if the engine loads the model. Pass the "
+            "model's directory instead of a module."
         )
     if config.stream_experts:
         raise ConfigError(
@@ -98,8 +98,8 @@ def total_tokens(model: nn.Module, config: EngineConfig, limit: tuple[int, int] 
     if requested is not None and requested > planned:
         raise ConfigError(
             f"RequestsConfig: total_tokens={requested} is more than the memory plan allows "
-            f"({planned}: max_rows={limit[0]} of max_tokens={limit[1]}). Use a smaller value, "
-            "or raise max_rows or max_tokens."
+            f"(max_rows={limit[0]} x max_tokens={limit[1]} = {planned}). Use a smaller value, "
+            "or raise max_rows or max_tokens of EngineConfig."
         )
     return requested or planned
 
@@ -108,8 +108,9 @@ def check_asked(model: nn.Module, what: str, writes: bool) -> None:
     """Raise `ConfigError` if the model does not support a method of the engine."""
     if not isinstance(model, Model):
         raise ConfigError(
-            f"{what} supports models of bmforge only, but this is a {type(model).__name__}. "
-            "Call engine.model, or use the library of the model."
+            f"{what} supports only bmforge models, but the engine's model is a "
+            f"{type(model).__name__}. Call engine.model directly, or use the library that defines "
+            "the model."
         )
     if writes and not model.traits.writes:
         raise ConfigError(

@@ -47,7 +47,7 @@ class ModelLock:
         ends = self._is_shared and requests is not None and not requests.is_busy
         if not self._lock.acquire(blocking=ends):
             raise ConfigError(
-                f"{what} was called while another request is running: the engine runs one "
+                f"{what} was called while another request is running, but the engine runs one "
                 "direct call at a time. Read or close the running stream first, or use "
                 "`submit` or `call`."
             )

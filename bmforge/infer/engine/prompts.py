@@ -100,8 +100,9 @@ class PromptReader:
         is_packed = self._can_pack and config.num_beams == 1
         if config.prompt_logprobs is not None and not is_packed:
             raise ConfigError(
-                f"prompt_logprobs={config.prompt_logprobs} needs a decoder-only model with "
-                f"batched requests, but this is a {type(model).__name__}. Leave it out."
+                f"prompt_logprobs={config.prompt_logprobs} needs a decoder-only model that "
+                "supports batched requests, and num_beams=1 (the model is a "
+                f"{type(model).__name__}, num_beams={config.num_beams}). Leave it out."
             )
         self._check_size(len(ids), config, is_packed)
         answers = self._answers(request, config, read_ids, hidden)
@@ -116,7 +117,7 @@ class PromptReader:
             ids = tuple(prompt)
             if not ids or not all(isinstance(id, int) for id in ids):
                 raise ConfigError(
-                    f"prompt={str(prompt)[:60]} must be a text or a list of at least one token id."
+                    f"prompt={str(prompt)[:60]} must be a text, or a list of at least one token id."
                 )
             return ids, config, ()
         if tokenizer is None:
@@ -128,7 +129,7 @@ class PromptReader:
         has_form = is_span or model.traits.objective == "hidden tokens"
         ids = tuple(tokenizer.encode(prompt) if has_form else tokenizer.encode_prompt(prompt))
         if not ids or not prompt:
-            raise ConfigError("the prompt is empty. Pass a text.")
+            raise ConfigError(f"the prompt is empty: prompt={prompt!r}. Pass a non-empty text.")
         if model.traits.objective == "hidden tokens":
             return tuple(read_hidden(tokenizer, ids)), config, ()
         if is_span:
@@ -150,10 +151,11 @@ class PromptReader:
                 "because the constraint applies from the first token. Leave one of them out."
             )
         if (has_beams or fills) and (needs_text or config.stop_strings):
-            what = "the documents of CPM-Bee" if fills else "beam search"
+            what = "the documents of CPM-Bee" if fills else f"num_beams={config.num_beams}"
+            hint = "" if fills else ", or set num_beams=1"
             raise ConfigError(
-                "a constraint, stop strings, hidden_ids and logprobs need token-by-token "
-                f"generation and cannot be used with {what}. Leave them out, or set num_beams=1."
+                "constraint, thoughts, stop_strings, hidden_ids and logprobs need token-by-token "
+                f"generation and cannot be used with {what}. Leave them out{hint}."
             )
         if request.constraint is not None and config.min_new_tokens:
             raise ConfigError(
@@ -163,8 +165,9 @@ class PromptReader:
         searches = has_beams and self._model.traits.objective == "hidden tokens"
         if (fills or searches) and config.num_return_sequences > 1:
             raise ConfigError(
-                f"num_return_sequences={config.num_return_sequences}: this search returns one "
-                "answer. Send several requests instead."
+                f"num_return_sequences={config.num_return_sequences} must be 1 for a "
+                f"{type(self._model).__name__}, whose beam search returns one answer. Send several "
+                "requests instead."
             )
         if config.stop_strings and self._tokenizer is None:
             raise ConfigError(

@@ -76,12 +76,14 @@ class TokenLogprob:
         logprob: log-probability, as defined by `GenerationConfig.logprobs_mode`.
         data: UTF-8 bytes of the token, possibly an incomplete character.
         top: most likely tokens at the same position, best first.
+        rank: rank of a prompt token among all tokens at its position, from 1; None if not counted.
     """
 
     id: int
     logprob: float
     data: bytes
     top: tuple[TokenLogprob, ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -315,7 +317,7 @@ class Handle:
             if watch is not None:
                 watch()
         except Exception as raised:
-            get_logger().warning("engine: a callback of a request raised %r", raised)
+            get_logger().warning("the callback of an engine request raised %r", raised)
 
     def _tell(self) -> None:
         if self._watch is not None:

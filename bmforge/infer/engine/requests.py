@@ -247,7 +247,7 @@ class Requests:
                         self._step()
         except BaseException as error:  # any error must end all waiting requests
             self._failure = error
-            get_logger().error("engine: requests failed with %r", error)
+            get_logger().error("the engine stopped, and all its requests fail: %r", error)
         finally:
             self._end_all()
 
@@ -335,11 +335,12 @@ class Requests:
                     f"the engine {reason} while the request was running. Create a new engine."
                 )
             )
-        self._encodings.fail_all(_EndedError(f"the engine {reason}."))
+        unfinished = f"the engine {reason} before the request was finished. Create a new engine."
+        self._encodings.fail_all(_EndedError(unfinished))
         while self._works:
-            self._works.popleft().fail(_EndedError(f"the engine {reason}."))
+            self._works.popleft().fail(_EndedError(unfinished))
         while self._calls:
-            self._calls.popleft()[1].set_exception(_EndedError(f"the engine {reason}."))
+            self._calls.popleft()[1].set_exception(_EndedError(unfinished))
 
 
 class _EndedError(BmforgeError, RuntimeError):

@@ -36,7 +36,7 @@ def score_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) ->
             "an encoder-decoder with a language-model head)."
         )
     if not pairs:
-        raise ConfigError("there is nothing to score. Pass at least one (prompt, text).")
+        raise ConfigError("pairs is empty. Pass at least one pair (prompt, text) to score.")
     device = next(model.parameters()).device
     losses = []
     with evaluating(model), torch.no_grad(), leave_out_balance(model):
@@ -49,7 +49,7 @@ def score_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) ->
             if not prompt or not text:
                 raise DataError(
                     f"pair {number} has {len(prompt)} prompt tokens and {len(text)} text "
-                    "tokens, but needs at least one of each."
+                    "tokens (needed: at least one of each)."
                 )
             losses.append(float(model(**_inputs(model, prompt, text, device)).loss))
     return losses

@@ -65,8 +65,9 @@ def fill_blanks(
     completed = complete_config(model, GenerationConfig(**options))
     if completed.num_beams > 1 or completed.num_return_sequences > 1:
         raise ConfigError(
-            "num_beams is not supported, because blanks are filled one after the other. Leave "
-            "it out."
+            f"num_beams={completed.num_beams} and num_return_sequences="
+            f"{completed.num_return_sequences} must be 1, because blanks are filled one after the "
+            "other. Leave them out."
         )
     config = completed.replace(eos_token_id=tuple(dict.fromkeys((*completed.eos_tokens, *ends))))
     source = _read(model, tokenizer, pieces, ends)

@@ -58,8 +58,8 @@ class ChatConfig:
         """Raise `ConfigError` for values out of range."""
         if self.window < 3 or self.no_repeat_ngram < 0:
             raise ConfigError(
-                f"ChatConfig: window={self.window} must be at least 3, and no_repeat_ngram="
-                f"{self.no_repeat_ngram} at least 0."
+                f"ChatConfig is out of range: window={self.window} (at least 3), "
+                f"no_repeat_ngram={self.no_repeat_ngram} (at least 0)."
             )
 
     def options(self, end: int, padding: int) -> GenerationConfig:
@@ -141,7 +141,7 @@ class Chat:
             ConfigError: the message is empty.
         """
         if not text.strip():
-            raise ConfigError("the message is empty. Pass a text.")
+            raise ConfigError(f"the message is empty: text={text!r}. Pass a non-empty text.")
         source = self._read([*self.history, text])
         device = next(self.model.parameters()).device
         ids = torch.tensor([source], device=device)

@@ -182,7 +182,9 @@ def _complete(config: GenerationConfig | None, options: dict[str, Any]) -> Gener
     idle = [name for name in _FIXED if getattr(config, name) != getattr(plain, name)]
     if idle:
         values = ", ".join(f"{name}={getattr(config, name)!r}" for name in idle)
-        raise ConfigError(f"{values} is not supported for documents. Leave it out.")
+        raise ConfigError(
+            f"options are not supported for CPM-Bee documents: {values}. Leave them out."
+        )
     return config
 
 

@@ -51,8 +51,8 @@ def search_hypotheses(decoder: Decoder, prompt: Tensor, config: GenerationConfig
     idle = config.given(*_UNKNOWN)
     if idle:
         raise ConfigError(
-            f"{', '.join(idle)} is not supported by the beam search of CPM-Ant. Leave it out, or "
-            "set num_beams=1."
+            "options are not supported by the beam search of CPM-Ant: "
+            f"{', '.join(idle)}. Leave them out, or set num_beams=1."
         )
     width, limit, length = config.num_beams, config.max_new_tokens, prompt.shape[1]
     running = torch.full((width,), _WORST, device=prompt.device)

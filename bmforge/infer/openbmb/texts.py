@@ -85,7 +85,7 @@ def write_texts(model: Any, tokenizer: Any, prompt: str, **options: Any) -> list
         options["eos_token_id"] = find_end_tokens(model.config, tokenizer)
     if has_form and options.get("stop_strings"):
         raise ConfigError(
-            f"stop_strings={options['stop_strings']!r} has no effect on the search of a "
+            f"stop_strings={options['stop_strings']!r} is not supported for a "
             f"{type(model).__name__}. Leave it out, or use Engine.submit."
         )
     if traits.objective == "hidden tokens":
@@ -120,7 +120,7 @@ def continue_ids(
     stops, config = config.stop_strings, config.replace(stop_strings=())
     if stops and config.num_beams > 1:
         raise ConfigError(
-            f"num_beams={config.num_beams} and stop_strings cannot be used together, because a "
+            f"num_beams={config.num_beams} and stop_strings cannot be used together, because "
             "beam search knows its text only at the end. Leave one of them out."
         )
     if config.eos_token_id is None:

@@ -125,8 +125,8 @@ def _find(raw: Mapping[str, Any]) -> CompressedTensorsScheme | None:
         raise ConfigError(
             f"the quantization_config of this {METHOD} checkpoint has unsupported fields: "
             f"{'; '.join(problems)} (supported: 4-bit or 8-bit integer weights, per group or per "
-            "channel, also with dynamic per-token int8 activations). Use such a checkpoint, or the "
-            "unquantized model."
+            "channel, also with dynamic per-token int8 activations). Use a checkpoint with a "
+            "supported scheme, or the unquantized model."
         )
     bits, group, has_tokens, is_symmetric = forms.pop()
     return CompressedTensorsScheme(int(bits), max(0, group or 0), has_tokens, is_symmetric)
@@ -216,8 +216,9 @@ class CompressedLinears:
         fits = len(shape) == 2 and len(scale) == 2 and scale[0] == shape[0]
         if not fits or not scale[1] or shape[1] % scale[1]:
             raise CheckpointError(
-                f"the compressed tensors of {stem} do not match: {weight_part} has shape "
-                f"{tuple(stored_shape)}, weight_scale {scale}. Download the checkpoint again."
+                f"the compressed tensors of {stem} have inconsistent shapes: {weight_part} has "
+                f"{tuple(stored_shape)}, and weight_scale has {scale}. Download the checkpoint "
+                "again."
             )
         return shape[0], shape[1]
 
@@ -303,7 +304,7 @@ class CompressedLinears:
             raise CheckpointError(
                 f"{stem}.weight_zero_point has the unpacked shape {tuple(stored.shape)}, but "
                 f"weight_scale has the shape {tuple(self._shape(stem, 'scale'))}. The file is "
-                "damaged: download or quantize the model again."
+                "damaged. Download or quantize the model again."
             )
         return stored[rows]
 

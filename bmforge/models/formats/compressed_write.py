@@ -66,7 +66,10 @@ def save_compressed(
     """
     out = Path(directory)
     if has_weights(out) and not overwrite:
-        raise CheckpointError(f"{str(out)!r} already contains a model. Choose another directory.")
+        raise CheckpointError(
+            f"{str(out)!r} already contains a model. Choose another directory, or pass "
+            "overwrite=True."
+        )
     source = _Source(model)
     spec = _check(model, source.stems)
     out.mkdir(parents=True, exist_ok=True)
@@ -144,7 +147,9 @@ def _check(model: Any, stems: dict[str, str]) -> QuantSpec:
         elif isinstance(module, QuantizedLinear):
             specs.setdefault(module.spec, name)
             if stems[name].startswith(OWN_PREFIX):
-                problems.append(f"{name} belongs to a fused or transposed tensor in this family")
+                problems.append(
+                    f"{name} is part of a fused or transposed tensor in the files of this family"
+                )
             problems += [f"{name} {problem}" for problem in _storage_problems(module)]
             if type(model).__name__ in _RENAMED_MODULES and _form_of(module.spec)[2]:
                 problems.append(
@@ -176,14 +181,14 @@ def _storage_problems(store: QuantizedLinear) -> list[str]:
     """Return a text for each feature of a packed layer that the format does not support."""
     spec, problems = store.spec, []
     if spec.outlier_ratio:
-        problems.append("has outliers in 16 bits")
+        problems.append("has outlier columns in 16 bits")
     if spec.symmetric:
         return problems
     if not spec.group_size and spec.activations == "int8":
-        problems.append('it has asymmetric weights for 8-bit activations (use activations="float")')
+        problems.append('has asymmetric weights for 8-bit activations (use activations="float")')
     is_on_meta = any(t is not None and t.is_meta for t in store._tensors())
     if spec.scale_dtype == "float16" or (not is_on_meta and find_zero_points(store) is None):
-        problems.append("it has minima that are not integer zero points")
+        problems.append("has minima that are not integer zero points")
     return problems
 
 

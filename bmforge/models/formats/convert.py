@@ -179,7 +179,11 @@ def find_dtype(files: WeightFiles) -> torch.dtype:
 def _save_tokenizer(source: Path, target: Path) -> None:
     """Write the tokenizer of a GGUF file, if it has one."""
     if read_gguf_header(source).metadata.get("tokenizer.ggml.model", "none") == "none":
-        get_logger().warning("%s has no tokenizer, so the converted model has none", source)
+        get_logger().warning(
+            "%s has no tokenizer, so the converted model has no tokenizer either. Copy the "
+            "tokenizer files of the original model to its directory.",
+            source,
+        )
         return
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
 

@@ -138,7 +138,9 @@ class GgufFile(CheckedFile):
         if ".attn_k." in name:
             heads = metadata.get(f"{kind}.attention.head_count_kv", heads)
         if type(heads) is not int or heads < 1 or rows % (2 * heads):
-            raise self.damaged(f"{name} has {rows} rows, which is not a multiple of {heads} heads")
+            raise self.damaged(
+                f"{name} has {rows} rows, which is not a multiple of 2 x {heads} attention heads"
+            )
         return rows // heads
 
     def _row_bytes(self, name: str) -> int:

@@ -164,9 +164,9 @@ class _Metadata:
             # The shortest decimal with this fp32 value is the original config value.
             return float(str(np.float32(value))) if isinstance(value, float) else value
         raise CheckpointError(
-            f"{str(self.header.path)!r} has {self.kind}.{key}={value!r} (needed: one number "
-            f"from 0 to {_MAX_NUMBER}). The file is damaged, or its layers have different "
-            "sizes, which is not supported."
+            f"{str(self.header.path)!r} has {self.kind}.{key}={value!r} (expected: one number from "
+            f"0 to {_MAX_NUMBER}). The file is damaged, or its layers have different sizes, which "
+            "is not supported."
         )
 
     def size(self, tensor: str, dim: int) -> int:
@@ -174,9 +174,9 @@ class _Metadata:
         entry = self.header.tensors.get(tensor)
         if entry is None or len(entry.shape) <= dim:
             raise CheckpointError(
-                f"{str(self.header.path)!r} lacks the tensor {tensor!r} of a {self.kind}. If "
-                "the file is one of several parts, merge them with llama.cpp's gguf-split "
-                "--merge."
+                f"{str(self.header.path)!r} does not contain the tensor {tensor!r}, which a "
+                f"{self.kind} needs. If the file is one part of a split model, merge the parts "
+                "with llama.cpp's gguf-split --merge."
             )
         return entry.shape[dim]
 
@@ -186,7 +186,7 @@ class _Metadata:
         if type(heads) is not int or heads < 1:
             raise CheckpointError(
                 f"{str(self.header.path)!r} has an invalid number of attention heads: {heads}. "
-                "Download it again."
+                "Download the file again."
             )
         implied = width // heads
         name = architecture.keys.get("attention.key_length")
@@ -206,9 +206,9 @@ class _Metadata:
         for tensor, (dim, expected) in sizes.items():
             if self.size(tensor, dim) != expected:
                 raise CheckpointError(
-                    f"{str(self.header.path)!r} is damaged: its metadata require {expected} for "
-                    f"{tensor}, but its shape is {self.header.tensors[tensor].shape}. Download "
-                    "it again."
+                    f"{str(self.header.path)!r} is damaged: according to its metadata, dim {dim} "
+                    f"of {tensor} has the size {expected}, but the shape of the tensor is "
+                    f"{self.header.tensors[tensor].shape}. Download the file again."
                 )
 
     def check_layers(self) -> None:
@@ -217,8 +217,8 @@ class _Metadata:
             count = self.number(key, 0)
             if count > len(self.header.tensors):
                 raise CheckpointError(
-                    f"{str(self.header.path)!r} is damaged: it has {self.kind}.{key}={count}, "
-                    f"but {len(self.header.tensors)} tensors. Download it again."
+                    f"{str(self.header.path)!r} is damaged: {self.kind}.{key}={count} exceeds the "
+                    f"{len(self.header.tensors)} tensors of the file. Download the file again."
                 )
 
     def rest(self) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def _minicpm(raw: dict[str, Any], own: _Metadata) -> None:
     if not raw["dim_model_base"] > 0:
         raise CheckpointError(
             f"{str(own.header.path)!r} has an invalid minicpm.logit_scale (allowed: numbers above "
-            "0). Convert the model again."
+            "0). Convert the original model to GGUF again."
         )
     raw["dim_model_base"] = round(raw["hidden_size"] / raw["dim_model_base"])
 

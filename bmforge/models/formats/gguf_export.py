@@ -71,7 +71,9 @@ def export_gguf(
         tokens = describe_tokenizer(tokenizer, model.config.vocab_size, template)
         tokens |= _describe_generation(model.config, tokenizer.eos_id)
     else:
-        get_logger().warning("%s: written without a tokenizer, so it accepts token ids only", path)
+        get_logger().warning(
+            "the GGUF file %s has no tokenizer, so it can be used only with token ids.", path
+        )
     return write_gguf(model, path, kind, tokens=tokens, overwrite=overwrite)
 
 
@@ -85,7 +87,8 @@ def _describe_generation(config: ModelConfig, eos_id: int | None) -> dict[str, A
     others = [id for id in dict.fromkeys(ids) if id != eos_id and 0 <= id < config.vocab_size]
     if len(others) > 2:
         get_logger().warning(
-            "GGUF stores three end-of-sequence tokens; these of the model are left out: %s",
+            "a GGUF file stores at most three end-of-sequence tokens, so these token ids of the "
+            "model are left out: %s.",
             others[2:],
         )
     roles = zip(("eot", "eom"), others, strict=False)

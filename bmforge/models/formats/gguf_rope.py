@@ -114,8 +114,8 @@ def _number(header: GgufHeader, numbers: dict[str, Any], key: str, default: floa
     if isinstance(value, int | float) and math.isfinite(value) and value >= 0:
         return value
     raise CheckpointError(
-        f"{str(header.path)!r} has rope.{key}={value!r}, which is not a number. Convert the "
-        "model from its original files."
+        f"{str(header.path)!r} has rope.{key}={value!r} (expected: a number of at least 0). "
+        "Convert the model from its original files."
     )
 
 
@@ -126,15 +126,14 @@ def _factors(header: GgufHeader, name: str, head_dim: int) -> list[float] | None
         return None
     if entry.kind != "F32" or entry.shape != (head_dim // 2,):
         raise CheckpointError(
-            f"{name} in {str(header.path)!r} has shape {entry.shape} and type {entry.kind} "
-            f"(needed: F32, one number for each of {head_dim // 2} frequencies). Convert the "
-            "model from its original files."
+            f"{name} in {str(header.path)!r} has the shape {entry.shape} and the type {entry.kind} "
+            f"(expected: {(head_dim // 2,)} and F32). Convert the model from its original files."
         )
     with (entry.path or header.path).open("rb") as file:
         file.seek(entry.start)
         data = bytearray(file.read(entry.size))
     if len(data) != entry.size:
-        raise CheckpointError(f"{str(header.path)!r} ends too early. Download it again.")
+        raise CheckpointError(f"{str(header.path)!r} ends too early. Download the file again.")
     return torch.frombuffer(data, dtype=torch.float32).tolist()
 
 
@@ -189,8 +188,8 @@ def write_rope(raw: dict[str, Any], head_dim: int) -> tuple[dict[str, Any], dict
         return keys, {"rope_freqs.weight": llama3_factors(head_dim, raw["rope_theta"], scaling)}
     if kind not in ("linear", "yarn", "longrope"):
         raise ConfigError(
-            f"GGUF does not support rotary scaling of kind {kind!r}. Keep the model in the "
-            "Hugging Face format."
+            f"GGUF does not support the rotary scaling {kind!r} (supported: linear, llama3, yarn, "
+            "longrope). Keep the model in the Hugging Face format."
         )
     keys["rope.scaling.type"] = kind
     original = scaling.get("original_max_position_embeddings")

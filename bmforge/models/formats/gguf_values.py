@@ -57,9 +57,9 @@ def find_scales(model: Model, kind: str) -> Callable[[str], Tensor | None]:
     if again and kind == "q8_0":
         get_logger().warning(
             (
-                "%d of %d quantized layers are quantized again to Q8_0, for example %s: they have "
-                "zero points, outlier columns, or a group size that is not a multiple of 32. Use "
-                "'f16' or 'bf16' to keep their values."
+                "%d of %d quantized layers, such as %s, are quantized again to Q8_0, because they "
+                "have zero points, outlier columns, or a group size that is not a multiple of 32. "
+                "Use 'f16' or 'bf16' to keep their values."
             ),
             *(len(again), len(stores), again[0]),
         )
@@ -142,7 +142,7 @@ def stored_parts(
             data = data if kind == "F32" else quantize(data)
         if not narrow.isfinite().all():
             raise CheckpointError(
-                f"{name} has values that {kind} cannot represent: infinite, NaN, or beyond 65504. "
-                "Use type 'bf16' or 'f32'."
+                f"{name} has values that {kind} cannot represent: infinite, NaN, or larger than "
+                "65504. Use the type 'bf16' or 'f32'."
             )
         yield data.reshape(-1).view(np.uint8)

@@ -102,7 +102,7 @@ def write_gguf(
     plan.extra = values.pop("tensors")
     _check_readable(model, architecture, values, plan)
     if left_out:
-        get_logger().warning("GGUF %s leaves out: %s", architecture.kind, ", ".join(left_out))
+        get_logger().warning("GGUF %s does not store %s.", architecture.kind, ", ".join(left_out))
     values |= to_metadata(model.provenance)
     partial = out.with_name(partial_name(out.name))
     try:
@@ -125,9 +125,9 @@ def check_target(out: Path, kind: str, overwrite: bool) -> None:
             f"type={kind!r} is not supported (supported: {', '.join(get_args(GgufType))})."
         )
     if out.suffix != ".gguf":
-        raise ConfigError(f"{str(out)!r} must end in .gguf.")
+        raise ConfigError(f"the output file {str(out)!r} must have the extension .gguf.")
     if out.is_dir() or (out.exists() and not overwrite):
-        raise CheckpointError(f"{str(out)!r} already exists. Choose another file.")
+        raise CheckpointError(f"{str(out)!r} already exists. Choose another file name.")
     check_place(out, "target", is_file=True)
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"the parent directory of {str(out)!r} does not exist. Create it first.")

@@ -179,8 +179,8 @@ def _find(raw: Mapping[str, Any]) -> Packing | None:
         raise ConfigError(
             f"the quantization_config of this {method} checkpoint has unsupported fields: "
             f"{', '.join(problems)} (supported: GPTQ of 4 or 8 bits in the formats 'gptq' and "
-            "'gptq_v2', AWQ of 4 bits in the format 'gemm'). Use such a checkpoint, or the "
-            "unquantized model."
+            "'gptq_v2', AWQ of 4 bits in the format 'gemm'). Use a checkpoint with a supported "
+            "scheme, or the unquantized model."
         )
     return Packing(method, bits, group, int(method == "gptq" and form == "gptq"))
 
@@ -307,8 +307,8 @@ class PackedLinears:
         expected = {"qzeros": (groups, outputs // self.per_word), "scales": (groups, outputs)}
         if outputs % self.per_word or any(shapes[part] != expected[part] for part in expected):
             raise CheckpointError(
-                f"the packed tensors of {stem} do not match: {shapes}. Download the checkpoint "
-                "again."
+                f"the packed tensors of {stem} have inconsistent shapes: {shapes}. Download the "
+                "checkpoint again."
             )
         self._find_order(stem, inputs, groups)
         return outputs, inputs

@@ -84,11 +84,14 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except (UnpicklingError, *_BROKEN) as error:
         raise CheckpointError(
-            f"{str(path)!r} is damaged or not a weight file: {error}. Download it again."
+            f"{str(path)!r} is damaged or not a weight file: {error}. Download the file again."
         ) from error
     is_flat = isinstance(loaded, dict) and all(isinstance(t, Tensor) for t in loaded.values())
     if not is_flat or not loaded:
-        raise CheckpointError(f"{str(path)!r} is not a dictionary of tensors.")
+        raise CheckpointError(
+            f"{str(path)!r} is not a dictionary of tensors. Use a state dict that was saved with "
+            "torch.save."
+        )
     return loaded
 
 
@@ -115,8 +118,8 @@ def _read_index(index: Path) -> list[str]:
     if files and all(isinstance(file, str) for file in files):
         return sorted(files)
     raise CheckpointError(
-        f"{str(index)!r} is damaged: it must be JSON with a 'weight_map' from tensors to files. "
-        "Download it again."
+        f"{str(index)!r} is damaged (expected: JSON with a 'weight_map' from tensor names to file "
+        "names). Download the file again."
     )
 
 
@@ -133,8 +136,8 @@ def _find_files(directory: Path) -> list[Path]:
             missing = [p.name for p in paths if not p.exists()]
             if missing:
                 raise CheckpointError(
-                    f"{str(directory)!r} lacks {missing}, listed in {index.name}. "
-                    "Copy the missing files there, or download the model again."
+                    f"{str(directory)!r} does not contain {', '.join(missing)}, which {index.name} "
+                    "lists. Copy the missing files to the directory, or download the model again."
                 )
             return paths
         if (directory / single).exists():
@@ -143,8 +146,8 @@ def _find_files(directory: Path) -> list[Path]:
     if len(live) == 1:
         return live
     raise CheckpointError(
-        f"{str(directory)!r} contains no weights (needed: {', '.join(_SINGLE_FILES)}, one of these "
-        "as several files with an index, or a single .pt file of CPM-Live)."
+        f"{str(directory)!r} contains no weights (expected: {', '.join(_SINGLE_FILES)}, several "
+        "weight files with an index, or a single .pt file of CPM-Live)."
     )
 
 

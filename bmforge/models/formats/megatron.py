@@ -81,16 +81,17 @@ def find_shards(directory: Path) -> list[Path]:
     experts = [n for n in names if _EXPERT_FILE.fullmatch(n)]
     if experts:
         raise CheckpointError(
-            f"{str(directory)!r} contains {experts[0]} and other files with one expert per "
-            "rank: CPM-2's experts have norms, which are not supported. Only dense shards "
-            "(mp_rank_00_model_states.pt) can be read."
+            f"{str(directory)!r} contains {experts[0]}, a file with one expert per rank. The "
+            "experts of CPM-2 have norms, which are not supported. Use dense shards "
+            "(mp_rank_00_model_states.pt)."
         )
     shards = {int(m[1]): directory / n for n in names if (m := _FILE.fullmatch(n))}
     missing = sorted(set(range(max(shards, default=-1) + 1)) - set(shards))
     if missing:
         raise CheckpointError(
-            f"{str(directory)!r} has shards {sorted(shards)}, but lacks {missing}. Copy "
-            f"{', '.join(f'mp_rank_{n:02d}_model_states.pt' for n in missing)} there."
+            f"{str(directory)!r} has the shards {sorted(shards)}, but not the shards {missing}. "
+            f"Copy {', '.join(f'mp_rank_{n:02d}_model_states.pt' for n in missing)} to the "
+            "directory."
         )
     return [shards[rank] for rank in sorted(shards)]
 
@@ -116,7 +117,10 @@ class MegatronShards:
     def __init__(self, directory: Path) -> None:
         self.paths = find_shards(directory)
         if not self.paths:
-            raise CheckpointError(f"{str(directory)!r} contains no mp_rank_00_model_states.pt.")
+            raise CheckpointError(
+                f"{str(directory)!r} contains no mp_rank_00_model_states.pt. Pass the directory "
+                "with the Megatron shards."
+            )
         self._shards = [_read_shard(path, len(self.paths)) for path in self.paths]
         self._check_alike()
         self.shapes = {n: self._whole_shape(n, t.shape) for n, t in self._shards[0].items()}
@@ -170,9 +174,9 @@ class MegatronShards:
             wrong += [n for n in first if n in shard and not _are_parts(first[n], shard[n])]
             if wrong:
                 raise CheckpointError(
-                    f"{path.name} and {self.paths[0].name} in {str(path.parent)!r} belong to "
-                    f"different models or parallel degrees: {', '.join(wrong[:5])} and "
-                    f"{len(wrong[5:])} more differ. Copy all shards from one model."
+                    f"{path.name} and {self.paths[0].name} in {str(path.parent)!r} come from "
+                    f"different models or parallel degrees: {len(wrong)} tensors differ, such as "
+                    f"{', '.join(wrong[:5])}. Copy all shards from one model."
                 )
 
 
@@ -205,7 +209,7 @@ def _read_shard(path: Path, degree: int) -> dict[str, Tensor]:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except (UnpicklingError, RuntimeError, EOFError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{str(path)!r} is damaged or not a shard: {error}. Download it again."
+            f"{str(path)!r} is damaged or not a shard: {error}. Download the file again."
         ) from error
     tensors = loaded.get("module") if isinstance(loaded, dict) else None
     if not isinstance(tensors, Mapping) or not all(map(torch.is_tensor, tensors.values())):
@@ -221,7 +225,10 @@ def _read_shard(path: Path, degree: int) -> dict[str, Tensor]:
         )
     wrong = [n for n, t in tensors.items() if t.dim() > 2]
     if wrong:
-        raise CheckpointError(f"{str(path)!r} has tensors with more than two dims: {wrong[:5]}.")
+        raise CheckpointError(
+            f"{str(path)!r} has tensors with more than two dims, which are not supported: "
+            f"{', '.join(wrong[:5])}."
+        )
     return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
 
 

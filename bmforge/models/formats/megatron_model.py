@@ -69,7 +69,7 @@ def _tell_family(files: WeightFiles) -> _Family:
         return EVA if "role_embeds.weight" in files.shapes else CPM2
     raise CheckpointError(
         f"the shards in {str(files.directory)!r} have neither word_embeddings.weight (CPM-1) nor "
-        "word_embeds.weight (CPM-2, EVA); other models are not supported."
+        "word_embeds.weight (CPM-2, EVA). Other models are not supported."
     )
 
 
@@ -91,7 +91,7 @@ def _find_config(
         return family.settle_config(config_class.preset(fitting[0]), files.shapes)
     match = f"fit the presets {', '.join(fitting)}" if fitting else "fit no preset"
     raise ConfigError(
-        f"the shards in {str(files.directory)!r} are a {family.__name__}, but their sizes "
+        f"the shards in {str(files.directory)!r} contain a {family.__name__}, but their sizes "
         f"{match}. Select a preset with preset=..., or add the model's config.json."
     )
 
@@ -133,8 +133,8 @@ def save_megatron(model: Model, directory: str | Path, degree: int) -> None:
     if model.config.changes:
         kinds = ", ".join(dict.fromkeys(change.kind for change in model.config.changes))
         raise ConfigError(
-            f"this {type(model).__name__} was changed ({kinds}), which Megatron shards do not "
-            "support. Save it with save_pretrained."
+            f"this {type(model).__name__} has changes that Megatron shards do not support: "
+            f"{kinds}. Save the model with save_pretrained."
         )
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     rules = expand_rules(

@@ -253,7 +253,7 @@ def _check_fit(
         text = "; ".join(f"{title}: {', '.join(n[:_LISTED])}" for title, n in parts if n)
         raise CheckpointError(
             f"the tensors in {str(directory / _WEIGHTS)!r} do not match {type(model).__name__}: "
-            f"{text}. Check config.json, or copy the file again."
+            f"{text}. Check config.json, or copy the weight file again."
         )
     if unread:
         get_logger().info(

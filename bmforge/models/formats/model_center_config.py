@@ -195,8 +195,8 @@ def tell_family(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
         is_prompted = "prompt_embedding.weight" in tensors
         name = "CPM3" if is_prompted else "CPM1"
         raise ConfigError(
-            f"this is {name} of ModelCenter, with relative positions, which the Hugging Face "
-            f"format and bmforge's families do not support. {_WAYS[name]}"
+            f"the weights are those of ModelCenter's {name} with relative positions, which neither "
+            f"the Hugging Face format nor the model families of bmforge support. {_WAYS[name]}"
         )
     signs = {
         "block_position_embedding.weight": "GLM",
@@ -209,7 +209,8 @@ def tell_family(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
     if family_name is None:
         raise ConfigError(
             f"the tensor names ({', '.join(list(tensors)[:3])}, ...) do not identify a family. "
-            f"Give its name: one of {', '.join(sorted(OLD_FAMILIES))}."
+            "Pass the family (--family of bmforge convert): one of "
+            f"{', '.join(sorted(OLD_FAMILIES))}."
         )
     return family_name
 
@@ -232,9 +233,8 @@ def _tell_seq2seq(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
     if vocab_size in _VOCABULARIES:
         return _VOCABULARIES[vocab_size]
     raise ConfigError(
-        "the tensors fit both T5 1.1 and CPM-2, which use the same names, and the vocabulary "
-        f"size {vocab_size} belongs to neither. Give the family: T5 or CPM2 (--family of "
-        "bmforge convert)."
+        "the tensor names match both T5 1.1 and CPM-2, and neither has the vocabulary size "
+        f"{vocab_size}. Pass the family: T5 or CPM2 (--family of bmforge convert)."
     )
 
 
@@ -261,12 +261,12 @@ def read_old_config(
         old_config["norm_eps"] = old.defaults["norm_eps"]
     activation = old_config.get("ffn_activate_fn", "")
     problems = [
-        f"{name}={old_config[name]!r} (only {value!r})"
+        f"{name}={old_config[name]!r} (supported: {value!r})"
         for name, value in old.needed.items()
         if old_config[name] != value and name not in allow_unknown
     ]
     if activation not in old.activations:
-        problems.append(f"ffn_activate_fn={activation!r} (only {[*old.activations][1:]})")
+        problems.append(f"ffn_activate_fn={activation!r} (supported: {[*old.activations][1:]})")
     understood = {*_FIELDS, *_IGNORED, *old.needed, *old.defaults, *allow_unknown}
     problems += [
         f"{name}={value!r} (unknown)"
@@ -274,7 +274,7 @@ def read_old_config(
         if name not in understood and value not in (None, False, "", [], {})
     ]
     if family == "CPM2" and old_config["num_encoder_layers"] != old_config["num_decoder_layers"]:
-        problems.append("num_encoder_layers and num_decoder_layers (only equal ones)")
+        problems.append("num_encoder_layers and num_decoder_layers (supported: equal values)")
     if problems:
         raise ConfigError(
             "these fields of ModelCenter's config are not supported and could change results: "

@@ -69,9 +69,9 @@ class Mxfp4Stacks:
             scales_shape = tuple(files[scales].shapes[scales]) if scales in files else None
             if len(shape) != 4 or shape[3] * 2 != _BLOCK_SIZE or scales_shape != expected:
                 raise CheckpointError(
-                    f"the MXFP4 tensors of {name} do not match: {blocks} has shape {shape}, "
-                    f"{scales} {scales_shape} (needed: (E, rows, n, 16) and (E, rows, n)). "
-                    "Download the checkpoint again."
+                    f"the MXFP4 tensors of {name} have unsupported shapes: {blocks} has {shape}, "
+                    f"and {scales} has {scales_shape} (expected: (E, rows, n, 16) and (E, rows, "
+                    "n)). Download the checkpoint again."
                 )
             self.shapes[name] = (shape[0], shape[2] * _BLOCK_SIZE, shape[1])
             self.parts |= {blocks, scales}

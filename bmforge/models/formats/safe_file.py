@@ -98,7 +98,9 @@ class CheckedFile:
     def check_same(self, descriptor: int) -> None:
         """Raise `CheckpointError` if the open file differs from the original file."""
         if identify(descriptor) != self._identity:
-            raise CheckpointError(f"{str(self.path)!r} was changed while it was being read.")
+            raise CheckpointError(
+                f"{str(self.path)!r} was changed while it was being read. Load the model again."
+            )
 
     def damaged(self, reason: str) -> CheckpointError:
         """Return the error for a damaged file."""
@@ -298,7 +300,7 @@ def _view_bytes(tensor: Tensor) -> memoryview:
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{str(path)!r} is damaged or not a weight file: {reason}. Download it again."
+        f"{str(path)!r} is damaged or not a weight file: {reason}. Download the file again."
     )
 
 
@@ -372,6 +374,6 @@ def write_file(
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise CheckpointError(
-            f"cannot write {str(path)!r} of {len(text) + offset:,} bytes ({error.strerror}). "
-            "Free disk space, or choose another directory."
+            f"cannot write {len(text) + offset:,} bytes to {str(path)!r} ({error.strerror}). Free "
+            "disk space, or choose another directory."
         ) from error

@@ -50,7 +50,8 @@ def call_arguments(module: nn.Module, arguments: dict[str, Any], *, cached: bool
     if unknown:
         raise ConfigError(
             f"a {type(module).__name__} does not support the arguments {', '.join(unknown)} "
-            f"(allowed: {', '.join(sorted(names - {'self'}))}). Leave them out."
+            f"(allowed: {', '.join(sorted(names - {'self'}))}). Leave the unsupported arguments "
+            "out."
         )
     if "use_cache" in names:
         chosen["use_cache"] = cached

@@ -155,8 +155,8 @@ class TransformersConfig(ModelConfig):
         """Build the transformers config, including changes of this config's fields."""
         if not self.source:
             raise ConfigError(
-                "a model of the transformers backend is built from a config.json. Pass its "
-                "directory."
+                "the transformers backend can build a model only from an existing config.json. "
+                "Pass the directory of a model."
             )
         hf = config_from_json(json.loads(self.source))
         if bool(getattr(hf, "tie_word_embeddings", False)) != self.tie_word_embeddings:

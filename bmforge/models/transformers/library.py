@@ -86,7 +86,7 @@ def config_from_json(raw: dict[str, Any]) -> Any:
     kind = str(raw.get("model_type"))
     if not supports(kind):
         raise ConfigError(
-            f"model_type={kind!r} is not known to the installed transformers. Install a newer "
+            f"the installed transformers does not support model_type={kind!r}. Install a newer "
             "transformers."
         )
     module = importlib.import_module("transformers.models.auto.configuration_auto")
@@ -95,7 +95,9 @@ def config_from_json(raw: dict[str, Any]) -> Any:
         # JSON has no infinity; transformers encodes it as an object.
         return chosen.from_dict(chosen._decode_special_floats(copy.deepcopy(raw)))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"transformers rejects this config of a {kind!r}: {error}.") from error
+        raise ConfigError(
+            f"transformers rejects the config of model_type={kind!r}: {error}."
+        ) from error
 
 
 def find_auto_class(raw: dict[str, Any]) -> str:

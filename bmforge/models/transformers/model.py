@@ -162,9 +162,9 @@ class TransformersModel(Model):
         if self.stored_names.opaque:
             kind = type(self.foreign).__name__
             raise ConfigError(
-                f"a {kind} stores tensors in a form that bmforge cannot read in slices: "
-                f"{self.stored_names.opaque[0]} and {len(self.stored_names.opaque) - 1} more. "
-                "Load it with transformers and save it again."
+                f"a {kind} stores {len(self.stored_names.opaque)} tensors in a form that bmforge "
+                f"cannot read in slices, such as {self.stored_names.opaque[0]}. Load the "
+                "checkpoint with transformers and save it again."
             )
         missing = {rule.theirs for rule in rules} - set(names)
         if not missing:
@@ -298,7 +298,7 @@ class TransformersModel(Model):
         """Run the blocks of one pipeline stage; see `stages.py`."""
         if cache is not None:
             raise ConfigError(
-                "the transformers backend decodes without a KV cache on pipeline stages. Leave "
+                "the transformers backend does not support a KV cache on pipeline stages. Leave "
                 "cache out."
             )
         modules = stage_modules(
@@ -326,7 +326,7 @@ class TransformersModel(Model):
         if low < 0 or high >= table.num_embeddings:
             raise ShapeError(
                 f"input_ids has ids from {low} to {high} (allowed: 0 to "
-                f"{table.num_embeddings - 1}). Use the tokenizer that belongs to the model."
+                f"{table.num_embeddings - 1}). Use the tokenizer of the model."
             )
 
     def _separate(
@@ -337,11 +337,11 @@ class TransformersModel(Model):
             return positions, mask
         kind = self.behavior.packing
         if not kind:
-            why = self.behavior.reason or "its layers mix the documents of a row"
+            why = self.behavior.reason or "its layers mix the documents of a packed sequence"
             raise ConfigError(
-                f"model_type={self.config.model_type!r} cannot separate the documents of a "
-                f"packed row ({why}). Set data.reset_at_documents=false, or use one document "
-                "per row."
+                f"model_type={self.config.model_type!r} cannot separate the documents of a packed "
+                f"sequence ({why}). Set data.reset_at_documents=false, or use one document per "
+                "sequence."
             )
         positions = count_positions(documents) if positions is None else positions
         if kind == "positions":

@@ -325,5 +325,6 @@ def check_opaque(names: StoredNames, kind: str) -> None:
     if names.opaque:
         raise ConfigError(
             f"a {kind} stores {len(names.opaque)} tensors in a form that bmforge cannot read in "
-            f"slices, such as {names.opaque[0]!r}. Load it with transformers and save it again."
+            f"slices, such as {names.opaque[0]!r}. Load the checkpoint with transformers and save "
+            "it again."
         )

@@ -45,7 +45,7 @@ _SIZES: dict[int, str] = {
     "num_hidden_groups",
     128: "max_position_embeddings n_positions n_ctx seq_length max_sequence_length mamba_d_ssm "
     "max_target_positions max_source_positions",
-    VOCABULARY: "vocab_size vocab_size_per_layer_input",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input decoder_vocab_size",
     3: "num_channels",
     0: "num_kv_shared_layers",
 }

@@ -214,7 +214,7 @@ class PipelinedModel:
             self.output = out
 
     def _refuse(self, micro_batch: Batch) -> Any:
-        raise AssertionError("a pipeline stage ran outside of a training step")
+        raise AssertionError("a pipeline stage ran outside of a training step.")
 
     def _least(self) -> int:
         """Smallest number of micro-batches with which the schedule can run."""

@@ -121,9 +121,9 @@ def _finish_times(schedule: Schedule, durations: Mapping[Kind, float]) -> dict[A
                 ready[_input_half(action)] = clocks[rank]
                 moved = True
         if not moved:
-            waiting = [f"rank {r} at {order[-1]}" for r, order in enumerate(todo) if order]
+            waiting = [f"rank {r} waits at {order[-1]}" for r, order in enumerate(todo) if order]
             raise ConfigError(
-                f"the pipeline schedule {schedule.name} deadlocks: {'; '.join(waiting)}"
+                f"the pipeline schedule {schedule.name} deadlocks: {'; '.join(waiting)}."
             )
     return finished
 

@@ -102,8 +102,8 @@ class Pipeline:
         if link.size != schedule.num_ranks or set(stages) != set(own_stages):
             raise ConfigError(
                 f"rank {link.rank} of {link.size} has the stages {sorted(stages)}, but the "
-                f"schedule {schedule.name} for {schedule.num_ranks} ranks needs "
-                f"{list(own_stages)} there."
+                f"schedule {schedule.name} for {schedule.num_ranks} ranks assigns "
+                f"{list(own_stages)} to this rank."
             )
         self.schedule, self.link = schedule, link
         self._stages, self._sync = dict(stages), sync

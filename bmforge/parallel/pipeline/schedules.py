@@ -261,8 +261,8 @@ def problems(
     if name not in _RECIPES:
         return [
             (
-                f"schedule={name!r} is unknown (known: "
-                f"{', '.join(SCHEDULES)}).{suggest(name, SCHEDULES)}"
+                f"schedule={name!r} is unknown (known: {', '.join(SCHEDULES)}"
+                f"{suggest(name, SCHEDULES).replace(' Did', '; did')})"
             )
         ]
     recipe = _RECIPES[name]
@@ -272,21 +272,21 @@ def problems(
     most = recipe.most_per_rank
     if per_rank < recipe.fewest_per_rank or (most is not None and per_rank > most):
         need = f"exactly {most}" if most is not None else f"at least {recipe.fewest_per_rank}"
-        reasons.append(f"stages_per_rank={per_rank}: {name} needs {need}")
+        reasons.append(f"stages_per_rank={per_rank} must be {need} for the schedule {name}")
     if reasons:
         return reasons
     fewest = recipe.fewest_per_stage * num_ranks * per_rank
     if num_micro_batches < fewest:
         reasons.append(
-            f"num_micro_batches={num_micro_batches}: {name} on {num_ranks} ranks needs at "
-            f"least {fewest}; use smaller micro-batches or the schedule zbv"
+            f"num_micro_batches={num_micro_batches} must be at least {fewest} for the schedule "
+            f"{name} on {num_ranks} ranks; use smaller micro-batches or the schedule zbv"
         )
     if recipe.in_rounds and num_micro_batches % _rounds(num_ranks, num_micro_batches):
         rounded = -(-num_micro_batches // num_ranks) * num_ranks
         reasons.append(
             f"num_micro_batches={num_micro_batches} does not divide into the "
             f"{_rounds(num_ranks, num_micro_batches)} equal rounds that {name} needs on "
-            f"{num_ranks} ranks; {rounded} does"
+            f"{num_ranks} ranks; use {rounded} micro-batches"
         )
     return reasons
 
@@ -311,7 +311,7 @@ def write_schedule(
     """
     reasons = problems(name, num_ranks, num_micro_batches, stages_per_rank)
     if reasons:
-        raise ConfigError("cannot build the pipeline schedule: " + "; ".join(reasons))
+        raise ConfigError(f"the pipeline schedule cannot be built: {'; '.join(reasons)}.")
     recipe = _RECIPES[name]
     per_rank = recipe.fewest_per_rank if stages_per_rank is None else stages_per_rank
     ranks = list(range(num_ranks))

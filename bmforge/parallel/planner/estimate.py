@@ -68,7 +68,7 @@ class PlanRequest:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a batch size below 1."""
         if self.batch < 1:
-            raise ConfigError(f"--batch {self.batch} must be at least 1 row.")
+            raise ConfigError(f"--batch {self.batch} must be at least 1.")
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,8 @@ class Estimator:
         batch = self.request.batch
         if batch % (replicas * choice.rows):
             raise ConfigError(
-                f"a batch of {batch} rows does not divide into {replicas} processes x "
-                f"{choice.rows} rows."
+                f"a batch of {batch} rows does not divide into {replicas} data-parallel processes "
+                f"with micro-batches of {choice.rows} rows."
             )
         return batch // (replicas * choice.rows)
 

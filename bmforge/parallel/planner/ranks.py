@@ -57,7 +57,7 @@ def cut_ranks(model: nn.Module, layout: Layout, order: Sequence[int]) -> tuple[R
     problems: list[str] = []
     cutting, owners = plan_pipeline(model, layout, rules, problems)
     if cutting is None or problems:
-        raise ConfigError("; ".join(problems))
+        raise ConfigError(f"{'; '.join(problems)}.")
     ranks = []
     for rank in range(layout.pp):
         stages = [stage for stage, owner in enumerate(owners) if owner == rank]

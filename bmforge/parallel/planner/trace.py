@@ -297,8 +297,8 @@ class _Marks:
         names = rules().stacks if callable(rules) else ()
         if not names:
             raise ConfigError(
-                f"{type(model).__name__} has no layout rules that list its blocks. Define "
-                "layout_rules() with stacks=..."
+                f"{type(model).__name__} has no layout rules that list its blocks. Define a method "
+                "layout_rules() that returns LayoutRules(stacks=...)."
             )
         self.stacks = {name: list(model.get_submodule(name).children()) for name in names}
         for stack, blocks in self.stacks.items():

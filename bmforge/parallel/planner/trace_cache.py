@@ -78,7 +78,7 @@ class TraceStore:
         except OSError as error:
             self.is_writable = False
             get_logger().warning(
-                "the measurements of the planner cannot be saved for the next call: %s", error
+                "the planner's measurements cannot be cached for the next call: %s", error
             )
 
     def _path(self, key: dict[str, Any]) -> Path:

@@ -102,8 +102,8 @@ def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[st
         problems += [f"tp={size}: {cut.glob}: {reason}" for reason in sorted(reasons)]
         problems += [
             (
-                f"tp={size}: {name}.{key} has only the shape {tuple(parameter.shape)}, too "
-                "small to shard"
+                f"tp={size}: {name}.{key} of shape {tuple(parameter.shape)} is too small to be "
+                "sharded"
             )
             for name in names
             for key, parameter in modules[name].named_parameters(recurse=False)
@@ -122,15 +122,15 @@ def _part_problems(model: nn.Module, styles: Mapping[str, Cut], size: int) -> li
         style = "" if cut is None else cut.style
         if style not in supported:
             problems.append(
-                f"tp={size}: {name}, a {type(module).__name__}, is attached to a module "
-                f"that is sharded as {style!r}, but supports only "
+                f"tp={size}: {name} ({type(module).__name__}) is attached to a module that is "
+                f"sharded in the style {style!r}, but supports only "
                 f"{', '.join(map(repr, sorted(supported - {''})))}"
             )
         elif cut is not None:
             problems += [
                 (
-                    f"tp={size}: {name}.{key} has only the shape {tuple(parameter.shape)}, too "
-                    "small to shard"
+                    f"tp={size}: {name}.{key} of shape {tuple(parameter.shape)} is too small to "
+                    "be sharded"
                 )
                 for key, parameter in module.named_parameters(recurse=False)
                 if _leaves_empty(parameter, _dims_of(module, cut).get(key), size)
@@ -233,17 +233,29 @@ def apply_tensor_parallel_(
 def _view_parameters_of_children_(model: nn.Module) -> None:
     """Let modules of other libraries read a replicated parameter of a child as a plain tensor.
 
-    A Mamba mixer, for instance, reads the weight of its convolution without calling it.
+    A Mamba mixer, for instance, reads the weight of its convolution without calling it. Blocks,
+    which are children of a list, are left out: ZeRO gathers their parameters only for their call.
     """
     for module in list(model.modules()):
         views = {
             f"{name}.{key}": view_here
-            for name, child in module.named_children()
+            for name, child in _near_modules(module)
             for key, parameter in child.named_parameters(recurse=False)
             if isinstance(parameter, DTensor) and parameter.placements[0].is_replicate()
         }
         if views:
             view_parameters_(module, views, "child views")
+
+
+def _near_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names of a module's children and grandchildren, and these, except list elements."""
+    lists = (nn.ModuleList, nn.ModuleDict)
+    if isinstance(module, lists):
+        return
+    for name, child in module.named_children():
+        yield name, child
+        if not isinstance(child, lists):
+            yield from ((f"{name}.{key}", other) for key, other in child.named_children())
 
 
 def _cut_parameters_(

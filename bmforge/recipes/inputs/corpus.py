@@ -51,26 +51,26 @@ class CorpusConfig:
     """Text of a run: prepared directories or token stores.
 
     Args:
-        paths: directories made by `bmforge prepare`, or prefixes of .bin/.idx token stores; several
-            are mixed. Conditions after the path, as in `corpus?language=zh&date>=2020`, select
-            documents.
+        paths: directories written by `bmforge prepare`, or prefixes of .bin/.idx token stores;
+            several are mixed. Conditions after the path, as in `corpus?language=zh&date>=2020`,
+            select documents.
         where: conditions on the documents of all paths, including held-out ones: source, language,
             license (with * and commas), date, quality; such as language=zh or quality>=0.5.
-        weights: sampling weight of each path (default: equal weights).
+        weights: sampling weight of each path (if empty: equal weights).
         seq_len: sequence length in tokens.
         global_batch_size: sequences per optimizer step over all processes.
         grad_accum_steps: gradient accumulation steps; sets global_batch_size to micro_batch_size x
-            this x processes / tp / pp / cp (default: derived from global_batch_size).
+            this x processes / tp / pp / cp (if None: derived from global_batch_size).
         micro_batch_size: sequences per forward pass on one process.
         reset_at_documents: restart positions and attention at every document.
         tokenizer: directory of the tokenizer with which token stores were written; it is exported
-            with the model (default: that of the prepared directory).
-        eos_id: id of the token at the end of every document (default: the one that the prepared
+            with the model (if None: that of the prepared directory).
+        eos_id: id of the token at the end of every document (if None: the one that the prepared
             directory records, or else the tokenizer's).
-        validation: prefix of a validation store (default: that of the first prepared directory).
+        validation: prefix of a validation store (if None: that of the first prepared directory).
         split: weights by which the documents of a token store are split into training, validation
-            and unused documents, such as 949 50 1 (default: train on all).
-        validation_batches: maximum number of micro-batches of an evaluation (default: all).
+            and unused documents, such as 949 50 1 (if empty: train on all).
+        validation_batches: maximum number of micro-batches of an evaluation (if None: all).
         seed: random seed of the sample order.
         prefetch_steps: optimizer steps whose batches are loaded ahead.
     """
@@ -205,7 +205,7 @@ def open_held_out(path: str, seq_len: int, vocab_size: int, model: str | None) -
     prefix = Path(path) if report is None else report.validation_prefix
     if prefix is None:
         raise ConfigError(
-            f"{path!r} has no validation data. Prepare it again with "
+            f"{path!r} has no validation data. Prepare the corpus again with "
             "--validation-fraction, or give another token store."
         )
     run_on_first(lambda: check_tokenizers((path,), model, None))
@@ -275,7 +275,10 @@ def _check_stores(config: CorpusConfig, vocab_size: int, init_from: str | None) 
         store = open_store(held_out)
         check_vocabulary(store, vocab_size)
         if store.num_tokens < 2:
-            raise DataError(f"validation store {held_out!r} has fewer than 2 tokens to predict.")
+            raise DataError(
+                f"validation store {held_out!r} has {store.num_tokens} tokens (needed: at least "
+                "2). Give a longer text."
+            )
 
 
 def _validation_prefix(config: CorpusConfig) -> str | None:

@@ -41,18 +41,18 @@ class ExampleConfig:
     """Data options of a run that trains on examples.
 
     Args:
-        paths: data files, or token stores if the recipe reads them.
+        paths: data files, or token stores for recipes that read them.
         validation: held-out files in the same format.
-        tokenizer: directory of the tokenizer (default: that of `init_from`).
+        tokenizer: directory of the tokenizer (if None: that of `init_from`).
         seq_len: maximum sequence length in tokens.
         global_batch_size: sequences per optimizer step over all processes.
         micro_batch_size: sequences per forward pass on one process.
         grad_accum_steps: gradient accumulation steps; sets global_batch_size to micro_batch_size x
-            this x processes / tp / pp / cp (default: derived from global_batch_size).
+            this x processes / tp / pp / cp (if None: derived from global_batch_size).
         split: weights by which the documents of a token store are split into training, validation
-            and unused documents, such as 949 50 1 (default: train on all).
-        validation_batches: maximum number of micro-batches of an evaluation (default: all).
-        seed: random seed of the order and of the examples' random choices.
+            and unused documents, such as 949 50 1 (if empty: train on all).
+        validation_batches: maximum number of micro-batches of an evaluation (if None: all).
+        seed: random seed of the sample order and of random choices within samples.
     """
 
     paths: tuple[str, ...] = ()
@@ -188,8 +188,8 @@ class ExampleLoader:
         if any(state.get(key) != own_state[key] for key in ("dataset", "content")):
             raise ConfigError(
                 f"{describe_change(state.get('files'), self._files)}, so the order of the samples "
-                "cannot be continued. Restore it, start a new run in another run_dir, or continue "
-                "in a new order with --override data."
+                "cannot be continued. Restore the data, start a new run in another run_dir, or "
+                "continue in a new order with --override data."
             )
 
 

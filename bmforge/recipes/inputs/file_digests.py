@@ -39,7 +39,7 @@ def describe_change(before: Digests | None, now: Digests) -> str:
     if changed:
         return f"{', '.join(changed)} changed since the run began (data.paths)"
     if removed:
-        return f"{', '.join(removed)} of the run's beginning is not among data.paths"
+        return f"data.paths no longer contains {', '.join(removed)}, with which the run began"
     return (
         "the training examples changed since the run began, but their files did not (the "
         "tokenizer, its chat template, the order of data.paths or an option of data changed)"

@@ -48,8 +48,8 @@ class ImageConfig:
         mirror: flip half of the training images horizontally.
         mean: mean of every channel for normalization, of values from 0 to 1.
         std: standard deviation of every channel for normalization.
-        validation_batches: maximum number of micro-batches of an evaluation (default: all).
-        seed: random seed of the order and of the crops.
+        validation_batches: maximum number of micro-batches of an evaluation (if None: all).
+        seed: random seed of the sample order and of the crops.
     """
 
     paths: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ class ImageFolder:
         if classes is not None and set(self.classes) - set(classes):
             raise DataError(
                 f"{folder!r} has the classes {sorted(set(self.classes) - set(classes))}, which "
-                "the training data does not have. Remove them."
+                "the training data does not have. Remove these subfolders."
             )
         self.classes = list(classes or self.classes)
         self._files = [
@@ -192,7 +192,9 @@ def _open_image(path: Path, channels: int) -> Any:
     except ImportError as error:
         raise MissingDependencyError("Pillow", "images", "reading images") from error
     if channels not in _MODES:
-        raise ConfigError(f"model.num_channels={channels} is not supported for images (1 or 3).")
+        raise ConfigError(
+            f"model.num_channels={channels} is not supported for images (supported: 1 and 3)."
+        )
     try:
         with Image.open(path) as image:
             return image.convert(_MODES[channels])

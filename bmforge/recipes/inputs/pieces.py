@@ -95,8 +95,8 @@ def open_pieces(
     config.check()
     if longest < shortest:
         raise ConfigError(
-            f"data.seq_len={config.seq_len} leaves {longest} tokens of text per row (at least "
-            f"{shortest}). Raise it."
+            f"data.seq_len={config.seq_len} leaves {longest} tokens of text per sequence (needed: "
+            f"at least {shortest}). Raise data.seq_len."
         )
     check_where((), config.paths, config.split)
     check_split(config.split, config.validation, config.paths)
@@ -139,7 +139,8 @@ def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if kind is not None and not isinstance(tokenizer, kind):
         raise ConfigError(
-            f"{str(folder)!r} has a {type(tokenizer).__name__} (needed: {kind.__name__})."
+            f"the tokenizer in {str(folder)!r} is a {type(tokenizer).__name__} (needed: "
+            f"{kind.__name__}). Give the directory of another tokenizer with --data.tokenizer."
         )
     if len(tokenizer) > config.model.vocab_size:
         raise ConfigError(

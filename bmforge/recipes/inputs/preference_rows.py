@@ -93,7 +93,7 @@ def _render(
     if not scored:
         raise DataError(
             f"{example.location}: all assistant messages of an answer have weight 0 (needed: one "
-            "with weight 1). Remove the weight, or the record."
+            "with weight 1). Remove the weights, or the record."
         )
     return scored
 
@@ -129,9 +129,9 @@ def _join(location: str, turns: Sequence[AnswerText], tokenizer: Tokenizer) -> E
     raise DataError(
         f"{location}: the chat template changes message {changed.number + 1} when later messages "
         f"follow it (many omit the thoughts or the end token of earlier answers), so the "
-        f"{len(turns)} assistant messages of an answer are not one text. Give answers with one "
-        "assistant message and put the common earlier ones into 'prompt', or give a template that "
-        "does not change earlier messages with --template."
+        f"{len(turns)} assistant messages of an answer cannot be rendered as one text. Give "
+        "answers with one assistant message and move the earlier messages into 'prompt', or give a "
+        "template that does not change earlier messages with --template."
     )
 
 
@@ -197,7 +197,7 @@ class PreferencePairs(PaddedRows):
         for pair in pairs:
             if pair.chosen is None or pair.rejected is None:
                 raise DataError(
-                    "the data has answers labeled good or bad instead of pairs. Use the method kto."
+                    "the data has answers labeled good or bad instead of pairs. Use --method kto."
                 )
             cut += max(len(pair.chosen.ids), len(pair.rejected.ids)) > seq_len
             chosen, rejected = (truncate_row(row, seq_len) for row in pair[:2] if row is not None)

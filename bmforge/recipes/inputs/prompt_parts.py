@@ -35,8 +35,8 @@ def open_template(config: Any, task: BenchmarkTask, example: TaskExample) -> str
     templates = find_published(task, example).templates
     if not 0 <= config.choice < len(templates):
         raise ConfigError(
-            f"choice={config.choice} is out of range: {task.name} has {len(templates)} "
-            "templates. Give a smaller choice."
+            f"choice={config.choice} is not a template of {task.name} (allowed: 0 to "
+            f"{len(templates) - 1})."
         )
     return templates[config.choice]
 
@@ -55,7 +55,8 @@ def find_words(config: Any, task: BenchmarkTask, example: TaskExample) -> dict[s
     names = task.label_names or tuple(map(str, range(len(rows))))
     if len(names) != len(rows):
         raise ConfigError(
-            f"{len(rows)} classes have words, but {task.name} has {len(names)} classes."
+            f"the verbalizer has words for {len(rows)} classes, but {task.name} has {len(names)} "
+            "classes. Give words for each class."
         )
     return dict(zip(names, rows, strict=True))
 
@@ -69,7 +70,7 @@ def open_words(
         if config.verbalizer_class:
             raise ConfigError(
                 f"verbalizer_class={config.verbalizer_class!r} has no effect on "
-                f"{task.name}, whose examples contain their own choices."
+                f"{task.name}, whose examples contain their own choices. Leave it out."
             )
         return GenerationVerbalizer(words, tokenizer, rule=True, per_token=True)
     if config.verbalizer_class:
@@ -96,8 +97,8 @@ def _open_own_words(config: Any, words: dict[str, list[str]], tokenizer: Tokeniz
     if trained and not config.zero_shot:
         raise ConfigError(
             f"{config.verbalizer_class!r} has parameters ({', '.join(trained)}), but a run "
-            "trains only the parameters of the model. Use --zero-shot, or train it with "
-            "PromptClassifier."
+            "trains only the parameters of the model. Use --zero-shot, or train the verbalizer "
+            "with PromptClassifier."
         )
     return verbalizer.requires_grad_(False)
 

@@ -34,7 +34,7 @@ class PromptConfig(ExampleConfig):
         paths: .jsonl, .json or .parquet files, or folders of them; every record has a ``prompt`` (a
             text or a list of messages); all other fields are passed to the reward functions.
         validation: not supported; evaluate the exported model with `bmforge evaluate`.
-        tokenizer: directory of the tokenizer (default: that of `init_from`).
+        tokenizer: directory of the tokenizer (if None: that of `init_from`).
         seq_len: maximum length of a prompt in tokens; longer ones are skipped and counted.
         global_batch_size: answers per optimizer step over all processes.
         micro_batch_size: answers per forward pass on one process.
@@ -103,7 +103,7 @@ def encode_prompts(
     if not short:
         raise DataError(
             f"none of the {len(rows)} prompts fits into data.seq_len={data.seq_len} tokens. "
-            "Raise it."
+            "Raise data.seq_len, or give shorter prompts."
         )
     if len(short) < len(rows):
         get_logger().warning(

@@ -45,7 +45,7 @@ def check_where(where: Sequence[str], paths: Sequence[str], split: Sequence[floa
     if conditions and split:
         raise ConfigError(
             f"data.split={tuple(split)} divides whole token stores, so it cannot be used with "
-            "conditions on documents. Leave one of them out."
+            "conditions on documents (data.where). Leave one of them out."
         )
 
 

@@ -82,9 +82,9 @@ class SpanCorpus:
     ) -> None:
         if config.target_len is None:
             raise ConfigError(
-                "target_len is not set. Preprocessed spans are packed, so set the "
-                "maximum length of a target (CPM-Pretrain's --dec-seq-length): "
-                "--target-len 384."
+                "target_len is not set, but preprocessed spans are packed into targets of this "
+                "length. Set the maximum number of tokens of a target (CPM-Pretrain's "
+                "--dec-seq-length), such as --target-len 384."
             )
         self._length, self._longest = config.data.seq_len, config.target_len
         self._sentinels, self._vocab_size = sentinels, vocab_size
@@ -92,8 +92,8 @@ class SpanCorpus:
         self._bounds = [0, *accumulate(part.rows for part in self._parts)]
         if self._bounds[-1] == 0:
             raise DataError(
-                f"{list(prefixes)} do not fill one row of data.seq_len={self._length} tokens. Give "
-                "more text, or reduce data.seq_len."
+                f"{list(prefixes)} do not fill one sequence of data.seq_len={self._length} tokens. "
+                "Give more text, or reduce data.seq_len."
             )
         self.columns: Mapping[str, tuple[int, int]] = {
             "input_ids": (self._length, config.model.pad_token_id),
@@ -143,9 +143,8 @@ class SpanCorpus:
     def _sentinel(self, count: int, part: _CorpusRange) -> int:
         if count >= len(self._sentinels):
             raise DataError(
-                f"a row of {part.prefix!r} has more spans than the tokenizer has sentinel "
-                f"tokens ({len(self._sentinels)}). Lower data.seq_len (now "
-                f"{self._length})."
+                f"a sequence of {part.prefix!r} has more spans than the tokenizer has sentinel "
+                f"tokens ({len(self._sentinels)}). Reduce data.seq_len={self._length}."
             )
         return self._sentinels[count]
 
@@ -160,8 +159,8 @@ class SpanCorpus:
                 span = part.targets.get(text, offset, length).tolist()
         if span[:1] != [token] or max(span[1:], default=0) >= self._vocab_size:
             raise DataError(
-                f"{part.prefix!r}, text {text}: span {number} does not match its offset. Use "
-                f"three stores of one corpus, made with this tokenizer of {self._vocab_size} "
-                "tokens."
+                f"{part.prefix!r}, text {text}: span {number} does not match its offset. Use the "
+                "three token stores of one corpus, prepared with this tokenizer of "
+                f"{self._vocab_size} tokens."
             )
         return span[1:]

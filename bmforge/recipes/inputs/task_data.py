@@ -22,7 +22,7 @@ class TaskDataConfig(ExampleConfig):
     Args:
         task: name of a published task, such as BoolQ or ag_news; omit it for user data.
         labels: labels of user data.
-        fields: names of the text fields of user data, in reading order (default: the text fields
+        fields: names of the text fields of user data, in reading order (if empty: the text fields
             of the first line).
         paths: folder with the task's files, or a folder with a subfolder named like the task. For
             user data, .jsonl files with {"text": "...", "label": "..."} on each line.
@@ -77,7 +77,7 @@ class TaskDataConfig(ExampleConfig):
             )
         if len(self.paths) != 1:
             raise ConfigError(
-                f"data.paths={list(self.paths)} must be one folder, that of the task."
+                f"data.paths={list(self.paths)} must be one folder, with the files of {task}."
             )
         if self.validation or self.split:
             raise ConfigError(

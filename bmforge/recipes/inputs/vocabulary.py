@@ -39,7 +39,7 @@ def check_tokenizers(
         if (difference := find_difference(folder, folders[0])) is not None:
             raise ConfigError(
                 f"the corpora {prepared[0]!r} and {path!r} were prepared with different "
-                f"tokenizers ({difference}). Prepare the later ones with `--tokenizer "
+                f"tokenizers ({difference}). Prepare the second corpus again with `--tokenizer "
                 f"{folders[0]}`."
             )
     source_name = tokenizer if tokenizer is not None else init_from
@@ -65,12 +65,14 @@ def find_difference(corpus: Path, own: Path) -> str | None:
         ids = AutoTokenizer.from_pretrained(own)
     except DataError as error:
         get_logger().warning(
-            "it is unknown whether the text was prepared with the tokenizer of %s: %s", own, error
+            "cannot check that the text was prepared with the tokenizer of %s (%s)", own, error
         )
         return None
     for token, id in AutoTokenizer.from_pretrained(corpus).get_vocab().items():
         if (other_id := ids.token_to_id(token)) != id:
-            return f"token {token!r} has id {id} in the text, but {other_id} in the tokenizer"
+            other = "no id" if other_id is None else other_id
+            return f"token {token!r} has id {id} in one of them and {other} in the other"
+
     return None
 
 

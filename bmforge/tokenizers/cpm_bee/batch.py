@@ -163,8 +163,8 @@ class BestFit:
         """
         if length > self.max_length:
             raise DataError(
-                f"item {item} has {length} tokens, more than a row of "
-                f"max_length={self.max_length}. Shorten it, or raise max_length."
+                f"item {item} has {length} tokens, more than max_length={self.max_length}. Shorten "
+                "the item, or raise max_length."
             )
         fitting = [(free, i) for i, free in enumerate(self._free) if free >= length]
         if fitting:
@@ -212,7 +212,8 @@ def collate_rows(
     width = longest if length is None else length
     if longest > width:
         raise DataError(
-            f"a row has {longest} tokens, more than length={width}. Shorten it, or raise length."
+            f"a packed sequence has {longest} tokens, more than length={width}. Shorten the "
+            "sequence, or raise length."
         )
     tokens = extension_rows([instance for row in rows for instance in row])
     columns = {name: np.zeros((len(rows), width), dtype=np.int32) for name in _COLUMNS}

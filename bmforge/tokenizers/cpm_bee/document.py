@@ -154,7 +154,7 @@ def encode_document(
     if max_length is not None and bounds[-1] > max_length:
         raise TooLongError(
             f"the document has {bounds[-1]} tokens, more than max_length={max_length}. Shorten "
-            "it, or raise max_length if the model supports it"
+            "the document, or raise max_length if the model supports longer sequences."
         )
     ids, subs = np.array([token for part in parts for token in part], dtype=np.int32).T
     segs = np.repeat(np.arange(len(segments), dtype=np.int32), np.diff(bounds))
@@ -193,9 +193,9 @@ def decode_document(
     """
     if len(answers) != len(encoded.answers):
         raise DataError(
-            f"there are {len(answers)} answers for {len(encoded.answers)} slots under "
-            f"{ANSWER_KEY!r}: {['.'.join(slot.path) for slot in encoded.answers]}. Pass one "
-            "answer per slot."
+            f"answers has {len(answers)} entries, but the document has {len(encoded.answers)} "
+            f"answer slots: {['.'.join(slot.path) for slot in encoded.answers]}. Pass one answer "
+            "per slot."
         )
     filled = _copy(document)
     for slot, ids in zip(encoded.answers, answers, strict=True):
@@ -228,14 +228,14 @@ def decode_answer(
         row = id - len(tokenizer)
         if row >= len(ext_rows):
             raise DataError(
-                f"id={id} is out of range: there are {len(tokenizer)} tokens and "
-                f"{len(ext_rows)} extension rows. Pass the ext_rows of the decoded batch."
+                f"id={id} is out of range, because the vocabulary has {len(tokenizer)} tokens and "
+                f"ext_rows {len(ext_rows)} rows. Pass the ext_rows of the decoded batch."
             )
         token = ext_rows[row] if row >= 0 else (id, 0)
         if row >= 0 and token not in names:
             raise DataError(
-                f"id={id} is the token {token} of another document of the batch. Exclude it "
-                "when decoding this document."
+                f"id={id} is the extension token {token} of another document of the batch. Exclude "
+                "the id when generating the answers of this document."
             )
         texts.append(names[token] if token in names else tokenizer.decode([id]))
     return "".join(texts)
@@ -294,7 +294,8 @@ def _encode_segments(
         try:
             tokens, extension = encode_text(segment.text, tokenizer, extension)
         except DataError as error:
-            raise DataError(f"at {'.'.join(segment.path) or 'the top'}: {error}") from error
+            path = ".".join(segment.path) or "the top level"
+            raise DataError(f"the text at {path} is not valid: {error}") from error
         parts.append(begin + tokens + ([] if segment.answer else end))
     return parts, extension
 
@@ -314,9 +315,10 @@ def _check_blanks(
         if slot and len(part) == 3 and part[1] not in present:
             blanks = sorted(name for token, name in extension.names.items() if token in present)
             raise DataError(
-                f"the answer slot {'.'.join(segment.path)} has no blank: {segment.text} does "
-                f"not occur elsewhere in the document (blanks: {', '.join(blanks) or 'none'}). "
-                "Insert it where the answer belongs, or rename the slot."
+                f"the answer slot {'.'.join(segment.path)} has no blank, because {segment.text} "
+                "does not occur elsewhere in the document (blanks: "
+                f"{', '.join(blanks) or 'none'}). Write {segment.text} at the position of the "
+                "answer, or rename the slot."
             )
 
 
@@ -332,7 +334,7 @@ def _check_answers(
             raise UnwritableError(
                 f"the answer at {'.'.join(segment.path)} contains {names[hidden[0]]!r}, which "
                 "is neither in the vocabulary nor in the rest of the document, so it cannot be "
-                "generated. Add it to an input field, or remove this document"
+                "generated. Add the text to an input field, or remove the document."
             )
 
 

@@ -11,7 +11,7 @@ from bmforge.errors import DataError
 
 __all__ = ["parse_document", "read_numbered"]
 
-_NEEDED = 'A line is one document, such as {"input": "...", "<ans>": ""}.'
+_NEEDED = 'Write one document per line, such as {"input": "...", "<ans>": ""}.'
 
 
 def read_numbered(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -31,7 +31,9 @@ def read_numbered(path: Path) -> Iterator[tuple[int, bytes]]:
                     if line.strip():
                         yield number, line
     except OSError as error:
-        raise DataError(f"cannot read {str(path)!r} ({error}). Give a .jsonl file.") from error
+        raise DataError(
+            f"cannot read {str(path)!r} ({error}). Pass the path of a .jsonl file."
+        ) from error
 
 
 def parse_document(line: bytes, where: str) -> dict[str, Any]:
@@ -51,19 +53,19 @@ def parse_document(line: bytes, where: str) -> dict[str, Any]:
             json.dumps(document, ensure_ascii=False).encode()
     except _DuplicateKeyError as error:
         raise DataError(
-            f"{where} has the key {error.args[0]!r} twice. Rename one of them."
+            f"{where} has the key {error.args[0]!r} twice. Rename one of the two keys."
         ) from error
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where} has {error.object[error.start]!r}, an unpaired surrogate, which is not a "
-            "valid character. Clean the text."
+            "valid character. Remove or replace the character."
         ) from error
     except RecursionError as error:
-        raise DataError(f"{where} is nested too deeply. Flatten it.") from error
+        raise DataError(f"{where} is nested too deeply. Flatten the document.") from error
     except ValueError as error:
         raise DataError(f"{where} is not JSON ({error}). {_NEEDED}") from error
     if not isinstance(document, dict):
-        raise DataError(f"{where} is a {type(document).__name__}, not an object. {_NEEDED}")
+        raise DataError(f"{where} is a {type(document).__name__}, not a JSON object. {_NEEDED}")
     return document
 
 

@@ -56,14 +56,13 @@ class DocumentLoader:
     ) -> None:
         if min(global_batch_size, micro_batch_size, world) < 1 or not 0 <= rank < world:
             raise ConfigError(
-                f"global_batch_size={global_batch_size}, micro_batch_size={micro_batch_size}, "
-                f"rank={rank}, world={world}: all must be at least 1, and rank from 0 to world "
-                "- 1."
+                f"global_batch_size={global_batch_size}, micro_batch_size={micro_batch_size} and "
+                f"world={world} must be at least 1, and rank={rank} must be from 0 to world - 1."
             )
         if global_batch_size % (micro_batch_size * world):
             raise ConfigError(
-                f"global_batch_size={global_batch_size} is not a multiple of "
-                f"micro_batch_size={micro_batch_size} times world={world}. Change one of them."
+                f"global_batch_size={global_batch_size} must be a multiple of "
+                f"micro_batch_size={micro_batch_size} times world={world}."
             )
         self.mixture = mixture
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
@@ -91,8 +90,8 @@ class DocumentLoader:
             if barren >= self.mixture.samples_per_epoch:
                 raise DataError(
                     f"all {barren} samples of an epoch were skipped, because the documents are "
-                    f"invalid or longer than max_length={self.mixture.max_length}. Raise it, or "
-                    "correct the documents."
+                    f"invalid or longer than max_length={self.mixture.max_length}. Raise "
+                    "max_length, or correct the documents."
                 )
         rows = [
             [self._instances.pop(number) for number in row]
@@ -128,14 +127,15 @@ class DocumentLoader:
         missing = [key for key in own if key not in state]
         if missing:
             raise ConfigError(
-                f"the loader state {sorted(state)} lacks {missing}. Pass the saved state."
+                f"the loader state with the keys {sorted(state)} lacks the keys {missing}. Pass a "
+                "state that state_dict() returned."
             )
         for key in ("seed", "dataset"):
             if state[key] != own[key]:
                 raise ConfigError(
                     f"the loader state has {key}={state[key]}, but this loader has "
-                    f"{key}={own[key]}: the documents, tasks, window or seed changed, so the "
-                    "order cannot be continued. Restore them, or start a new run."
+                    f"{key}={own[key]}, so the data order cannot be resumed. Restore the "
+                    "documents, tasks, max_length and seed of the saved run, or start a new run."
                 )
         self._step, self._next = int(state["step"]), int(state["samples"])
         self._open, self._instances = BestFit(self.mixture.max_length), {}

@@ -64,7 +64,7 @@ class DocumentFile(Sequence[dict[str, Any]]):
                     at += len(line)
         except OSError as error:
             raise DataError(
-                f"cannot read {str(self.path)!r} ({error}). Give a .jsonl file."
+                f"cannot read {str(self.path)!r} ({error}). Pass the path of a .jsonl file."
             ) from error
         if not starts:
             raise DataError(
@@ -119,21 +119,25 @@ class TaskSource:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ConfigError(f"weight={self.weight} of task {self.task!r} must be above 0.")
+            raise ConfigError(
+                f"weight={self.weight} of task {self.task!r} must be above 0 and finite."
+            )
         if isinstance(self.transforms, (str, Mapping)):
             raise ConfigError(
-                f"transforms={self.transforms!r} of task {self.task!r} must be a list of maps; "
-                "programs are not supported."
+                f"transforms={self.transforms!r} of task {self.task!r} must be a list of mappings "
+                "(transform programs are not supported)."
             )
         weights = self.example_weights
         sound = len(weights) > 0 and all(math.isfinite(w) and w >= 0 for w in weights)
         if not sound or sum(weights) == 0:
             raise ConfigError(
-                f"incontext_weight={list(weights)} of task {self.task!r} must be numbers of at "
-                "least 0, one of them above 0."
+                f"incontext_weight={list(weights)} of task {self.task!r} must contain finite "
+                "numbers of at least 0, and one of them must be above 0."
             )
         if len(self.documents) == 0:
-            raise DataError(f"task {self.task!r} has no document. Add one, or remove the task.")
+            raise DataError(
+                f"task {self.task!r} has no document. Add a document, or remove the task."
+            )
         object.__setattr__(self, "maps", tuple(map(Transform, self.transforms)))
 
     @property
@@ -188,7 +192,7 @@ class TaskMixture:
         skip_bad: bool = False,
     ) -> None:
         if not sources:
-            raise ConfigError("TaskMixture: the list of sources is empty. Give at least one.")
+            raise ConfigError("sources=[] of TaskMixture must contain at least one TaskSource.")
         self.sources, self.tokenizer = tuple(sources), tokenizer
         self.max_length, self.seed, self.skip_bad = max_length, seed, skip_bad
         self._counts = np.array([source.samples_per_epoch for source in sources])
@@ -239,7 +243,7 @@ class TaskMixture:
     def _name_reason(self, number: int, error: DataError) -> str:
         """Return the reason why a sample is skipped; record the first error for each reason."""
         reason = reason_of(error)
-        self.instances_of.setdefault(reason, self._describe(number, error))
+        self.instances_of.setdefault(reason, self._describe(number, error).rstrip("."))
         return reason
 
     def _describe(self, number: int, error: DataError) -> str:
@@ -305,19 +309,23 @@ def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
     try:
         entries = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the mixture {str(file)!r} ({error}).") from error
+        raise ConfigError(f"cannot read the mixture file {str(file)!r} ({error}).") from error
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(f"{str(file)!r} must be a list of objects with 'path' and 'task_name'.")
+        raise ConfigError(
+            f"{str(file)!r} must contain a list of objects with 'path' and 'task_name'."
+        )
     sources = []
     for i, entry in enumerate(entries):
         for key in entry:
             if key not in _SOURCE_KEYS:
                 raise ConfigError(
-                    f"{str(file)!r}, source {i} has the unknown key "
-                    f"{key!r}.{suggest(key, _SOURCE_KEYS)}"
+                    f"source {i} in {str(file)!r} has the unknown key {key!r} (known: "
+                    f"{', '.join(_SOURCE_KEYS)}).{suggest(key, _SOURCE_KEYS)}"
                 )
         if not all(isinstance(entry.get(key), str) for key in ("path", "task_name")):
-            raise ConfigError(f"{str(file)!r}, source {i} needs 'path' and 'task_name'.")
+            raise ConfigError(
+                f"source {i} in {str(file)!r} needs the texts 'path' and 'task_name'."
+            )
         sources.append(
             TaskSource(
                 entry["task_name"], DocumentFile(file.parent / entry["path"]),

@@ -125,14 +125,15 @@ def encode_prompt(
     if max_length is not None and len(instance) > max_length:
         raise DataError(
             f"the document and its {len(examples)} examples have {len(instance)} tokens, more "
-            f"than max_length={max_length}. Give fewer or shorter examples."
+            f"than max_length={max_length}. Use fewer or shorter examples."
         )
     constraints = find_constraints(document) if constraints is None else constraints
     slots = [slot.path for slot in encoded[0].answers]
     unknown = [path for path in constraints if path not in slots]
     if unknown:
         raise ConfigError(
-            f"constraints has the unknown slots {unknown} (slots of the document: {slots})."
+            f"constraints contains the unknown answer slots {unknown} (slots of the document: "
+            f"{slots})."
         )
     allowed = tuple(
         _tokens_of(constraints[path], path, tokenizer, instance.extension)
@@ -193,7 +194,7 @@ def _tokens_of(
     where = ".".join(("<ans>", *path))
     if not texts or isinstance(texts, str):
         raise ConfigError(
-            f"the constraint of {where} is {texts!r}, but it must be a list of at least one text."
+            f"the constraint of {where} must be a list of at least one text, not {texts!r}."
         )
     allowed = []
     for text in texts:
@@ -202,8 +203,8 @@ def _tokens_of(
             unseen = [name for id, name in more.texts.items() if id not in extension.texts]
             raise DataError(
                 f"the allowed answer {text!r} of {where} contains {unseen[0]!r}, which is neither "
-                "in the vocabulary nor in the document, so it cannot be generated. Add it to the "
-                "document, for example as an option, or allow another answer."
+                "in the vocabulary nor in the document, so it cannot be generated. Add "
+                f"{unseen[0]!r} to the document, for example as an option, or allow another answer."
             )
         allowed.append(tuple(tokens))
     return tuple(allowed)

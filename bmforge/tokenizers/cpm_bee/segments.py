@@ -81,7 +81,7 @@ def flatten_document(
     if not any(segment.answer for segment in segments):
         raise DataError(
             f"{ANSWER_KEY!r} of the document is {document[ANSWER_KEY]!r}, which has no slot for "
-            "an answer. Use '' for one answer, or a dict with a '' for each."
+            "an answer. Use '' for one answer, or a dict with '' for each answer."
         )
     return segments
 
@@ -97,13 +97,13 @@ class _Walk(NamedTuple):
         depth = self.segments[parent].depth + 1
         if depth > self.max_nesting:
             raise DataError(
-                f"the document is nested deeper than max_nesting={self.max_nesting}, at "
-                f"{_shorten(path)}. Flatten it."
+                f"the document is nested deeper than max_nesting={self.max_nesting} at "
+                f"{_shorten(path)}. Flatten the document."
             )
         if isinstance(data, dict):
             for key in self._ordered(data, path, within):
                 if not isinstance(key, str):
-                    raise DataError(f"the key {key!r} at {_shorten(path)} is not a text.")
+                    raise DataError(f"the key {key!r} at {_shorten(path)} must be a text.")
                 key_path = (*path, key)
                 self.segments.append(Segment(key, parent, depth, key_path, within_answer=within))
                 below = within or (depth == 1 and key == ANSWER_KEY)

@@ -76,7 +76,7 @@ def choose_option(
     names = [f"<option_{i}>" for i in range(len(options))]
     if answer is not None and not 0 <= answer < len(names):
         raise DataError(
-            f"answer={answer} must be from 0 to {len(names) - 1}, the index of an option."
+            f"answer={answer} is not the index of an option (allowed: 0 to {len(names) - 1})."
         )
     return {
         "input": text,
@@ -95,11 +95,12 @@ def fill_blanks(text: str, answers: Mapping[str, str] | None = None) -> Document
     blanks = list(dict.fromkeys(_BLANK.findall(text.replace("<<", ""))))
     if not blanks:
         raise DataError(
-            f"the text {text[:40]!r} has no blank. Write <mask_0> where the answer belongs."
+            f"the text {text[:40]!r} has no blank. Write <mask_0> at the position of the answer."
         )
     if answers is not None and set(answers) != set(blanks):
         raise DataError(
-            f"answers has {sorted(answers)}, but the text has {blanks}. Give one answer per blank."
+            f"answers has the keys {sorted(answers)}, but the text has the blanks {blanks}. Pass "
+            "one answer per blank."
         )
     return {"input": text, ANSWER_KEY: {blank: (answers or {}).get(blank, "") for blank in blanks}}
 
@@ -121,7 +122,8 @@ def extract_entities(
         raise DataError(f"kinds={kinds!r} must contain at least one entity type.")
     if answers is not None and set(answers) != set(kinds):
         raise DataError(
-            f"answers has {sorted(answers)}, but kinds has {list(kinds)}. Use the same names."
+            f"answers has the keys {sorted(answers)}, but kinds is {list(kinds)}. Use the same "
+            "names in both."
         )
     return {"input": text, ANSWER_KEY: {kind: (answers or {}).get(kind, "") for kind in kinds}}
 

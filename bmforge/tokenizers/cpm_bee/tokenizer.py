@@ -55,13 +55,13 @@ class CPMBeeTokenizer(Tokenizer):
         missing = [token for token in _NEEDED if _WRITTEN_AS.get(token, token) not in ids]
         if missing:
             raise ConfigError(
-                f"the vocabulary of {len(tokens)} tokens lacks {missing}, which CPM-Bee needs. "
-                "Use the vocab.txt of a CPM-Bee model."
+                f"the vocabulary of {len(tokens)} tokens lacks the tokens {missing}, which CPM-Bee "
+                "needs. Use the vocab.txt of a CPM-Bee model."
             )
         if len(ids) != len(tokens):
             raise ConfigError(
                 f"the vocabulary has {len(tokens) - len(ids)} duplicate tokens (a line break is "
-                "'</n>', a space is '</_>'). Remove the duplicates."
+                "written '</n>', a space '</_>'). Remove the duplicates."
             )
         self._tokens, self._ids = list(tokens), ids
         self._decoder = list(ids)
@@ -82,9 +82,9 @@ class CPMBeeTokenizer(Tokenizer):
             text = file.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
-                f"cannot read the vocabulary {str(file)!r} ({error}) (needed: a UTF-8 text file "
-                "with one token per line, or a directory that contains one as "
-                f"{VOCABULARY_FILE!r})."
+                f"cannot read the vocabulary {str(file)!r} ({error}). Pass a UTF-8 text file with "
+                "one token per line, or a directory that contains this file as "
+                f"{VOCABULARY_FILE!r}."
             ) from error
         return cls([line for line in text.replace("\r\n", "\n").split("\n") if line])
 

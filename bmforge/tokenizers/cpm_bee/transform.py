@@ -45,8 +45,8 @@ class Transform:
     def __init__(self, shape: Mapping[str, Any]) -> None:
         if not isinstance(shape, Mapping) or not shape:
             raise ConfigError(
-                f"transform={shape!r} must be a map such as {{'input': '$text', '<ans>': "
-                "'$label'}; programs are not supported."
+                f"transform={shape!r} must be a mapping such as {{'input': '$text', '<ans>': "
+                "'$label'} (transform programs are not supported)."
             )
         self._rules: list[_Rule] = []
         self._add_rules(shape, ())
@@ -71,29 +71,31 @@ class Transform:
     def _add_rules(self, shape: Any, target: tuple[str, ...]) -> None:
         where = ".".join(target)
         if len(target) > MAX_NESTING:
-            raise ConfigError(f"transform: {where!r} is nested deeper than {MAX_NESTING} levels.")
+            raise ConfigError(
+                f"the transform's target {where!r} is nested deeper than {MAX_NESTING} levels."
+            )
         if isinstance(shape, Mapping):
             for key, value in shape.items():
                 self._add_rules(value, (*target, *str(key).split(".")))
             return
         if not isinstance(shape, str):
             raise ConfigError(
-                f"transform: {where!r} is {shape!r}, but it must be a text, a constant or a "
-                "source such as '$a.b'."
+                f"the transform sets {where!r} to {shape!r} (allowed: a constant text, or a source "
+                "such as '$a.b')."
             )
         source = None
         if shape.startswith("$") and not shape.startswith("$$"):
             source = tuple(shape[1:].split("."))
             if "" in source:
                 raise ConfigError(
-                    f"transform: the source {shape!r} of {where!r} has an empty key. Write keys of "
-                    "the record, separated by dots, such as '$a.b'."
+                    f"the transform's source {shape!r} of {where!r} has an empty key. Write keys "
+                    "of the record, separated by dots, such as '$a.b'."
                 )
         stars = 0 if source is None else source.count(_STAR)
         if stars != target.count(_STAR):
             raise ConfigError(
-                f"transform: {where!r} has {target.count(_STAR)} stars, but its source "
-                f"{shape!r} has {stars}. Use the same number."
+                f"the transform's target {where!r} has {target.count(_STAR)} stars, but its source "
+                f"{shape!r} has {stars}. Use the same number of stars."
             )
         self._rules.append(_Rule(target, source, shape[1:] if shape.startswith("$$") else shape))
 
@@ -106,8 +108,9 @@ def _find(
         return [(stars, data)]
     if not isinstance(data, Mapping):
         raise DataError(
-            f"${'.'.join(source)}: {'.'.join(source[:at]) or 'the record'} is {data!r}, which "
-            "has no keys. Use a transform that matches the record."
+            f"the transform's source ${'.'.join(source)} does not match the record, because "
+            f"{'.'.join(source[:at]) or 'the record'} is {data!r}, which has no keys. Use a "
+            "transform that matches the record."
         )
     if source[at] == _STAR:
         return [
@@ -117,8 +120,9 @@ def _find(
         ]
     if source[at] not in data:
         raise DataError(
-            f"${'.'.join(source)}: the record has no {'.'.join(source[: at + 1])!r} (its keys: "
-            f"{list(data)}). Use a transform that matches the record."
+            f"the transform's source ${'.'.join(source)} does not match the record, which has no "
+            f"{'.'.join(source[: at + 1])!r} (existing keys: {list(data)}). Use a transform that "
+            "matches the record."
         )
     return _find(data[source[at]], source, at + 1, stars)
 
@@ -128,7 +132,7 @@ def _put(document: dict[str, Any], target: tuple[str, ...], value: Any) -> None:
     for key in target[:-1]:
         parent = parent.setdefault(key, {}) if isinstance(parent, dict) else None
     if not isinstance(parent, dict) or target[-1] in parent:
-        raise DataError(f"the transform sets {'.'.join(target)!r} twice. Leave one out.")
+        raise DataError(f"the transform sets {'.'.join(target)!r} twice. Remove one of the two.")
     parent[target[-1]] = _copy(value)
 
 

@@ -51,12 +51,12 @@ def find_other_base(manifest: dict[str, Any], model: nn.Module, peers: Peers) ->
     mark, missing = _take_fingerprint(model, base["names"], peers)
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        return f"the base model has no {', '.join(missing[:5])}{more}"
+        return f"the base model lacks the parameters {', '.join(missing[:5])}{more}"
     if mark != base["fingerprint"]:
         return (
             f"the base model has changed: its fingerprint is {mark}, but the run was "
             f"started with {base['source']!r}, whose fingerprint was {base['fingerprint']}. "
-            "Checkpoints do not contain the base model, so restore its original weights"
+            "Checkpoints do not contain the base model, so restore its original weights."
         )
     return None
 

@@ -148,8 +148,8 @@ def load_checkpoint(
         single, candidates = peers.broadcast(run_on_first(lambda: _candidates(Path(path))))
         if not candidates:
             raise CheckpointError(
-                f"there is no checkpoint in {path} (needed: a directory named like "
-                f"{step_name(1000)}, or a directory that contains some). Check the path."
+                f"there is no checkpoint in {path} (needed: a checkpoint such as "
+                f"{step_name(1000)}, or a directory that contains checkpoints). Check the path."
             )
         if single:
             return _load_one(candidates[0], model, optimizer, peers, strict)[1]
@@ -174,7 +174,7 @@ def _load_newest_sound(
             return _load_one(path, model, optimizers, peers, strict)
         except DamagedCheckpointError as error:
             if peers.rank == 0:
-                get_logger().warning("%s; trying the next older checkpoint", error)
+                get_logger().warning("%s The next older checkpoint is tried.", error)
     raise CheckpointError(
         f"all {len(candidates)} checkpoints in {candidates[0].parent} are damaged (see the "
         "warnings). Restore one from a copy, or start a new run in another directory."
@@ -201,7 +201,7 @@ def _verify_together(path: Path, peers: Peers) -> dict[str, Any]:
     damage = peers.gather(find_damage(path, manifest, peers.rank, peers.world_size))
     problems = [problem for part in damage for problem in part]
     if problems:
-        raise DamagedCheckpointError(f"checkpoint {path} is damaged: " + "; ".join(problems))
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: " + "; ".join(problems) + ".")
     return manifest
 
 
@@ -309,7 +309,9 @@ class Checkpointer:
         except Exception as error:
             self.last_error = error
             if self._peers.rank == 0:
-                get_logger().warning("%s (the run continues; older checkpoints are kept)", error)
+                get_logger().warning(
+                    "%s. The run continues with the older checkpoints.", str(error).rstrip(".")
+                )
 
     @property
     def _retention(self) -> Retention:
@@ -330,7 +332,8 @@ class Checkpointer:
             return make_room(self.directory, step, self._retention)
         except (OSError, CheckpointError) as error:
             get_logger().warning(
-                "the disk has no space for another checkpoint, and none may be removed: %s", error
+                "the disk has no space for another checkpoint, and no older one can be removed: %s",
+                error,
             )
             return False
 
@@ -373,16 +376,16 @@ class Checkpointer:
         newest = f"step {step_of(paths[0])}" if paths else "none"
         if self.last_error is not None:
             get_logger().error(
-                "the checkpoint of step %d could not be saved (%s); the newest on disk: %s",
+                "the checkpoint of step %d was not saved: %s. The newest checkpoint on disk: %s.",
                 step,
-                self.last_error,
+                str(self.last_error).rstrip("."),
                 newest,
             )
         if stopped:
             get_logger().info(
                 (
-                    "stopped by a signal at step %d; the newest checkpoint: %s. Run the same "
-                    "command again to continue."
+                    "training was stopped by a signal at step %d. The newest checkpoint: %s. Run "
+                    "the same command again to continue."
                 ),
                 step,
                 newest,

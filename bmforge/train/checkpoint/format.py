@@ -214,11 +214,11 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         content = (path / MANIFEST_NAME).read_bytes()
         expected = (path / MANIFEST_HASH_NAME).read_bytes()
     except OSError as error:
-        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {error}") from error
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {error}.") from error
     if hash_line(content) != expected:
         raise DamagedCheckpointError(
             f"checkpoint {path} is damaged: {MANIFEST_NAME} does not match its hash in "
-            f"{MANIFEST_HASH_NAME}"
+            f"{MANIFEST_HASH_NAME}."
         )
     manifest: dict[str, Any] = json.loads(content)
     if manifest.get("format") != FORMAT_NAME:
@@ -260,7 +260,7 @@ def damage_of(path: Path, name: str, record: dict[str, Any]) -> str | None:
     where = file_path(path, name, record)
     if record.get("shared") and not where.exists():
         return (
-            f"{where} is missing: frozen tensors are saved once for all checkpoints of a "
+            f"{where} is missing, which contains the frozen tensors of all checkpoints of the "
             f"run. Copy the directory {FROZEN_NAME!r} next to the checkpoint"
         )
     try:
@@ -268,7 +268,7 @@ def damage_of(path: Path, name: str, record: dict[str, Any]) -> str | None:
         if size != record["bytes"]:
             return f"{name} has {size} bytes instead of {record['bytes']}"
         if _hash_file(where) != record["sha256"]:
-            return f"{name} does not match its sha256"
+            return f"{name} does not match its SHA-256 in the manifest"
     except OSError as error:
         return str(error)
     return None
@@ -286,5 +286,5 @@ def verify_checkpoint(path: str | Path) -> dict[str, Any]:
     manifest = read_manifest(path)
     problems = find_damage(path, manifest)
     if problems:
-        raise DamagedCheckpointError(f"checkpoint {path} is damaged: " + "; ".join(problems))
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: " + "; ".join(problems) + ".")
     return manifest

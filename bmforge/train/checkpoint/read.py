@@ -95,8 +95,8 @@ class ChunkReader:
             missing -= common.numel
         if missing:
             raise CheckpointError(
-                f"{self._path}: no shard contains {missing} elements of {name}. Restore the "
-                "checkpoint from a copy."
+                f"checkpoint {self._path} is incomplete: no shard contains {missing} elements of "
+                f"{name}. Restore the checkpoint from a copy."
             )
         return result
 
@@ -176,8 +176,8 @@ def _misfit_message(path: Path, problems: list[_Problem]) -> str:
         f"checkpoint {path} does not match this model and optimizer "
         f"({len(problems)} differences):\n  "
         + "\n  ".join(shown)
-        + "\nBuild them with the configuration with which the run was started, or choose another "
-        "output directory."
+        + "\nBuild the model and the optimizer with the configuration of the saved run, or choose "
+        "another output directory."
     )
 
 
@@ -223,7 +223,7 @@ def _compare_tensor(name: str, tensor: Tensor, record: dict[str, Any] | None) ->
     if record is None:
         return _Problem(f"not in the checkpoint: {shown}")
     if local_tensor(tensor.detach()).is_meta:
-        return _Problem(f"{shown} is on the meta device: call to_empty first", fatal=True)
+        return _Problem(f"{shown} is on the meta device (call to_empty first)", fatal=True)
     saved_shape, shape = tuple(record["shape"]), tuple(tensor.shape)
     if saved_shape != shape:
         return _Problem(
@@ -314,7 +314,7 @@ def _restore_groups(
         if any(other != first for other in entries_of_group[key]):
             get_logger().warning(
                 "a parameter group contains parameters that were saved with different "
-                "settings; its current settings are kept"
+                "settings, so the current settings of the group are used"
             )
             continue
         for name, value in first.items():
@@ -344,8 +344,8 @@ def restore_generators(path: Path, manifest: dict[str, Any], peers: Peers) -> No
     if peers.rank == 0:
         get_logger().warning(
             (
-                "the checkpoint was saved by %d processes and is loaded by %d: random generators "
-                "are seeded with (seed=%d, step=%d, rank)"
+                "the checkpoint was saved by %d processes and is loaded by %d, so the random "
+                "generators are seeded with (seed=%d, step=%d, rank)"
             ),
             manifest["world_size"],
             peers.world_size,

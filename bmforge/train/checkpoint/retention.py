@@ -74,7 +74,7 @@ def make_room(directory: Path, step: int, retention: Retention) -> bool:
     gone = [path.name for path in paths if not path.exists()]
     if gone:
         get_logger().warning(
-            "the disk has no space for another checkpoint: %s removed before %s is saved",
+            "the disk has no space for another checkpoint, so %s was removed before saving %s",
             *(", ".join(gone), step_name(step)),
         )
     return bool(gone)

@@ -307,9 +307,9 @@ def _record(name: str, source: Source) -> dict[str, Any]:
         or hasattr(local, "__tensor_flatten__")
     ):
         raise CheckpointError(
-            f"{name} cannot be saved: {type(local).__name__} with dtype={local.dtype}, "
-            f"layout={local.layout}, device={local.device} (needed: a dense tensor that is not "
-            "on the meta device)."
+            f"{name} cannot be saved, because it is a {type(local).__name__} with "
+            f"dtype={local.dtype}, layout={local.layout}, device={local.device} (needed: a dense "
+            "tensor that is not on the meta device)."
         )
     return record
 

@@ -105,7 +105,10 @@ def _attempt(function: Callable[..., Any], *args: Any) -> _Outcome:
     except Exception as error:
         get_logger().debug("checkpoint step failed", exc_info=True)
         no_room = isinstance(error, NoRoomError) or getattr(error, "errno", None) in _NO_ROOM
-        return _Outcome(error=f"{type(error).__name__}: {error}", no_room=no_room)
+        text = str(error).rstrip(".")
+        if not isinstance(error, CheckpointError):
+            text = f"{type(error).__name__}: {text}"
+        return _Outcome(error=text, no_room=no_room)
 
 
 def publish(
@@ -181,14 +184,14 @@ def _check_room(shares: list[_ShareWeight]) -> None:
     if needed > free:
         raise NoRoomError(
             f"the checkpoint needs {needed / 1000000000.0:.3f} GB, but only "
-            f"{free / 1000000000.0:.3f} GB are free. Free disk space, or save to another disk"
+            f"{free / 1000000000.0:.3f} GB are free. Free disk space, or save to another disk."
         )
 
 
 def _raise_failure(final: Path, outcome: _Outcome) -> None:
     if outcome.error is not None:
         kind = NoRoomError if outcome.no_room else CheckpointError
-        raise kind(f"saving checkpoint {final} failed: {outcome.error}")
+        raise kind(f"checkpoint {final} could not be saved: {outcome.error}.")
 
 
 def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
@@ -202,7 +205,7 @@ def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
             verify_checkpoint(final)
             return None
         except DamagedCheckpointError as error:
-            get_logger().warning("%s; it is moved aside and saved again", error)
+            get_logger().warning("%s The directory is renamed and saved again.", error)
     recorded = known_frozen(final.parent, sound)
     temporary = final.parent / f"{TEMPORARY_PREFIX}{final.name}-{os.urandom(4).hex()}"
     temporary.mkdir(parents=True)
@@ -231,15 +234,15 @@ def _find_difference(path: Path, snapshot: Snapshot) -> str | None:
     """
     manifest = read_manifest(path)
     if json.dumps(manifest["state"]) != snapshot.state:
-        return "its state"
+        return "the training state"
     saved = manifest["optimizer"] or {}
     for name, entry in json.loads(json.dumps(snapshot.optimizer or {})).items():
         if saved.get(name) != entry:
-            return f"how the optimizer has {name}"
+            return f"the optimizer settings of {name}"
     for name, record in snapshot.records.items():
         saved_record = manifest["tensors"].get(name, {})
         if any(saved_record.get(key) != value for key, value in record.items()):
-            return f"dtype or shape of {name}"
+            return f"the dtype or shape of {name}"
     with ChunkReader(path, manifest) as reader:
         for name, box in snapshot.boxes.items():
             own = snapshot.tensors[name].read()
@@ -300,7 +303,7 @@ def _finish(
     failures = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error is not None]
     if failures:
         kind = NoRoomError if any(o.no_room for o in outcomes) else CheckpointError
-        raise kind("; ".join(failures))
+        raise kind("; ".join(failures) + ".")
     fault("exchanged")
     manifest = _build_manifest([outcome.value for outcome in outcomes], snapshot, recorded)
     shared = [name for name, record in manifest["files"].items() if record.get("shared")]

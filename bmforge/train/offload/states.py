@@ -100,7 +100,7 @@ class StateOffload:
             fraction = fraction.to(self._device)
             dist.all_reduce(fraction, op=dist.ReduceOp.MAX)
         get_logger().info(
-            "offload: optimizer states take %s, the device has %s for them",
+            "offload: the optimizer states need %s, and the device has %s of free memory for them",
             format_bytes(total),
             format_bytes(max(0, room)),
         )

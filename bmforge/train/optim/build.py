@@ -61,10 +61,10 @@ class OptimConfig:
             vectors have none.
         betas: decay rates of AdamW's moments (for muon: of its AdamW parameters).
         eps: epsilon of AdamW (for muon: of its AdamW parameters).
-        momentum: momentum of Muon (default: 0.95) or SGD (default: 0.9).
-        muon_lr: peak learning rate of the hidden matrices (muon only; default: `lr`). Updates
+        momentum: momentum of Muon (if None: 0.95) or SGD (if None: 0.9).
+        muon_lr: peak learning rate of the hidden matrices (muon only; if None, `lr`). Updates
             are scaled to the RMS of AdamW's updates, so that AdamW's learning rate is suitable.
-        ns_steps: number of Newton-Schulz iterations (muon only; default: 5).
+        ns_steps: number of Newton-Schulz iterations (muon only; if None, 5).
         groups: parameter groups, selected by name globs, with their own learning rate or weight
             decay.
     """
@@ -122,15 +122,15 @@ class OptimConfig:
             ConfigError: the settings differ, and the resumed optimizers would keep the old ones.
         """
         changed = [
-            f"optim.{name}={value!r}, but {before[name]!r} in that run"
+            f"optim.{name}={value!r} (was {before[name]!r})"
             for name, value in self.to_record().items()
             if before.get(name, value) != value
             and not {"train", "train.optim", f"train.optim.{name}"} & set(overridden)
         ]
         if changed:
             raise ConfigError(
-                f"the run to resume has other settings: {'; '.join(changed)}. Restore these to "
-                "continue that run, or start a new run in another run_dir."
+                f"the run to resume was started with other settings: {', '.join(changed)}. "
+                "Restore the earlier settings, or start a new run in another run_dir."
             )
 
 
@@ -205,8 +205,8 @@ def _check_trainable(
         numbers = counts.tolist()
     if not numbers[0]:
         raise ConfigError(
-            "the model has no trainable parameter: requires_grad is False for all. Set it to "
-            "True for some."
+            "the model has no trainable parameters, because requires_grad is False for all of "
+            "them. Set requires_grad=True for some."
         )
     if config.name == "muon" and not numbers[1]:
         raise ConfigError(
@@ -356,8 +356,8 @@ def _sharded_over(tensor: Tensor) -> Any:
         return None
     if any(placement.is_partial() for placement in tensor.placements):
         raise DistributedError(
-            f"a gradient has placements={tensor.placements}, so it is not reduced yet. Reduce "
-            "it before clip_grad_norm_."
+            f"a gradient has placements={tensor.placements}, so it has not been reduced. Reduce "
+            "gradients before clip_grad_norm_."
         )
     axes = tuple(i for i, p in enumerate(tensor.placements) if not isinstance(p, Replicate))
     return (tensor.device_mesh, axes) if axes else None

@@ -43,8 +43,8 @@ class OptimGroup:
                 )
         if self.lr is None and self.weight_decay is None:
             raise ConfigError(
-                f"optim.groups: {self.glob!r} has no effect without settings. Set its lr or its "
-                "weight_decay."
+                f"optim.groups: the group {self.glob!r} has no effect without settings. Set its "
+                "lr or its weight_decay."
             )
 
 

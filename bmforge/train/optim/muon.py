@@ -74,8 +74,8 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.dim() != 2:
                     raise ConfigError(
-                        "Muon supports matrices only, not a parameter of "
-                        f"shape={tuple(parameter.shape)}. Train that parameter with AdamW."
+                        "Muon supports only matrices, not a parameter of "
+                        f"shape={tuple(parameter.shape)}. Train this parameter with AdamW."
                     )
 
     @torch.no_grad()

@@ -226,7 +226,7 @@ def _measure_once(tensor: Tensor | None, leads: bool) -> Tensor | None:
     """Return the statistics of a tensor's local shard; None if another process counts the shard."""
     if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
         raise DistributedError(
-            f"a gradient has placements={tensor.placements}, so it is not reduced yet. Finish "
+            f"a gradient has placements={tensor.placements}, so it has not been reduced. Finish "
             "the backward pass of the step before inspecting."
         )
     if tensor is None or not is_first_replica(tensor, leads):

@@ -55,12 +55,13 @@ def read_metrics(path: str | Path) -> list[Row]:
         try:
             row = json.loads(line)
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise ValueError("not an object with an integer 'step'")
+                raise ValueError("it is not a JSON object with an integer 'step'")
         except ValueError as error:
             if number == last:
                 break
             raise DataError(
-                f"{path}, line {number + 1}: {error}. Remove the line or restore the file."
+                f"line {number + 1} of {path} is not a row of metrics ({error}). Remove the line, "
+                "or restore the file."
             ) from error
         rows.append(row)
     return rows
@@ -167,7 +168,10 @@ def _open_board(run_dir: Path, resume_step: int | None) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        get_logger().info("No TensorBoard log: pip install 'bmforge[report]' brings the package.")
+        get_logger().info(
+            "no TensorBoard log is written, because the package tensorboard is not installed. "
+            "Install it with: pip install 'bmforge[report]'."
+        )
         return None
     purge = None if resume_step is None else resume_step + 1
     return SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)

@@ -229,7 +229,7 @@ def _read_results(path: Path) -> dict[str, Any]:
         results = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(
-            f"{path} is not JSON: {error}. Remove the file, or evaluate again."
+            f"{path} is not valid JSON: {error}. Remove the file, or evaluate again."
         ) from error
     if not isinstance(results, dict):
         raise DataError(

@@ -391,7 +391,7 @@ def _refuse(
             " The word names a layer type that this model does not have; its linear "
             f"layers are {', '.join(sorted(linear))}."
         )
-    left = " All modules that it matches are excluded." if has_exclude else ""
+    left = " All modules that the target matches are excluded." if has_exclude else ""
     raise ConfigError(
         f"target {target!r} matches no module of this "
         f"{type(model).__name__}.{hint}{left} A target can be the end of a module name, "

@@ -113,7 +113,11 @@ def find_delta(model: nn.Module, name: str) -> Any:
     """
     deltas = deltas_of(model)
     if name not in deltas:
-        listing = f" It has {', '.join(map(repr, deltas))}." if deltas else " It has none."
+        listing = (
+            f" The model has the deltas {', '.join(map(repr, deltas))}."
+            if deltas
+            else " The model has no deltas."
+        )
         raise ConfigError(f"the model has no delta {name!r}.{suggest(name, deltas)}{listing}")
     return deltas[name]
 
@@ -129,7 +133,8 @@ def refuse_laid_out(model: nn.Module, what: str) -> None:
     record = laid_out(model)
     if is_laid_out(model) or (record is not None and record.streamers):
         raise ConfigError(
-            f"{type(model).__name__} is already parallelized or streamed. {what} before."
+            f"{type(model).__name__} is already parallelized or streamed. {what} before "
+            "parallelize() and before streaming."
         )
 
 

@@ -95,8 +95,8 @@ class AttachedDelta:
         self.exclude, self.train_also = tuple(exclude), tuple(options.pop("train_also"))
         if name in deltas_of(model):
             raise ConfigError(
-                f"the model already has a delta {name!r}. Give this delta another name, "
-                "or remove the other one."
+                f"the model already has a delta {name!r}. Choose another name, or remove the "
+                "existing delta."
             )
         self.options = self._settle_options({**self.defaults, **options})
         self.weight, self.merged = 1.0, False
@@ -317,7 +317,7 @@ class AttachedDelta:
             if getattr(self.model.get_submodule(entry.owner), entry.slot, None) is not None
         ]
         if taken:
-            raise ConfigError(f"{taken[0]} already has another adapter {self.name!r}. Detach it.")
+            raise ConfigError(f"{taken[0]} has another adapter {self.name!r}. Detach it first.")
         for owner, slot, part in self.held:
             module = self.model.get_submodule(owner)
             if isinstance(part, BesidePart):

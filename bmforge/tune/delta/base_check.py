@@ -55,8 +55,8 @@ class BaseCheck:
         library = library_of(delta.model)
         if mark.get("base_library", library) != library:
             get_logger().warning(
-                "the adapter in %s was trained on a class of %s and is loaded on a class of %s; it "
-                "is not checked whether their weights are the same",
+                "the adapter in %s was trained on a model class of %s, but is loaded into a model "
+                "class of %s. The weights of the two base models are not compared.",
                 *(directory, mark["base_library"], library),
             )
             return
@@ -66,8 +66,9 @@ class BaseCheck:
         if fingerprint is None:
             get_logger().warning(
                 (
-                    "the adapter in %s was trained on the base %s; it cannot be checked whether "
-                    "this model, which is quantized, streamed or on the meta device, is the same"
+                    "the adapter in %s was trained on the base model %s. This model is quantized, "
+                    "streamed or on the meta device, so its weights cannot be compared with that "
+                    "base model."
                 ),
                 directory,
                 base,

@@ -51,7 +51,9 @@ class BlackBoxConfig:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}.")
         if self.population == 1:
-            raise ConfigError("population=1 is too small (at least 2, or 0 for the default).")
+            raise ConfigError(
+                "population=1 is too small (allowed: at least 2, or 0 for the default)."
+            )
         if not (self.sigma > 0 and math.isfinite(self.sigma)):
             raise ConfigError(f"sigma={self.sigma} must be above 0 and finite.")
 

@@ -42,13 +42,13 @@ def combine_deltas(
     """
     deltas = [find_delta(model, name) for name in weights]
     if not deltas:
-        raise ConfigError("weights is empty. Give at least one adapter with its weight.")
+        raise ConfigError("weights is empty. Pass at least one adapter with its weight.")
     if how not in ("concatenate", "svd", "sum"):
         raise ConfigError(f"unknown method: how={how!r} (known: concatenate, svd, sum).")
     if (rank is not None) != (how == "svd"):
         raise ConfigError(
-            f"rank={rank} and how={how!r} do not match: how='svd' needs a rank, and the "
-            "other methods take none."
+            f"rank={rank} and how={how!r} do not match. Pass a rank with how='svd', and leave rank "
+            "out otherwise."
         )
     if how == "sum":
         combined = _sum(model, deltas, weights, into)
@@ -125,8 +125,8 @@ def _join(each: list[Factors], rank: int | None) -> Factors:
     left, sizes, right = torch.linalg.svd(up @ down, full_matrices=False)
     if rank > len(sizes):
         raise ConfigError(
-            f"rank={rank} is more than {len(sizes)}, the smaller dimension of a layer. Use a "
-            "smaller rank."
+            f"rank={rank} is out of range for a layer whose smaller dimension is {len(sizes)} "
+            f"(allowed: 1 to {len(sizes)})."
         )
     root = sizes[:rank].sqrt()
     return left[:, :rank] * root, root[:, None] * right[:rank]

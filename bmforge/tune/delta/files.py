@@ -203,8 +203,8 @@ def load_delta(
     if kind is not None and not isinstance(delta, kind):
         delta.remove()
         raise ConfigError(
-            f"{str(directory)!r} contains a {type(delta).__name__}, not a "
-            f"{kind.__name__}. Use load_delta, which loads any kind."
+            f"{str(directory)!r} contains a {type(delta).__name__}, not a {kind.__name__}. Use "
+            "load_delta, which loads any adapter type."
         )
     delta.provenance = read_provenance(directory)
     return delta if trainable else delta.requires_grad_(False)
@@ -228,8 +228,8 @@ def _load(
     delta_type = _type_of(config, directory)
     if kind is not None and not issubclass(delta_type, kind):
         raise ConfigError(
-            f"{str(directory)!r} contains a {delta_type.__name__}, not a "
-            f"{kind.__name__}. Use load_delta, which loads any kind."
+            f"{str(directory)!r} contains a {delta_type.__name__}, not a {kind.__name__}. Use "
+            "load_delta, which loads any adapter type."
         )
     config = config | mark.get("unfolded", {})
     with names_base(config):
@@ -355,7 +355,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
         config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
         tensors, mark = read_weights(weights) if weights.exists() else (read_pickle(old), {})
     except (ValueError, SafetensorError, OSError, RuntimeError, UnpicklingError) as error:
-        raise CheckpointError(f"the delta in {str(directory)!r} is damaged: {error}.") from error
+        raise CheckpointError(f"the adapter in {str(directory)!r} is damaged: {error}.") from error
     if not isinstance(config, dict) or not isinstance(mark, dict):
         raise CheckpointError(
             f"{CONFIG_NAME} in {str(directory)!r} is not a JSON object. Save the adapter again."

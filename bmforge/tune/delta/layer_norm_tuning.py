@@ -30,8 +30,8 @@ class LayerNormTuning(Delta):
     def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
         if options:
             raise ConfigError(
-                f"LayerNormTuning has no option {next(iter(options))!r} (it has no "
-                "options). Remove it."
+                f"LayerNormTuning does not support the option {next(iter(options))!r} (supported: "
+                "none). Leave the option out."
             )
         return options
 
@@ -42,7 +42,8 @@ class LayerNormTuning(Delta):
         for delta in deltas_of(self.model).values():
             if shared := sorted(own & set(delta.wholes())):
                 raise ConfigError(
-                    f"{shared[0]} is already trained by adapter {delta.name!r}. Exclude it."
+                    f"{shared[0]} is already trained by adapter {delta.name!r}. Exclude its module "
+                    "with exclude=[...]."
                 )
         self.norm_names = list(names)
         self._whole_names = self._whole_names | own

@@ -181,10 +181,10 @@ def _target(model: nn.Module, attached: Held) -> str | None:
 
 
 def _refuse_part(delta: AttachedDelta, part: Any) -> None:
-    why = "it has an activation" if isinstance(part, Bottleneck) else "it is not a matrix product"
+    why = "has an activation" if isinstance(part, Bottleneck) else "is not a matrix product"
     raise ConfigError(
-        f"a {type(delta).__name__} cannot be merged into weights, because {why}. Save it next to "
-        "the model."
+        f"a {type(delta).__name__} {why}, so it cannot be merged into weights. Save the adapter "
+        "next to the model instead."
     )
 
 
@@ -242,8 +242,8 @@ def _check_exact(model: nn.Module, target: str, merged: Sequence[AttachedDelta])
     others = {n for link, i in zip(chain, inside, strict=True) if not i and (n := _name(link))}
     raise ConfigError(
         f"adapters {', '.join(map(repr, names))} cannot be merged at {target} while "
-        f"{', '.join(map(repr, sorted(others)))} is attached there, because the order matters. "
-        "Merge or unmerge them together (merge_deltas, unmerge_deltas), or detach one."
+        f"{', '.join(map(repr, sorted(others)))} is attached to the same module. Merge or unmerge "
+        "all of them together (merge_deltas, unmerge_deltas), or detach one."
     )
 
 
@@ -366,7 +366,7 @@ def _check_weights(
                 )
             if is_streamed(tensor):
                 raise ConfigError(
-                    f"{target}.{key} is streamed. Merge the adapter before the blocks are streamed."
+                    f"{target}.{key} is streamed. Merge the adapter before streaming."
                 )
 
 

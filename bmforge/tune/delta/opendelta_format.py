@@ -288,8 +288,8 @@ def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
             (own_name, *others) = published.get(owner, [owner])
             if others:
                 raise CheckpointError(
-                    f"{name} is part of a fused weight in this model ({own_name} with others), "
-                    "which is not supported."
+                    f"{name} in the adapter corresponds to a part of a fused weight in this model "
+                    f"({own_name} and others), which is not supported."
                 )
             renamed[f"{own_name}.{leaf}"] = tensor
     return renamed
@@ -320,7 +320,10 @@ def _side(model: nn.Module, published: Mapping[str, list[str]], published_name: 
     for name in inside:
         if ".mlp." in name:
             return name[: name.index(".mlp.") + 4]
-    raise CheckpointError(f"{published_name} is not a module of this {type(model).__name__}.")
+    raise CheckpointError(
+        f"the adapter changes {published_name}, which this {type(model).__name__} does not have. "
+        "Use the model that the adapter was trained on."
+    )
 
 
 def _low_rank(

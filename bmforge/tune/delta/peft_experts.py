@@ -57,7 +57,8 @@ def read_experts(
     for pair in pairs.values():
         if set(pair) != {"A", "B"}:
             raise CheckpointError(
-                f"{name} has only one of its two factors: {sorted(pair)}. Copy the adapter again."
+                f"{name} has only one of the two LoRA factors A and B: {', '.join(sorted(pair))}. "
+                "Copy the adapter again."
             )
         factors |= _read_stack(name, part, pair["A"], pair["B"])
     return factors
@@ -78,6 +79,7 @@ def _read_stack(name: str, part: Any, first: Tensor, second: Tensor) -> dict[str
                 factors = {f"{key}_up": piece for key, piece in pieces}
                 return factors | {f"{key}_down": down for key in keys}
     raise CheckpointError(
-        f"{name}: factors with shapes {tuple(first.shape)} and {tuple(second.shape)} do "
-        "not match a stack of experts."
+        f"the LoRA factors of {name} have the shapes {tuple(first.shape)} and "
+        f"{tuple(second.shape)}, which do not match a stack of {experts} experts. Load the base "
+        "model of the adapter."
     )

@@ -135,15 +135,16 @@ def check_fields(config: Mapping[str, Any]) -> None:
                 )
         elif isinstance(rule, tuple) and value not in rule:
             raise ConfigError(
-                f"{kind} with {name}={value!r} is not supported "
-                f"({', '.join(map(repr, rule))}). {_ADVICE.get(name, _MERGE)}"
+                f"{kind} with {name}={value!r} is not supported (supported: "
+                f"{', '.join(map(repr, rule))}). {_ADVICE.get(name, _MERGE)}"
             )
 
 
 _MERGE = "Merge the adapter in PEFT and load the merged model."
 _ADVICE = {
     "init_lora_weights": (
-        "It changes the weights of the base model when PEFT loads it. Save it again in PEFT "
-        "with save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+        "This initialization changes the weights of the base model when PEFT loads it. Save the "
+        "adapter again in PEFT with save_pretrained(..., "
+        "path_initial_model_for_weight_conversion=...)."
     ),
 }

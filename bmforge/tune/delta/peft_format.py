@@ -118,8 +118,8 @@ class Names:
         """
         if name not in self.theirs:
             raise ConfigError(
-                f"PEFT's format cannot store the adapter of {name}: the Hugging Face model has no "
-                "such module. Leave it out of the targets."
+                f"PEFT's format cannot store the adapter of {name}, because the Hugging Face model "
+                "has no such module. Exclude the module from the targets."
             )
         return self.theirs[name]
 
@@ -188,7 +188,8 @@ def _prefix_options(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     if is_apart != (getattr(getattr(model, "traits", None), "reads", "") == "apart"):
         raise ConfigError(
             f"num_transformer_submodules={config.get('num_transformer_submodules')} does not match "
-            f"a {type(model).__name__} (2 for an encoder-decoder, else 1). Load the base model."
+            f"a {type(model).__name__} (expected: 2 for an encoder-decoder, otherwise 1). Load the "
+            "base model of the adapter."
         )
     if not is_apart:
         return {"shift_positions": True}
@@ -226,7 +227,10 @@ def _first_pattern(name: str, patterns: Iterable[str]) -> str | None:
 def _norm_owners(names: Names, key: str) -> list[str]:
     owner, is_there, _ = key.removeprefix(PREFIX).rpartition(".ln_tuning_layers.")
     if is_there and owner not in names.ours:
-        raise CheckpointError(f"{key} is not in this {type(names.model).__name__}.")
+        raise CheckpointError(
+            f"the adapter has the tensor {key}, but this {type(names.model).__name__} has no such "
+            "module. Load the base model of the adapter."
+        )
     return names.ours[owner] if is_there else []
 
 
@@ -298,8 +302,8 @@ def _read_prompt(delta: AttachedDelta, rows: Tensor) -> dict[str, Tensor]:
         rows = _repeated_layers(rows, len(delta.held))
     if tuple(rows.shape) != (length, 2 * len(delta.held) * heads * width):
         raise CheckpointError(
-            f"prompt_embeddings has the shape {tuple(rows.shape)} (needed: "
-            f"{(length, 2 * len(delta.held) * heads * width)}). Load the adapter's base model."
+            f"prompt_embeddings has the shape {tuple(rows.shape)} (expected: "
+            f"{(length, 2 * len(delta.held) * heads * width)}). Load the base model of the adapter."
         )
     prefixes = {}
     each = rows.chunk(2 * len(delta.held), 1)  # layer by layer: keys, values

@@ -75,8 +75,8 @@ def token_indices_of(
         own_indices = {embedding_name(names.model): list(indices)}
     if biased := _biased_heads(names.model, own_indices):
         raise ConfigError(
-            f"trainable_token_indices={indices!r} changes {biased[0]}, whose bias PEFT would "
-            "ignore. Train these tokens with bmforge."
+            f"trainable_token_indices={indices!r} changes {biased[0]}, which has a bias that PEFT "
+            "would ignore. Train these tokens with bmforge."
         )
     return own_indices
 

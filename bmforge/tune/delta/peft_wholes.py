@@ -55,8 +55,8 @@ def saved_whole(names: Any, config: Mapping[str, Any], tensors: Mapping[str, Ten
         own_tensors = names.read_whole(published_name, tensor)
         if not own_tensors and not _is_copy(tensors, key):
             raise CheckpointError(
-                f"{key} does not belong to a module of this {type(names.model).__name__}. Load "
-                "the base model of the adapter with the head with which it was trained (with "
+                f"{key} matches no module of this {type(names.model).__name__}. Load the base "
+                "model of the adapter with the head with which it was trained (with "
                 "tie_word_embeddings=False if head and embedding were trained separately)."
             )
         saved.update(dict.fromkeys(own_tensors))
@@ -79,7 +79,7 @@ def _refuse_untied(names: Any, config: Mapping[str, Any], parameters: Iterable[s
     for name in parameters:
         if name in named and id(named[name]) in shared:
             raise ConfigError(
-                f"modules_to_save={config['modules_to_save']} without ensure_weight_tying "
-                f"unties {name} in PEFT, but this {type(names.model).__name__} shares it. Load "
-                "the model with tie_word_embeddings=False."
+                f"modules_to_save={config['modules_to_save']} without ensure_weight_tying unties "
+                f"{name} in PEFT, but this {type(names.model).__name__} ties the weight. Load the "
+                "model with tie_word_embeddings=False."
             )

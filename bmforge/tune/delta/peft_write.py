@@ -278,8 +278,8 @@ def _join_low_rank(
         return {n: t.detach() for n, t in factors.items()}, []
     if len({part.scale for part in present}) > 1:
         raise ConfigError(
-            f"parts of {start.removeprefix(PREFIX)} have different scales, which one layer of "
-            "the file cannot represent."
+            f"the adapters of {start.removeprefix(PREFIX)} have different scales, but PEFT stores "
+            "one scale per layer. Use the same rank and alpha for all of them."
         )
     alike = all(torch.equal(part.down, first.down) for part in present) and len(present) == len(
         parts
@@ -305,7 +305,7 @@ def _join_low_rank(
             if len(present) != len(parts):
                 raise ConfigError(
                     f"{key} is set for only some of {', '.join(owners)}, which are one layer in "
-                    "PEFT's format. Set it for all of them, or for none."
+                    f"PEFT's format. Set {key} for all of them, or for none."
                 )
             factors[leaf] = torch.cat([p.detach() for p in pieces])
     return {f"{start}{leaf}": tensor.contiguous() for leaf, tensor in factors.items()}, split

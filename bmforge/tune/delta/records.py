@@ -30,16 +30,16 @@ def check_patterns(delta: Any, names: Sequence[str]) -> None:
     owners = {name for name, _, last in wholes if not (is_low_rank and last == "bias")} & set(names)
     if owners and delta.kind in _ON_WEIGHTS:
         raise ConfigError(
-            f"{min(owners)} would get an adapter and be trained in full (modules_to_save). Leave "
-            "it out of one of them, such as exclude=[...] for the adapter."
+            f"{min(owners)} would get an adapter and be trained in full (modules_to_save). Exclude "
+            "the module from the adapter with exclude=[...], or from modules_to_save."
         )
     for option in ("ranks", "alphas"):
         for glob in delta.options.get(option) or {}:
             if not any(match_glob(name, glob) for name in names):
                 raise ConfigError(
                     f"{option} has {glob!r}, which matches none of the modules to which the "
-                    f"{type(delta).__name__} is attached.{suggest(glob, names)} Use a name glob "
-                    "such as '**.v_proj'."
+                    f"{type(delta).__name__} is attached.{suggest(glob, names)} Use a glob of "
+                    "module names, such as '**.v_proj'."
                 )
     names_in_model = known_names(delta.model)
     for pattern in delta.exclude:
@@ -84,7 +84,7 @@ def rename_options(options: Mapping[str, Any], names: Mapping[str, str]) -> dict
         value = renamed.pop(alias)
         if renamed.get(name):
             raise ConfigError(
-                f"{name} and {alias} are two names of the same option. Give one of them."
+                f"{name} and {alias} are two names of the same option. Use only one of them."
             )
         renamed[name] = (value or ()) if name == "train_also" else value
     return renamed
@@ -102,7 +102,7 @@ def embedding_name(model: Any) -> str:
     names = [name for name, module in model.named_modules() if module is table]
     if table is None or not names:
         raise ConfigError(
-            f"trainable_token_indices: {type(model).__name__} has no token embedding. Pass a "
-            "dict from layer names to token ids."
+            f"trainable_token_indices needs a token embedding, which {type(model).__name__} does "
+            "not have. Pass a dict from layer names to token ids."
         )
     return names[0]

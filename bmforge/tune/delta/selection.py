@@ -94,16 +94,16 @@ def use_deltas(
     if isinstance(weights, Mapping):
         if unknown := [name for name in weights if name not in chosen]:
             raise ConfigError(
-                f"weights contains an adapter that is not selected: {unknown[0]!r} "
-                f"(names={chosen}). Add it to names."
+                f"weights contains the adapter {unknown[0]!r}, which is not selected "
+                f"(names={chosen}). Add the adapter to names."
             )
         factors = {name: float(weights.get(name, 1.0)) for name in chosen}
     else:
         values = [1.0] * len(chosen) if weights is None else list(weights)
         if len(values) != len(chosen):
             raise ConfigError(
-                f"weights has {len(values)} values for {len(chosen)} adapters. Give one value "
-                "per adapter."
+                f"weights has {len(values)} values for {len(chosen)} adapters. Pass one value per "
+                "adapter."
             )
         factors = dict(zip(chosen, map(float, values), strict=True))
     adapters = deltas_of(model)
@@ -173,9 +173,9 @@ def _check_per_sample(model: nn.Module, delta: AdapterLike) -> None:
     full_model = whole_model(model)
     if not all(_has_samples(full_model, part) for part in delta.held):
         raise ConfigError(
-            f"adapter {delta.name!r}, a {type(delta).__name__}, can only be applied to "
-            "whole batches, because it changes a module whose inputs are not separated "
-            "by sample. Use use_deltas."
+            f"adapter {delta.name!r}, a {type(delta).__name__}, can be applied only to whole "
+            "batches, because it changes a module whose inputs are not separated by sample. Use "
+            "use_deltas instead."
         )
 
 
@@ -220,8 +220,8 @@ def _prepare(
     count = selection.batch_size
     if first is not None and count is not None and first.shape[0] != count:
         raise ShapeError(
-            f"adapter_names has {count} entries, but the batch has {first.shape[0]} samples. "
-            "Give one entry per sample."
+            f"adapter_names has {count} entries, but the batch has {first.shape[0]} samples. Pass "
+            "one entry per sample."
         )
     if torch.is_grad_enabled():
         _pass_to_recomputed_(module)

@@ -85,8 +85,8 @@ class SoftPrompt(Delta):
         limit = getattr(model, "position_limit", None)
         if limit is not None and length >= limit:
             raise ConfigError(
-                f"a prompt of length={length} leaves no positions for text: the model has "
-                f"{limit}. Use a shorter prompt."
+                f"length={length} leaves no positions for text, because the model has only {limit} "
+                "positions. Use a shorter prompt."
             )
         super().__init__(model, **options)
 
@@ -149,8 +149,8 @@ def put_prompt_first(
     if args or unknown:
         raise ConfigError(
             "a soft prompt does not support the arguments "
-            f"{', '.join(unknown) or 'more arguments'}. Add token ids of at least vocab_size to "
-            "input_ids instead."
+            f"{', '.join(unknown) or 'that follow input_ids'}. Leave these arguments out, or add "
+            "the ids of the prompt (vocab_size and above) to input_ids."
         )
     length = prompt.weight.shape[0]
     new = {**kwargs, "input_ids": prompt_ids(table, ids)}
@@ -158,8 +158,8 @@ def put_prompt_first(
         tensor = kwargs.get(name)
         if tensor is not None and tensor.shape != ids.shape:
             raise ConfigError(
-                f"a soft prompt needs {name} with shape {tuple(ids.shape)}, not "
-                f"{tuple(tensor.shape)}."
+                f"{name} has the shape {tuple(tensor.shape)} (expected: {tuple(ids.shape)}, the "
+                "shape of input_ids)."
             )
         if tensor is not None:
             new[name] = F.pad(tensor, (length, 0), value=value)
@@ -173,8 +173,8 @@ def put_prompt_first(
 
 _KNOWN = {"input_ids", *_OF_TOKENS, *_OTHERS}
 _PUT_TWICE = (
-    "input_ids has ids from vocab_size on (soft prompt rows), but a compiled model adds "
-    "these rows itself. Leave these ids out, or do not compile the whole model."
+    "input_ids contains the ids of the soft prompt (vocab_size and above), but a compiled model "
+    "prepends the prompt itself. Remove these ids, or do not compile the whole model."
 )
 
 

@@ -56,8 +56,9 @@ def find_label_tokens(
         in_class = labels == number
         if not in_class.any() or in_class.all():
             raise ConfigError(
-                f"class {number} has {int(in_class.sum())} of the {len(labels)} examples, but "
-                "label words can only be chosen if every class has some and none has all."
+                f"class {number} has {int(in_class.sum())} of the {len(labels)} examples. Label "
+                "words can be chosen only if every class has some of the examples, and no class "
+                "has all."
             )
         likely = log_yes[in_class].sum(0).argsort(descending=True)[:num_candidates]
         factor = float(in_class.sum() / (~in_class).sum()) if balance else 1.0
@@ -108,8 +109,8 @@ class AutomaticVerbalizer(ManualVerbalizer):
         tokens = find_label_tokens(logits, labels, **self._options)
         if len(tokens) != self.num_classes:
             raise ConfigError(
-                f"the labels go up to class {len(tokens) - 1}, but "
-                f"num_classes={self.num_classes}. Give examples of every class."
+                f"the labels contain classes up to {len(tokens) - 1}, but "
+                f"num_classes={self.num_classes}. Pass examples of every class."
             )
         self.words = [["<!>" + self._tokenizer.decode([id]) for id in row] for row in tokens]
         self._set_tokens([[[id] for id in row] for row in tokens])

@@ -150,7 +150,7 @@ def check_masks(template: Template, verbalizer: Any) -> None:
     if verbalizer.num_masks != template.num_masks:
         raise ConfigError(
             f"the template has {template.num_masks} masks, but the verbalizer needs "
-            f"{verbalizer.num_masks}."
+            f"{verbalizer.num_masks}. Add or remove masks."
         )
     if template.behind == "score" and verbalizer.takes != "words":
         raise ConfigError(
@@ -220,15 +220,15 @@ def class_loss(scores: Tensor, labels: Tensor, verbalizer: Any) -> Tensor:
     if labels.shape == scores.shape:
         if verbalizer.normalize:
             raise ConfigError(
-                "a row has several classes, but the verbalizer normalizes scores with a "
-                "softmax. Create the verbalizer with normalize=False."
+                "the labels assign several classes to one sample, but the verbalizer normalizes "
+                "scores with a softmax. Create the verbalizer with normalize=False."
             )
         losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
         return losses.mean(-1)
     if labels.shape != scores.shape[:1] or scores.shape[1] != 2:
         raise ShapeError(
-            f"float labels have the shape {tuple(labels.shape)} (needed: "
-            f"{tuple(scores.shape)}, one per class, or one per row for two classes)."
+            f"float labels have the shape {tuple(labels.shape)} (expected: {tuple(scores.shape)}, "
+            "one per class, or one per sample for two classes)."
         )
     chances = scores.log_softmax(-1)
     return -((1 - labels) * chances[:, 0] + labels * chances[:, 1])

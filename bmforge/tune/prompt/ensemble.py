@@ -38,8 +38,8 @@ def classify_together(
     counts = sorted({classifier.verbalizer.num_classes for classifier in classifiers})
     if len(counts) != 1:
         raise ConfigError(
-            f"the classifiers have different numbers of classes: {counts}. Use classifiers of "
-            "the same classes."
+            f"the classifiers have different numbers of classes: {', '.join(map(str, counts))}. "
+            "Use classifiers of the same classes."
         )
     if mean not in ("probabilities", "logits"):
         raise ConfigError(f"unknown mean: mean={mean!r} (known: probabilities, logits).")

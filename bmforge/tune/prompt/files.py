@@ -40,8 +40,8 @@ def read_verbalizer(
     verbalizers = _read_lines(text) if file.suffix in (".txt", ".csv") else _read_json(text, file)
     if not 0 <= choice < len(verbalizers):
         raise ConfigError(
-            f"choice={choice} is out of range: {str(file)!r} has {len(verbalizers)} "
-            "verbalizers, numbered from 0."
+            f"choice={choice} is out of range for {str(file)!r}, which has {len(verbalizers)} "
+            f"verbalizers (allowed: 0 to {len(verbalizers) - 1})."
         )
     return _order(verbalizers[choice], file, classes)
 
@@ -90,14 +90,14 @@ def _order(words: Any, file: Path, classes: Sequence[str]) -> list[list[str]]:
         words = [words[str(name)] for name in classes] if classes else list(words.values())
     if not isinstance(words, list) or not all(isinstance(row, (str, list)) for row in words):
         raise ConfigError(
-            f"{str(file)!r} is not a verbalizer (needed: a list with the words of every class, or "
-            "an object from class name to words)."
+            f"{str(file)!r} is not a verbalizer (expected: a list with the words of every class, "
+            "or an object from class name to words)."
         )
     rows = [[row] if isinstance(row, str) else row for row in words]
     if classes and len(rows) != len(classes):
         raise ConfigError(
-            f"{str(file)!r} has words for {len(rows)} classes, but there are {len(classes)}: "
-            f"{', '.join(map(str, classes))}. Give words for each class."
+            f"{str(file)!r} has words for {len(rows)} classes, but the task has {len(classes)} "
+            f"classes: {', '.join(map(str, classes))}. Add words for each class."
         )
     return rows
 

@@ -77,7 +77,10 @@ class GenerationVerbalizer(nn.Module):
         texts = [self.write(example, label) for label in range(self.num_classes)]
         tokens = self._tokenizer.encode_plain(texts)
         if not all(tokens):
-            raise ConfigError(f"the text of class {tokens.index([])} has no tokens: {texts}.")
+            raise ConfigError(
+                f"the text {texts[tokens.index([])]!r} of class {tokens.index([])} has no tokens. "
+                "Use another text."
+            )
         return tokens
 
     def forward(self, scores: Tensor) -> Tensor:

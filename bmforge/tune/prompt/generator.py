@@ -62,7 +62,7 @@ class PromptGenerator(nn.Module):
             raise ConfigError(
                 "generation needs a template with one mask and a model that generates token by "
                 f"token, but the template has {template.num_masks} masks and the format "
-                f"{template.asking.kind!r}."
+                f"{template.asking.kind!r}. Use another template or model."
             )
         self.model, self.template, self._write = model, template, write
         self.pad_id = template.tokenizer.pad_id or 0
@@ -124,9 +124,8 @@ class PromptGenerator(nn.Module):
         """
         if self.template.asking.kind not in _WRITING:
             raise ConfigError(
-                f"a template with the format {self.template.asking.kind!r} does not "
-                "support generation. Use bmforge.infer's write_text, or fill_documents "
-                "of CPM-Bee."
+                f"a template with the format {self.template.asking.kind!r} does not support "
+                "generation. Use write_text of bmforge.infer, or fill_documents of CPM-Bee."
             )
         write = self._write or getattr(type(self.model), "generate", None)
         if write is None:
@@ -192,7 +191,7 @@ def encode_target(template: Template, example: Any, target: str, **options: Any)
     ids = template.tokenizer.encode_plain([spaced + target])[0]
     ids = [*ids, *find_ends(template)]
     if not ids:
-        raise ConfigError(f"the target {target!r} has no tokens.")
+        raise ConfigError(f"the target {target!r} has no tokens. Use a non-empty target.")
     prompt = template.encode(example, answer=ids, **options)
     if template.asking.form == "apart" and not template.asking.start_is_blank:
         # The sentinel before the answer is a target too.

@@ -63,20 +63,22 @@ def parse_template(text: str, needs_mask: bool = True) -> tuple[Piece, ...]:
             end = at + len(plain.rstrip(" "))
         at, spaced = end, False
     if needs_mask and not any(piece.kind == "mask" for piece in pieces):
-        raise TemplateError('the template has no {"mask"}; add one', text, len(text))
+        raise TemplateError('the template has no {"mask"}. Add one.', text, len(text))
     return tuple(pieces)
 
 
 def _check_characters(text: str) -> None:
     if not isinstance(text, str):
-        raise TemplateError(f"the template must be a text, not a {type(text).__name__}", "", 0)
+        raise TemplateError(f"the template must be a string, not a {type(text).__name__}.", "", 0)
     if len(text) > _MAX_CHARS:
         raise TemplateError(
-            f"the template has {len(text)} characters (at most {_MAX_CHARS})", text, 0
+            f"the template has {len(text)} characters (allowed: at most {_MAX_CHARS}).", text, 0
         )
     for at, character in enumerate(text):
         if character == "\0" or "\ud800" <= character <= "\udfff":
-            raise TemplateError(f"character {ord(character):#x} is not allowed in a text", text, at)
+            raise TemplateError(
+                f"the character {ord(character):#x} is not allowed in a template.", text, at
+            )
 
 
 def _find_end(text: str, begin: int) -> int:
@@ -94,14 +96,14 @@ def _find_end(text: str, begin: int) -> int:
         elif character in "{[(":
             depth += 1
             if depth > _MAX_DEPTH:
-                raise TemplateError(f"braces nest deeper than {_MAX_DEPTH}", text, at)
+                raise TemplateError(f"braces are nested deeper than {_MAX_DEPTH} levels.", text, at)
         elif character in "}])":
             depth -= 1
             if depth == 0:
                 return at + 1
         at += 1
     kind = f"the quote {quote}" if quote else "the opening brace"
-    raise TemplateError(f"{kind} is not closed. Add {quote or '}'}", text, begin)
+    raise TemplateError(f"{kind} is not closed. Add {quote or '}'} to close it.", text, begin)
 
 
 def _read_piece(text: str, begin: int, end: int, spaced: bool) -> Piece:
@@ -114,30 +116,31 @@ def _read_piece(text: str, begin: int, end: int, spaced: bool) -> Piece:
     unknown = [key for key in values if key not in _KEYS]
     if unknown:
         near = difflib.get_close_matches(str(unknown[0]), _KEYS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f" Did you mean {near[0]!r}?" if near else ""
         keys = ", ".join(sorted(_KEYS))
-        raise fail(f"unknown key {unknown[0]!r} (known: {keys}){hint}")
+        raise fail(f"unknown key {unknown[0]!r} (known: {keys}).{hint}")
     kinds = [key for key in _KINDS if key in values]
     kinds = [key for key in kinds if key != "soft_id"] or ["soft"] * ("soft_id" in values)
     if len(kinds) != 1:
         raise fail(
-            f"a piece needs exactly one of {', '.join(_KINDS)}, not {', '.join(kinds) or 'none'}"
+            f"a piece must have exactly one of the keys {', '.join(_KINDS)}, not "
+            f"{', '.join(kinds) or 'none'}."
         )
     kind: Any = kinds[0]
     for key, allowed in _ONLY.items():
         if key in values and kind not in allowed:
             raise fail(
-                f"{key} is only allowed in {' and '.join(allowed)} pieces, not in {kind} pieces"
+                f"{key} is only allowed in {' and '.join(allowed)} pieces, not in {kind} pieces."
             )
     _check_value(kind, values.get(kind), fail)
     soft_id, duplicate = values.get("soft_id", 0), values.get("duplicate", 1)
     if "soft_id" in values and (not _is_count(soft_id)):
-        raise fail(f"soft_id={soft_id!r} must be an integer of at least 1")
+        raise fail(f"soft_id={soft_id!r} must be an integer of at least 1.")
     if not _is_count(duplicate) or duplicate > _MAX_DUPLICATE:
-        raise fail(f"duplicate={duplicate!r} must be an integer from 1 to {_MAX_DUPLICATE}")
+        raise fail(f"duplicate={duplicate!r} must be an integer from 1 to {_MAX_DUPLICATE}.")
     for key in ("shortenable", "same"):
         if not isinstance(values.get(key, False), bool):
-            raise fail(f"{key}={values[key]!r} must be True or False")
+            raise fail(f"{key}={values[key]!r} must be True or False.")
     return Piece(
         kind,
         values.get(kind),
@@ -171,24 +174,24 @@ def _read_literal(piece: str, fail: Callable[[str], TemplateError]) -> Mapping[A
                     for key, value in pairs
                 }
     except SyntaxError as error:
-        raise fail(f"a value is not a literal ({error.msg}); put texts in quotes") from None
+        raise fail(f"a value is not a Python literal ({error.msg}). Put texts in quotes.") from None
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise fail(f"values must be literals ({error!s:.60})") from None
-    raise fail('a piece must be {"key": value, ...} or {"key"}')
+        raise fail(f"a value is not a Python literal ({error!s:.60}).") from None
+    raise fail('a piece must have the form {"key": value, ...} or {"key"}.')
 
 
 def _check_value(kind: str, value: Any, fail: Callable[[str], TemplateError]) -> None:
     """Raise a `TemplateError` if the value of the key that determines a piece's type is invalid."""
     if kind in ("placeholder", "meta", "special", "text") and not isinstance(value, str):
-        raise fail(f"{kind}={value!r} must be a text")
+        raise fail(f"{kind}={value!r} must be a string.")
     if kind == "soft" and not isinstance(value, (str, type(None))):
-        raise fail(f"soft={value!r} must be the text that initializes the soft tokens, or None")
+        raise fail(f"soft={value!r} must be None or the text that initializes the soft tokens.")
     if kind == "mask" and value is not None:
-        raise fail(f"mask={value!r} is not allowed: a mask has no value")
+        raise fail(f"mask={value!r} is not allowed, because a mask has no value.")
     if kind == "special" and value not in SPECIALS:
         near = difflib.get_close_matches(value, SPECIALS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise fail(f"unknown special token {value!r} (known: {', '.join(SPECIALS)}){hint}")
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise fail(f"unknown special token {value!r} (known: {', '.join(SPECIALS)}).{hint}")
 
 
 def _read_process(value: Any, fail: Callable[[str], TemplateError]) -> Callable[[str], str] | None:
@@ -205,12 +208,13 @@ def _read_process(value: Any, fail: Callable[[str], TemplateError]) -> Callable[
             return read_lambda(value)
         except ValueError as error:
             raise fail(
-                f"this lambda is not supported ({error}). Register the function with "
-                "register_post_processing and use its name"
+                f"the lambda is not supported ({error}). Register the function with "
+                "register_post_processing, and use its name."
             ) from None
     process = take_post_processing(value) if isinstance(value, str) else None
     if process is None:
         raise fail(
-            f"post_processing={value!r:.40} is unknown (known: {', '.join(list_post_processing())})"
+            f"post_processing={value!r:.40} is unknown (known: "
+            f"{', '.join(list_post_processing())})."
         )
     return process

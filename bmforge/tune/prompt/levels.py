@@ -30,8 +30,8 @@ def score_levels(
     """
     if len(classes) != scores.shape[-1]:
         raise ConfigError(
-            f"classes has {len(classes)} names for {scores.shape[-1]} classes. Give one name "
-            "per class."
+            f"classes has {len(classes)} names for {scores.shape[-1]} classes. Pass one name per "
+            "class."
         )
     parts = [name.split(sep) for name in classes]
     chances, levels = scores.log_softmax(-1), []

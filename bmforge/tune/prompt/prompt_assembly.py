@@ -165,9 +165,7 @@ def lay_out(
     if asking.form == "row":
         first = at + text.masks[0] - 1
         if first < 0:
-            raise ConfigError(
-                f"{name}: there is no token before the mask. Put text before the mask."
-            )
+            raise ConfigError(f"{name} has no token before the mask. Put text before the mask.")
         if not answer:
             return Encoded(ids, [first])
         return Encoded(ids[:-1], list(range(first, len(ids) - 1)), predicted=ids[first + 1 :])

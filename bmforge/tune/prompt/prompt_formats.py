@@ -130,7 +130,7 @@ def special_token(tokenizer: Tokenizer, name: str) -> int:
     id = role_token(tokenizer, SPECIALS[name])
     if id is None:
         raise ConfigError(
-            f"the tokenizer has no token for {name} (it has "
+            f"the tokenizer has no token for {name} (its special tokens: "
             f"{', '.join(tokenizer.special_ids)}). Use the tokenizer of the model."
         )
     return id
@@ -148,6 +148,6 @@ def check_marks(asking: Asking, tokenizer: Tokenizer, model: Any) -> None:
              if getattr(config, n, None) != id]  # fmt: skip
     if wrong:
         raise ConfigError(
-            f"the model has {', '.join(wrong)}, but the tokenizer uses other ids for blanks. "
-            f"Set {needed} in the model's config."
+            f"the model has {', '.join(wrong)}, but the tokenizer uses other ids for blanks. Set "
+            f"{', '.join(f'{n}={id}' for n, id in needed.items())} in the config of the model."
         )

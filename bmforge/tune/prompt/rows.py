@@ -54,7 +54,7 @@ class _Rows:
         self, template: Template, examples: Sequence[Any], seq_len: int, cut: Cut, *settings: Any
     ) -> None:
         if not len(examples):
-            raise ConfigError("there are no training examples. Pass at least one.")
+            raise ConfigError("the training data has no examples. Pass at least one example.")
         self._template, self._examples, self._cut = template, examples, cut
         self._seq_len, self._pad = seq_len, template.tokenizer.pad_id or 0
         ends = (str(examples[0]), str(examples[len(examples) - 1]))
@@ -101,7 +101,10 @@ class PromptRows(_Rows):
     ) -> None:
         check_masks(template, verbalizer)
         if len(examples) != len(labels):
-            raise ConfigError(f"{len(examples)} examples have {len(labels)} labels.")
+            raise ConfigError(
+                f"there are {len(examples)} examples, but {len(labels)} labels. Pass one label per "
+                "example."
+            )
         self._verbalizer, self._labels = verbalizer, labels
         super().__init__(template, examples, seq_len, cut, getattr(verbalizer, "words", None))
 
@@ -136,7 +139,10 @@ class TargetRows(_Rows):
         cut: Cut = "tail",
     ) -> None:
         if len(examples) != len(targets):
-            raise ConfigError(f"{len(examples)} examples have {len(targets)} targets.")
+            raise ConfigError(
+                f"there are {len(examples)} examples, but {len(targets)} targets. Pass one target "
+                "per example."
+            )
         self._targets = targets
         super().__init__(template, examples, seq_len, cut, targets[0] if len(targets) else "")
 

@@ -37,7 +37,8 @@ def draw_few(
     """
     if (per_label > 0) == (total > 0):
         raise ConfigError(
-            f"per_label={per_label} and total={total}: set exactly one of them, to at least 1."
+            f"per_label={per_label} and total={total} do not match: exactly one of them must be at "
+            "least 1."
         )
     generator = np.random.RandomState(seed)
     everything = list(range(len(labels)))
@@ -45,7 +46,10 @@ def draw_few(
     def draw(places: list[int]) -> list[int]:
         if total:
             if total > len(places):
-                raise ConfigError(f"total={total}, but there are only {len(places)} examples.")
+                raise ConfigError(
+                    f"total={total} is more than the number of examples, {len(places)}. Use a "
+                    "smaller total."
+                )
             shuffled = list(places)
             generator.shuffle(shuffled)
             return shuffled[:total]
@@ -56,7 +60,8 @@ def draw_few(
         for label, group in groups.items():
             if len(group) < per_label and not allow_fewer:
                 raise ConfigError(
-                    f"per_label={per_label}, but label {label!r} has {len(group)} examples."
+                    f"per_label={per_label} is more than the number of examples with the label "
+                    f"{label!r}, {len(group)}. Use a smaller per_label, or pass allow_fewer=True."
                 )
             own = np.array(group)
             generator.shuffle(own)

@@ -59,8 +59,8 @@ def search_templates(
     if not examples or len(examples) != len(words) or min(beams, keep) < 1:
         raise ConfigError(
             f"there are {len(examples)} examples and {len(words)} words, with beams={beams} and "
-            f"keep={keep} (needed: at least one example, one word per example, and beams and keep "
-            "of at least 1)."
+            f"keep={keep} (expected: at least one example, one word per example, and values of at "
+            "least 1 for beams and keep)."
         )
     template = Template(_SHAPES[pairs], tokenizer, model)
     if template.asking.kind != "spans":

@@ -45,7 +45,7 @@ def search_label_words(
     missing = [number for number in range(classes) if not bool((labels == number).any())]
     if missing or min(num_candidates, keep, max_tries) < 1:
         raise ConfigError(
-            f"classes without examples: {missing} (allowed: none); "
+            f"every class must have examples (classes without examples: {missing}), and "
             f"num_candidates={num_candidates}, keep={keep} and max_tries={max_tries} must be at "
             "least 1."
         )

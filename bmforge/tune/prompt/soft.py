@@ -154,7 +154,7 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
         return attached
     if attached is not None:
         raise ConfigError(
-            "the model has the soft rows of another template. Remove them with drop_rows_(model)."
+            "the model has the soft tokens of another template. Remove them with drop_rows_(model)."
         )
     width = table.embedding_dim
     if encoder:

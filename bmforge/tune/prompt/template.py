@@ -112,12 +112,13 @@ class Template:
             )
         if behind == "score" and (not following or self.asking.form != "row"):
             raise ConfigError(
-                "behind='score' has no effect: no text follows the mask of a causal model. "
-                "Leave it out."
+                "behind='score' has no effect, because no text follows the mask of a causal "
+                "model. Leave behind out."
             )
         if behind == "score" and any(map(_is_mask, following)):
             raise ConfigError(
-                "behind='score' needs a template with one mask, but this one has several."
+                "behind='score' supports only templates with one mask. Remove the other masks, or "
+                "leave behind out."
             )
         return behind
 
@@ -133,7 +134,10 @@ class Template:
             ConfigError: the number of answers differs from the number of examples.
         """
         if len(examples) != len(answers):
-            raise ConfigError(f"{len(examples)} examples have {len(answers)} answers.")
+            raise ConfigError(
+                f"there are {len(examples)} examples, but {len(answers)} answers. Pass one answer "
+                "per example."
+            )
         first = next(piece for piece in self.pieces if _is_mask(piece))
         self.shown = []
         for example, answer in zip(examples, answers, strict=True):
@@ -287,7 +291,7 @@ def read_fields(example: Any) -> tuple[Mapping[str, str], Mapping[str, str]]:
         meta = getattr(example, "meta", None) or {}
     else:
         raise ConfigError(
-            f"a {type(example).__name__} is not an example. Pass a TaskExample or a dict."
+            f"an example must be a TaskExample or a dict, not a {type(example).__name__}."
         )
     for name, value in zip(("text_a", "text_b"), list(fields.values()), strict=False):
         fields.setdefault(name, value)
@@ -308,7 +312,7 @@ def fill_piece(piece: Piece, fields: Mapping[str, Any], meta: Mapping[str, Any])
             return _process_value(piece, values[piece.value])
     has = ", ".join(dict.fromkeys([*meta, *fields] if piece.kind == "meta" else fields))
     raise ConfigError(
-        f"the template needs the {piece.kind} {piece.value!r}, but the example has only: {has}."
+        f"the template needs the {piece.kind} {piece.value!r}, but the example has only {has}."
     )
 
 
@@ -342,7 +346,7 @@ def read_template(path: str | Path, choice: int = 0) -> str:
     lines = [line for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
     if not 0 <= choice < len(lines):
         raise ConfigError(
-            f"choice={choice} is out of range: {str(path)!r} has {len(lines)} templates, "
-            "numbered from 0."
+            f"choice={choice} is out of range for {str(path)!r}, which has {len(lines)} templates "
+            f"(allowed: 0 to {len(lines) - 1})."
         )
     return lines[choice]

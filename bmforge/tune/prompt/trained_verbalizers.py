@@ -83,7 +83,7 @@ def copy_head(model: Any) -> tuple[nn.Module, Tensor, float]:
     weight = last.matrix(torch.float32) if hasattr(last, "matrix") else last.weight
     if isinstance(weight, DTensor):
         raise ConfigError(
-            "the model is already parallelized. Build the verbalizer before parallelize."
+            "the model is already parallelized. Build the verbalizer before parallelize()."
         )
     # The last layer is not copied: it is often larger than the rest of the head.
     head = nn.Identity() if module is last else copy.deepcopy(module, {id(last): nn.Identity()})
@@ -140,12 +140,12 @@ class PrototypeVerbalizer(nn.Module):
         if words is not None and (words.num_classes != num_classes or words.takes != "logits"):
             raise ConfigError(
                 f"words is a verbalizer of {words.num_classes} classes that uses {words.takes} "
-                f"(needed: {num_classes} classes, and a verbalizer that uses the tokens at the "
+                f"(expected: {num_classes} classes, and a verbalizer that uses the tokens at the "
                 "mask)."
             )
         if words is not None and num_classes < 2:
             raise ConfigError(
-                f"num_classes={num_classes} is too small (needed: at least 2 classes to compare)."
+                f"num_classes={num_classes} is too small (allowed: at least 2 with words)."
             )
         self.num_classes, self.words = num_classes, words
         self.takes = "hidden" if words is None else "both"
@@ -198,7 +198,7 @@ class PrototypeVerbalizer(nn.Module):
         missing = sorted(set(range(self.num_classes)) - set(labels.tolist()))
         if missing:
             raise ShapeError(
-                f"classes {missing} have no examples (needed: at least one per class)."
+                f"the classes {missing} have no examples. Pass at least one example per class."
             )
         trained = [self.project.weight, self.points]
         optimizer = torch.optim.Adam(trained, lr=lr)

@@ -86,8 +86,8 @@ class ManualVerbalizer(nn.Module):
         if long and self.join == "first":
             get_logger().warning(
                 (
-                    "only the first token of these words is scored: %s. Pass join='joint' to score "
-                    "whole words"
+                    "only the first token of these words is scored: %s. Pass join='joint' to "
+                    "score whole words."
                 ),
                 "; ".join(f"{word!r} = {' | '.join(ids)}" for word, ids in long.items()),
             )
@@ -254,7 +254,7 @@ class OneToOneVerbalizer(ManualVerbalizer):
         many = [name for name, row in zip(self.classes, self.words, strict=True) if len(row) > 1]
         if many:
             raise ConfigError(
-                f"these classes have several words: {', '.join(many)}. Give one word per class."
+                f"these classes have several words: {', '.join(many)}. Use one word per class."
             )
 
 

@@ -20,13 +20,16 @@ def read_words(words: Words) -> tuple[list[str], list[list[str]]]:
         ConfigError: a class has no words, or a word is empty or not a string.
     """
     if isinstance(words, str) or not isinstance(words, (Mapping, Sequence)) or not words:
-        raise ConfigError(f"words={words!r:.60} must be a list with words for every class.")
+        raise ConfigError(
+            f"words={words!r:.60} must be a list or a dict with words for every class."
+        )
     pairs = list(words.items()) if isinstance(words, Mapping) else list(enumerate(words))
     rows = [[row] if isinstance(row, str) else list(row) for _, row in pairs]
     bad = [n for n, row in enumerate(rows) if not all(isinstance(w, str) and w for w in row)]
     if bad:
         raise ConfigError(
-            f"class {bad[0]} has {rows[bad[0]]!r:.60}, but words must be non-empty texts."
+            f"the words of class {bad[0]} are {rows[bad[0]]!r:.60}, but each word must be a "
+            "non-empty string."
         )
     classes = [str(name) for name, _ in pairs]
     check_left(classes, rows, "the list")
@@ -42,7 +45,8 @@ def check_left(classes: Sequence[str], rows: Sequence[Sequence[str]], after: str
     empty = [name for name, row in zip(classes, rows, strict=True) if not row]
     if empty:
         raise ConfigError(
-            f"after {after}, these classes have no words: {', '.join(empty)}. Give them more words."
+            f"after {after}, these classes have no words: {', '.join(empty)}. Add more words to "
+            "these classes."
         )
 
 
@@ -57,8 +61,8 @@ def check_shared(rows: Sequence[Sequence[str]]) -> None:
         for word in row:
             if owner.setdefault(word, number) != number:
                 raise ConfigError(
-                    f"the word {word!r} belongs to class {owner[word]} and to class {number}. "
-                    "Give each class its own words."
+                    f"the word {word!r} is in class {owner[word]} and in class {number}. Use each "
+                    "word in one class only."
                 )
 
 

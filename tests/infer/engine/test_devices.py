@@ -262,7 +262,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         experts_per_token=2,
     )
     Mixtral.from_config(config, seed=1).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="supports one device"):
+    with pytest.raises(ConfigError, match="supports a single device"):
         Engine(tmp_path, devices=TWO, config=EngineConfig(stream_experts=True, max_tokens=32))
     with pytest.raises(ConfigError, match="more than the machine's memory"):
         Engine(tmp_path, devices=["cpu"] * 99, device_budget_bytes=1 << 33, config=CONFIG)

@@ -88,9 +88,9 @@ def test_what_was_there_before_comes_first() -> None:
 
 
 def test_another_vocabulary_is_refused() -> None:
-    with pytest.raises(ConfigError, match="vocabulary of 96 tokens"):
+    with pytest.raises(ConfigError, match="vocab_size=96"):
         opened(make("llama"), draft=make("llama", vocab_size=96))
-    with pytest.raises(ConfigError, match="the draft, a T5"):
+    with pytest.raises(ConfigError, match=r"the draft model \(T5\)"):
         opened(make("llama"), draft=make("t5"))
 
 
@@ -105,7 +105,7 @@ def test_a_module_whose_draft_is_refused_stays_as_it_was() -> None:
     with Engine(copy.deepcopy(model), device_budget_bytes=enough, config=config) as engine:
         assert engine.plan.moving
     refused = RequestsConfig(draft=make("llama", vocab_size=96))
-    with pytest.raises(ConfigError, match="vocabulary of 96 tokens"):
+    with pytest.raises(ConfigError, match="vocab_size=96"):
         Engine(
             model,
             device_budget_bytes=enough,

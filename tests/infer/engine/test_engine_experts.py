@@ -80,7 +80,7 @@ def test_what_cannot_be(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="create the engine with its directory"):
         Engine(AutoModel.from_pretrained(directory), config=CONFIG)
     Llama.from_config(LlamaConfig(**SIZES, num_layers=2)).save_pretrained(tmp_path / "llama")
-    with pytest.raises(ConfigError, match="has no MoE layers"):
+    with pytest.raises(ConfigError, match="needs a model with MoE layers"):
         Engine(tmp_path / "llama", config=CONFIG)
 
 

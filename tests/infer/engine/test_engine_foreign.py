@@ -71,5 +71,5 @@ def test_a_module_of_transformers(kind: str, more: int) -> None:
             assert torch.equal(got, expected)
         with pytest.raises(ConfigError, match="max_tokens=32"):
             engine.model(input_ids=IDS.repeat(1, 6))
-        with pytest.raises(ConfigError, match="supports models of bmforge only"):
+        with pytest.raises(ConfigError, match="supports only bmforge models"):
             engine.generate(IDS)

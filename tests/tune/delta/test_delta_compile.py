@@ -97,7 +97,7 @@ def test_a_whole_graph_refuses_rows_of_the_prompt_that_are_there_already():
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     own = torch.tensor([[50, 51, 3, 4, 5, 6]])
     assert_close(compiled(input_ids=own[:, 2:]).logits, model(input_ids=own).logits)
-    with pytest.raises(RuntimeError, match="adds these rows itself"):
+    with pytest.raises(RuntimeError, match="prepends the prompt itself"):
         compiled(input_ids=own)
 
 

@@ -58,7 +58,7 @@ def test_a_prefix_is_a_delta() -> None:
 def test_rules_need_several_masks(tokenizer: Tokenizer) -> None:
     model = fresh_model("bert", SIZE)
     assert PTRTemplate('{"mask"} of {"mask"}', tokenizer, model).num_masks == 2
-    with pytest.raises(ConfigError, match="rules need several"):
+    with pytest.raises(ConfigError, match="rules need at least 2"):
         PTRTemplate(TEXT, tokenizer, model)
 
 

@@ -48,18 +48,18 @@ def test_what_the_original_stumbles_over_is_refused_with_its_place(text):
 @pytest.mark.parametrize(
     ("piece", "says", "column"),
     [
-        ('{"plceholder":"text_a"}', "did you mean 'placeholder'", 3),
-        ('{"special":"<eoz>"}', "did you mean '<eos>'", 3),
+        ('{"plceholder":"text_a"}', "Did you mean 'placeholder'", 3),
+        ('{"special":"<eoz>"}', "Did you mean '<eos>'", 3),
         ('{"text":"a","duplicate":2}', "duplicate is only allowed in soft", 3),
         ('{"soft_id":-1}', "integer of at least 1", 3),
         ('{"soft_id":"one"}', "integer of at least 1", 3),
         ('{"soft":None,"duplicate":0}', "duplicate=0", 3),
         ('{"mask":"x"}', "a mask has no value", 3),
         ('{"meta":"a","placeholder":"b"}', "one of", 3),
-        ('{"text":open("f")}', "values must be literals", 3),
+        ('{"text":open("f")}', "a value is not a Python literal", 3),
         ('{"placeholder":"a","post_processing":"nothing"}', "known: .*strip", 3),
         ('{"meta":"a","post_processing":lambda x: eval(x)}', "is not supported", 3),
-        ("{" * 40 + "}" * 40, "nest deeper", 19),
+        ("{" * 40 + "}" * 40, "nested deeper", 19),
     ],
 )
 def test_faults_say_what_and_where(piece, says, column):
@@ -122,7 +122,7 @@ def test_a_line_of_a_file_is_a_template(tmp_path):
     path = tmp_path / "templates.txt"
     path.write_text("\n".join((TEXTS[0], "", TEXTS[9])), "utf-8")
     assert read_template(path, 1) == TEXTS[9]
-    with pytest.raises(ConfigError, match="2 templates, numbered from 0"):
+    with pytest.raises(ConfigError, match=r"2 templates \(allowed: 0 to 1"):
         read_template(path, 2)
 
 

@@ -80,7 +80,7 @@ def test_the_objective_is_the_mean_of_the_rows_losses():
         asked = [classifier.ask(one) for one in EXAMPLES[:2]]
         torch.testing.assert_close(found, classifier(**classifier.collate(asked, [0, 1])).loss)
         assert model.count_items(batch) == 2
-    with pytest.raises(ConfigError, match="3 examples have 1 labels"):
+    with pytest.raises(ConfigError, match="3 examples, but 1 labels"):
         PromptRows(template, words, EXAMPLES, [0])
 
 
@@ -124,7 +124,7 @@ def test_logits_of_some_places_only():
     torch.testing.assert_close(some, every[torch.arange(2)[:, None], places])
     with pytest.raises(ShapeError, match="has no effect with labels"):
         model(ids, labels=ids, logits_at=places)
-    with pytest.raises(ShapeError, match=r"needed: \(B=2, M\)"):
+    with pytest.raises(ShapeError, match=r"must have the shape \(B=2, M\)"):
         model(ids, logits_at=places[0])
     causal = GPT2.from_config(FAMILIES["gpt2"][1])
     with pytest.raises(ShapeError, match="without logits_to_keep"):

@@ -145,11 +145,11 @@ def test_what_does_not_fit_a_model_is_refused(tokenizers):
     model = fresh_model("gpt2", 330)
     with pytest.raises(ConfigError, match="after its mask"):
         Template(TEXTS[0], tokenizers["gpt2"], model)
-    with pytest.raises(ConfigError, match="the example has only: text_a"):
+    with pytest.raises(ConfigError, match="the example has only text_a"):
         build("bert", 1, tokenizers).encode({"text_a": "film"})
     model = fresh_model("bert", 157)
     assert len(Template(TEXTS[4], tokenizers["bert"], model).soft_parameters) == 1
-    with pytest.raises(ConfigError, match="soft rows of another template"):
+    with pytest.raises(ConfigError, match="soft tokens of another template"):
         Template(TEXTS[4], tokenizers["bert"], model)
 
 

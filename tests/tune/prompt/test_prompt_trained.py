@@ -103,7 +103,7 @@ def test_points_and_words_together_are_the_mean_of_both():
     expected = expected + spread(both(hidden))
     torch.testing.assert_close(found * 2, alone.detach())
     torch.testing.assert_close(alone, expected)
-    with pytest.raises(ConfigError, match="needed: 4"):
+    with pytest.raises(ConfigError, match="expected: 4"):
         PrototypeVerbalizer(4, 16, words=words)
 
 
@@ -192,7 +192,7 @@ def test_examples_stand_in_front_of_a_prompt():
     template.show([{"text_a": "dull"}], ["bad"])
     shown = template.encode(EXAMPLES[0])
     assert LETTERS.decode(shown.input_ids) == "dull is bad<unk>a film is"
-    with pytest.raises(ConfigError, match="1 examples have 0 answers"):
+    with pytest.raises(ConfigError, match="1 examples, but 0 answers"):
         template.show([EXAMPLES[0]], [])
 
 

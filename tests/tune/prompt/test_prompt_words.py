@@ -94,7 +94,7 @@ def test_closed_forms(tokenizer):
 
 
 def test_words_that_tell_nothing_are_refused(tokenizer):
-    with pytest.raises(ConfigError, match="class 0 and to class 1"):
+    with pytest.raises(ConfigError, match="class 0 and in class 1"):
         ManualVerbalizer([["good"], ["bad", "good"]], tokenizer)
     with pytest.raises(ConfigError, match="cannot encode"):
         ManualVerbalizer(["good", "☃"], tokenizer)

@@ -216,7 +216,9 @@ def check_overflow(param_groups: Groups) -> None:
     Comm: one all-reduce of a scalar.
     """
     if not _is_finite(param_groups):
-        raise OverflowError("Gradient overflow")
+        raise OverflowError(
+            "a gradient is infinite or NaN. Skip this step and lower the loss scale."
+        )
 
 
 @torch.no_grad()

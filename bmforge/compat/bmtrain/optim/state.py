@@ -73,8 +73,8 @@ def unpack_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
     saved = sum(len(group["params"]) for group in state["param_groups"])
     if saved != len(params):
         raise CheckpointError(
-            f"the state has {saved} parameters, but the optimizer has {len(params)}. Build it with "
-            "the same parameters as when the state was saved."
+            f"the state has {saved} parameters, but the optimizer has {len(params)}. Create the "
+            "optimizer with the same parameters as when the state was saved."
         )
     if keeps_whole(optimizer):
         return {"state": dict(state["state"]), "param_groups": state["param_groups"]}
@@ -93,8 +93,8 @@ def _unpack(param: Tensor, value: Any, is_whole: bool | None) -> Any:
     local_shape = local_tensor(param).shape
     if value.shape != local_shape:
         raise CheckpointError(
-            f"a state has shape={tuple(value.shape)}, but this process needs "
-            f"{tuple(local_shape)}, because it was saved with another number of processes. Save "
-            "it with gather=True."
+            f"an optimizer state has shape={tuple(value.shape)}, but this process needs "
+            f"{tuple(local_shape)}, because the state was saved with another number of processes. "
+            "Save it with gather=True."
         )
     return _like(param, value.to(param.device))

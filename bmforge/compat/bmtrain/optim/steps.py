@@ -37,7 +37,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
     if isinstance(optimizer, SparseAdam) and config["world_size"] > 1:
         raise ConfigError(
-            "SparseAdam needs sparse gradients, but those of distributed parameters are dense. "
+            "SparseAdam needs sparse gradients, but distributed parameters have dense gradients. "
             "Use bmt.optim.AdamOptimizer, or one process."
         )
 

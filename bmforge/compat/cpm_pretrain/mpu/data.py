@@ -61,7 +61,7 @@ def _describe(
     others = [f"{key} is {data[key].dtype}" for key in keys if data[key].dtype != datatype]
     if others:
         return [], (
-            f"broadcast_data sends {datatype}, but the dtypes are {', '.join(others)}. Convert "
-            "them first."
+            f"broadcast_data sends {datatype}, but {', '.join(others)}. Convert the tensors to "
+            f"{datatype} first."
         )
     return [tuple(data[key].shape) for key in keys], ""

@@ -59,7 +59,7 @@ class CudaRNGStatesTracker:
         if seed in self._seeds or name in self._states:
             raise ConfigError(
                 f"a generator with the name {name!r} or the seed {seed} already exists. Choose "
-                "another, or call reset() first."
+                "another name and seed, or call reset() first."
             )
         self._seeds.add(seed)
         with keep_random():

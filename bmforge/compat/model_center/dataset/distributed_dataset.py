@@ -144,7 +144,8 @@ class DistributedDataset:
         if len(state["states"]) > count or int(block[:, 0].max()) >= count:
             raise ConfigError(
                 f"the state has {len(state['states'])} blocks, but {str(self._path)!r} has "
-                f"{count}: it belongs to another dataset. Pass the state of this dataset."
+                f"{count}, so the state was saved for another dataset. Pass the state of "
+                "this dataset."
             )
         self._times.zero_()
         self._times[: len(state["states"])] = state["states"]
@@ -166,7 +167,7 @@ class SimpleDataset(DistributedDataset):
     def _next_block(self) -> int:
         block = super()._next_block()
         if int(self._times[block]):
-            raise EOFError("no more data")
+            raise EOFError(f"{str(self._path)!r} has no more records.")
         return block
 
     def __iter__(self) -> Iterator[Any]:

@@ -74,7 +74,7 @@ class DistributedMMapIndexedDataset:
             return [self[n] for n in range(start, stop)]
         if not -len(self) <= index < len(self):
             raise IndexError(
-                f"sequence {index} is out of range: this process has {len(self)} sequences"
+                f"sequence {index} is out of range, because this process has {len(self)} sequences."
             )
         index %= len(self)
         file = bisect_right(self.ends, index) - 1

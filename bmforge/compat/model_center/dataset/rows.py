@@ -57,7 +57,7 @@ class TaskRows(Dataset[dict[str, Tensor]]):
         if set(self.lengths) != set(self.length_names):
             raise TypeError(
                 f"{type(self).__name__} takes {', '.join(self.length_names)} after the tokenizer, "
-                f"not {', '.join(self.lengths) or 'nothing'}"
+                f"not {', '.join(self.lengths) or 'nothing'}."
             )
         self.examples = self.arrange(_read_labelled(self.task, path, split))
         self.qids = [

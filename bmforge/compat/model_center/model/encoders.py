@@ -246,6 +246,6 @@ class ViT(BaseModel):
         """
         images = input_seq if x is None else x
         if images is None:
-            raise TypeError("forward() needs input_seq, the images")
+            raise TypeError("forward() needs input_seq, the tensor of images.")
         logits: Tensor = self.model(images, attention_mask=attention_mask).logits
         return logits

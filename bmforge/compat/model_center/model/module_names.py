@@ -122,7 +122,7 @@ class OldModules(dict[str, nn.Module]):
             paths = module_names(model, type(model).__name__).get(name, [])
             if len(paths) == 1:
                 return model.get_submodule(paths[0])
-        raise KeyError(name)
+        raise KeyError(f"the model has no module {name!r}.")
 
 
 class InputEmbedding:

@@ -46,13 +46,13 @@ class ModelOutput:
         values_by_name = {**dict(zip(self.fields, values, strict=False)), **named}
         unknown = [name for name in values_by_name if name not in self.fields]
         if unknown or len(values) > len(self.fields):
-            raise TypeError(f"{type(self).__name__} has the fields {', '.join(self.fields)}")
+            raise TypeError(f"{type(self).__name__} has only the fields {', '.join(self.fields)}.")
         self.__dict__["_values"] = {name: values_by_name.get(name) for name in self.fields}
 
     def __getattr__(self, name: str) -> Any:
         values = self.__dict__.get("_values", {})
         if name not in values:
-            raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}.")
         if isinstance(values[name], Later):
             values[name] = values[name]()
         return values[name]
@@ -74,7 +74,7 @@ class ModelOutput:
         if isinstance(key, int):
             return self._peek(self.fields[key])
         if key not in self.fields:
-            raise KeyError(key)
+            raise KeyError(f"{type(self).__name__} has no field {key!r}.")
         return getattr(self, key)
 
     def keys(self) -> tuple[str, ...]:

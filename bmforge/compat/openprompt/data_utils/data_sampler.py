@@ -37,8 +37,9 @@ class FewShotSampler:
     ) -> None:
         if (num_examples_total is None) == (num_examples_per_label is None):
             raise ConfigError(
-                "num_examples_total and num_examples_per_label cannot be used together. Pass "
-                "exactly one of them."
+                f"num_examples_total={num_examples_total} and "
+                f"num_examples_per_label={num_examples_per_label} must not both be set, or both be "
+                "None. Pass exactly one of them."
             )
         second = num_examples_total_dev, num_examples_per_label_dev
         first = num_examples_total, num_examples_per_label

@@ -165,7 +165,7 @@ def _find_span(words: list[str], text: str, index: int) -> int:
     if len(span_words) == 1 and words[index].startswith(text):
         words[index : index + 1] = [text, words[index].removeprefix(text)]
     else:
-        _LOG.warning("%r is not word %d of %r", text, index, " ".join(words))
+        _LOG.warning("the text %r does not begin at word %d of %r", text, index, " ".join(words))
     return index
 
 

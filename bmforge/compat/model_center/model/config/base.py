@@ -189,7 +189,7 @@ class Config:
         if name in ("dropout_p", "drop") and value and not has_dropout:
             raise ConfigError(
                 f"{name}={value!r} is not supported, because {self.family} has no dropout. "
-                "Leave it 0."
+                f"Set {name} to 0."
             )
         if needed.get(name, value) not in (value, None):
             raise ConfigError(
@@ -199,7 +199,7 @@ class Config:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_given" not in self.__dict__:
-            raise AttributeError(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name == "half":
             return self.dtype == torch.half
         if name in self._given:
