@@ -46,7 +46,7 @@ class ReadConfig:
     Args:
         errors: handling of bytes that cannot be decoded: replace inserts U+FFFD and counts
             the errors; strict rejects the file or entry.
-        encoding: encoding of text that is not UTF-8, such as cp1252 or gb18030 (default: the
+        encoding: encoding of text that is not UTF-8, such as cp1252 or gb18030 (if empty: the
             declared encoding, or else the detected one).
         skip_bad: skip and count invalid lines and files instead of stopping.
         skip_unread: continue even if more than half of the input's bytes are in unsupported
