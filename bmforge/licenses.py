@@ -24,6 +24,7 @@ __all__ = [
     "License",
     "check_license",
     "find_license",
+    "join_licenses",
     "license_name",
     "merge_licenses",
     "obeys",
@@ -234,6 +235,24 @@ def license_name(name: str) -> str:
     """Return the id of a license, or the given text if the license is unknown."""
     license = find_license(name)
     return license.id if license else " ".join(name.split()) or UNKNOWN
+
+
+def join_licenses(names: Iterable[str]) -> str:
+    """Return the SPDX expression of licenses that all apply; "" if there are none.
+
+    An unknown license that contains an operator, such as "A or B", becomes `UNKNOWN`.
+    """
+    names = list(names)
+    if len(names) < 2:
+        return "".join(names)
+    parts = []
+    for name in names:
+        license = find_license(name)
+        part = license.id if license else name
+        if _is_expression(name):
+            part = f"({part})" if license else UNKNOWN
+        parts.append(part)
+    return " AND ".join(dict.fromkeys(parts))
 
 
 def check_license(value: str, name: str) -> str:

@@ -29,7 +29,7 @@ class BpeConfig:
         han: single keeps each Chinese character separate, so that it is never merged with others.
         special_tokens: additional special tokens, such as <|im_start|>; their ids start at 1.
         min_frequency: minimum number of occurrences of a pair of tokens that is merged.
-        max_token_length: maximum length of a token in bytes (if None: no limit).
+        max_token_length: maximum length of a token in bytes, at least 2 (if None: no limit).
     """
 
     digits: Literal["joined", "single", "triples"] = "joined"
@@ -46,6 +46,8 @@ class ReadConfig:
     Args:
         errors: handling of bytes that cannot be decoded: replace inserts U+FFFD and counts
             the errors; strict rejects the file or entry.
+        encoding: encoding of text that is not UTF-8, such as cp1252 or gb18030 (if empty: the
+            declared encoding, or else the detected one).
         skip_bad: skip and count invalid lines and files instead of stopping.
         skip_unread: continue even if more than half of the input's bytes are in unsupported
             file formats.
@@ -55,6 +57,7 @@ class ReadConfig:
     """
 
     errors: Literal["replace", "strict"] = "replace"
+    encoding: str = ""
     skip_bad: bool = False
     skip_unread: bool = False
     text_field: str = "text"
@@ -134,8 +137,8 @@ class DuplicatesConfig:
         earlier: directories of earlier corpora, prepared with keep_index; documents that occur in
             one of them are dropped, and with near_duplicates also similar documents.
         decontaminate: test sets; a document that contains one of their examples is dropped.
-            Give .jsonl files, or TASK=DIRECTORY for all splits of a task that `evaluate` supports,
-            such as BoolQ=superglue.
+            Give .jsonl, .json or .parquet files, also compressed, or TASK=DIRECTORY for all splits
+            of a task that `evaluate` supports, such as BoolQ=superglue.
         cut_examples: remove the test examples from a document instead of dropping the document.
     """
 

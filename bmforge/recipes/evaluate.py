@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.config import config_to_dict
 from bmforge.data import Batch
+from bmforge.data.clean.normalize import normalise_documents
 from bmforge.data.sources.files import read_documents
 from bmforge.data.tasks import find_task, read_task
 from bmforge.data.tasks.rows import AnswerRows, Pair
@@ -226,7 +227,7 @@ def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
     begin = [] if first is None else [first]
     pairs: list[Pair] = []
     text_bytes = 0
-    for document in read_documents(path):
+    for document in normalise_documents(read_documents(path)):
         (ids,) = tokenizer.encode_plain([document.text])
         pairs += roll_windows(ids, begin, subject.seq_len)
         text_bytes += len(document.text.encode())

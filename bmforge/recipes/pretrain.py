@@ -17,6 +17,7 @@ from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import World
 from bmforge.recipes.export import SIDE_FILES
 from bmforge.recipes.inputs.corpus import Corpus, CorpusConfig, open_corpus
+from bmforge.recipes.inputs.vocabulary import find_own_tokenizer
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import check_length
 from bmforge.train import EvalResult
@@ -94,7 +95,9 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         corpus.loader,
         config.data.seq_len,
         held_out,
-        save_tokenizer=lambda directory: _copy_tokenizer(corpus.tokenizer_dir, directory),
+        save_tokenizer=lambda directory: _copy_tokenizer(
+            _find_tokenizer(corpus, config), directory
+        ),
         special_ids=_end_ids(corpus, config.init_from),
         figures=figures,
         close=corpus.loader.close,
@@ -110,6 +113,12 @@ def _end_ids(corpus: Corpus, init_from: str | None) -> dict[str, Any]:
     raw = read_config_file(find_model(init_from))
     ends = (raw.get("eos_token_id"), raw.get(GENERATION_KEY, {}).get("eos_token_id"))
     return {"eos_token_id": corpus.eos_id} if ends == (None, None) else {}
+
+
+def _find_tokenizer(corpus: Corpus, config: Any) -> Path | None:
+    """Return the directory of the tokenizer to export."""
+    own = find_own_tokenizer(config.init_from) if config.data.tokenizer is None else None
+    return own or corpus.tokenizer_dir
 
 
 def _copy_tokenizer(source: Path | None, directory: Path) -> None:

@@ -14,8 +14,8 @@ LATE = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "transfo
 # streams and constrains requests.
 MOST_MODULES = {
     "bmforge.infer.sampling": 8,
-    "bmforge.infer.generation": 150,
-    "bmforge.infer.engine": 264,
+    "bmforge.infer.generation": 151,
+    "bmforge.infer.engine": 265,
     "bmforge.models": 118,
 }
 

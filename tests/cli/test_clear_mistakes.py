@@ -109,13 +109,10 @@ def test_misspelled_fields_of_requests(field: str) -> None:
 @pytest.mark.parametrize(
     "text", ["Ou est le café déjà fermé à Noël ? ", "Grüße aus Köln, Österreich"]
 )
-def test_latin_1_is_named(encoding: str, text: str) -> None:
-    raw = (
-        text + "and plain words without accents, so that few characters are invalid " * 9
-    ).encode(encoding)
-    with pytest.raises(DataError, match="iconv -f LATIN1 -t UTF-8"):
-        decode(raw, "file 'a'", errors="strict")
-    damaged = raw.decode(encoding).encode()[:-9] + b"\xff" + b" more words" * 20
+def test_latin_1_is_read(encoding: str, text: str) -> None:
+    text += "and plain words without accents, so that few characters are invalid " * 9
+    assert decode(text.encode(encoding), "file 'a'", errors="strict").text == text
+    damaged = text.encode()[:-9] + b"\xff" + b" more words" * 20
     with pytest.raises(DataError, match="is encoded in utf-8, but has 1 invalid"):
         decode(damaged, "file 'a'", errors="strict")
 

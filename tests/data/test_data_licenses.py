@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from bmforge.data import PrepareConfig, prepare
+from bmforge.data import PrepareConfig, prepare, read_documents
 from bmforge.data.prepare.record import RECORD_NAME, read_record
 from bmforge.data.report import write_corpus_report
 from bmforge.data.sources.html import parse_page
@@ -63,6 +65,67 @@ def test_sums_are_those_of_the_documents(corpus: Path) -> None:
     assert "https://wiki.example/terms" in page
 
 
+FORMS = [
+    (["CC-BY-NC-4.0"], "CC-BY-NC-4.0"),
+    ([{"id": 1, "name": "Attribution License", "url": SAID[0][0]}], "CC-BY-SA-4.0"),
+    ({"key": "mit", "name": "MIT License", "spdx_id": "MIT"}, "MIT"),
+    (["mit", "cc-by-nc-4.0", "MIT"], "MIT AND CC-BY-NC-4.0"),
+    (["MIT OR GPL-3.0-only", "CC BY 4.0 (Germany)"], "(MIT OR GPL-3.0-only) AND CC-BY-4.0"),
+    (["MIT", "ours) or (mit"], "MIT AND unknown"),
+    (["MIT", "ask me"], "MIT AND ask me"),
+    ({"tier": 3}, "unknown"),
+    (7, "unknown"),
+    ("\ud800", "unknown"),
+    *((missing, "CC0-1.0") for missing in (None, "", [], {}, [None], {"name": None}, math.nan)),
+]
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_license_of_any_form_is_one_that_the_source_states(
+    tmp_path: Path, is_nested: bool
+) -> None:
+    """`license` replaces only a missing license, and a policy drops what it cannot recognize."""
+    rows = [{"license": said} for said, _ in FORMS]
+    rows = [{"metadata": row} if is_nested else row for row in rows]
+    rows = [row | {"text": f"Text {n} about a mill. " * 9} for n, row in enumerate(rows)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = replace(CONFIG, license=("CC0-1.0",))
+    report = prepare(tmp_path / "a.jsonl", tmp_path / "all", config)
+    assert report.summary is not None
+    documents = {name: counts[0] for name, counts in report.summary.licenses.items()}
+    assert documents == Counter(expected for _, expected in FORMS)
+    config = replace(config, license_policy="commercial")
+    left = prepare(tmp_path / "a.jsonl", tmp_path / "some", config).documents
+    assert left == sum(e in ("MIT", "CC0-1.0", "CC-BY-SA-4.0") or "OR" in e for _, e in FORMS)
+
+
+def test_metadata_of_a_table_has_the_types_of_its_columns(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    day = datetime(2024, 5, 1, tzinfo=UTC)
+    row = {
+        "text": "A text.",
+        "license": ["CC-BY-4.0", "MIT"],
+        "terms": ["https://a.example/terms", "https://b.example/terms"],
+        "metadata": {"url": ["https://a.example/"], "language": [{"code": "en"}]},
+        "date": day,
+    }
+    parquet.write_table(arrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    for stamp in (day, day.timestamp(), 1000 * int(day.timestamp()), 2024):
+        line = row | {"date": stamp if isinstance(stamp, float | int) else day.isoformat()}
+        with (tmp_path / "b.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    *whole, year = read_documents([tmp_path / "a.parquet", tmp_path / "b.jsonl"])
+    assert len(whole) == 4
+    for document in whole:
+        assert datetime.fromisoformat(document.date) == day
+        assert document.license == "CC-BY-4.0 AND MIT"
+        assert document.terms == "https://a.example/terms, https://b.example/terms"
+        assert (document.url, document.language) == ("https://a.example/", "en")
+    assert year.date == "2024"
+
+
 def test_records_of_earlier_versions_are_read(corpus: Path) -> None:
     """Earlier versions spelled settings, sums and the column of the store "licence"."""
     out = corpus / "out"
@@ -84,7 +147,7 @@ def test_records_of_earlier_versions_are_read(corpus: Path) -> None:
 
 
 def test_the_user_says_what_sources_do_not(corpus: Path) -> None:
-    said = ("CC-BY-4.0", f"{corpus / 'in' / 'deep'}=CC0-1.0")
+    said = ("CC-BY-4.0", f"{corpus / 'in' / '..' / 'in' / 'deep'}=CC0-1.0")
     report = prepare(corpus / "in", corpus / "out", replace(CONFIG, license=said))
     assert report.summary is not None
     documents = Counter({name: counts[0] for name, counts in report.summary.licenses.items()})
@@ -113,6 +176,7 @@ def test_a_policy_drops_with_a_reason(corpus: Path, policy: str, left: int) -> N
     ("change", "said"),
     [
         ({"license": ("CC-BY-4",)}, "Did you mean 'CC-BY-4.0'"),
+        ({"license": ("in/deep.txt=MIT",)}, "no input file is .*deep.txt"),
         ({"license": ("MIT", "CC0-1.0")}, "two licenses for all files"),
         ({"license_policy": "permisive"}, "Did you mean 'permissive'"),
     ],

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 
 from bmforge.data import PrepareConfig, prepare, show_preparation
 from bmforge.data.prepare.documents import read_shard
+from bmforge.data.prepare.examples import read_examples
 from bmforge.errors import ConfigError, DataError
 
 CONFIG = PrepareConfig(
@@ -66,6 +70,31 @@ def test_planted_examples_are_cut_out(place: Path) -> None:
     assert CHINESE not in after[8]
 
 
+def test_a_test_set_may_have_any_format_of_records(place: Path) -> None:
+    """The index of each file is the one of the .jsonl file with the same rows."""
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    raw = (place / "exam.jsonl").read_bytes()
+    rows = [json.loads(line) for line in raw.splitlines()]
+    fields = {name: None for row in rows for name in row}
+    written = {
+        "exam.jsonl.gz": gzip.compress(raw),
+        "exam.jsonl.xz": lzma.compress(raw),
+        "exam.json": json.dumps(rows).encode("utf-16"),
+        "exam.ndjson": raw.decode("unicode-escape").encode("gb18030"),
+    }
+    for name, content in written.items():
+        (place / name).write_bytes(content)
+    parquet.write_table(
+        arrow.Table.from_pylist([fields | row for row in rows]), place / "exam.parquet"
+    )
+    expected = list(read_examples((str(place / "exam.jsonl"),)))
+    assert [name for name, _ in expected] == ["exam:1.a.question", "exam:1.b.0", "exam:2.poem"]
+    for name in (*written, "exam.parquet"):
+        assert list(read_examples((str(place / name),))) == expected
+
+
 def test_a_task_of_a_benchmark(place: Path) -> None:
     folder = place / "superglue" / "BoolQ"
     folder.mkdir(parents=True)
@@ -100,6 +129,8 @@ def test_a_changed_set_redoes_the_first_stage(place: Path) -> None:
         (("BoolQQ=folder",), ConfigError, "Did you mean 'BoolQ'"),
         (("BoolQ=folder",), DataError, "no split of task BoolQ"),
         (("short.jsonl",), ConfigError, "long enough"),
+        (("set.zip",), DataError, "set.zip' is not a file of records"),
+        (("set.csv",), DataError, "set.csv', line 1 is not JSON"),
     ],
 )
 def test_sets_that_say_nothing_are_refused(
@@ -111,6 +142,9 @@ def test_sets_that_say_nothing_are_refused(
 ) -> None:
     monkeypatch.chdir(place)
     (place / "short.jsonl").write_text(json.dumps(SHORT))
+    (place / "set.csv").write_text(f"question,answer\n{QUESTION},the old one\n")
+    with zipfile.ZipFile(place / "set.zip", "w") as archive:
+        archive.write("exam.jsonl")
     with pytest.raises(error, match=said):
         prepare("texts.jsonl", "out", replace(CONFIG, decontaminate=sets))
     with pytest.raises(ConfigError, match="no effect"):

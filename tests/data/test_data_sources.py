@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import sys
@@ -8,7 +9,14 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from bmforge.data import Document, SkipCount, python_topics, read_documents
+from bmforge.data import (
+    Document,
+    PrepareConfig,
+    SkipCount,
+    prepare,
+    python_topics,
+    read_documents,
+)
 from bmforge.errors import DataError, MissingDependencyError
 
 
@@ -110,6 +118,31 @@ def test_bad_line_is_named(
     assert skipped.count == 1
     assert f"{path}:2" in skipped.messages[0]
     assert "skipped 1 invalid" in caplog.text
+
+
+def test_a_null_text_is_empty(tmp_path: Path) -> None:
+    """`prepare` drops it like an empty text, and does not stop as at a number."""
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [{"a": {"text": "one"}}, {"a": {"text": None}}, {"a": None}, {"a": {"text": "two"}}]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "list.json").write_text(json.dumps(rows))
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    texts = [document.text for document in read_documents(tmp_path, text_field="a.text")]
+    assert texts == ["one", "", "", "two"] * 3
+    config = PrepareConfig(vocab_size=300, validation_fraction=0.0, text_field="a.text")
+    report = prepare(tmp_path, tmp_path / "out", config)
+    assert (report.documents, report.empty, report.duplicates) == (2, 6, 4)
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_a_table_may_have_another_delimiter(tmp_path: Path, delimiter: str) -> None:
+    rows = [["id", "text"], ["1", f"one{delimiter} two, three; four"], ["2", 'a "b"\nc']]
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+    texts = [document.text for document in read_documents(tmp_path)]
+    assert texts == [row[1] for row in rows[1:]]
 
 
 def test_bad_paths(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import random
 
 import pytest
 
+from bmforge.data import PrepareConfig, prepare, read_documents
 from bmforge.data.sources.encoding import decode
-from bmforge.errors import DataError
+from bmforge.errors import ConfigError, DataError
 
 pytest.importorskip("resiliparse")
 
@@ -119,6 +120,75 @@ def test_a_page_that_is_cut_off_inside_a_character_is_kept(language):
 def test_windows_pages_may_have_bytes_without_a_character():
     raw = "naïve café".encode("latin-1") + b"\x81"
     assert decode(raw, "x", ["ISO-8859-1"]).text == "naïve café\x81"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "She said “it is a fine day” and left – without her coat. It’s raining…",
+        "Le café est très cher à Genève, où il pleut.",
+        "Die Fähre fährt früh über das Wasser.",
+        "¿Dónde está la niña que canta?",
+        "Il perché è così, e non più di una città.",
+        "O pão não é uma opção.",
+        "På grund av väder och vind, det är så.",
+        "One café of a long English text. " + "It has few accents and many plain words. " * 25,
+    ],
+)
+def test_a_short_western_text_is_read(text):
+    decoded = decode(text.encode("cp1252"), "x", errors="strict")
+    assert (decoded.text, decoded.encoding) == (text, "cp1252")
+
+
+OTHER = [
+    ("Plzeň a Kroměříž", "cp1250"),
+    ("Łódź jest duża", "cp1250"),
+    ("Árvíztűrő tükör", "cp1250"),
+    ("Çok güzel bir şehir, değil mi", "cp1254"),
+    ("Привет", "cp1251"),
+    ("The word привет means hello.", "koi8-r"),
+    ("The word 中 means middle.", "gb18030"),
+    ("The word 一 means one.", "big5"),
+    ("The word 日 means sun, and ア is a sound.", "shift_jis"),
+    ("The word 한국 is the name of a land.", "euc-kr"),
+    ("The word και means and.", "cp1253"),
+    ("It’s “fine” – with a crème brûlée.", "mac_roman"),
+    ("A crème brûlée and the café.", "cp850"),
+]
+
+
+@pytest.mark.parametrize(("text", "encoding"), OTHER)
+def test_a_short_text_in_another_encoding_is_read_as_named_or_refused(text, encoding, tmp_path):
+    """The hint of the error is true: named, the encoding gives the text in every kind of file."""
+    raw = text.encode(encoding)
+    with pytest.raises(DataError, match="--encoding"):
+        decode(raw, "x", errors="strict")
+    rows = f'{{"text": "{text}", "n": 1}}\n{{"text": "ASCII only"}}'
+    table = f'text,n\n"{text}",1\n'
+    (tmp_path / "a.txt").write_bytes(raw)
+    (tmp_path / "b.jsonl").write_bytes(rows.encode(encoding))
+    (tmp_path / "c.csv").write_bytes(table.encode(encoding))
+    (tmp_path / "d.csv").write_bytes(("text,n\n" + "plain,1\n" * 9000 + table[7:]).encode(encoding))
+    (tmp_path / "e.txt").write_text("naïve – text in UTF-8, 中文", "utf-8")
+    (tmp_path / "f.html").write_bytes(f"<p>{text}</p><p>{text}</p>".encode(encoding))
+    texts = [one.text for one in read_documents(tmp_path, encoding=encoding)]
+    assert texts[:3] == [text, text, "ASCII only"]
+    assert [one for one in texts[3:] if one != "plain"] == [
+        text,
+        text,
+        "naïve – text in UTF-8, 中文",
+        f"{text}\n\n{text}",
+    ]
+
+
+def test_a_wrong_or_unknown_encoding_is_refused(tmp_path):
+    for raw in (b"\xff\xff\xff\xff text", page("russian").encode("cp1251")):
+        with pytest.raises(DataError, match="neither UTF-8 nor euc_jp"):
+            decode(raw, "x", encoding="euc_jp")
+    for name in ("cp9999", "hex"):
+        with pytest.raises(ConfigError, match=f"encoding='{name}'"):
+            prepare(None, tmp_path / "out", PrepareConfig(encoding=name))
+    assert not (tmp_path / "out").exists()
 
 
 def test_bytes_that_say_nothing_are_refused():

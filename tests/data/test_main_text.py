@@ -88,6 +88,34 @@ def test_a_list_close_to_the_body_is_kept_and_a_menu_is_not():
     assert "One link of the page" not in found.text
 
 
+ITEMS = ("two eggs", "<a href='/s'>sugar</a> and salt", "12 °C", "面粉")
+MENU = "<ul><li><a href='/a'>Part one</a></li><li><a href='/b'>Part two</a></li></ul>"
+
+
+@pytest.mark.parametrize("language", WORDS)
+@pytest.mark.parametrize("end", ["</article>", "</main>", "</div>", "</section>", ""])
+def test_short_lines_next_to_the_main_text_are_kept_and_menus_are_not(end, language):
+    """Lists at both ends and before a table, and captions; the sentences are all extracted."""
+    page = make_page(3, "article", language)
+    text = re.search(r"<article>.*</article>", page.html)
+    assert text is not None
+    paragraphs = re.findall("<p>.*?</p>", text[0])
+    lists = ["<ul>" + "".join(f"<li>{n} {one}</li>" for one in ITEMS) + "</ul>" for n in range(3)]
+    table = "<h2>Sizes</h2><table><tr><td>left cell</td><td>right cell</td></tr></table>"
+    figure = "<figure class='wide'><img src='a.png'><figcaption>{}</figcaption></figure>"
+    main = [MENU, lists[0], *paragraphs, figure.format("The <b>mill</b>, 1920"), lists[1], table]
+    main += [lists[2], figure.format("<p>Another mill</p>"), MENU]
+    body = "".join(main)
+    html = page.html.replace(text[0], end.replace("/", "") + body + end)
+    document = parse_page(html.encode(), Where("x"), ReadOptions())
+    assert isinstance(document, Document)
+    plain = _SPACE.sub("", document.text)
+    short = [f"{n} {one}" for n in range(3) for one in ITEMS] + ["The mill, 1920", "Another mill"]
+    expected = [*short, "left cell", *page.sentences]
+    assert all(_SPACE.sub("", re.sub("<.*?>", "", one)) in plain for one in expected)
+    assert not any(_SPACE.sub("", one) in plain for one in ("Part one", "Part two", *page.around))
+
+
 @pytest.mark.parametrize(
     ("page", "plain"),
     [

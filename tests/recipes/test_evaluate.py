@@ -34,7 +34,7 @@ from bmforge.recipes.adapters import AdapterConfig
 from bmforge.recipes.evaluate import EvaluateConfig, evaluate_model
 from bmforge.testing import run_distributed
 
-TEXT = "the cat sat on the mat, and so did the dog.\n" * 3
+TEXT = "the cat sat on the mat, and so did the dog.\n" * 2 + "the end."
 OTHER = "no."
 
 
@@ -97,6 +97,20 @@ def test_texts_are_what_transformers_says(subject: Path, tmp_path: Path) -> None
     assert told["settings"]["seq_len"] == 24  # the model's positions
     with pytest.raises(ConfigError, match="already exists"):
         evaluate_model(str(subject / "model"), config)
+
+
+def test_line_ends_and_encodings_do_not_change_the_perplexity(
+    subject: Path, tmp_path: Path
+) -> None:
+    """The evaluated text is the one that `prepare` stores, which a model is trained on."""
+    write_jsonl(tmp_path / "stored.jsonl", [{"text": TEXT}])
+    for name, end in {"lf": "\n", "crlf": "\r\n", "cr": "\r", "blanks": " \t\n"}.items():
+        text = (TEXT + "\n").replace("\n", end)
+        (tmp_path / f"{name}.txt").write_bytes(text.encode("utf-16" if name == "cr" else "utf-8"))
+    files = tuple(str(path) for path in tmp_path.iterdir())
+    results = evaluate_model(str(subject / "model"), EvaluateConfig(text=files))
+    assert len(files) == len(results["perplexity"]) == 5
+    assert all(len(set(values.values())) == 1 for values in results.values())
 
 
 def test_a_gguf_file_has_the_figures_of_its_directory(subject: Path, tmp_path: Path) -> None:

@@ -98,18 +98,30 @@ def test_prepare_keeps_the_files_of_a_tokenizer(root: Path, corpus: Path) -> Non
         assert stored == (root / "base" / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("text", ["prepared", "prepared without the template", "bare tokens"])
+def prepare_with_other_special_tokens(root: Path, place: Path) -> Path:
+    """Prepare text with the base's tokenizer.json and another eos and chat template, no pad."""
+    own = place / "tokenizer"
+    own.mkdir()
+    (own / "tokenizer.json").write_bytes((root / "base" / "tokenizer.json").read_bytes())
+    settings = json.loads((root / "base" / "tokenizer_config.json").read_bytes())
+    settings |= {"eos_token": "<|endoftext|>", "pad_token": None}
+    assert settings != json.loads((root / "base" / "tokenizer_config.json").read_bytes())
+    (own / "tokenizer_config.json").write_text(json.dumps(settings))
+    (own / "chat_template.jinja").write_text(TEMPLATES["plain ChatML"])
+    arguments = ["--out", str(place / "corpus"), "--tokenizer", str(own)]
+    assert main(["prepare", str(root / "text.jsonl"), *arguments]) == 0
+    return place / "corpus"
+
+
+@pytest.mark.parametrize("text", ["prepared", "with other special tokens", "bare tokens"])
 def test_pretraining(root: Path, corpus: Path, tmp_path: Path, text: str) -> None:
     if text == "bare tokens":
         with TokenStoreWriter(tmp_path / "tokens", vocab_size=400) as writer:
             writer.add_item(list(range(10, 390)))
             writer.end_document()
         corpus = tmp_path / "tokens"
-    elif text == "prepared without the template":
-        corpus = tmp_path / "corpus"
-        arguments = ["--out", str(corpus), "--tokenizer", str(root / "base")]
-        assert main(["prepare", str(root / "text.jsonl"), *arguments]) == 0
-        (corpus / "tokenizer" / "chat_template.jinja").unlink()
+    elif text == "with other special tokens":
+        corpus = prepare_with_other_special_tokens(root, tmp_path)
     check_files(train("pretrain", root, corpus, tmp_path / "run"), root / "base")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, suggest
 from bmforge.licenses import POLICIES, check_license, license_name, obeys
 
-__all__ = ["ANY_LICENSE", "KeepLicenses", "SayLicense", "read_licenses"]
+__all__ = ["ANY_LICENSE", "KeepLicenses", "SayLicense", "check_places", "read_licenses"]
 
 ANY_LICENSE = "any"
 
@@ -28,7 +29,7 @@ def read_licenses(options: Sequence[str]) -> tuple[tuple[str, str], ...]:
     licenses: dict[str, str] = {}
     for option in options:
         path, mark, id = option.rpartition("=")
-        where = str(Path(path).absolute()) if mark else ""
+        where = os.path.abspath(path) if mark else ""
         if where in licenses:
             raise ConfigError(
                 f"license={list(options)} has two licenses for {path or 'all files'}. Specify "
@@ -37,6 +38,21 @@ def read_licenses(options: Sequence[str]) -> tuple[tuple[str, str], ...]:
         licenses[where] = check_license(id, "license")
     # Longest paths first, so that the most specific one matches.
     return tuple(sorted(licenses.items(), key=lambda item: -len(item[0])))
+
+
+def check_places(options: Sequence[str], files: Sequence[Path]) -> None:
+    """Raise `ConfigError` if the path of a license option is not one of the inputs or a parent."""
+    for root, id in read_licenses(options):
+        if root and not any(_is_below(file, root) for file in files):
+            raise ConfigError(
+                f"license: no input file is {root!r} or below it, so {id} would apply to no text. "
+                "Correct the path, or leave the option out."
+            )
+
+
+def _is_below(path: str | Path, root: str) -> bool:
+    absolute = Path(os.path.abspath(path))
+    return absolute == Path(root) or Path(root) in absolute.parents
 
 
 @dataclass(frozen=True)
@@ -59,9 +75,8 @@ class SayLicense:
         """Return the document, with the license of its path if its source does not state one."""
         if document.license:
             return document
-        source = Path(document.source).absolute()
         for root, id in self.places:
-            if not root or source == Path(root) or Path(root) in source.parents:
+            if not root or _is_below(document.source, root):
                 return replace(document, license=id)
         return document
 

@@ -6,7 +6,6 @@ a whole, and have at least 8 words or 15 characters.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +20,9 @@ from bmforge.data.clean.characters import HAN_RUN
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.dedup.spans import cover_runs, cut_spans
 from bmforge.data.dedup.tokens import Hashes, hash_runs, hash_tokens, locate_tokens
+from bmforge.data.sources.conversations import read_records
 from bmforge.data.sources.document import Document
-from bmforge.errors import DataError
+from bmforge.data.sources.packed import PACKED
 
 __all__ = [
     "Decontaminate",
@@ -170,30 +170,22 @@ def examples_of(
     """Yield the name and text of every string in the rows of a test set, including nested ones.
 
     Args:
-        source: path of a .jsonl file, or rows from `bmforge.data.tasks`.
+        source: path of a .jsonl, .json or .parquet file, or rows from `bmforge.data.tasks`.
         name: name of the set (default: the file's name).
 
     Raises:
-        DataError: a line is not JSON.
+        DataError: the file has another format, or a line is not JSON.
+        MissingDependencyError: a Parquet file is read, and pyarrow is not installed.
     """
-    rows = _read_rows(Path(source)) if isinstance(source, str | os.PathLike) else source
-    if not name and isinstance(source, str | os.PathLike):
-        name = Path(source).stem
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        rows: Iterable[Any] = (row for _, row in read_records(path))
+        name = name or (Path(path.stem) if path.suffix in PACKED else path).stem
+    else:
+        rows = source
     for number, row in enumerate(rows, 1):
         for field, text in _strings(row, ""):
             yield f"{name}:{number}{field}", text
-
-
-def _read_rows(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise DataError(
-                        f"{str(path)!r}, line {number} is not valid JSON ({error})."
-                    ) from error
 
 
 def _strings(value: Any, field: str) -> Iterator[tuple[str, str]]:

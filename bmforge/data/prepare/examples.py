@@ -20,7 +20,8 @@ def read_examples(sets: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield the name and text of every example in some test sets.
 
     Args:
-        sets: paths of .jsonl files, all strings of which are used, or ``TASK=FOLDER``.
+        sets: paths of .jsonl, .json or .parquet files, all strings of which are used, or
+            ``TASK=FOLDER``.
 
     Raises:
         ConfigError: the task or the file does not exist.
@@ -34,8 +35,8 @@ def read_examples(sets: tuple[str, ...]) -> Iterator[tuple[str, str]]:
             yield from examples_of(option)
         else:
             raise ConfigError(
-                f"decontaminate={option!r} is not a file. Pass .jsonl files, or TASK=FOLDER "
-                "such as BoolQ=superglue."
+                f"decontaminate={option!r} is not a file. Pass .jsonl, .json or .parquet files, "
+                "or TASK=FOLDER such as BoolQ=superglue."
             )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.config import ungrouped_values
+from bmforge.data.clean.license import check_places
 from bmforge.data.prepare.barriers import SORT_BYTES
 from bmforge.data.prepare.disk_space import check_room
 from bmforge.data.prepare.documents import UNREADABLE, DocumentStage
@@ -39,6 +40,7 @@ from bmforge.data.prepare.stages import StageState, make_keys, run_stages, stage
 from bmforge.data.prepare.steps import choose_steps
 from bmforge.data.prepare.summary import Summary
 from bmforge.data.prepare.tokenize import check_bpe, end_of_text_id, load_tokenizer
+from bmforge.data.sources.encoding import check_encoding
 from bmforge.data.sources.files import list_files
 from bmforge.data.sources.standard_input import keep_standard_input
 from bmforge.data.sources.unsupported_files import check_unread
@@ -206,6 +208,7 @@ def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> N
             "worker needs to start."
         )
     check_fraction(config.validation_fraction)
+    check_encoding(config.read.encoding)
     open_earlier(config.duplicates.earlier, dedup_config(config.duplicates))
     check_spans(config.duplicates)
     if config.tokenizer and config.bpe != BpeConfig():
@@ -215,10 +218,11 @@ def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> N
 
 
 def _list_inputs(inputs: Paths | None, config: PrepareConfig) -> list[Path] | None:
-    """Return the input files, and report files of unsupported formats."""
+    """Return the input files; report unsupported formats, and licenses of other files."""
     unread: list[Path] = []
     files = None if inputs is None else list_files(inputs, unread)
     check_unread(files or (), unread, config.read.skip_unread)
+    check_places(config.filter.license, files or ())
     return files
 
 

@@ -66,7 +66,7 @@ STAGES = (
     "tokenizer",
     "encode",
 )
-_VERSION = 3  # version of the stages' code; a new version invalidates all results
+_VERSION = 4  # version of the stages' code; a new version invalidates all results
 _ENCODE_VERSION = 2
 _SAMPLE_BYTES = 1 << 28  # bytes of text for tokenizer training, the step with the highest memory
 
@@ -136,7 +136,7 @@ def make_keys(
     """Return the keys of all stages: hashes of all inputs and settings that affect the results."""
     how, repeats = config.read, config.duplicates
     read = [_VERSION, how.text_field, how.errors, how.skip_bad, config.files.keep_dropped]
-    read += [how.html_reader, choose_grouping(plan.inputs)]
+    read += [how.html_reader, how.encoding, choose_grouping(plan.inputs)]
     taken = [[step.name, step.version] for step in steps]
     documents = [make_key("documents", shard.key, read, taken) for shard in plan.shards]
     near = dedup_config(repeats)
@@ -328,7 +328,7 @@ def _read_documents(plan: ShardPlan, steps: Sequence[DocumentStage], work: _Work
                 shard=shard,
                 folder=journal.folder("documents"),
                 steps=tuple(steps),
-                options=ReadOptions(read.text_field, read.html_reader, read.errors),
+                options=ReadOptions(read.text_field, read.html_reader, read.errors, read.encoding),
                 skip_bad=read.skip_bad,
                 keep_dropped=config.files.keep_dropped,
                 seen={path: named[Path(path).absolute()] for path in paths},

@@ -71,12 +71,14 @@ def train_bpe(
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = _make_pre_tokenizer(config)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    # The library merges only pairs that are shorter than its limit.
+    limit = None if config.max_token_length is None else config.max_token_length + 1
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=config.min_frequency,
         special_tokens=[END_OF_TEXT, *config.special_tokens],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        max_token_length=config.max_token_length,
+        max_token_length=limit,
         show_progress=False,
     )
     with ProgressBar("train tokenizer") as bar:
@@ -106,8 +108,8 @@ def check_bpe(vocab_size: int, config: BpeConfig) -> None:
         )
     if config.min_frequency < 1:
         raise ConfigError(f"bpe.min_frequency={config.min_frequency} must be at least 1.")
-    if config.max_token_length is not None and config.max_token_length < 1:
-        raise ConfigError(f"bpe.max_token_length={config.max_token_length} must be at least 1.")
+    if config.max_token_length is not None and config.max_token_length < 2:
+        raise ConfigError(f"bpe.max_token_length={config.max_token_length} must be at least 2.")
 
 
 def _make_pre_tokenizer(config: BpeConfig) -> tokenizers.pre_tokenizers.PreTokenizer:

@@ -1,9 +1,9 @@
 """Decodes bytes to text by byte order mark, as UTF-8, by declared encoding, or by detection.
 
 Most byte strings are valid in several encodings, so detection compares the fraction of frequent
-characters. For Chinese these are the first levels of GB 2312 and Big5, which contain the characters
-in common use. Bytes with several valid multi-byte UTF-8 characters are decoded as UTF-8 whatever
-encoding is declared: in other encodings such a sequence is extremely unlikely.
+characters (`encoding_evidence.py`). Bytes with several valid multi-byte UTF-8 characters are
+decoded as UTF-8 whatever encoding is declared: in other encodings such a sequence is extremely
+unlikely.
 """
 
 from __future__ import annotations
@@ -12,12 +12,30 @@ import codecs
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 
-from bmforge.errors import DataError
+from bmforge.data.sources.encoding_evidence import (
+    FEWEST,
+    MOST_BAD,
+    SURE,
+    decode_beginning,
+    frequent_characters,
+    frequent_ratio,
+    is_japanese_euc,
+    is_korean,
+    is_western,
+    score_frequent,
+)
+from bmforge.errors import ConfigError, DataError
 
-__all__ = ["SAMPLE_BYTES", "Decoded", "decode", "detect_encoding", "may_replace"]
+__all__ = [
+    "SAMPLE_BYTES",
+    "Decoded",
+    "check_encoding",
+    "decode",
+    "detect_encoding",
+    "may_replace",
+]
 
 SAMPLE_BYTES = 1 << 16
 _MARKS = (
@@ -35,14 +53,17 @@ _ESCAPES = (
     (b"\x1b(J", "iso2022_jp_2"),
 )
 _WIDE = ("gb18030", "big5", "cp950", "big5hkscs", "shift_jis", "cp932", "euc_jp")
-_SURE = 0.75  # least share of common characters beyond ASCII; in a wrong encoding it is below 0.5
 _VERY_SURE = 0.9  # minimum score that overrules a declared encoding
-_FEWEST = 4  # minimum non-ASCII characters for detection
-_MOST_BAD = 0.02  # share of characters that may be replaced
 _BAD_OF_WIDE = 0.25  # share of damaged ones among multi-byte characters that are still UTF-8
 _LABEL = re.compile(r"[\w.:-]{2,40}")
-_KANA = re.compile("[\u3041-\u30ff]")
 _REPLACEMENT = "\ufffd"
+_WINDOWS = {
+    "iso8859-1": "cp1252",
+    "iso8859-2": "cp1250",
+    "iso8859-7": "cp1253",
+    "iso8859-9": "cp1254",
+    "iso8859-13": "cp1257",
+}
 # Meaning of labels on the web (encoding.spec.whatwg.org): subsets are decoded as supersets.
 _WEB_LABELS = {
     "gb2312": "gb18030",
@@ -92,6 +113,7 @@ def decode(
     labels: Sequence[str] = (),
     expected: str = "",
     errors: str = "replace",
+    encoding: str = "",
 ) -> Decoded:
     """Decode bytes to text; a byte order mark is removed.
 
@@ -101,16 +123,17 @@ def decode(
         labels: encodings that a protocol or page declares.
         expected: encoding of the whole file that contains `raw`.
         errors: "replace" to decode single damaged characters as U+FFFD, "strict" to raise an error.
+        encoding: encoding of bytes that are not UTF-8, instead of a declared or detected one.
 
     Raises:
         DataError: the bytes are binary, damaged or in an unknown encoding.
     """
-    decoded = _decode_intact(raw, labels, expected)
-    if decoded is None:
-        damaged = _decode_damaged(raw, labels, expected)
-        if damaged is None or errors == "strict":
-            raise _explain(raw, location, damaged)
-        decoded = damaged
+    labels = [encoding] if encoding else labels
+    decoded = _decode_intact(raw, labels, expected, is_named=bool(encoding))
+    if decoded is None or not _is_allowed(decoded, encoding):
+        decoded = _decode_damaged(raw, labels, expected)
+        if decoded is None or errors == "strict" or not _is_allowed(decoded, encoding):
+            raise _explain(raw, location, decoded, encoding)
     if "\0" in decoded.text:
         raise DataError(
             f"{location} is binary (a zero byte at offset {raw.find(0)}), not text. Remove the "
@@ -119,12 +142,27 @@ def decode(
     return decoded
 
 
-def _explain(raw: bytes, location: str, damaged: Decoded | None) -> DataError:
-    if damaged is not None and _is_latin1(raw, damaged):
+def check_encoding(name: str) -> None:
+    """Raise `ConfigError` if Python has no text encoding of this name."""
+    try:
+        "a".encode(name or "utf-8")
+    except LookupError as error:
+        raise ConfigError(
+            f"unknown encoding: encoding={name!r}. Give a name such as cp1252, gb18030 or koi8-r."
+        ) from error
+
+
+def _is_allowed(decoded: Decoded, encoding: str) -> bool:
+    """Return True if a text is UTF-8, has a byte order mark, or has the encoding that is given."""
+    names = ("utf-8", *(name for _, name in _MARKS), *_known_labels([encoding]))
+    return not encoding or decoded.encoding in names
+
+
+def _explain(raw: bytes, location: str, damaged: Decoded | None, encoding: str) -> DataError:
+    if encoding and (damaged is None or not _is_allowed(damaged, encoding)):
         return DataError(
-            f"{location} has {damaged.replaced} characters that are invalid in UTF-8, and is "
-            "probably encoded in Latin-1. Convert it, for example: iconv -f LATIN1 -t UTF-8, or "
-            "replace the characters with errors='replace' (bmforge prepare: --errors replace)."
+            f"{location} is neither UTF-8 nor {encoding}. Correct encoding=... "
+            "(--encoding), or remove the file from the input."
         )
     if damaged is not None:
         return DataError(
@@ -139,20 +177,14 @@ def _explain(raw: bytes, location: str, damaged: Decoded | None) -> DataError:
         at = error.start
     return DataError(
         f"{location} is not UTF-8 (byte {raw[at]:#04x} at offset {at}), and its encoding cannot be "
-        f"detected{_hint()}. Convert it, for example: iconv -f GB18030 -t UTF-8, or remove it from "
-        "the input."
+        f"detected{_hint()}. Name it with encoding=... (bmforge prepare: --encoding), or convert "
+        "the file with iconv -f ENCODING -t UTF-8."
     )
 
 
-def _is_latin1(raw: bytes, damaged: Decoded) -> bool:
-    """Return True if no non-ASCII byte is valid UTF-8, and nearly all are accented letters."""
-    if damaged.encoding != "utf-8" or not damaged.text.replace(_REPLACEMENT, "").isascii():
-        return False
-    accents = [char.isalpha() for char in raw.decode("latin-1") if not char.isascii()]
-    return sum(accents) >= _VERY_SURE * len(accents)
-
-
-def _decode_intact(raw: bytes, labels: Sequence[str], expected: str) -> Decoded | None:
+def _decode_intact(
+    raw: bytes, labels: Sequence[str], expected: str, is_named: bool
+) -> Decoded | None:
     """Decode bytes with the first candidate encoding in which they are valid, or return None."""
     for mark, name in _MARKS:
         if raw.startswith(mark) and (text := _try(raw, name)) is not None:
@@ -166,8 +198,8 @@ def _decode_intact(raw: bytes, labels: Sequence[str], expected: str) -> Decoded 
         return Decoded(as_utf8, "utf-8")
     detected = detect_encoding(raw)
     is_damaged = as_utf8 is None and _is_damaged_utf8(raw[:SAMPLE_BYTES])
-    is_long = is_damaged and sum(byte & 0xC0 == 0x80 for byte in raw[:SAMPLE_BYTES]) >= 2 * _FEWEST
-    for name in _put_detected_first(raw, names, detected):
+    is_long = is_damaged and sum(byte & 0xC0 == 0x80 for byte in raw[:SAMPLE_BYTES]) >= 2 * FEWEST
+    for name in names if is_named else _put_detected_first(raw, names, detected):
         text = _try(raw, name)
         is_unlikely = is_damaged and (is_long or _is_single_byte(name))
         if text is not None and "\0" not in text and not is_unlikely:
@@ -196,7 +228,7 @@ def _is_surely_utf8(text: str, raw: bytes, names: Sequence[str]) -> bool:
     if text.isascii():
         return not any(name == "hz" for name in names)
     wide = len(text) - len(text.encode("ascii", "ignore"))
-    return wide >= _FEWEST or all(name == "utf-8" or _is_single_byte(name) for name in names)
+    return wide >= FEWEST or all(name == "utf-8" or _is_single_byte(name) for name in names)
 
 
 def _is_single_byte(name: str) -> bool:
@@ -211,7 +243,7 @@ def _put_detected_first(raw: bytes, names: Sequence[str], detected: str) -> Sequ
     if detected not in _WIDE or detected in names or not names:
         return names
     single = all(map(_is_single_byte, names))
-    sure = _score(raw[:SAMPLE_BYTES], detected) >= _VERY_SURE
+    sure = score_frequent(raw[:SAMPLE_BYTES], detected) >= _VERY_SURE
     return [detected, *names] if single and sure else names
 
 
@@ -236,12 +268,12 @@ def may_replace(bad: int, characters: int) -> bool:
 
     One bad byte inside a multi-byte character damages up to three characters.
     """
-    return 0 < bad <= _MOST_BAD * characters or (0 < bad <= 3 and characters >= 50)
+    return 0 < bad <= MOST_BAD * characters or (0 < bad <= 3 and characters >= 50)
 
 
 def _is_common(text: str, name: str) -> bool:
     """Return False if a Chinese or Japanese text lost byte synchronization after a damaged byte."""
-    return name not in _WIDE or _share_of_common(text) >= _SURE
+    return name not in _WIDE or frequent_ratio(text) >= SURE
 
 
 def detect_encoding(raw: bytes) -> str:
@@ -256,13 +288,15 @@ def detect_encoding(raw: bytes) -> str:
         return ""
     if wide := _detect_utf16(sample):
         return wide
-    if _is_korean(sample):
+    if is_western(sample):
+        return "cp1252"
+    if is_korean(sample):
         return "cp949"
-    if _is_japanese_euc(sample):
+    if is_japanese_euc(sample):
         return "euc_jp"
-    scores = {name: _score(sample, name) for name in _WIDE}
+    scores = {name: score_frequent(sample, name) for name in _WIDE}
     best = max(scores, key=lambda name: scores[name])  # of equal scores, the first
-    if scores[best] >= _SURE:
+    if scores[best] >= SURE:
         return best
     return _ask_library(sample)
 
@@ -281,16 +315,8 @@ def _try(raw: bytes, name: str) -> str | None:
 _WINDOWS_CONTROLS = {0xDC00 + byte: byte for byte in (0x81, 0x8D, 0x8F, 0x90, 0x9D)}
 
 
-def _decode_beginning(raw: bytes, name: str) -> str | None:
-    """Decode bytes whose last character may be incomplete; None if they are invalid."""
-    try:
-        return codecs.getincrementaldecoder(name)("strict").decode(raw, final=False)
-    except UnicodeDecodeError:
-        return None
-
-
 def _is_utf8(sample: bytes) -> bool:
-    return _decode_beginning(sample, "utf-8") is not None
+    return decode_beginning(sample, "utf-8") is not None
 
 
 def _is_damaged_utf8(sample: bytes) -> bool:
@@ -305,60 +331,11 @@ def _detect_utf16(sample: bytes) -> str:
     """Detect UTF-16 without a byte order mark by its frequent characters; "" if not detected."""
     scores = {}
     for name in ("utf-16-le", "utf-16-be"):
-        text = _decode_beginning(sample, name) or ""
-        common = sum(c in _common() or "\t" <= c <= "~" for c in text)
+        text = decode_beginning(sample, name) or ""
+        common = sum(c in frequent_characters() or "\t" <= c <= "~" for c in text)
         scores[name] = common / len(text) if text and "\0" not in text else 0.0
     best = max(scores, key=lambda name: scores[name])
     return best if scores[best] >= 0.9 and len(sample) >= 4 else ""
-
-
-@cache
-def _common() -> frozenset[str]:
-    """Return the set of frequent Chinese and Japanese characters, with their punctuation."""
-    # Row and cell ranges: level 1 of GB 2312 and of Big5; punctuation, kana, full-width of both.
-    characters = {
-        _pair(row, cell, "gb2312") for row in range(0xB0, 0xD8) for cell in range(0xA1, 0xFF)
-    }
-    cells = [*range(0x40, 0x7F), *range(0xA1, 0xFF)]
-    characters |= {_pair(row, cell, "big5") for row in range(0xA4, 0xC7) for cell in cells}
-    kana = {chr(code) for code in range(0x3041, 0x30FF)}
-    wide = {chr(code) for code in range(0xFF01, 0xFF5F)}
-    marks = set("\u3000□○●■、。〃々〈〉《》「」『』【】〔〕—…‘’“”·～‖－")
-    return frozenset((characters | kana | wide | marks) - {""})
-
-
-def _pair(row: int, cell: int, name: str) -> str:
-    return bytes((row, cell)).decode(name, "ignore")
-
-
-def _score(sample: bytes, name: str) -> float:
-    """Return the fraction of frequent characters in non-ASCII text; 0 if it cannot be decoded."""
-    text = codecs.getincrementaldecoder(name)("replace").decode(sample, final=False)
-    bad = text.count(_REPLACEMENT)
-    return 0.0 if bad > max(1, _MOST_BAD * len(text)) else _share_of_common(text)
-
-
-def _share_of_common(text: str) -> float:
-    wide = [c for c in text if c > "\x7f"]
-    return sum(c in _common() for c in wide) / len(wide) if len(wide) >= _FEWEST else 0.0
-
-
-def _is_japanese_euc(sample: bytes) -> bool:
-    """Detect EUC-JP by its kana; decoded as GB 2312, it would also have frequent characters."""
-    text = _decode_beginning(sample, "euc_jp") or ""
-    wide = sum(c > "\x7f" for c in text)
-    return (
-        wide >= _FEWEST and 10 * len(_KANA.findall(text)) >= wide and _share_of_common(text) > _SURE
-    )
-
-
-def _is_korean(sample: bytes) -> bool:
-    """Detect Korean by its Hangul; decoded as GB 2312, it would also have frequent characters."""
-    # Not cp949: its further syllables are rare in Korean, and Shift-JIS bytes decode to them.
-    text = _decode_beginning(sample, "euc_kr")
-    wide = [c for c in text or "" if c > "\x7f"]
-    hangul = sum("\uac00" <= c <= "\ud7a3" for c in wide)
-    return len(wide) >= _FEWEST and hangul >= 0.9 * len(wide) and " " in (text or "")
 
 
 def _ask_library(sample: bytes) -> str:
@@ -367,11 +344,12 @@ def _ask_library(sample: bytes) -> str:
         from resiliparse.parse.encoding import detect_encoding as ask
     except ImportError:
         return ""  # the error that follows names the extra
-    if sum(byte > 0x7F for byte in sample) < 2 * _FEWEST:
+    if sum(byte > 0x7F for byte in sample) < 2 * FEWEST:
         return ""
     detected = ask(sample, html5_compatible=False) or ""
-    detected = "cp1252" if detected == "iso8859-1" else detected  # C1 controls are not text
-    text = _decode_beginning(sample, detected) if detected and _knows(detected) else None
+    if re.search(rb"[\x80-\x9f]", sample) or detected == "iso8859-1":
+        detected = _WINDOWS.get(detected, detected)  # C1 controls are not text
+    text = decode_beginning(sample, detected) if detected and _knows(detected) else None
     return detected if text is not None and detected not in ("utf-8", "ascii") else ""
 
 

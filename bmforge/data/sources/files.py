@@ -59,6 +59,7 @@ def read_documents(
     skip_bad: bool = False,
     text_field: str = "text",
     errors: str = "replace",
+    encoding: str = "",
     skipped: SkipCount | None = None,
 ) -> Iterator[Document]:
     """Yield every document in `paths`, files in order, directories recursively and sorted.
@@ -72,6 +73,7 @@ def read_documents(
         skip_bad: True to skip damaged entries, count them, and report the count at the end.
         text_field: field of a .jsonl line that contains the text.
         errors: "replace" to decode single invalid bytes as U+FFFD, "strict" to raise an error.
+        encoding: encoding of files that are not UTF-8 (default: the declared or detected one).
         skipped: counter to update (default: a new one).
 
     Raises:
@@ -80,7 +82,7 @@ def read_documents(
     """
     count = SkipCount() if skipped is None else skipped
     before = count.count
-    options = ReadOptions(text_field, errors=errors)
+    options = ReadOptions(text_field, errors=errors, encoding=encoding)
     for path in list_files(paths):
         try:
             for record in read_records(path, options):

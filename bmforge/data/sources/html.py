@@ -74,7 +74,13 @@ def parse_page(
     if depth > _DEEPEST:
         return Drop("page_too_deep", depth, _DEEPEST, str(where))
     labels = [label.decode("ascii", "ignore") for label in _CHARSET.findall(raw[:_HEAD_BYTES])]
-    decoded = decode(raw, f"page {str(where)!r}", [charset, *labels], errors=options.errors)
+    decoded = decode(
+        raw,
+        f"page {str(where)!r}",
+        [charset, *labels],
+        errors=options.errors,
+        encoding=options.encoding,
+    )
     page = unwrap_ruby(decoded.text)
     tree = _parse(page, where)
     main = find_main_text(tree, page, options.html_reader)

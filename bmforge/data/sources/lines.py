@@ -14,11 +14,11 @@ from typing import Any, BinaryIO
 from bmforge.data.clean.drop import Drop
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.encoding import decode
+from bmforge.data.sources.metadata import read_metadata
 from bmforge.data.sources.record import ReadOptions, Record, Where, fail
 from bmforge.errors import DataError
 
 __all__ = [
-    "find_known",
     "find_text",
     "is_cut_by_bytes",
     "is_json_lines",
@@ -36,14 +36,6 @@ _SAMPLE_BYTES = 1 << 16
 # Numbers, times, settings and markup of .srt and .vtt.
 _CUE = re.compile(r"\d+|WEBVTT.*|(?:NOTE|STYLE|REGION|Kind:|Language:).*|.*-->.*")
 _CUE_MARKUP = re.compile(r"</?[a-zA-Z][^>]{0,60}>|\{\\[^}]{0,60}\}|<\d[\d:.]{4,12}>")
-# Field names that data sets use for the metadata of a text.
-_KNOWN = {
-    "url": ("url",),
-    "license": ("license", "licence"),
-    "terms": ("terms", "terms_of_use"),
-    "date": ("date", "timestamp"),
-    "language": ("language", "lang"),
-}
 
 
 def read_text_file(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
@@ -53,7 +45,7 @@ def read_text_file(stream: BinaryIO, where: Where, options: ReadOptions) -> Iter
 
 
 def _parse_text(raw: bytes, where: Where, options: ReadOptions) -> Document:
-    decoded = decode(raw, f"file {str(where)!r}", errors=options.errors)
+    decoded = decode(raw, f"file {str(where)!r}", errors=options.errors, encoding=options.encoding)
     if not decoded.text.strip():
         raise DataError(f"file {str(where)!r} is empty. Remove it from the input.")
     return Document(decoded.text, where.source, where.whole(), scores=decoded.scores())
@@ -113,7 +105,7 @@ def read_json(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[
         drop = Drop("json_too_large", len(raw), _LARGEST_JSON_BYTES, str(where))
         yield Record(where.whole(), len(raw), lambda: drop)
         return
-    decoded = decode(raw, f"file {str(where)!r}", errors=options.errors)
+    decoded = decode(raw, f"file {str(where)!r}", errors=options.errors, encoding=options.encoding)
     try:
         loaded = json.loads(decoded.text)
     except (ValueError, RecursionError) as error:
@@ -132,7 +124,7 @@ def _parse_object(
     if isinstance(record, str):
         return Document(record, where.source, where.place(number), scores=scores)
     text = find_text(record, options.text_field, f"{where}:{number}")
-    metadata = find_known(record)
+    metadata = read_metadata(record)
     return Document(text, where.source, where.place(number), scores=scores, **metadata)
 
 
@@ -171,20 +163,23 @@ def _each_line(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
 
 def _parse_line(raw: bytes, where: Where, number: int, options: ReadOptions) -> Document:
     location = f"{where}:{number}"
-    decoded = decode(raw, location, expected=where.encoding, errors=options.errors)
+    decoded = decode(
+        raw, location, expected=where.encoding, errors=options.errors, encoding=options.encoding
+    )
     try:
         record: Any = json.loads(decoded.text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"{location}: the line is not JSON ({error}). {_WAY_OUT}") from error
     text = find_text(record, options.text_field, location)
-    metadata = find_known(record)
+    metadata = read_metadata(record)
     return Document(text, where.source, where.place(number), scores=decoded.scores(), **metadata)
 
 
 def find_text(record: Any, field: str, location: str) -> str:
     """Return the text in a record's field; a name such as `a.b.0` addresses a nested value.
 
-    For example, `a.b.0` is the first element of the list ``record["a"]["b"]``.
+    For example, `a.b.0` is the first element of the list ``record["a"]["b"]``. A null is an empty
+    text, which `prepare` drops and counts.
 
     Raises:
         DataError: the field is missing, not a string, or contains a lone surrogate.
@@ -197,6 +192,8 @@ def find_text(record: Any, field: str, location: str) -> str:
                 text = text[name]
             elif isinstance(text, list) and name.isdecimal() and int(name) < len(text):
                 text = text[int(name)]
+            elif text is None and isinstance(record, dict):
+                break
             else:
                 seen = "no JSON object"
                 if isinstance(record, dict):
@@ -205,6 +202,8 @@ def find_text(record: Any, field: str, location: str) -> str:
                     f"{location}: there is no field {field!r} (the line has {seen}). Select a "
                     f"field with text_field=... (--text-field). {_WAY_OUT}"
                 )
+    if text is None:
+        return ""
     if not isinstance(text, str):
         raise DataError(
             f"{location}: field {field!r} is of type {type(text).__name__} (needed: a "
@@ -217,20 +216,6 @@ def find_text(record: Any, field: str, location: str) -> str:
             f"{location}: the text is not valid Unicode ({error}). {_WAY_OUT}"
         ) from error
     return text
-
-
-def find_known(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata in a record: URL, license, terms, date and language, if present."""
-    metadata: dict[str, Any] = {}
-    for name, fields in _KNOWN.items():
-        values = (record.get(field) for field in fields)
-        value = next(
-            (value_given for value_given in values if isinstance(value_given, str) and value_given),
-            "",
-        )
-        if value and not any("\ud800" <= c <= "\udfff" for c in value):
-            metadata[name] = value
-    return metadata
 
 
 def is_cut_by_bytes(head: bytes) -> bool:

@@ -3,8 +3,9 @@
 An extractor (resiliparse or trafilatura) decides which blocks are main text. Both lose some main
 text, for example a list close to the body, or a page without an article element. So the lines of
 the visible text are compared with the extractor's. A lost sentence between the first and the last
-line that the extractor kept is restored. If much text before or after these two lines is lost, the
-lines that the other extractor keeps are added.
+sentence that the extractor kept is restored, and so is a list or caption between or next to them.
+If much text before or after these two sentences is lost, the lines that the other extractor keeps
+are added.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ _SKIPPED_WORDS = (
 )
 _SKIPPED = [
     *("nav", "footer", "aside", "form", "button", "select", "dialog", "menu", "iframe"),
-    *("body > header", "figure > figcaption.credit"),
+    *("body > header", ".credit"),
     *(f'[role="{role}"]' for role in ("navigation", "contentinfo", "banner", "search", "dialog")),
     *(f'[{name}*="{word}" i]' for word in _SKIPPED_WORDS.split() for name in ("class", "id")),
 ]
-_LINK_BEGIN, _LINK_END = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which do not occur in pages
-_LINK_MARK = re.compile(f"([{_LINK_BEGIN}{_LINK_END}])")
+# Unicode noncharacters, which do not occur in pages.
+_LINK_BEGIN, _LINK_END = "\ufdd0", "\ufdd1"
+_CAPTION_BEGIN, _CAPTION_END = "\ufdd2", "\ufdd3"
+_MARK = re.compile(f"([{_LINK_BEGIN}{_LINK_END}{_CAPTION_BEGIN}{_CAPTION_END}])")
 _LINK_TAG = re.compile(r"<a\b(?=[\s>])|</a\s*>", re.I)
+_FIGURE_TAG = re.compile(r"<(/?)fig(ure|caption)\b([^<>]*)>", re.I)
 # Stops at the next opening tag, so that thousands of tags without an end are searched once each.
 _RUBY = re.compile(r"<ruby\b[^>]*>((?:[^<]|<(?!ruby\b)){0,5000}?)</ruby\s*>", re.I)
 _READING = re.compile(
@@ -135,7 +139,7 @@ class _Line:
     Attributes:
         raw: the line with its indentation and bullet.
         plain: its characters without spaces and bullet.
-        is_item: True for a list item.
+        is_item: True for a list item or a caption.
         is_linked: True if half of its characters or more are links.
         is_sentence: True if the line is long, has a sentence end and is not linked.
     """
@@ -150,15 +154,15 @@ class _Line:
 def _visible_lines(page: str) -> tuple[list[_Line], float]:
     """Return the lines of the visible text, without navigation, and the fraction of link text.
 
-    Marker characters for the start and end of links are inserted in the page before it is parsed.
+    Marker characters for the start and end of links and captions are inserted in the page before it
+    is parsed.
     """
     from resiliparse.parse.html import HTMLTree
 
-    tree = HTMLTree.parse(_LINK_TAG.sub(_mark_link, page))
-    lines = []
-    for raw, linked in _split_links(_plain_text(tree, main_content=False, skip=_SKIPPED)):
-        lines.append(_make_line(raw, linked))
-    sizes = [(len(_SPACE.sub("", raw)), n) for raw, n in _split_links(_body_text(tree))]
+    tree = HTMLTree.parse(_FIGURE_TAG.sub(_mark_figure, _LINK_TAG.sub(_mark_link, page)))
+    visible = _plain_text(tree, main_content=False, skip=_SKIPPED)
+    lines = [_make_line(*split) for split in _split_marks(visible)]
+    sizes = [(len(_SPACE.sub("", raw)), n) for raw, n, _ in _split_marks(_body_text(tree))]
     total = sum(size for size, _ in sizes)
     return lines, round(min(sum(n for _, n in sizes) / total, 1.0), 4) if total else 0.0
 
@@ -171,31 +175,43 @@ def _mark_link(tag: re.Match[str]) -> str:
     return f"{tag[0]}{_LINK_END}" if tag[0][1] == "/" else f"{_LINK_BEGIN}{tag[0]}"
 
 
-def _split_links(marked: str) -> Iterator[tuple[str, int]]:
-    """Yield each line without link markers, and the number of its characters in links."""
-    inside = False
+def _mark_figure(tag: re.Match[str]) -> str:
+    """Replace a figure by a div, as resiliparse omits figures, and mark the caption in it."""
+    is_end, kind, attributes = tag.groups()
+    if kind.lower() == "figure":
+        return f"<{is_end}div{attributes}>"
+    return f"{_CAPTION_END}</div>" if is_end else f"<div{attributes}>{_CAPTION_BEGIN}"
+
+
+def _split_marks(marked: str) -> Iterator[tuple[str, int, bool]]:
+    """Yield each line without markers, the number of its linked characters, and if it is a caption.
+
+    Spaces are not counted.
+    """
+    in_link = in_caption = False
     for line in marked.split("\n"):
-        if not inside and _LINK_BEGIN not in line:
-            yield line.replace(_LINK_END, ""), 0
-            continue
-        linked, plain = 0, []
-        for part in _LINK_MARK.split(line):
+        linked, has_caption, plain = 0, False, []
+        for part in _MARK.split(line):
             if part in (_LINK_BEGIN, _LINK_END):
-                inside = part == _LINK_BEGIN
-                continue
-            linked += len(_SPACE.sub("", part)) if inside else 0
-            plain.append(part)
-        yield "".join(plain), linked
+                in_link = part == _LINK_BEGIN
+            elif part in (_CAPTION_BEGIN, _CAPTION_END):
+                in_caption = part == _CAPTION_BEGIN
+            elif part:
+                size = len(_SPACE.sub("", part)) if in_link or in_caption else 0
+                linked += size if in_link else 0
+                has_caption = has_caption or (in_caption and size > 0)
+                plain.append(part)
+        yield "".join(plain), linked, has_caption
 
 
-def _make_line(raw: str, linked: int) -> _Line:
+def _make_line(raw: str, linked: int, is_caption: bool) -> _Line:
     content = _BULLET.sub("", raw)
     plain = _SPACE.sub("", content)
     is_linked = linked > 0 and linked >= _MOST_LINKED * len(plain)
     shortest = _SHORTEST_EAST_ASIAN if _EAST_ASIAN.search(content) else _SHORTEST
     ends = content.rstrip().rstrip(_CLOSING).endswith(_ENDS)
     is_sentence = len(plain) >= shortest and ends and not is_linked
-    return _Line(raw, plain, content != raw, is_linked, is_sentence)
+    return _Line(raw, plain, is_caption or content != raw, is_linked, is_sentence)
 
 
 def _lines_in(lines: list[_Line], text: str) -> list[bool]:
@@ -212,7 +228,11 @@ def _lines_in(lines: list[_Line], text: str) -> list[bool]:
 
 
 def _restore(lines: list[_Line], by_reader: list[bool]) -> list[bool]:
-    """Add lost sentences and lists between the first and the last line that the extractor kept."""
+    """Add lost sentences between the first and the last sentence that the extractor kept.
+
+    Lists and captions between or next to these sentences are added too, unless most of the lines
+    are links.
+    """
     places = [at for at, line in enumerate(lines) if by_reader[at] and line.is_sentence]
     chosen = list(by_reader)
     if not places:
@@ -220,11 +240,38 @@ def _restore(lines: list[_Line], by_reader: list[bool]) -> list[bool]:
     first, last = places[0], places[-1]
     for at in range(first, last):
         chosen[at] = chosen[at] or lines[at].is_sentence
-    for begin, end in _item_runs(lines, first, last + 1):
-        run = lines[begin:end]
-        if 2 * sum(line.is_linked for line in run) < len(run):
-            chosen[begin:end] = [True] * (end - begin)
+    for begin, end in _main_items(lines, by_reader, first, last + 1):
+        chosen[begin:end] = [True] * (end - begin)
     return chosen
+
+
+def _main_items(
+    lines: list[_Line], by_reader: list[bool], begin: int, end: int
+) -> Iterator[tuple[int, int]]:
+    """Yield the range of each list or caption of the main text, which is from `begin` to `end`.
+
+    A list before the main text is separated from it by blank lines at most. A list behind it may
+    follow lines that the extractor kept, such as a heading or a table.
+    """
+    first = begin
+    while begin > 0 and (lines[begin - 1].is_item or not lines[begin - 1].plain):
+        begin -= 1
+    menus = (at for at in range(begin, first - 1) if _is_menu(lines[at : at + 2]))
+    begin = max((at + 2 for at in menus), default=begin)
+    for start, stop in _item_runs(lines, begin, len(lines)):
+        if start >= end:
+            if any(lines[at].plain and not by_reader[at] for at in range(end, start)):
+                return
+            # Two adjacent links belong to a menu directly behind the list.
+            menu = (at for at in range(start, stop - 1) if _is_menu(lines[at : at + 2]))
+            end = stop = next(menu, stop)
+        run = lines[start:stop]
+        if 2 * sum(line.is_linked for line in run) < len(run):
+            yield start, stop
+
+
+def _is_menu(lines: list[_Line]) -> bool:
+    return all(line.is_linked for line in lines)
 
 
 def _item_runs(lines: list[_Line], begin: int, end: int) -> Iterator[tuple[int, int]]:

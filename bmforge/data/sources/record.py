@@ -21,11 +21,13 @@ class ReadOptions:
         text_field: field of a table or of .jsonl that contains the text.
         html_reader: extractor of a page's main text, ``resiliparse`` or ``trafilatura``.
         errors: "replace" to decode single invalid bytes as U+FFFD, "strict" to raise an error.
+        encoding: encoding of text that is not UTF-8; "" to use the declared or detected one.
     """
 
     text_field: str = "text"
     html_reader: str = "resiliparse"
     errors: str = "replace"
+    encoding: str = ""
 
 
 @dataclass(frozen=True)

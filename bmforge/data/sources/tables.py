@@ -7,11 +7,13 @@ import io
 import re
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, BinaryIO
 
 from bmforge.data.sources.document import Document
-from bmforge.data.sources.encoding import SAMPLE_BYTES, detect_encoding, may_replace
-from bmforge.data.sources.lines import find_known, find_text
+from bmforge.data.sources.encoding import SAMPLE_BYTES, decode, detect_encoding, may_replace
+from bmforge.data.sources.lines import find_text
+from bmforge.data.sources.metadata import METADATA_COLUMNS, read_metadata
 from bmforge.data.sources.record import ReadOptions, Record, Where
 from bmforge.errors import DataError, MissingDependencyError
 
@@ -23,7 +25,7 @@ _UNDECODED = re.compile("[\udc80-\udcff]")
 
 
 def read_csv(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one record per row; the first row contains the column names."""
+    """Yield one record per row; the first row has the column names, separated by , ; or tabs."""
     yield from _read_rows(stream, where, options, "excel")
 
 
@@ -36,11 +38,16 @@ def _read_rows(
     stream: BinaryIO, where: Where, options: ReadOptions, dialect: str
 ) -> Iterator[Record]:
     encoding = where.encoding or detect_encoding(stream.peek(SAMPLE_BYTES))  # type: ignore[attr-defined]
+    if options.encoding and not encoding.startswith("utf-"):
+        encoding = options.encoding
     encoding = "utf-8-sig" if encoding in ("", "utf-8") else encoding
     # An invalid byte becomes a lone surrogate, so that only its row fails.
     lines = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline="")
     csv.field_size_limit(_LONGEST_FIELD)
-    rows = csv.reader((line.replace("\0", "\ufffd") for line in lines), dialect)
+    clean = (line.replace("\0", "\ufffd") for line in lines)
+    head = next(clean, "")
+    delimiter = _find_delimiter(head, options.text_field, dialect)
+    rows = csv.reader(chain([head] if head else [], clean), dialect, delimiter=delimiter)
     try:
         names = next(rows, None)
         if names is None:
@@ -55,6 +62,18 @@ def _read_rows(
         raise DataError(f"{where}:{rows.line_num} is not a valid table row ({error}).") from error
 
 
+def _find_delimiter(head: str, text_field: str, dialect: str) -> str:
+    """Return the delimiter of a table: a semicolon or tab if only that gives the text column.
+
+    Spreadsheet programs write .csv with semicolons where the comma is the decimal sign.
+    """
+    usual = csv.get_dialect(dialect).delimiter
+    for delimiter in (usual, ";", "\t"):
+        if text_field in next(csv.reader([head], dialect, delimiter=delimiter), []):
+            return delimiter
+    return usual
+
+
 def _parse_row(
     names: list[str], row: list[str], where: Where, line: int, options: ReadOptions
 ) -> Document:
@@ -63,6 +82,9 @@ def _parse_row(
         raise DataError(
             f"{location}: the row has {len(row)} columns, but the header has {len(names)}."
         )
+    if options.encoding and any(map(_UNDECODED.search, row)):
+        raws = (field.encode("utf-8", "surrogateescape") for field in row)
+        row = [decode(raw, location, encoding=options.encoding).text for raw in raws]
     record = dict(zip(names, row, strict=True))
     text = record.get(options.text_field, "")
     replaced = len(_UNDECODED.findall(text))
@@ -70,7 +92,7 @@ def _parse_row(
         record[options.text_field] = _UNDECODED.sub("\ufffd", text)
     text = find_text(record, options.text_field, location)
     scores = {"replaced_characters": replaced} if replaced else {}
-    return Document(text, where.source, where.place(line), scores=scores, **find_known(record))
+    return Document(text, where.source, where.place(line), scores=scores, **read_metadata(record))
 
 
 def read_parquet(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
@@ -124,7 +146,7 @@ def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:
             f"file {str(where)!r} has no column {options.text_field!r} (columns: "
             f"{names}). Choose a column with text_field=... (--text-field)."
         )
-    metadata_columns = [name for name in names if find_known({name: "x"})]
+    metadata_columns = [name for name in names if name in METADATA_COLUMNS]
     return [top, *(name for name in metadata_columns if name != top)]
 
 
@@ -143,7 +165,7 @@ def _read_batches(batches: Any, where: Where, options: ReadOptions) -> Iterator[
 
 def _parse_entry(row: dict[str, Any], where: Where, number: int, options: ReadOptions) -> Document:
     text = find_text(row, options.text_field, f"{where}:{number}")
-    return Document(text, where.source, where.place(number), **find_known(row))
+    return Document(text, where.source, where.place(number), **read_metadata(row))
 
 
 def _import_arrow(where: Where) -> Any:

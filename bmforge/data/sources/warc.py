@@ -14,7 +14,8 @@ from bmforge.data.clean.drop import Drop
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.encoding import decode
 from bmforge.data.sources.html import parse_page
-from bmforge.data.sources.lines import find_known, find_text
+from bmforge.data.sources.lines import find_text
+from bmforge.data.sources.metadata import read_metadata
 from bmforge.data.sources.pdf import parse_pdf
 from bmforge.data.sources.record import ReadOptions, Record, Where, fail
 from bmforge.errors import DataError, MissingDependencyError
@@ -254,7 +255,9 @@ def parse_payload(
     if kind in _JSON_TYPES:
         return _parse_json(body, charset, url, where, options)
     if kind.startswith("text/") and kind not in ("text/css", "text/javascript"):
-        decoded = decode(body, str(where), [charset], errors=options.errors)
+        decoded = decode(
+            body, str(where), [charset], errors=options.errors, encoding=options.encoding
+        )
         scores = decoded.scores()
         return Document(decoded.text, where.source, where.whole(), url=url, scores=scores)
     return Drop("content_type", kind, None, url)
@@ -271,13 +274,13 @@ def _parse_json(
     body: bytes, charset: str, url: str, where: Where, options: ReadOptions
 ) -> Document | Drop:
     """Build a document from the text field of a JSON response."""
-    decoded = decode(body, str(where), [charset], errors=options.errors)
+    decoded = decode(body, str(where), [charset], errors=options.errors, encoding=options.encoding)
     try:
         record = json.loads(decoded.text)
         text = find_text(record, options.text_field, str(where))
     except (ValueError, RecursionError, DataError):
         return Drop("no_text_field", options.text_field, None, url)
-    metadata = {"url": url, **find_known(record)}
+    metadata = {"url": url, **read_metadata(record)}
     return Document(text, where.source, where.whole(), scores=decoded.scores(), **metadata)
 
 

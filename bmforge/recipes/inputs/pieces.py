@@ -27,7 +27,7 @@ from bmforge.recipes.inputs.selection import (
     train_prefix,
 )
 from bmforge.recipes.inputs.splitting import StorePart, check_split
-from bmforge.recipes.inputs.vocabulary import check_tokenizers
+from bmforge.recipes.inputs.vocabulary import check_tokenizers, find_own_tokenizer
 from bmforge.tokenizers import AutoTokenizer
 
 __all__ = ["Pieces", "find_tokenizer", "open_pieces", "open_tokenizer"]
@@ -122,7 +122,7 @@ def open_pieces(
 
 
 def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
-    """Load a run's tokenizer: that of ``data.tokenizer``, the prepared text, or `init_from`.
+    """Load a run's tokenizer: that of ``data.tokenizer``, `init_from`, or the prepared text.
 
     Args:
         config: a `RunConfig` with `data` and `model`.
@@ -161,6 +161,8 @@ def find_tokenizer(config: Any) -> Path:
     folder: Path | None = None
     if config.data.tokenizer is not None:
         folder = Path(config.data.tokenizer)
+    elif own := find_own_tokenizer(config.init_from):
+        folder = own
     elif report is not None:
         folder = report.tokenizer_dir
     elif config.init_from is not None:

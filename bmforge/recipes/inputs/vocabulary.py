@@ -12,7 +12,7 @@ from bmforge.models.hub import find_model
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.tokenizers.tokenizer_json import ROLE_FILES, TEMPLATE_DIR, TEMPLATE_FILE
 
-__all__ = ["check_tokenizers", "find_difference"]
+__all__ = ["check_tokenizers", "find_difference", "find_own_tokenizer"]
 
 
 def check_tokenizers(
@@ -74,6 +74,21 @@ def find_difference(corpus: Path, own: Path) -> str | None:
             return f"token {token!r} has id {id} in one of them and {other} in the other"
 
     return None
+
+
+def find_own_tokenizer(init_from: str | None) -> Path | None:
+    """Return the directory of an initial model if it has a tokenizer, else None.
+
+    A run uses and exports this tokenizer, not the corpus's, which has the same ids
+    (`check_tokenizers`) but may have other special tokens or another chat template.
+    """
+    if init_from is None or not (base := find_model(init_from)).is_dir():
+        return None
+    try:
+        AutoTokenizer.from_pretrained(base)
+    except DataError:  # `check_tokenizers` warns about it
+        return None
+    return base
 
 
 def _holds_same(corpus: Path, own: Path) -> bool:
