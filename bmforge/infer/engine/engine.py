@@ -184,10 +184,7 @@ class Engine:
         """
         if self._tokenizer is None:
             if self._directory is None:
-                raise ConfigError(
-                    "text inputs need a tokenizer, but the engine has none. Create it with "
-                    "Engine(model, tokenizer=...)."
-                )
+                raise ConfigError("text needs a tokenizer. Create Engine(model, tokenizer=...).")
             self._tokenizer = AutoTokenizer.from_pretrained(self._directory)
         check_tokenizer(self.model, self._tokenizer)
         return self._tokenizer
