@@ -45,10 +45,12 @@ def render_answers(
     tools: Tools | None = None,
     variables: Mapping[str, Any] | None = None,
     answers: AnswerChoice = "all",
+    untrained: list[int] | None = None,
 ) -> list[AnswerText]:
     """Render each assistant message, with the messages before it, as the end of a conversation.
 
-    Messages with ``weight`` 0 are skipped.
+    Messages with ``weight`` 0 are skipped, and so are answers before the first user message if the
+    template cannot render an empty context before them: they are context of the later answers.
 
     Args:
         template: the model's chat template.
@@ -56,6 +58,7 @@ def render_answers(
         tools: JSON schemas of functions that the assistant may call.
         variables: further variables of the template.
         answers: "all" answers, or only the "last" one.
+        untrained: list to which the indices of answers without a renderable context are appended.
 
     Raises:
         DataError: the template refuses the conversation, or omits a part of an answer.
@@ -64,7 +67,14 @@ def render_answers(
     chosen = [n for n in numbers if _weight_of(messages[n], n) > 0]
     if answers == "last":
         chosen = [n for n in numbers[-1:] if n in chosen]
-    return [_render_answer(template, messages, n, tools, variables or {}) for n in chosen]
+    turns = []
+    for number in chosen:
+        turn = _render_answer(template, messages, number, tools, variables or {})
+        if turn is not None:
+            turns.append(turn)
+        elif untrained is not None:
+            untrained.append(number)
+    return turns
 
 
 def _weight_of(message: Message, number: int) -> float:
@@ -80,10 +90,19 @@ def _render_answer(
     number: int,
     tools: Tools | None,
     variables: Mapping[str, Any],
-) -> AnswerText:
+) -> AnswerText | None:
+    """Render one answer; return None if the template cannot render the empty context before it."""
     before, message = messages[:number], messages[number]
-    rendered = template.render(messages[: number + 1], tools=tools, **variables)
-    prompt = template.render(before, add_generation_prompt=True, tools=tools, **variables)
+    try:
+        rendered = template.render(messages[: number + 1], tools=tools, **variables)
+        prompt = template.render(before, add_generation_prompt=True, tools=tools, **variables)
+    except DataError:
+        # Templates read messages[0] (Qwen3), or require a user message (Qwen3.5). An error of the
+        # whole conversation is raised here, as in transformers.
+        if any(m["role"] not in ("system", "assistant") for m in before):
+            raise
+        template.render(messages, tools=tools, **variables)
+        return None
     plain = _render_history(template, before, tools, variables)
     if rendered.startswith(prompt):
         start = prompt

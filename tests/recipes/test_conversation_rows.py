@@ -168,6 +168,45 @@ def test_template_variables_reach_the_template(folder: Path) -> None:
         assert turn.prompt.endswith("<think>\n\n</think>\n\n")
 
 
+@pytest.mark.parametrize(
+    ("source", "start"),
+    [
+        ("{% set first = messages[0].role %}", []),
+        (
+            "{% if 'user' not in messages | map(attribute='role') %}"
+            "{{ raise_exception('no user') }}{% endif %}",
+            [{"role": "system", "content": "be kind"}],
+        ),
+    ],
+)
+def test_an_answer_without_context_is_context(
+    source: str, start: list[dict[str, str]], folder: Path
+) -> None:
+    """A greeting before which nothing can be rendered is in the prompt of the next answer."""
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    template = ChatTemplate(source + TEMPLATES["plain ChatML"], tokenizer)
+    messages = [
+        *start,
+        {"role": "assistant", "content": "welcome"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    untrained: list[str] = []
+    turns = render_conversation(ChatExample("line 1", messages), template, untrained=untrained)
+    assert untrained == ["line 1"]
+    (row,) = encode_turns(turns, tokenizer)
+    want = theirs.apply_chat_template(messages, chat_template=template.source, return_dict=False)
+    assert row.ids == list(want)
+    assert tokenizer.decode([x for x in row.labels if x != -100]) == "yes<|im_end|>\n"
+
+    with pytest.raises(DataError, match="line 2: the chat template cannot render"):
+        render_conversation(
+            ChatExample("line 2", messages),
+            ChatTemplate("{{ raise_exception('no') }}", tokenizer),
+        )
+
+
 def test_weights_and_the_last_answer(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     template = ChatTemplate(TEMPLATES["plain ChatML"], tokenizer)

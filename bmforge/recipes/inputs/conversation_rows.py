@@ -53,6 +53,7 @@ def render_conversation(
     template: ChatTemplate,
     answers: AnswerChoice = "all",
     ignore: Sequence[str] = (),
+    untrained: list[str] | None = None,
 ) -> list[AnswerText]:
     """Render the answers of a conversation with the chat template, as (prompt, answer) texts.
 
@@ -61,6 +62,8 @@ def render_conversation(
         template: the model's chat template.
         answers: "all" for every answer, or "last" for only the last one.
         ignore: names of fields to ignore.
+        untrained: list to which the file and line of the conversation are appended for each answer
+            that is context only (see `render_answers`).
 
     Raises:
         DataError: a field is neither read by the template nor listed in `ignore`; also for the
@@ -83,11 +86,15 @@ def render_conversation(
         {key: value for key, value in message.items() if key not in ignore}
         for message in conversation.messages
     ]
+    numbers: list[int] = []
     try:
         check_fields(template, messages)
-        return render_answers(template, messages, tools, variables, answers)
+        turns = render_answers(template, messages, tools, variables, answers, numbers)
     except DataError as error:
         raise DataError(f"{conversation.place}: {error}") from error
+    if untrained is not None:
+        untrained += [conversation.place] * len(numbers)
+    return turns
 
 
 def encode_turns(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> list[EncodedRow]:
