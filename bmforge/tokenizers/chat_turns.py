@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bmforge.errors import DataError
-from bmforge.tokenizers.chat_messages import THOUGHT_FIELDS, Message, Tools
+from bmforge.tokenizers.chat_messages import THOUGHT_FIELDS, TOOL_ROLES, Message, Tools
 from bmforge.tokenizers.chat_template import ChatTemplate
 
 __all__ = ["AnswerChoice", "AnswerText", "check_fields", "render_answers"]
 
 AnswerChoice = Literal["all", "last"]
 _OPEN, _CLOSE = "<think>", "</think>"
-_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "weight")
+_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "weight")
 
 
 @dataclass(frozen=True)
@@ -200,18 +200,49 @@ def _write_thoughts(message: Message, prompt: str, answer: str) -> str:
     return f"{opens}{thought}\n{_CLOSE}\n\n{text}{end}"
 
 
-def check_fields(template: ChatTemplate, messages: Sequence[Message]) -> None:
+def check_fields(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Tools | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> None:
     """Raise `DataError` for a message field that the template does not use.
 
     Reasoning fields are not checked: `render_answers` raises an error if the template drops them.
+    The `name` of a tool message is not checked: it repeats the name of the tool call.
+
+    Args:
+        template, messages, tools, variables: as in `render_answers`.
     """
+    known, seen = {*_MESSAGE_FIELDS, *THOUGHT_FIELDS}, set()
     for number, message in enumerate(messages, 1):
-        for name in message:
-            if name in _MESSAGE_FIELDS or name in THOUGHT_FIELDS:
+        role = message["role"]
+        for field in message:
+            if field in known or (role, field) in seen or (field == "name" and role in TOOL_ROLES):
                 continue
-            if not re.search(rf"\b{re.escape(name)}\b", template.source):
+            seen.add((role, field))
+            is_used = bool(re.search(rf"\b{re.escape(field)}\b", template.source))
+            if is_used and field == "name":  # the source may mean the name of a tool or tool call
+                is_used = _uses_name(template, messages, role, tools, variables or {})
+            if not is_used:
                 raise DataError(
-                    f"message {number} has the field {name!r}, which the chat template "
-                    f"does not use (used: {', '.join(_MESSAGE_FIELDS)}). Remove it, or "
-                    f"leave it out with --data.ignore {name}."
+                    f"message {number} has the field {field!r}, which the chat template does not "
+                    f"use for the role {role!r} (used: {', '.join(_MESSAGE_FIELDS)}). Remove it, "
+                    f"or leave it out with --data.ignore {field}."
                 )
+
+
+def _uses_name(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    role: str,
+    tools: Tools | None,
+    variables: Mapping[str, Any],
+) -> bool:
+    """Return True if the rendered text changes without the names in messages of a role."""
+    nameless = [
+        {key: value for key, value in m.items() if key != "name"} if m["role"] == role else m
+        for m in messages
+    ]
+    rendered = template.render(messages, tools=tools, **variables)
+    return rendered != template.render(nameless, tools=tools, **variables)
