@@ -214,11 +214,11 @@ def check_fields(
     Args:
         template, messages, tools, variables: as in `render_answers`.
     """
-    known, seen = {*_MESSAGE_FIELDS, *THOUGHT_FIELDS}, set()
+    exempt, seen = {*_MESSAGE_FIELDS, *THOUGHT_FIELDS}, set()
     for number, message in enumerate(messages, 1):
         role = message["role"]
         for field in message:
-            if field in known or (role, field) in seen or (field == "name" and role in TOOL_ROLES):
+            if field in exempt or (role, field) in seen or (field == "name" and role in TOOL_ROLES):
                 continue
             seen.add((role, field))
             is_used = bool(re.search(rf"\b{re.escape(field)}\b", template.source))
