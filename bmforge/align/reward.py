@@ -108,6 +108,7 @@ class ProcessRewardObjective:
             return None
         labels = batch["labels"]
         is_end = labels != IGNORE_INDEX
+        logits = logits[:, -labels.shape[1] :]  # without the positions of a soft prompt
         logprobs = F.log_softmax(logits.to(wide_dtype(logits.dtype)), -1)
         picked = logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
         rewards = logprobs.detach()[..., 1].exp()

@@ -72,9 +72,10 @@ def score_tokens(
     out = model(**inputs, labels=labels, num_items_in_batch=measure).loss
     if out is None:
         return None
-    scores = out.view(3, *labels.shape)
+    scores = out.view(3, len(labels), -1)
     if model.shifts_labels and model.config.head == "language_model":
         # The model returns each score at the position that predicts the label, one position
         # earlier.
         scores = pad(scores[..., :-1], (1, 0))
-    return TokenScores(*scores.unbind())
+    # A soft prompt adds positions at the beginning, which have no label.
+    return TokenScores(*scores[..., -labels.shape[1] :].unbind())

@@ -23,6 +23,7 @@ from bmforge.nn.head import LMHead
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
 from bmforge.nn.part import Derived, TensorNote
+from bmforge.shards import local_tensor
 
 __all__ = ["Int8Embedding", "Int8Experts", "Int8Head", "Int8Linear", "RowStore", "store_int8"]
 
@@ -114,6 +115,10 @@ class RowStore:
         """Store int8 rows and scales; tied layers store the same Parameter objects."""
         self.weight = _frozen(weight)
         self.scale = _frozen(scale)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return this rank's rows, dequantized to `dtype`."""
+        return _dequantize(local_tensor(self.weight), local_tensor(self.scale), dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Return the tensors' initialization and sharding, which are those of the plain weight."""

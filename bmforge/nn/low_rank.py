@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn.adapter_selection import weight_of
+from bmforge.nn.dense_weight import has_weight
+from bmforge.nn.dora import join_with_magnitude
 from bmforge.nn.grouped import grouped_linear
 from bmforge.nn.low_rank_sum import AddLowRank, takes_low_rank_sum
 from bmforge.nn.part import BesidePart, TensorNote, find_like
-from bmforge.shards import local_tensor
 from bmforge.surgery import match_glob
 
 __all__ = [
@@ -30,8 +31,6 @@ __all__ = [
     "LowRankOptions",
     "build_low_rank",
     "linear_sizes",
-    "settle_magnitude_",
-    "view_weight",
 ]
 
 
@@ -182,10 +181,10 @@ class LowRank(BesidePart):
                 "a low-rank adapter needs a linear layer, but the target is a "
                 f"{type(module).__name__}. Choose other targets."
             )
-        if options.magnitude and getattr(module, "weight", None) is None:
+        if options.magnitude and not has_weight(module):
             raise ConfigError(
-                f"magnitude=True (DoRA) needs a plain weight, but a {type(module).__name__} has "
-                "none. Leave magnitude out, or choose other targets."
+                f"DoRA (use_dora) needs a weight, but a {type(module).__name__} has none. Leave "
+                "use_dora out, or choose other targets."
             )
         if options.magnitude and options.bias:
             raise ConfigError("magnitude and bias cannot be used together. Leave one of them out.")
@@ -256,59 +255,6 @@ class LowRank(BesidePart):
     def extra_repr(self) -> str:
         """Return rank, scale and dropout as text."""
         return f"rank={self.down.shape[0]}, scale={self.scale}, dropout={self.dropout}"
-
-
-def join_with_magnitude(
-    part: LowRank, module: Any, x: Tensor, out: Tensor, adapter_weight: float
-) -> Tensor:
-    """Return the layer's output under DoRA: weight rows are rescaled to the trained magnitudes.
-
-    The current norms of the rows are treated as constants, as in the paper (section 4.3).
-
-    Source: Liu et al., "DoRA: Weight-decomposed low-rank adaptation" (2024).
-    """
-    low, up, down, magnitude = part(x, "all")
-    weight, bias = view_weight(module)
-    with torch.no_grad():
-        if weight.shape[0] != up.shape[0]:
-            raise ConfigError(
-                "magnitude=True (DoRA) needs the whole weight of a layer, but layout.tp is larger "
-                f"than the number of key-value heads, so this process has only {up.shape[0]} of "
-                f"{weight.shape[0]} rows. Use a smaller layout.tp."
-            )
-        full_weight = weight.to(down.dtype) + part.scale * (up @ down)
-        length = torch.linalg.vector_norm(full_weight, dim=1)
-    factor = magnitude / length
-    plain = out if bias is None else out - bias
-    changed = (factor * (plain.to(low.dtype) + F.linear(low, up))).to(out.dtype)
-    changed = changed if bias is None else changed + bias
-    return changed if adapter_weight == 1 else out + adapter_weight * (changed - out)
-
-
-@torch.no_grad()
-def settle_magnitude_(module: nn.Module, part: nn.Module) -> None:
-    """Set DoRA magnitudes to the norms of the layer's rows, which leaves outputs unchanged.
-
-    Does nothing if the adapter has no magnitude, or if layer or adapter are on the meta device.
-    """
-    magnitude = getattr(part, "magnitude", None)
-    if not isinstance(part, LowRank) or magnitude is None or magnitude.is_meta:
-        return
-    weight, _ = view_weight(module)
-    if not weight.is_meta:
-        full_weight = weight.to(magnitude.dtype) + part.scale * (
-            local_tensor(part.up) @ local_tensor(part.down)
-        )
-        local_tensor(magnitude).copy_(torch.linalg.vector_norm(full_weight, dim=1))
-
-
-def view_weight(module: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the local shards of a linear layer's weight, (out, in), and of its bias."""
-    weight, bias = module.weight, module.bias
-    weight = local_tensor(weight)
-    if not hasattr(module, "out_features"):  # transformers' Conv1D
-        weight = weight.t()
-    return weight, None if bias is None else local_tensor(bias)
 
 
 class EmbeddingLowRank(LowRank):

@@ -41,6 +41,8 @@ def check_prefix_sharing(config: Any) -> None:
 def _find_problem(config: Any) -> str | None:
     if config.layout.is_context_parallel:
         return f"{config.layout}, which shards the tokens of a sequence"
+    if config.adapter.kind == "soft-prompt":
+        return "adapter.kind='soft-prompt', which is prepended to prompts, not to answers"
     sizes = with_changes(config)
     family = family_of(sizes)
     modules = list(family.from_config(sizes, device="meta").modules())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bmforge.errors import ConfigError
 from bmforge.models import Model
 from bmforge.models.config_file import GENERATION_KEY, read_config_file
 from bmforge.models.cpm1 import CPM1Config
@@ -83,6 +84,11 @@ def pretrain(config: Any) -> RunResult:
 
 def _open_data(config: Any, rows: World) -> TrainingData:
     check_length(config)
+    if config.data.reset_at_documents and config.adapter.kind == "soft-prompt":
+        raise ConfigError(
+            "data.reset_at_documents=True does not work with adapter.kind='soft-prompt', which is "
+            "prepended to rows and not to documents. Leave one of them out."
+        )
     corpus = open_corpus(config.data, config.model.vocab_size, rows, config.init_from)
     held_out = {}
     if corpus.validation is not None:

@@ -194,7 +194,8 @@ class ProcessRewardModel(_Scorer):
         return encode_steps(example, self._template, self._tokenizer, self._separator)
 
     def _read(self, logits: Tensor, rows: Sequence[EncodedRow]) -> list[float]:
-        table = logits.softmax(-1)[..., 1].tolist()
+        width = max(len(row.ids) for row in rows)  # without the positions of a soft prompt
+        table = logits[:, -width:].softmax(-1)[..., 1].tolist()
         return [
             _aggregate(
                 [p for p, label in zip(line, row.labels, strict=False) if label != IGNORE_INDEX],

@@ -29,7 +29,13 @@ from bmforge.recipes.inputs.prompt_rows import (
 )
 from bmforge.recipes.rollout_tools import open_functions, open_turns
 from bmforge.recipes.run import TrainingData
-from bmforge.recipes.start import check_length, family_of, traits_of, with_changes
+from bmforge.recipes.start import (
+    check_length,
+    family_of,
+    soft_prompt_length,
+    traits_of,
+    with_changes,
+)
 from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig
 
 __all__ = ["RolloutRun", "check_rollouts", "default_training"]
@@ -50,10 +56,12 @@ def check_rollouts(config: Any) -> None:
     config.rollout.check()
     check_length(config)
     limit = traits_of(config.model).row_limit(config.model)
-    longest = config.data.seq_len + config.rollout.max_new_tokens
+    prompt = soft_prompt_length(config)
+    longest = prompt + config.data.seq_len + config.rollout.max_new_tokens
     if limit is not None and longest > limit:
+        added = f"adapter.length={prompt} + " if prompt else ""
         raise ConfigError(
-            f"data.seq_len={config.data.seq_len} + "
+            f"{added}data.seq_len={config.data.seq_len} + "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens} is more than "
             f"model.max_seq_len={limit}. Reduce one of them."
         )
@@ -177,6 +185,7 @@ class RolloutRun:
             eos_token_id=self._stops,
         )
         longest = config.data.seq_len + rollout.max_new_tokens + rollout.exact_logprobs
+        longest += soft_prompt_length(config)
         copy = partial(_make_copy, config, self._rows.device)
         self._writer = AnswerWriter(model, rollout.max_num_seqs, longest, options, copy)
         if rollout.exact_logprobs and not self._writer.runs_natively:

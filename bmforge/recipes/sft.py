@@ -48,6 +48,9 @@ __all__ = [
 ]
 
 
+Render = Callable[[ChatExample], list[AnswerText]]
+
+
 @dataclass(kw_only=True)
 class ConversationData(ExampleConfig):
     """Options for the conversations to train on; other fields are `ExampleConfig`'s.
@@ -143,18 +146,28 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     if data.validation_fraction:
         conversations, held_out = _hold_out(conversations, data.validation_fraction, data.seed)
     parts = [conversations, held_out] if held_out else [conversations]
+    untrained: list[str] = []
+    render = partial(
+        render_conversation,
+        template=template,
+        answers=data.answers,
+        ignore=data.ignore,
+        untrained=untrained,
+    )
     sources: list[ExampleSource]
     if traits_of(config.model).reads == "apart":
-        sources = [_open_answers(config, tokenizer, template, part) for part in parts]
+        sources = [_open_answers(config, tokenizer, template, render, part) for part in parts]
     else:
-        encoded = [_encode(data, tokenizer, template, part) for part in parts]
-        packs = family_of(config.model).separates_documents(config.model)
-        if not packs:
-            get_logger().info(
-                "this model cannot separate the conversations of a packed row: every row has one"
-            )
+        encoded = [_encode(part, render, tokenizer) for part in parts]
+        packs = _can_pack(config)
         data = dataclasses.replace(data, seq_len=choose_width(encoded, data, packs))
         sources = [PackedConversations(part, data.seq_len, data.seed, packs) for part in encoded]
+    if untrained:
+        get_logger().warning(
+            "%d answers at the beginning of a conversation are context and not trained on, since "
+            "the chat template cannot render an empty context before them; the first: %s",
+            *(len(untrained), untrained[0]),
+        )
     return open_examples(
         sources[0],
         sources[1] if held_out else None,
@@ -162,6 +175,18 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         rows,
         save_tokenizer=save,
     )
+
+
+def _can_pack(config: Any) -> bool:
+    """Return True if a row may have several conversations; otherwise log the reason."""
+    if config.adapter.kind == "soft-prompt":
+        reason = "a soft prompt is prepended to rows"
+    elif not family_of(config.model).separates_documents(config.model):
+        reason = "this model cannot separate the conversations of a packed row"
+    else:
+        return True
+    get_logger().info("%s: every row has one conversation", reason)
+    return False
 
 
 def read_template(config: Any, folder: Path) -> str | None:
@@ -235,26 +260,19 @@ def _hold_out(
 
 
 def _open_answers(
-    config: Any, tokenizer: Any, template: ChatTemplate, conversations: Sequence[ChatExample]
+    config: Any,
+    tokenizer: Any,
+    template: ChatTemplate,
+    render: Render,
+    conversations: Sequence[ChatExample],
 ) -> ExampleSource:
     """Encode conversations for an encoder-decoder, one row per answer."""
-    render = _renderer(config.data, template)
     traits = traits_of(config.model)
     return open_answers(conversations, render, template.end_mark(), tokenizer, traits, config)
 
 
 def _encode(
-    data: ConversationData,
-    tokenizer: Any,
-    template: ChatTemplate,
-    conversations: Sequence[ChatExample],
+    conversations: Sequence[ChatExample], render: Render, tokenizer: Any
 ) -> list[EncodedRow]:
     """Encode conversations for a decoder, before they are packed into rows."""
-    render = _renderer(data, template)
     return [row for c in conversations for row in encode_turns(render(c), tokenizer)]
-
-
-def _renderer(
-    data: ConversationData, template: ChatTemplate
-) -> Callable[[ChatExample], list[AnswerText]]:
-    return partial(render_conversation, template=template, answers=data.answers, ignore=data.ignore)

@@ -42,6 +42,7 @@ __all__ = [
     "read_changes",
     "record_given",
     "settle_model",
+    "soft_prompt_length",
     "traits_of",
     "with_changes",
 ]
@@ -108,13 +109,20 @@ def traits_of(config: ModelConfig) -> Traits:
 
 
 def check_length(config: Any) -> None:
-    """Raise `ConfigError` if rows are longer than the model's maximum length."""
+    """Raise `ConfigError` if rows, with a soft prompt, exceed the model's maximum length."""
     limit = traits_of(config.model).row_limit(config.model)
-    if limit is not None and config.data.seq_len > limit:
+    prompt = soft_prompt_length(config)
+    if limit is not None and config.data.seq_len + prompt > limit:
+        added = f" + adapter.length={prompt}" if prompt else ""
         raise ConfigError(
-            f"data.seq_len={config.data.seq_len} is more than model.max_seq_len={limit}. Reduce "
-            "data.seq_len, or raise model.max_seq_len."
+            f"data.seq_len={config.data.seq_len}{added} is more than model.max_seq_len={limit}. "
+            "Reduce data.seq_len, or raise model.max_seq_len."
         )
+
+
+def soft_prompt_length(config: Any) -> int:
+    """Return the number of tokens that the run's adapter prepends to every row."""
+    return (config.adapter.length or 0) if config.adapter.kind == "soft-prompt" else 0
 
 
 def family_of(config: ModelConfig) -> type[Model]:

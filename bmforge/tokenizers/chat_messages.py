@@ -8,13 +8,22 @@ from typing import Any
 
 from bmforge.errors import DataError
 
-__all__ = ["THOUGHT_FIELDS", "Message", "Tools", "normalize_message", "parse_arguments"]
+__all__ = [
+    "THOUGHT_FIELDS",
+    "TOOL_ROLES",
+    "Message",
+    "Tools",
+    "normalize_message",
+    "parse_arguments",
+]
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
 # Fields in which data sets and servers store the assistant's reasoning.
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
+# Roles of messages with the result of a tool; their `name` is the name of the tool.
+TOOL_ROLES = ("tool", "function")
 
 
 def normalize_message(values: Mapping[str, Any], location: str = "the conversation") -> Message:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bmforge.errors import DataError
-from bmforge.tokenizers.chat_messages import THOUGHT_FIELDS, Message, Tools
+from bmforge.tokenizers.chat_messages import THOUGHT_FIELDS, TOOL_ROLES, Message, Tools
 from bmforge.tokenizers.chat_template import ChatTemplate
 
 __all__ = ["AnswerChoice", "AnswerText", "check_fields", "render_answers"]
 
 AnswerChoice = Literal["all", "last"]
 _OPEN, _CLOSE = "<think>", "</think>"
-_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "weight")
+_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "weight")
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,12 @@ def render_answers(
     tools: Tools | None = None,
     variables: Mapping[str, Any] | None = None,
     answers: AnswerChoice = "all",
+    untrained: list[int] | None = None,
 ) -> list[AnswerText]:
     """Render each assistant message, with the messages before it, as the end of a conversation.
 
-    Messages with ``weight`` 0 are skipped.
+    Messages with ``weight`` 0 are skipped, and so are answers before the first user message if the
+    template cannot render an empty context before them: they are context of the later answers.
 
     Args:
         template: the model's chat template.
@@ -56,6 +58,7 @@ def render_answers(
         tools: JSON schemas of functions that the assistant may call.
         variables: further variables of the template.
         answers: "all" answers, or only the "last" one.
+        untrained: list to which the indices of answers without a renderable context are appended.
 
     Raises:
         DataError: the template refuses the conversation, or omits a part of an answer.
@@ -64,7 +67,14 @@ def render_answers(
     chosen = [n for n in numbers if _weight_of(messages[n], n) > 0]
     if answers == "last":
         chosen = [n for n in numbers[-1:] if n in chosen]
-    return [_render_answer(template, messages, n, tools, variables or {}) for n in chosen]
+    turns = []
+    for number in chosen:
+        turn = _render_answer(template, messages, number, tools, variables or {})
+        if turn is not None:
+            turns.append(turn)
+        elif untrained is not None:
+            untrained.append(number)
+    return turns
 
 
 def _weight_of(message: Message, number: int) -> float:
@@ -80,10 +90,19 @@ def _render_answer(
     number: int,
     tools: Tools | None,
     variables: Mapping[str, Any],
-) -> AnswerText:
+) -> AnswerText | None:
+    """Render one answer; return None if the template cannot render the empty context before it."""
     before, message = messages[:number], messages[number]
-    rendered = template.render(messages[: number + 1], tools=tools, **variables)
-    prompt = template.render(before, add_generation_prompt=True, tools=tools, **variables)
+    try:
+        rendered = template.render(messages[: number + 1], tools=tools, **variables)
+        prompt = template.render(before, add_generation_prompt=True, tools=tools, **variables)
+    except DataError:
+        # Templates read messages[0] (Qwen3), or require a user message (Qwen3.5). An error of the
+        # whole conversation is raised here, as in transformers.
+        if any(m["role"] not in ("system", "assistant") for m in before):
+            raise
+        template.render(messages, tools=tools, **variables)
+        return None
     plain = _render_history(template, before, tools, variables)
     if rendered.startswith(prompt):
         start = prompt
@@ -181,18 +200,49 @@ def _write_thoughts(message: Message, prompt: str, answer: str) -> str:
     return f"{opens}{thought}\n{_CLOSE}\n\n{text}{end}"
 
 
-def check_fields(template: ChatTemplate, messages: Sequence[Message]) -> None:
+def check_fields(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Tools | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> None:
     """Raise `DataError` for a message field that the template does not use.
 
     Reasoning fields are not checked: `render_answers` raises an error if the template drops them.
+    The `name` of a tool message is not checked: it repeats the name of the tool call.
+
+    Args:
+        template, messages, tools, variables: as in `render_answers`.
     """
+    exempt, seen = {*_MESSAGE_FIELDS, *THOUGHT_FIELDS}, set()
     for number, message in enumerate(messages, 1):
-        for name in message:
-            if name in _MESSAGE_FIELDS or name in THOUGHT_FIELDS:
+        role = message["role"]
+        for field in message:
+            if field in exempt or (role, field) in seen or (field == "name" and role in TOOL_ROLES):
                 continue
-            if not re.search(rf"\b{re.escape(name)}\b", template.source):
+            seen.add((role, field))
+            is_used = bool(re.search(rf"\b{re.escape(field)}\b", template.source))
+            if is_used and field == "name":  # the source may mean the name of a tool or tool call
+                is_used = _uses_name(template, messages, role, tools, variables or {})
+            if not is_used:
                 raise DataError(
-                    f"message {number} has the field {name!r}, which the chat template "
-                    f"does not use (used: {', '.join(_MESSAGE_FIELDS)}). Remove the "
-                    f"field from the data, or ignore it with --data.ignore {name}."
+                    f"message {number} has the field {field!r}, which the chat template does not "
+                    f"use for the role {role!r} (used: {', '.join(_MESSAGE_FIELDS)}). Remove the "
+                    f"field from the data, or ignore it with --data.ignore {field}."
                 )
+
+
+def _uses_name(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    role: str,
+    tools: Tools | None,
+    variables: Mapping[str, Any],
+) -> bool:
+    """Return True if the rendered text changes without the names in messages of a role."""
+    nameless = [
+        {key: value for key, value in m.items() if key != "name"} if m["role"] == role else m
+        for m in messages
+    ]
+    rendered = template.render(messages, tools=tools, **variables)
+    return rendered != template.render(nameless, tools=tools, **variables)

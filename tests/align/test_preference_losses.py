@@ -27,7 +27,7 @@ from bmforge.errors import ConfigError
 from bmforge.models import Llama, LlamaConfig, init_weights_
 from bmforge.testing import assert_close
 from bmforge.train.objective import count_items, prepare_batches
-from bmforge.tune.delta import Lora, init_deltas_, use_deltas
+from bmforge.tune.delta import Lora, SoftPrompt, init_deltas_, use_deltas
 
 PAIRS = [name for name, method in METHODS.items() if method.loss is not None]
 VOCAB, WIDTH = 29, 12
@@ -212,6 +212,29 @@ def test_objective_equals_whole_logits(name: str) -> None:
         plain = dict(zip(("w", "l", "rw", "rl", "nw", "nl"), values, strict=True))
         want_loss = plain_loss(name, plain, options) - options.nll_weight * values[0] / values[4]
         assert loss[number].item() == pytest.approx(want_loss, rel=1e-9)
+
+
+def test_soft_prompts_change_scores_and_not_their_positions() -> None:
+    """Loss and gradients equal those with the prompt's rows put before the embeddings."""
+    model, batch = make_model(), make_batch()
+    prompt = SoftPrompt(model, length=3).init_(seed=5)
+    got = run_objective(PairObjective("dpo", options_of("dpo"), adapter_off), model, [batch])
+    weight = prompt.held[0].part.weight
+    rows, count = weight.detach().clone().requires_grad_(), len(batch["labels"])
+    prompt.detach()
+
+    def sums_of(front: Tensor) -> Tensor:
+        x = torch.cat((front.expand(count, -1, -1), model.embed(batch["input_ids"])), 1)
+        logprobs = model(inputs_embeds=x).logits.log_softmax(-1)[:, len(front) : -1]
+        labels = batch["labels"][:, 1:]
+        picked = logprobs.gather(2, labels.clamp(min=0)[..., None])[..., 0]
+        return picked.where(labels != -100, 0).sum(1)
+
+    ratios = sums_of(rows) - sums_of(rows[:0]).detach()
+    loss = -torch.nn.functional.logsigmoid(0.1 * (ratios[::2] - ratios[1::2])).mean()
+    loss.backward()
+    (name,) = got.keys() - {"loss"}
+    assert_close(got, {"loss": loss.detach(), name: rows.grad})
 
 
 def test_kto_equals_whole_logits() -> None:

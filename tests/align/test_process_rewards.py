@@ -25,6 +25,7 @@ from bmforge.recipes.inputs.step_rows import LabeledSteps, encode_steps, split_s
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate
 from bmforge.train.objective import count_items
+from bmforge.tune.delta import SoftPrompt
 
 VOCAB = 19
 COMMON: dict[str, Any] = {
@@ -112,6 +113,20 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(
     for parameter, gradient in zip(model.parameters(), wanted, strict=True):
         if gradient is not None:
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-13)
+
+
+def test_soft_prompts_keep_the_positions_of_steps() -> None:
+    model = make_model("llama")
+    prompt = SoftPrompt(model, length=3).init_(seed=5)
+    source = make_source([([4, 5, 6, 7], {1: 1, 3: 0})])
+    batch = source.collate([source.make(0, (0,))])
+    result = ProcessRewardObjective()(model, batch, 2.0)
+    assert result is not None
+    rows = prompt.held[0].part.weight.detach()
+    prompt.detach()
+    x = torch.cat((rows[None], model.embed(torch.tensor([[4, 5, 6, 7]]))), 1)
+    logprobs = model(inputs_embeds=x).logits[0, 3:].log_softmax(-1)
+    torch.testing.assert_close(result.loss, -(logprobs[1, 1] + logprobs[3, 0]) / 2)
 
 
 @given(

@@ -22,6 +22,7 @@ from bmforge.align.value import (
     whiten_advantages,
 )
 from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig, Model
+from bmforge.tune.delta import SoftPrompt
 
 
 def plain_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
@@ -181,6 +182,21 @@ def test_loss_and_gradient_of_the_value_model_are_those_of_single_rows(
             model.named_parameters(), reference.parameters(), strict=True
         ):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-8, atol=1e-12, msg=name)
+
+
+def test_soft_prompts_keep_the_positions_of_values() -> None:
+    model, batch = make_model(Llama), collate_answers(make_answers(1))
+    prompt = SoftPrompt(model, length=3).init_(seed=5)
+    values = predict_values(model, batch)
+    assert values is not None
+    rows = prompt.held[0].part.weight.detach()
+    prompt.detach()
+    count = len(batch["input_ids"])
+    x = torch.cat((rows.expand(count, -1, -1), model.embed(batch["input_ids"])), 1)
+    at = torch.arange(3, x.shape[1] - 1).expand(count, -1)
+    want = model(inputs_embeds=x, logits_at=at).logits[..., 0]
+    is_token = batch["attention_mask"][:, 1:].bool()
+    torch.testing.assert_close(values[:, 1:][is_token], want[is_token], rtol=1e-12, atol=1e-14)
 
 
 def test_values_do_not_depend_on_the_padding() -> None:

@@ -17,12 +17,15 @@ from safetensors.torch import load_file
 from small_runs import write_jsonl
 
 from bmforge.cli import main
+from bmforge.data.sources.conversations import read_conversations
 from bmforge.errors import ConfigError
 from bmforge.models import AutoModel
 from bmforge.recipes.adapter_dirs import find_source, merge_adapter
 from bmforge.recipes.adapters import default_rate
+from bmforge.recipes.inputs.conversation_rows import encode_turns, render_conversation
 from bmforge.testing import assert_close
 from bmforge.tokenizers import AutoTokenizer
+from bmforge.tokenizers.chat_template import ChatTemplate
 from bmforge.train import read_metrics
 from bmforge.train.trainer import Trainer
 from bmforge.tune.delta import load_delta
@@ -78,9 +81,11 @@ def train(base: Path, folder: Path, *more: str, name: str = "run", steps: int = 
     run = folder / name
     arguments = [
         *("train", "conversations", "--model", str(base), "--data", str(chats)),
-        *("--adapter", "lora", "--seq-len", "128", "--batch-size", "2", "--micro-batch-size", "1"),
-        *("--run-dir", str(run), *more),
+        *("--seq-len", "128", "--run-dir", str(run), *more),
     ]
+    for option, value in (("adapter", "lora"), ("batch-size", "2"), ("micro-batch-size", "1")):
+        if f"--{option}" not in more:
+            arguments += [f"--{option}", value]
     if "--epochs" not in more:
         arguments += ["--steps", str(steps)]
     assert main(arguments) == 0
@@ -241,6 +246,40 @@ def test_defaults_of_lora(base: Path, tmp_path: Path, caplog: pytest.LogCaptureF
     assert [default_rate("lora", rank) for rank in (None, 8, 16, 64, 256)] == [
         *(2e-4, 2e-4, 2e-4, 1e-4, 1e-4)
     ]
+
+
+def test_soft_prompts_train_as_in_peft(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss of a step equals PEFT's loss of the conversations, one per row."""
+    base = write_qwen3(tmp_path / "Qwen3-tiny")
+    options = ("--adapter", "soft-prompt", "--adapter.length", "5", "--lr", "0")
+    run = train(base, tmp_path, *options, "--batch-size", "16", "--micro-batch-size", "4", steps=1)
+    assert "a soft prompt is prepended to rows: every row has one conversation" in caplog.text
+    theirs = AutoPeftModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    template = ChatTemplate(TEMPLATE, tokenizer)
+    total, count = 0.0, 0
+    for conversation in read_conversations(tmp_path / "chats.jsonl"):
+        for row in encode_turns(render_conversation(conversation, template), tokenizer):
+            labels = torch.tensor([row.labels])
+            number = int((labels != -100).sum())
+            with torch.no_grad():
+                total += number * float(theirs(torch.tensor([row.ids]), labels=labels).loss)
+            count += number
+    assert losses(run)[0] == pytest.approx(total / count, rel=1e-5)
+
+    common = ["train", "preferences", "--model", str(base), "--data", "none.jsonl"]
+    common += ["--run-dir", str(tmp_path / "refused"), "--adapter", "soft-prompt", "--steps", "1"]
+    for more, text in (
+        (["--data.prefix-sharing"], "prepended to rows and not to answers"),
+        (
+            ["--seq-len", "200"],
+            "data.seq_len=200 + adapter.length=100 is more than model.max_seq_len=256",
+        ),
+    ):
+        assert main([*common, *more]) == 2
+        assert text in capsys.readouterr().err
 
 
 def test_base_dtypes_that_do_not_fit_are_refused(

@@ -156,6 +156,47 @@ def test_lost_parts_are_refused(folder: Path) -> None:
     assert render_conversation(unknown, plain, ignore=("a",))
 
 
+def test_names_of_messages(folder: Path) -> None:
+    """Names that the template omits are refused; the name of a tool or a tool call is no use."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    call_only = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{% endfor %};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    users = call_only.replace(
+        "{{ m.content", "{% if m.role != 'system' %}{{ m.name }}{% endif %}{{ m.content"
+    )
+    reply = {"role": "assistant", "content": "yes"}
+    for role in ("system", "user", "assistant"):
+        named = {"role": role, "name": "bob", "content": "hi"}
+        messages = (
+            [named, reply] if role == "user" else [{"role": "user", "content": "a"}, named, reply]
+        )
+        if role == "system":
+            messages = [named, {"role": "user", "content": "a"}, reply]
+        conversation = ChatExample("line 1", messages)
+        for source in (call_only, TEMPLATES["plain ChatML"]):
+            template = ChatTemplate(source, tokenizer)
+            with pytest.raises(DataError, match=rf"'name'.*role '{role}'.*--data.ignore name"):
+                render_conversation(conversation, template)
+            assert render_conversation(conversation, template, ignore=("name",))
+        if role != "system":
+            (turn, *_) = reversed(render_conversation(conversation, ChatTemplate(users, tokenizer)))
+            assert "bob" in turn.prompt
+    tool = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "name": "weather", "content": "x"},
+        reply,
+    ]
+    template = ChatTemplate(users, tokenizer)
+    want = render_conversation(ChatExample("line 1", tool), template)
+    assert "tool:weather" in want[-1].prompt
+    assert render_conversation(ChatExample("line 1", tool), template, ignore=("name",)) == want
+    assert render_conversation(ChatExample("line 1", tool), ChatTemplate(call_only, tokenizer))
+
+
 def test_template_variables_reach_the_template(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     template = ChatTemplate(TEMPLATES["thoughts of the last answer alone"], tokenizer)
@@ -166,6 +207,45 @@ def test_template_variables_reach_the_template(folder: Path) -> None:
     ):
         (turn,) = render_conversation(ChatExample("line 1", messages, None, fields), template)
         assert turn.prompt.endswith("<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "start"),
+    [
+        ("{% set first = messages[0].role %}", []),
+        (
+            "{% if 'user' not in messages | map(attribute='role') %}"
+            "{{ raise_exception('no user') }}{% endif %}",
+            [{"role": "system", "content": "be kind"}],
+        ),
+    ],
+)
+def test_an_answer_without_context_is_context(
+    source: str, start: list[dict[str, str]], folder: Path
+) -> None:
+    """A greeting before which nothing can be rendered is in the prompt of the next answer."""
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    template = ChatTemplate(source + TEMPLATES["plain ChatML"], tokenizer)
+    messages = [
+        *start,
+        {"role": "assistant", "content": "welcome"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    untrained: list[str] = []
+    turns = render_conversation(ChatExample("line 1", messages), template, untrained=untrained)
+    assert untrained == ["line 1"]
+    (row,) = encode_turns(turns, tokenizer)
+    want = theirs.apply_chat_template(messages, chat_template=template.source, return_dict=False)
+    assert row.ids == list(want)
+    assert tokenizer.decode([x for x in row.labels if x != -100]) == "yes<|im_end|>\n"
+
+    with pytest.raises(DataError, match="line 2: the chat template cannot render"):
+        render_conversation(
+            ChatExample("line 2", messages),
+            ChatTemplate("{{ raise_exception('no') }}", tokenizer),
+        )
 
 
 def test_weights_and_the_last_answer(folder: Path) -> None:

@@ -23,6 +23,7 @@ from bmforge.infer.openbmb.chat import join_history
 from bmforge.logging import get_logger
 from bmforge.models.traits import Traits
 from bmforge.tokenizers import Tokenizer
+from bmforge.tokenizers.chat_messages import TOOL_ROLES, Message
 from bmforge.tokenizers.chat_template import ChatTemplate
 from bmforge.tokenizers.chat_turns import AnswerChoice, AnswerText, check_fields, render_answers
 from bmforge.tokenizers.sentinels import encode_answers, fill_prompt
@@ -53,6 +54,7 @@ def render_conversation(
     template: ChatTemplate,
     answers: AnswerChoice = "all",
     ignore: Sequence[str] = (),
+    untrained: list[str] | None = None,
 ) -> list[AnswerText]:
     """Render the answers of a conversation with the chat template, as (prompt, answer) texts.
 
@@ -60,7 +62,9 @@ def render_conversation(
         conversation: messages, tools and further fields, which must be variables of the template.
         template: the model's chat template.
         answers: "all" for every answer, or "last" for only the last one.
-        ignore: names of fields to ignore.
+        ignore: names of fields to ignore, except the `name` of tool messages.
+        untrained: list to which the file and line of the conversation are appended for each answer
+            that is context only (see `render_answers`).
 
     Raises:
         DataError: a field is neither read by the template nor listed in `ignore`; also for the
@@ -80,14 +84,22 @@ def render_conversation(
             f"--data.ignore {' '.join(unknown)}."
         )
     messages = [
-        {key: value for key, value in message.items() if key not in ignore}
+        {k: v for k, v in message.items() if k not in ignore or _is_tool_name(message, k)}
         for message in conversation.messages
     ]
+    numbers: list[int] = []
     try:
-        check_fields(template, messages)
-        return render_answers(template, messages, tools, variables, answers)
+        check_fields(template, messages, tools, variables)
+        turns = render_answers(template, messages, tools, variables, answers, numbers)
     except DataError as error:
         raise DataError(f"{conversation.place}: {error}") from error
+    if untrained is not None:
+        untrained += [conversation.place] * len(numbers)
+    return turns
+
+
+def _is_tool_name(message: Message, key: str) -> bool:
+    return key == "name" and message["role"] in TOOL_ROLES
 
 
 def encode_turns(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> list[EncodedRow]:

@@ -92,8 +92,9 @@ def _render(
     scored = [turn for turn in turns if turn.number >= len(prompt)]
     if not scored:
         raise DataError(
-            f"{example.location}: all assistant messages of an answer have weight 0 (needed: one "
-            "with weight 1). Remove the weights, or the record."
+            f"{example.location}: an answer has no assistant message to train on: all have weight "
+            "0, or the chat template cannot render the empty prompt before them. Remove the "
+            "weight, or the record."
         )
     return scored
 

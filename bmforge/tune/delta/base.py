@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.low_rank import settle_magnitude_
+from bmforge.nn.dora import settle_magnitude_
 from bmforge.nn.part import BesidePart, attach_part_, detach_part_, tensor_notes
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.nn.random_init import draw_tensor_

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from bmforge.nn.dense_weight import is_torchao
 from bmforge.shards import digest_samples, is_streamed, sample_places, whole_tensor
 
-__all__ = ["fingerprint_of", "is_torchao", "library_of"]
-
-
-def is_torchao(weight: Tensor) -> bool:
-    """Return True if a tensor is an instance of one of torchao's tensor subclasses."""
-    return type(weight).__module__.partition(".")[0] == "torchao"
+__all__ = ["fingerprint_of", "library_of"]
 
 
 def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:

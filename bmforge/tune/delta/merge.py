@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.nn.bottleneck import Bottleneck
 from bmforge.nn.channel import Gain, Shift
+from bmforge.nn.dense_weight import is_torchao
 from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank
 from bmforge.nn.part import beside_parts, detach_part_
 from bmforge.nn.token_rows import TokenRows
@@ -31,7 +32,6 @@ from bmforge.tune.delta.attached import (
     whole_model,
 )
 from bmforge.tune.delta.base import AttachedDelta
-from bmforge.tune.delta.fingerprint import is_torchao
 from bmforge.tune.delta.merged_weights import (
     dequantized_weight,
     full_precision,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
+from bmforge.nn.dense_weight import is_torchao
 from bmforge.shards import local_box, local_tensor, whole_tensor
-from bmforge.tune.delta.fingerprint import is_torchao
 
 __all__ = [
     "dequantized_weight",

@@ -23,7 +23,7 @@ __all__ = ["SoftPrompt", "put_rows_before"]
 
 # Per-token argument -> its value at the prompt's positions.
 _OF_TOKENS = {"attention_mask": 1, "token_type_ids": 0, "global_attention_mask": 0, "role_ids": 0}
-# Arguments that do not depend on the prompt.
+# Arguments that do not depend on the prompt, or that are changed separately.
 _OTHERS = {
     "adapter_names",
     "labels",
@@ -42,6 +42,7 @@ _OTHERS = {
     "output_attentions",
     "output_router_logits",
     "encoder_outputs",
+    "logits_at",
     "logits_to_keep",
     "encoder_last_hidden_state",
     "decoder_inputs_embeds",
@@ -149,8 +150,8 @@ def put_prompt_first(
     if args or unknown:
         raise ConfigError(
             "a soft prompt does not support the arguments "
-            f"{', '.join(unknown) or 'that follow input_ids'}. Leave these arguments out, or add "
-            "the ids of the prompt (vocab_size and above) to input_ids."
+            f"{', '.join(unknown) or 'more arguments'}. Leave these arguments out, or prepend the "
+            "prompt's ids to input_ids (bmforge.nn.prompt.prompt_ids) and extend these arguments."
         )
     length = prompt.weight.shape[0]
     new = {**kwargs, "input_ids": prompt_ids(table, ids)}
@@ -163,6 +164,8 @@ def put_prompt_first(
             )
         if tensor is not None:
             new[name] = F.pad(tensor, (length, 0), value=value)
+    if kwargs.get("logits_at") is not None and not _is_apart(model):
+        new["logits_at"] = kwargs["logits_at"] + length
     labels = kwargs.get("labels")
     if labels is not None and labels.shape == ids.shape and not _is_apart(model):
         if model.config.head == "language_model" and model.shifts_labels:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.models import Llama, LlamaConfig
+from bmforge.models.changes import Change
 from bmforge.models.quantize import quantize_
+from bmforge.nn.packing import find_preset
 from bmforge.testing import assert_close
 from bmforge.tune.delta import Adapter, Delta, Lora, load_delta
 
@@ -110,6 +113,34 @@ def test_merging_needs_a_word() -> None:
     delta.unmerge()
     assert torch.equal(model(IDS).logits, before)
     assert all("torchao" in type_of(model.get_submodule(name)) for name in merged)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "rows", "torchao"])
+def test_dora_reads_dequantized_weights(scheme: str) -> None:
+    """Logits and gradients are those of DoRA on plain weights with the dequantized values."""
+    model = llama()
+    if scheme == "torchao":
+        twin = plain_twin(model, pack_(model))
+    else:
+        if scheme == "rows":
+            model.change_(Change("int8", "layers.*.*.*_proj"))
+        else:
+            quantize_(model, replace(find_preset(scheme), activations="float"))
+        twin = llama()
+        names = twin.state_dict().keys()
+        floats = {n: t for n, t in model.state_dict().items() if n in names and "_proj" not in n}
+        packed = {n: m for n, m in model.named_modules() if hasattr(m, "dense")}
+        dense = {f"{n}.weight": m.dense(torch.float32) for n, m in packed.items()}
+        twin.load_state_dict({**floats, **dense})
+    before = model(IDS).logits.detach()
+    deltas = [Lora(one, ["attn.q", "mlp.down"], rank=4, use_dora=True) for one in (model, twin)]
+    assert_close(model(IDS).logits, before, rtol=1e-5, atol=1e-5)
+    for delta in deltas:
+        stir_(delta)
+    assert_close(model(IDS).logits, twin(IDS).logits, rtol=1e-4, atol=1e-5)
+    got, want = gradients(model), gradients(twin)
+    assert set(got) == {n for n, _ in deltas[0].named_parameters()}
+    assert_close(got, {name: want[name] for name in got}, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
