@@ -15,7 +15,14 @@ from bmforge.compat.bmtrain.runtime import config
 from bmforge.compat.bmtrain.store import allgather_objects
 from bmforge.parallel.collectives import all_gather
 
-__all__ = ["InspectTensor", "format_summary", "inspect_model", "inspect_tensor", "record_tensor"]
+__all__ = [
+    "InspectTensor",
+    "collect_records",
+    "format_summary",
+    "inspect_model",
+    "inspect_tensor",
+    "record_tensor",
+]
 
 Row = dict[str, Any]
 _COLUMNS = ("max", "min", "std", "mean", "grad_std", "grad_mean")
@@ -117,7 +124,10 @@ def _rows_of_all(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def inspect_tensor() -> Iterator[InspectTensor]:
-    """Context manager that collects the tensors passed to `record_tensor`."""
+    """Context manager that collects the tensors passed to `record_tensor`.
+
+    In a pipeline all processes enter it, and each one gets the tensors of all stages for its rows.
+    """
     config.need("inspect_tensor")
     inspector = InspectTensor()
     config.inspected.append(inspector)
@@ -125,6 +135,17 @@ def inspect_tensor() -> Iterator[InspectTensor]:
         yield inspector
     finally:
         config.inspected.remove(inspector)
+
+
+@contextmanager
+def collect_records() -> Iterator[list[Row]]:
+    """Context manager that collects recorded tensors in its list, hidden from `inspect_tensor`."""
+    active, collector = config.inspected, InspectTensor()
+    config.inspected = [collector] if active else []
+    try:
+        yield collector.summary
+    finally:
+        config.inspected = active
 
 
 def record_tensor(x: Tensor, name: str, group: str | None = None) -> None:
