@@ -24,7 +24,8 @@ class TokenizerWrapper:
         max_seq_length: maximum prompt length in tokens.
         tokenizer: tokenizer of the model.
         truncate_method: "tail", "head" (cuts the beginning) or "balanced".
-        options: further arguments of OpenPrompt's class; accepted and ignored.
+        options: further arguments of OpenPrompt's class. `decode_from_pad` False lets the decoder
+            of an encoder-decoder start with the first mask; others are accepted and ignored.
 
     Attributes:
         asking: prompting mode; see `bmforge.tune.prompt.prompt_formats`.
@@ -58,7 +59,7 @@ class TokenizerWrapper:
             wrapped_example: result of `wrap_one_example`.
             teacher_forcing: True to include the target text.
         """
-        core = wrapped_example.template.bind(self.asking)
+        core = wrapped_example.template.bind_wrapper(self)
         answer: list[int] = []
         if teacher_forcing:
             target = wrapped_example.example.tgt_text or ""
