@@ -16,16 +16,12 @@ __all__ = [
     "CPM1Config",
     "CPM2Config",
     "CPM3Config",
-    "EVAConfig",
     "GLMConfig",
     "GPT2Config",
     "GPTjConfig",
     "LlamaConfig",
     "LongformerConfig",
-    "MiniCPMConfig",
-    "MixtralConfig",
     "OPTConfig",
-    "QwenConfig",
     "RobertaConfig",
     "T5Config",
     "ViTConfig",
@@ -49,13 +45,9 @@ GPT2Config = _define("GPT2", "GPT2")
 GPTjConfig = _define("GPTj", "GPTJ")
 OPTConfig = _define("OPT", "OPT")
 LlamaConfig = _define("Llama", "Llama")
-QwenConfig = _define("Qwen", "Qwen")
-MiniCPMConfig = _define("MiniCPM", "MiniCPM")
-MixtralConfig = _define("Mixtral", "Mixtral")
 GLMConfig = _define("GLM", "GLM")
 T5Config = _define("T5", "T5")
 CPM2Config = _define("CPM2", "CPM2")
-EVAConfig = _define("EVA", "EVA")
 
 
 class CPM1Config(Config):
