@@ -75,17 +75,17 @@ def find_trained(root: nn.Module, targets: Sequence[str]) -> tuple[set[str], lis
 
 def existing_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
     """Return the targets that match a module, as in OpenDelta; if none matches one, all targets."""
-    errors: dict[str, ConfigError] = {}
+    missing: dict[str, str] = {}
     for target in targets:
         try:
             find_places(model, [target])
         except ConfigError as error:
-            errors[target] = error
-    existing = [target for target in targets if target not in errors]
-    if existing:
-        for target, error in errors.items():
-            get_logger().warning("modified_modules: %r is ignored: %s", target, error)
-    return existing or list(targets)
+            missing[target] = str(error)
+    if len(missing) == len(targets):
+        return list(targets)
+    for target, why in missing.items():
+        get_logger().warning("modified_modules: %r is ignored: %s", target, why)
+    return [target for target in targets if target not in missing]
 
 
 def saved_names(backbone: nn.Module) -> dict[str, str]:
