@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bmforge.compat.bmtrain.parameter import full_shape, whole
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.compat.bmtrain.store import allgather_objects
-from bmforge.parallel.collectives import all_gather
+from bmforge.compat.bmtrain.synchronize import gather_result
 
 __all__ = [
     "InspectTensor",
@@ -87,20 +87,14 @@ class InspectTensor:
             seen = [r["name"] for r in self.summary[:index]].count(record["name"])
             name = record["name"] if not seen else f"{record['name']}.{seen}"
             tensor, grad = record["tensor"].detach(), record["tensor"].grad
-            rows.append(
-                {
-                    "name": name,
-                    "group": record["group"],
-                    "shape": tuple(tensor.shape),
-                    **_measure(_rows_of_all(tensor)),
-                    "grad_std": None,
-                    "grad_mean": None,
-                }
-            )
+            row: Row = {"name": name, "group": record["group"], "shape": tuple(tensor.shape)}
+            row |= {"grad_std": None, "grad_mean": None}
+            row |= _measure(gather_result(tensor.reshape(-1)))
             if any(allgather_objects(grad is not None)):
                 grad = torch.zeros_like(tensor) if grad is None else grad
-                statistics = _measure(_rows_of_all(grad))
-                rows[-1] |= {"grad_std": statistics["std"], "grad_mean": statistics["mean"]}
+                statistics = _measure(gather_result(grad.reshape(-1)))
+                row |= {"grad_std": statistics["std"], "grad_mean": statistics["mean"]}
+            rows.append(row)
         return rows
 
     def get_tensor(
@@ -112,14 +106,6 @@ class InspectTensor:
         ]
         index = 0 if index is None else index
         return records[index]["tensor"] if -len(records) <= index < len(records) else None
-
-
-def _rows_of_all(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1).to(config.device)
-    sizes = allgather_objects(flat.numel())
-    padded = torch.cat((flat, flat.new_zeros(max(sizes) - flat.numel())))
-    parts = all_gather(padded, config["comm"], 0).chunk(len(sizes))
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 @contextmanager
