@@ -50,17 +50,13 @@ class _OfWrapper(Template):
     def __init__(self, wrapper: Any, *args: Any, **options: Any) -> None:
         self._mask_token = getattr(wrapper, "mask_token", super().sentinel)
         super().__init__(*args, **options)
-        if self.blanks and not _starts_with_pad(wrapper):
+        if self.blanks and not wrapper.starts_with_pad:
             self.asking = replace(self.asking, start_is_blank=True)
             self._begun = self.blanks
 
     def sentinel(self, number: int) -> str:
         """Return the wrapper's token of a mask."""
         return str(self._mask_token(number))
-
-
-def _starts_with_pad(wrapper: Any) -> bool:
-    return bool(wrapper.options.get("decode_from_pad", True))
 
 
 class ManualTemplate(nn.Module):
@@ -107,7 +103,7 @@ class ManualTemplate(nn.Module):
     def bind_wrapper(self, wrapper: Any) -> Template:
         """Build the template for a tokenizer wrapper; a program's own may define `mask_token`."""
         mask = wrapper.mask_token(0) if hasattr(wrapper, "mask_token") else ""
-        if self._wrapper != (settings := (mask, _starts_with_pad(wrapper))):
+        if self._wrapper != (settings := (mask, wrapper.starts_with_pad)):
             self._wrapper, self._bound = settings, {}
             self._make = partial(_OfWrapper, wrapper)
         return self.bind(wrapper.asking)

@@ -44,6 +44,7 @@ class TokenizerWrapper:
     ) -> None:
         self.max_seq_length, self.tokenizer = max_seq_length, tokenizer
         self.truncate_method, self.options = truncate_method, options
+        self.starts_with_pad = bool(options.get("decode_from_pad", True))
         self.count_truncated: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
     @property
