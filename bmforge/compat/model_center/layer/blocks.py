@@ -115,7 +115,7 @@ class SelfAttentionBlock(_Part):
         self.options = o = BlockOptions(**options)
         self.layernorm_before_attention = o.norm(dim_model)
         kind = SparseSelfAttention if self.is_sparse else Attention
-        more = {"attention_window": o.attention_window} if self.is_sparse else {}
+        more: dict[str, Any] = {"attention_window": o.attention_window} if self.is_sparse else {}
         self.self_attention = kind(
             dim_in=dim_model,
             dim_head=dim_head,
