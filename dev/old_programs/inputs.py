@@ -106,6 +106,20 @@ def _word_pieces(folder: Path) -> int:
     return len(vocabulary)
 
 
+def _chinese_word_pieces(folder: Path) -> int:
+    """Write a BERT vocabulary with T5's masks, which its model calls `extra0`, `extra1`, ..."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"extra{n}" for n in range(100))]
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    vocabulary = [
+        *special,
+        *dict.fromkeys(_CHINESE + "一二三四第句：；，。？"),
+        *letters,
+        *"0123456789",
+    ]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
+    return len(vocabulary)
+
+
 def _byte_pairs(folder: Path, special: list[str]) -> int:
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(sentences(200), vocab_size=400, special_tokens=special)
@@ -145,6 +159,9 @@ _T5 = {
     "decoder_start_token_id": 0,
 }
 _GPT = {"n_embd": _WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+# Modules that OpenDelta modifies by default in each block of transformers' T5.
+_ENCODER_OUTPUTS = ("0.SelfAttention.o", "1.DenseReluDense.wo")
+_DECODER_OUTPUTS = ("0.SelfAttention.o", "2.DenseReluDense.wo")
 # Name of the model -> class of transformers, its sizes, its tokenizer.
 _MODELS: dict[str, tuple[str, dict[str, Any], Callable[[Path], int]]] = {
     "bert": ("BertForPreTraining", {**_BERT, "max_position_embeddings": 1024}, _word_pieces),
@@ -186,6 +203,11 @@ _MODELS: dict[str, tuple[str, dict[str, Any], Callable[[Path], int]]] = {
         "T5ForConditionalGeneration",
         {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
         _unigrams,
+    ),
+    "uer-t5": (
+        "MT5ForConditionalGeneration",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        _chinese_word_pieces,
     ),
     "bart": (
         "BartForConditionalGeneration",
@@ -278,6 +300,7 @@ def write_data(target: Path) -> None:
     _write_indexed(target / "indexed")
     _write_bee(target / "bee")
     _write_generation(target / "openprompt/datasets", draw)
+    _write_low_rank_adapter(target / "opendelta/low_rank_adapter")
     if importlib.util.find_spec("datasets"):
         from datasets import Dataset, DatasetDict
 
@@ -321,8 +344,28 @@ def _write_generation(folder: Path, draw: random.Random) -> None:
         (folder / f"CCPM/{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def _write_low_rank_adapter(folder: Path) -> None:
+    """Write a low-rank adapter for the model `t5` in OpenDelta's format, with random values."""
+    folder.mkdir(parents=True)
+    reduction = 8
+    outputs = [f"encoder.block.{n}.layer.{o}" for n in range(2) for o in _ENCODER_OUTPUTS]
+    outputs += [f"decoder.block.{n}.layer.{o}" for n in range(2) for o in _DECODER_OUTPUTS]
+    narrow, tensors = _WIDTH // reduction, {}
+    for name in outputs:
+        for side, rows, columns in (("down", _WIDTH, narrow), ("up", narrow, _WIDTH)):
+            prefix = f"{name}.low_rank_adapter.{side}_sampler"
+            tensors[f"{prefix}.W_left"] = torch.randn(rows, 1)
+            tensors[f"{prefix}.W_right"] = torch.randn(1, columns)
+            tensors[f"{prefix}.b"] = torch.zeros(columns)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    fields = {"delta_type": "low_rank_adapter", "reduction_factor": reduction, "low_rank_rank": 1}
+    fields |= {"non_linearity": "gelu_new", "modified_modules": ["attn@.proj@", "ff@.w2@"]}
+    fields |= {"common_structure": True, "backbone_class": "T5ForConditionalGeneration"}
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
 def _write_bee(folder: Path) -> None:
-    """Write documents, a model config and a list of data sets for CPM-Bee."""
+    """Write documents, model configs and a list of data sets for CPM-Bee and CPM-Ant."""
     (folder / "documents").mkdir(parents=True)
     rows = [
         {"input": text, "options": {"<option_0>": "好", "<option_1>": "坏"}, "<ans>": "<option_0>"}
@@ -334,6 +377,7 @@ def _write_bee(folder: Path) -> None:
     more = {"dim_head": 8, "position_bias_num_buckets": 32, "position_bias_max_distance": 128}
     for name, half in (("model", False), ("model_half", True)):
         (folder / f"{name}.json").write_text(json.dumps({**sizes, **more, "half": half}))
+    (folder / "ant.json").write_text(json.dumps({**sizes, **more, "vocab_size": 512}))
     entry = {"dataset_name": "poems", "task_name": "poems", "weight": 1.0}
     transforms = [{"input": "$input", "options": "$options", "<ans>": "$<ans>"}]
     for name in ("CPM-Bee", "CPM-Live"):

@@ -120,6 +120,83 @@ def test_backward_may_begin_at_a_recorded_tensor() -> None:
         torch.testing.assert_close(got_row, 2 * row, rtol=1e-4, atol=1e-6)  # summed over processes
 
 
+class Recording(nn.Module):
+    """Two layers with a residual connection; records a hidden state, its norm and its sign."""
+
+    def __init__(self, linear: Any, record: Any) -> None:
+        super().__init__()
+        self.first, self.second = linear(8, 8), linear(8, 8)
+        self.record = record
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        self.record(y, "y", group="layer")
+        self.record(y.square().sum(), "square")
+        self.record(y.detach() > 0, "positive")
+        return x + self.second(y.tanh())
+
+
+def weigh_records(records: list[torch.Tensor], out: torch.Tensor, with_out: bool) -> torch.Tensor:
+    loss = out.square().sum() if with_out else out.new_zeros(())
+    return loss + sum(k * x.sum() for k, x in enumerate(records, 1) if x.requires_grad)
+
+
+def recorded_in_a_pipeline(with_out: bool) -> list[Any]:
+    bmt.init_distributed(seed=5, pipe_size=2, num_micro_batches=4)
+    torch.manual_seed(5)
+    blocks = bmt.PipelineTransformerBlockList(
+        [Recording(old.OldLinear, bmt.inspect.record_tensor) for _ in range(3)]
+    )
+    bmt.init_parameters(blocks)
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).chunk(2)[bmt.rank()]
+    with torch.no_grad(), bmt.inspect.inspect_tensor() as evaluated:
+        blocks(x)
+    with bmt.inspect.inspect_tensor() as inspector:
+        out = blocks(x.requires_grad_())
+    records = [row["tensor"] for row in inspector.summary]
+    for row, again in zip(inspector.summary, evaluated.summary, strict=True):
+        assert torch.equal(row["tensor"], again["tensor"])
+    weigh_records(records, out, with_out).backward()
+    names = [(row["name"], row["group"]) for row in inspector.summary]
+    weights = bmt.inspect.inspect_model(blocks, "*.first.weight")
+    return [names, [t.detach() for t in records], [t.grad for t in records], x.grad, weights]
+
+
+@pytest.mark.parametrize("with_out", [True, False])
+def test_records_of_a_pipeline_are_those_of_plain_layers(with_out: bool) -> None:
+    """Values, total gradients, and backward from the records; each process has its own rows."""
+    torch.manual_seed(5)
+    records: list[torch.Tensor] = []
+    blocks = nn.Sequential(
+        *(Recording(old.PlainLinear, lambda x, *_, **__: records.append(x)) for _ in range(3))
+    )
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    out = blocks(x)
+    for record in records:
+        if record.requires_grad:
+            record.retain_grad()
+    weigh_records(records, out, with_out).backward()
+    for rank, got in enumerate(run_distributed(recorded_in_a_pipeline, 2, with_out)):
+        names, tensors, grads, x_grad, weights = got
+        assert names == 3 * [("y", "layer"), ("square", None), ("positive", None)]
+        for index, record in enumerate(records):
+            if names[index][0] == "square":  # one sum per micro-batch of two rows
+                rows = records[index - 1].detach().square().sum(1).unflatten(0, (4, 2)).sum(1)
+                torch.testing.assert_close(tensors[index], rows.chunk(2)[rank])
+                assert torch.equal(grads[index], torch.full((2,), index + 1.0))
+                continue
+            torch.testing.assert_close(tensors[index], record.detach().chunk(2)[rank])
+            if record.grad is None:
+                assert grads[index] is None
+            else:
+                torch.testing.assert_close(grads[index], record.grad.chunk(2)[rank])
+        torch.testing.assert_close(x_grad, x.grad.chunk(2)[rank])
+        for row, block in zip(weights, blocks, strict=True):
+            want = block.first.weight.grad
+            assert row["grad_std"] == pytest.approx(want.std().item(), rel=1e-4)
+            assert row["grad_mean"] == pytest.approx(want.mean().item(), rel=1e-3, abs=1e-5)
+
+
 def test_a_summary_has_the_old_columns() -> None:
     row = {"name": "w", "shape": (3, 5), "max": 1.0, "min": -1.0, "std": 0.5, "mean": 0.0}
     text = bmt.inspect.format_summary([{**row, "grad_std": None, "grad_mean": None}])

@@ -35,11 +35,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "CPM1": {**SIZES, **LAYERS},
     "CPM2": {**SIZES, **LAYERS},
     "CPM3": {**SIZES, **LAYERS, "prompt_types": 3, "prompt_length": 2, "segment_types": 4},
-    "EVA": {**SIZES, **LAYERS},
-    "Qwen": {**SIZES, **LAYERS},
-    "MiniCPM": {**SIZES, **LAYERS},
 }
-DECODERS = ("GPT2", "GPTj", "OPT", "Llama", "Qwen", "MiniCPM")
+DECODERS = ("GPT2", "GPTj", "OPT", "Llama")
 
 
 def small(name: str, **fields: Any) -> Any:

@@ -128,6 +128,18 @@ def test_several_on_the_same_modules_and_one_at_a_time() -> None:
     assert torch.equal(again, one)
 
 
+def test_targets_without_a_module_are_ignored_if_others_have_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = programs.tiny_bert()
+    delta = od.LoraModel(model, modified_modules=["query", "layernorm_before"], lora_r=2)
+    layers = [n for n, _ in model.named_modules() if n.endswith("query")]
+    assert delta.num_delta_parameters() == len(layers) * 2 * 2 * 16
+    assert "'layernorm_before' is ignored" in caplog.text
+    with pytest.raises(ConfigError, match="'layernorm_before' matches no module"):
+        od.LoraModel(model, modified_modules=["layernorm_before"])
+
+
 @pytest.mark.parametrize("name", sorted(od.delta_models.MODELS))
 def test_every_type_on_the_zoo(name: str, tmp_path: Path) -> None:
     """Each starts, detaches, attaches, saves and opens."""

@@ -9,8 +9,18 @@ import pytest
 import torch
 import transformers
 
-from bmforge.compat.openprompt import PromptDataLoader, PromptForClassification
-from bmforge.compat.openprompt.plms import LMTokenizerWrapper, MLMTokenizerWrapper, load_plm
+from bmforge.compat.openprompt import (
+    PromptDataLoader,
+    PromptForClassification,
+    PromptForGeneration,
+)
+from bmforge.compat.openprompt.data_utils import InputExample
+from bmforge.compat.openprompt.plms import (
+    LMTokenizerWrapper,
+    MLMTokenizerWrapper,
+    T5TokenizerWrapper,
+    load_plm,
+)
 from bmforge.compat.openprompt.prompts import (
     AutomaticVerbalizer,
     GenerationVerbalizer,
@@ -161,6 +171,49 @@ def test_one_example_is_wrapped_and_tokenised(folders):
     wrapped = template.wrap_one_example(programs.examples()[0])
     found = MLMTokenizerWrapper(32, tokenizer).tokenize_one_example(wrapped, False)
     assert sum(found["loss_ids"]) == 1
+
+
+class OwnWrapper(T5TokenizerWrapper):
+    """A wrapper whose masks are the words extra0, extra1, ... of a BERT vocabulary."""
+
+    def mask_token(self, number):
+        return f"extra{number}"
+
+
+@pytest.mark.parametrize("from_pad", [True, False])
+def test_a_wrapper_may_define_mask_tokens(tmp_path, from_pad):
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "extra0", "extra1", *WORDS]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
+    tokenizer = transformers.BertTokenizer(str(tmp_path / "vocab.txt"))
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    config = transformers.MT5Config(
+        vocab_size=len(vocabulary), decoder_start_token_id=0, dropout_rate=0.0, **sizes
+    )
+    model = transformers.MT5ForConditionalGeneration(config).eval()
+    wrapper = OwnWrapper(32, tokenizer, decode_from_pad=from_pad)
+    template = ManualTemplate(tokenizer, '{"placeholder":"text_a"} is {"mask"} .')
+    example = InputExample(text_a="the film", tgt_text="good")
+    loader = PromptDataLoader([example], template, wrapper, teacher_forcing=True)
+    (batch,) = loader
+    ids = tokenizer.convert_tokens_to_ids
+    assert batch["input_ids"][0].tolist()[:5] == ids(["the", "film", "is", "extra0", "."])
+    start = ["[PAD]", "extra0"] if from_pad else ["extra0"]
+    targets = (["extra0"] if from_pad else []) + ["good"]
+    ends = batch["decoder_input_ids"].shape[1] - len(start)  # an end token follows the target
+    assert batch["decoder_input_ids"][0].tolist() == ids([*start, "good"][: len(start) + ends])
+    logits = model(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        decoder_input_ids=batch["decoder_input_ids"],
+    ).logits[0]
+    want = torch.nn.functional.cross_entropy(
+        logits[: len(targets)], torch.tensor(ids(targets)), reduction="none"
+    )
+    losses = torch.nn.functional.cross_entropy(logits, batch["targets"][0], reduction="none")
+    torch.testing.assert_close(losses[: len(targets)], want)
+    torch.testing.assert_close(
+        PromptForGeneration(model, template)(batch), losses.sum(), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_what_is_missing_is_said(folders):

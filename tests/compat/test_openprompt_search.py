@@ -29,7 +29,7 @@ def test_generated_texts_replace_the_masks_of_the_original_template() -> None:
 
 
 def test_label_words_are_the_tokens_that_separate_the_classes() -> None:
-    tokens = ["Ġgood", "Ġbad", "x", "Ġa", "Ġb"]
+    tokens = ["Ġgood", "Ġbad", "x", "Ġ", "Ġb"]
 
     class Vocabulary:
         def get_vocab(self) -> dict[str, int]:
@@ -39,10 +39,12 @@ def test_label_words_are_the_tokens_that_separate_the_classes() -> None:
             return "".join(tokens[id] for id in ids).replace("Ġ", " ")
 
     generator = RobertaVerbalizerGenerator(nn.Linear(1, 1), Vocabulary(), 3, 2)
-    # Token 2 has the highest score everywhere, and is no word: it does not begin with a blank.
-    scores = torch.tensor([[3.0, 0, 9, 1, 1], [3.0, 1, 9, 0, 1], [0.0, 3, 9, 1, 1]])
+    # Token 2 does not begin with a space, and token 3 is only a space.
+    scores = torch.tensor([[3.0, 0, 9, 8, 1], [3.0, 1, 9, 8, 1], [0.0, 3, 9, 9, 1]])
     generator._logits, generator._labels = [scores], [torch.tensor([0, 0, 1])]
-    assert generator.generate()[0] == ["good", "bad"]
+    sets = generator.generate()
+    assert sets[0] == ["good", "bad"]
+    assert not any("" in words for words in sets)
 
 
 class Scores(nn.Module):

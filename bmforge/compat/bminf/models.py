@@ -5,6 +5,7 @@ Source: the models of BMInf 1.0.2.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -357,11 +358,7 @@ def _find_spans(text: str, positions: Sequence[int] | None) -> list[int]:
         ConfigError: there is no blank at one of the `positions`.
     """
     if positions is None:
-        places, start = [], text.find(_SPAN)
-        while start >= 0:
-            places.append(start)
-            start = text.find(_SPAN, start + len(_SPAN))
-        return places
+        return [match.start() for match in re.finditer(_SPAN, text)]
     wrong = [position for position in positions if not text.startswith(_SPAN, position)]
     if wrong:
         raise ConfigError(

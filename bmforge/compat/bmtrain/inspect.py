@@ -13,9 +13,16 @@ from torch import Tensor, nn
 from bmforge.compat.bmtrain.parameter import full_shape, whole
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.compat.bmtrain.store import allgather_objects
-from bmforge.parallel.collectives import all_gather
+from bmforge.compat.bmtrain.synchronize import gather_result
 
-__all__ = ["InspectTensor", "format_summary", "inspect_model", "inspect_tensor", "record_tensor"]
+__all__ = [
+    "InspectTensor",
+    "collect_records",
+    "format_summary",
+    "inspect_model",
+    "inspect_tensor",
+    "record_tensor",
+]
 
 Row = dict[str, Any]
 _COLUMNS = ("max", "min", "std", "mean", "grad_std", "grad_mean")
@@ -80,20 +87,14 @@ class InspectTensor:
             seen = [r["name"] for r in self.summary[:index]].count(record["name"])
             name = record["name"] if not seen else f"{record['name']}.{seen}"
             tensor, grad = record["tensor"].detach(), record["tensor"].grad
-            rows.append(
-                {
-                    "name": name,
-                    "group": record["group"],
-                    "shape": tuple(tensor.shape),
-                    **_measure(_rows_of_all(tensor)),
-                    "grad_std": None,
-                    "grad_mean": None,
-                }
-            )
+            row: Row = {"name": name, "group": record["group"], "shape": tuple(tensor.shape)}
+            row |= {"grad_std": None, "grad_mean": None}
+            row |= _measure(gather_result(tensor.reshape(-1)))
             if any(allgather_objects(grad is not None)):
                 grad = torch.zeros_like(tensor) if grad is None else grad
-                statistics = _measure(_rows_of_all(grad))
-                rows[-1] |= {"grad_std": statistics["std"], "grad_mean": statistics["mean"]}
+                statistics = _measure(gather_result(grad.reshape(-1)))
+                row |= {"grad_std": statistics["std"], "grad_mean": statistics["mean"]}
+            rows.append(row)
         return rows
 
     def get_tensor(
@@ -107,17 +108,12 @@ class InspectTensor:
         return records[index]["tensor"] if -len(records) <= index < len(records) else None
 
 
-def _rows_of_all(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1).to(config.device)
-    sizes = allgather_objects(flat.numel())
-    padded = torch.cat((flat, flat.new_zeros(max(sizes) - flat.numel())))
-    parts = all_gather(padded, config["comm"], 0).chunk(len(sizes))
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-
-
 @contextmanager
 def inspect_tensor() -> Iterator[InspectTensor]:
-    """Context manager that collects the tensors passed to `record_tensor`."""
+    """Context manager that collects the tensors passed to `record_tensor`.
+
+    In a pipeline all processes enter it, and each one gets the tensors of all stages for its rows.
+    """
     config.need("inspect_tensor")
     inspector = InspectTensor()
     config.inspected.append(inspector)
@@ -125,6 +121,17 @@ def inspect_tensor() -> Iterator[InspectTensor]:
         yield inspector
     finally:
         config.inspected.remove(inspector)
+
+
+@contextmanager
+def collect_records() -> Iterator[list[Row]]:
+    """Context manager that collects recorded tensors in its list, hidden from `inspect_tensor`."""
+    active, collector = config.inspected, InspectTensor()
+    config.inspected = [collector] if active else []
+    try:
+        yield collector.summary
+    finally:
+        config.inspected = active
 
 
 def record_tensor(x: Tensor, name: str, group: str | None = None) -> None:

@@ -7,6 +7,7 @@ stages, and returns to every process the outputs for its own rows.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from bmforge.compat.bmtrain.block import Block, BlockError, TransformerBlockList
 from bmforge.compat.bmtrain.facade import claim_blocks_
+from bmforge.compat.bmtrain.inspect import collect_records, record_tensor
 from bmforge.compat.bmtrain.parameter import all_rows, make_parameter, mark_, origin_of
 from bmforge.compat.bmtrain.runtime import config
+from bmforge.compat.bmtrain.store import allgather_objects
 from bmforge.errors import ShapeError
 from bmforge.parallel.collectives import gather_tokens, take_tokens
 from bmforge.parallel.pipeline.messages import Link, Route, Wire, share_from
@@ -95,7 +98,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
         out = _Through.apply(call, anchor, *(t for b in batches for t in b if _is_tensor(t)))
         own = [take_tokens(t, config["pipe_comm"], 0) for t in out]
-        final, seen = own[: self.num_hidden], own[self.num_hidden :]
+        final, seen = own[: self.num_hidden], call.record_own(own[self.num_hidden :])
         if return_hidden_states:
             columns = (torch.stack(seen[k :: self.num_hidden]) for k in range(self.num_hidden))
             return *final, *columns
@@ -164,6 +167,27 @@ def _move(param: nn.Parameter, stage: int) -> nn.Parameter:
 
 
 @dataclass
+class _Record:
+    """Input of a block of any stage, or tensor that the block passed to `record_tensor`.
+
+    Args:
+        stage: pipeline stage of the block.
+        index: index among the records of the stage.
+        name: name of the tensor; None for a block's input.
+        group: group of the tensor.
+        requires_grad: True if the tensor has a gradient.
+        tensor: this process's rows, recorded after the call.
+    """
+
+    stage: int
+    index: int
+    name: str | None
+    group: str | None
+    requires_grad: bool
+    tensor: weakref.ref[Tensor] | None = None
+
+
+@dataclass
 class _Call:
     """State of one call of the block list: its micro-batches, and the data for backward."""
 
@@ -174,10 +198,11 @@ class _Call:
     wire: Any = None
     inputs: list[list[Any]] = field(default_factory=list)
     outputs: list[tuple[Tensor, ...]] = field(default_factory=list)
-    seen: list[list[tuple[Tensor, ...]]] = field(default_factory=list)
+    records: list[list[dict[str, Any]]] = field(default_factory=list)  # own, by micro-batch
+    recorded: list[_Record] = field(default_factory=list)  # of all stages
 
     def run(self, trains: bool) -> list[Tensor]:
-        """Run forward; return the outputs for all rows, followed by the inputs of each block."""
+        """Run forward; return the outputs for all rows, followed by the records of each block."""
         owner, stage = self.owner, self.owner.stage_id
         schedule, last = owner._schedule, owner.stages - 1
         if not trains:
@@ -197,25 +222,68 @@ class _Call:
             if stage < last:
                 self.wire.send(StageMessage("forward", stage, number), self.outputs[-1])
         outputs = self._share(last, self.outputs)
-        if self.keeps_hidden:
-            for layer in range(len(owner)):
-                home = owner.get_stage_by_layer_id(layer)
-                offset = layer - owner.get_range_by_stage_id(home).start
-                of_layer = [seen[offset] for seen in self.seen] if home == stage else []
-                outputs += self._share(home, of_layer)
+        if self.keeps_hidden or config.inspected:
+            outputs += self._share_records()
         if not trains:
             self.wire.finish()
         return outputs
 
     def _run_stage(self, leaves: list[Any]) -> None:
-        count, seen = self.owner.num_hidden, []
+        count = self.owner.num_hidden
         hidden, others = tuple(leaves[:count]), leaves[count:]
-        for index in self.owner.get_range_by_stage_id(self.owner.stage_id):
-            seen.append(hidden)
-            out = self.owner[index](*hidden, *others, **self.kwargs)
-            hidden = out if isinstance(out, tuple) else (out,)
+        with collect_records() as records:
+            for index in self.owner.get_range_by_stage_id(self.owner.stage_id):
+                if self.keeps_hidden:
+                    records += [{"name": None, "group": None, "tensor": t} for t in hidden]
+                out = self.owner[index](*hidden, *others, **self.kwargs)
+                hidden = out if isinstance(out, tuple) else (out,)
         self.outputs.append(hidden)
-        self.seen.append(seen)
+        self.records.append(records)
+
+    def _share_records(self) -> list[Tensor]:
+        """Return the recorded tensors of all stages, with micro-batches concatenated."""
+        kinds = [
+            [(r["name"], r["group"], r["tensor"].requires_grad) for r in records]
+            for records in self.records
+        ]
+        outputs = []
+        for stage, of_stage in enumerate(allgather_objects(kinds, config["pipe_comm"])):
+            if any(kind != of_stage[0] for kind in of_stage):
+                raise BlockError(
+                    f"the blocks of pipeline stage {stage} recorded other tensors in one "
+                    "micro-batch than in another. Call record_tensor in every micro-batch."
+                )
+            for index, kind in enumerate(of_stage[0]):
+                self.recorded.append(_Record(stage, index, *kind))
+                outputs += self._share(stage, self._parts(self.recorded[-1]))
+        return outputs
+
+    def _parts(self, record: _Record, of_grad: bool = False) -> list[tuple[Tensor]]:
+        """Return a record of this stage, or its gradient, by micro-batch; [] for other stages."""
+        if record.stage != self.owner.stage_id:
+            return []
+        parts = [records[record.index]["tensor"] for records in self.records]
+        if of_grad:
+            parts = [torch.zeros_like(t) if t.grad is None else t.grad for t in parts]
+        # A tensor without dims has one row per micro-batch.
+        return [(torch.atleast_1d(t),) for t in parts]
+
+    def record_own(self, own: list[Tensor]) -> list[Tensor]:
+        """Record this process's rows of the recorded tensors; return those of the block inputs."""
+        for record, tensor in zip(self.recorded, own, strict=True):
+            if record.name is not None:
+                record_tensor(tensor, record.name, record.group)
+                # A strong reference would be a cycle through the graph, which is never collected.
+                record.tensor = weakref.ref(tensor)
+        return [t for r, t in zip(self.recorded, own, strict=True) if r.name is None]
+
+    def _set_grads(self) -> None:
+        """Set the gradients of records, which include those that flow inside the pipeline."""
+        for record in self.recorded:
+            if record.name is not None and record.requires_grad:
+                (grad,) = self._share(record.stage, self._parts(record, of_grad=True))
+                if record.tensor is not None and (tensor := record.tensor()) is not None:
+                    tensor.grad = take_tokens(grad, config["pipe_comm"], 0)
 
     def _share(self, home: int, own: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
         """Broadcast the outputs of stage `home` to all stages, with micro-batches concatenated."""
@@ -238,12 +306,10 @@ class _Call:
             else:
                 arrived = self.wire.receive(StageMessage("backward", stage + 1, number))
             roots = list(zip(self.outputs[number], arrived, strict=True))
-            if self.keeps_hidden:
-                first = owner.get_range_by_stage_id(stage).start
-                for offset, inputs in enumerate(self.seen[number]):
-                    at = count * (1 + first + offset)
-                    own = (piece[number] for piece in pieces[at : at + count])
-                    roots += zip(inputs, own, strict=True)
+            for record, piece in zip(self.recorded, pieces[count:], strict=True):
+                if record.stage == stage:
+                    tensor = self.records[number][record.index]["tensor"]
+                    roots.append((tensor, piece[number].view_as(tensor)))
             pairs = [(t, g) for t, g in roots if g is not None and t.requires_grad]
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
@@ -259,6 +325,7 @@ class _Call:
                     # Zeros instead of None, since all processes take part in the reduction.
                     result.append(torch.zeros_like(value) if grad is None else grad)
         self.wire.finish()
+        self._set_grads()
         return result
 
 
@@ -268,6 +335,8 @@ class _Through(torch.autograd.Function):
         ctx.call, ctx.wants = call, [t.requires_grad for t in tensors]
         outputs = call.run(trains=anchor.requires_grad)
         kinds = [t for t in outputs if not t.is_floating_point()]
+        records = zip(call.recorded, outputs[call.owner.num_hidden :], strict=True)
+        kinds += [tensor for record, tensor in records if not record.requires_grad]
         ctx.mark_non_differentiable(*kinds)
         return tuple(outputs)
 

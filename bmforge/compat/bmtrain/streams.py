@@ -1,8 +1,8 @@
 """Streams and events in BMTrain's `config`, for programs that wait on them.
 
 torch's sharding waits for its own copies and reductions before it hands results to the current
-stream, so the streams of BMTrain are the current stream here. A CPU has none; `HostStream` and
-`HostEvent` have the same methods, but do nothing.
+stream, so the streams of BMTrain are the current stream here. On a CPU, they are torch's
+placeholders, which do nothing.
 """
 
 from __future__ import annotations
@@ -11,42 +11,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["STREAM_KEYS", "HostEvent", "HostStream", "current_stream", "new_event"]
+__all__ = ["STREAM_KEYS", "HostStream", "current_stream", "new_event"]
 
 STREAM_KEYS = frozenset(
     ("load_stream", "calc_stream", "barrier_stream", "tp_comm_stream", "pp_comm_stream")
 )
 
 
-class HostEvent:
-    """CPU replacement of a device event; all work before it is already done."""
+class HostStream(torch.cpu.Stream):
+    """CPU replacement of a device stream: work on a CPU is done when its call returns."""
 
-    def record(self, stream: Any = None) -> None:
-        """Do nothing: work on a CPU is done when its call returns."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Return immediately, since the work is already done."""
-
-    def synchronize(self) -> None:
-        """Return immediately, since the work is already done."""
-
-    def query(self) -> bool:
-        """Return True, since the work is already done."""
-        return True
-
-
-class HostStream:
-    """CPU replacement of a device stream."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Return immediately: work on a CPU is done when its call returns."""
-
-    def wait_event(self, event: Any) -> None:
-        """Return immediately, since the work is already done."""
-
-    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+    def record_event(self, event: Any = None) -> Any:
         """Return the given event, or a new one."""
-        return event or HostEvent()
+        return event or torch.cpu.Event()
 
     def synchronize(self) -> None:
         """Return immediately, since the work is already done."""
@@ -64,7 +41,7 @@ def current_stream(device: torch.device | None) -> Any:
 
 
 def new_event(device: torch.device | None) -> Any:
-    """Return a new event of the device, or a `HostEvent` on a CPU."""
+    """Return a new event of the device."""
     if device is None or device.type == "cpu":
-        return HostEvent()
+        return torch.cpu.Event()
     return torch.Event(device)

@@ -15,7 +15,7 @@ from bmforge.logging import get_logger
 from bmforge.models import Model
 from bmforge.shards import whole_tensor
 from bmforge.tune.delta import list_deltas
-from bmforge.tune.delta.address import find_wholes
+from bmforge.tune.delta.address import find_places, find_wholes
 from bmforge.tune.delta.attached import has_deltas
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.opendelta_format import old_type_of
@@ -23,6 +23,7 @@ from bmforge.tune.delta.opendelta_names import old_inner_name
 
 __all__ = [
     "drop_hooks_",
+    "existing_targets",
     "find_trained",
     "is_delta",
     "keep_trained",
@@ -70,6 +71,21 @@ def find_trained(root: nn.Module, targets: Sequence[str]) -> tuple[set[str], lis
         else:
             meant.append(target)
     return names, meant
+
+
+def existing_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Return the targets that match a module, as in OpenDelta; if none matches one, all targets."""
+    missing: dict[str, str] = {}
+    for target in targets:
+        try:
+            find_places(model, [target])
+        except ConfigError as error:
+            missing[target] = str(error)
+    if len(missing) == len(targets):
+        return list(targets)
+    for target, why in missing.items():
+        get_logger().warning("modified_modules: %r is ignored: %s", target, why)
+    return [target for target in targets if target not in missing]
 
 
 def saved_names(backbone: nn.Module) -> dict[str, str]:

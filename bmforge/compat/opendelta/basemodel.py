@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bmforge.compat.bmtrain.module import make_distributed_
 from bmforge.compat.opendelta.backbone import (
     drop_hooks_,
+    existing_targets,
     find_trained,
     is_delta,
     keep_trained,
@@ -46,7 +47,8 @@ class DeltaBase(nn.Module):
 
     Args:
         backbone_model: any model; it is modified in place.
-        modified_modules: target modules (default: the targets of the type).
+        modified_modules: target modules (default: the targets of the type). Targets that match
+            no module are ignored with a warning, if another target matches one.
         exclude_modules: name prefixes or targets of modules to skip (default: language-model heads,
             if `modified_modules` is None).
         unfrozen_modules: parameters that `freeze_module` leaves trainable; "deltas" means the
@@ -97,6 +99,8 @@ class DeltaBase(nn.Module):
         if config.modified_modules is None:
             delta_options["exclude"] = (*(delta_options["exclude"] or _HEADS), *_EMBED_NORMS)
         delta_options["exclude"] = excludes_of(known_names(inner), delta_options["exclude"])
+        if delta_options.get("targets"):
+            delta_options["targets"] = existing_targets(inner, delta_options["targets"])
         delta = kind(inner, name=self._name(backbone_model), **delta_options)
         self._hold_(backbone_model, delta, config, trainable_before)
 

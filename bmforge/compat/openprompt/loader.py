@@ -73,7 +73,7 @@ class PromptDataLoader:
         if isinstance(kind, type):
             kind = kind(max_seq_length, tokenizer or template.tokenizer, self.cut)
         self.tokenizer_wrapper = kind
-        self._core = template.bind(kind.asking)
+        self._core = template.bind_wrapper(kind)
         kind.count_truncated = self._count_truncated
 
     def __len__(self) -> int:

@@ -6,6 +6,9 @@ model later binds it to a masked, causal or encoder-decoder model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -41,6 +44,21 @@ class Wrapped(list[Any]):
     example: Any
 
 
+class _OfWrapper(Template):
+    """Template with the mask tokens, and the start of the decoder, of a tokenizer wrapper."""
+
+    def __init__(self, wrapper: Any, *args: Any, **options: Any) -> None:
+        self._mask_token = getattr(wrapper, "mask_token", super().sentinel)
+        super().__init__(*args, **options)
+        if self.blanks and not wrapper.starts_with_pad:
+            self.asking = replace(self.asking, start_is_blank=True)
+            self._begun = self.blanks
+
+    def sentinel(self, number: int) -> str:
+        """Return the wrapper's token of a mask."""
+        return str(self._mask_token(number))
+
+
 class ManualTemplate(nn.Module):
     """Template without trained parameters.
 
@@ -56,6 +74,8 @@ class ManualTemplate(nn.Module):
         self._model: Any = None
         self._options: dict[str, Any] = {}
         self._bound: dict[str, Template] = {}
+        self._wrapper: tuple[str, bool] = ("", True)
+        self._make: Callable[..., Template] = Template
         self._text: str | None = None
         if text is not None:
             self.text = text
@@ -80,6 +100,14 @@ class ManualTemplate(nn.Module):
         self.text = read_template(path, choice)
         return self
 
+    def bind_wrapper(self, wrapper: Any) -> Template:
+        """Build the template for a tokenizer wrapper; a program's own may define `mask_token`."""
+        mask = wrapper.mask_token(0) if hasattr(wrapper, "mask_token") else ""
+        if self._wrapper != (settings := (mask, wrapper.starts_with_pad)):
+            self._wrapper, self._bound = settings, {}
+            self._make = partial(_OfWrapper, wrapper)
+        return self.bind(wrapper.asking)
+
     def bind(self, asking: str, model: Any = None) -> Template:
         """Build the equivalent bmforge template.
 
@@ -102,7 +130,7 @@ class ManualTemplate(nn.Module):
             asking = find_asking(model).kind
         if asking not in self._bound:
             stand_in = model or SimpleNamespace(config=None)
-            self._bound[asking] = Template(
+            self._bound[asking] = self._make(
                 self.text, as_ours(self.tokenizer), stand_in,
                 behind="refuse", asking=asking, **self._options,
             )  # fmt: skip

@@ -24,7 +24,8 @@ class TokenizerWrapper:
         max_seq_length: maximum prompt length in tokens.
         tokenizer: tokenizer of the model.
         truncate_method: "tail", "head" (cuts the beginning) or "balanced".
-        options: further arguments of OpenPrompt's class; accepted and ignored.
+        options: further arguments of OpenPrompt's class. `decode_from_pad` False lets the decoder
+            of an encoder-decoder start with the first mask; others are accepted and ignored.
 
     Attributes:
         asking: prompting mode; see `bmforge.tune.prompt.prompt_formats`.
@@ -43,6 +44,7 @@ class TokenizerWrapper:
     ) -> None:
         self.max_seq_length, self.tokenizer = max_seq_length, tokenizer
         self.truncate_method, self.options = truncate_method, options
+        self.starts_with_pad = bool(options.get("decode_from_pad", True))
         self.count_truncated: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
     @property
@@ -58,7 +60,7 @@ class TokenizerWrapper:
             wrapped_example: result of `wrap_one_example`.
             teacher_forcing: True to include the target text.
         """
-        core = wrapped_example.template.bind(self.asking)
+        core = wrapped_example.template.bind_wrapper(self)
         answer: list[int] = []
         if teacher_forcing:
             target = wrapped_example.example.tgt_text or ""

@@ -82,13 +82,13 @@ class Template:
         self.vocab_size = token_table(model).num_embeddings if self.rows else 0
         if self.rows:
             self._prompt = put_rows_(model, self.rows, encoder, seed)
-        sentinel = getattr(getattr(model, "traits", None), "sentinel", "") or "<extra_id_{}>"
+        self._sentinel = getattr(getattr(model, "traits", None), "sentinel", "") or "<extra_id_{}>"
         config = getattr(model, "config", None)
         start = getattr(config, "decoder_start_token_id", None) or 0
         self._frame = make_frame(self.asking, tokenizer, config, self.num_masks)
         self.blanks: list[int] = []
         if self.asking.writes_apart:
-            self.blanks = [self._sentinel_id(sentinel, n) for n in range(self.num_masks)]
+            self.blanks = [self._sentinel_id(n) for n in range(self.num_masks)]
         skipped = int(self.asking.start_is_blank)
         self._begun = [start, *self.blanks[skipped:]]
         self.shown: list[list[Wrapped]] = []
@@ -260,8 +260,12 @@ class Template:
         times = max(1, len(answer)) if form == "row" else 1
         return [special_token(self.tokenizer, "<mask>")] * times
 
-    def _sentinel_id(self, sentinel: str, number: int) -> int:
-        token = sentinel.format(number)
+    def sentinel(self, number: int) -> str:
+        """Return the token of a mask in the input of an encoder-decoder."""
+        return self._sentinel.format(number)
+
+    def _sentinel_id(self, number: int) -> int:
+        token = self.sentinel(number)
         id = self.tokenizer.token_to_id(token)
         if id is None:
             raise ConfigError(

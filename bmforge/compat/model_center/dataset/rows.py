@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from bmforge.data.tasks import TASKS, TaskExample, read_task
 from bmforge.errors import DataError
 
-__all__ = ["PROMPTS", "Prompt", "TaskRows", "make_datasets", "pad_ids", "unroll"]
+__all__ = [
+    "CHINESE_TASKS", "PROMPTS", "Prompt", "PromptRows", "TaskRows", "make_datasets", "one_hot",
+    "pad_ids",
+]  # fmt: skip
 
 
 class TaskRows(Dataset[dict[str, Tensor]]):
@@ -80,6 +84,55 @@ class TaskRows(Dataset[dict[str, Tensor]]):
         return self.encode(self.examples[index])
 
 
+class PromptRows(TaskRows):
+    """One split of a task with a prompt, and with an answer word for each label.
+
+    Attributes:
+        space: text inserted before a word.
+        token_index: index of a word's first token in the tokenizer's output.
+        needs_distinct: True if the words of two labels must not begin with the same token.
+    """
+
+    space = ""
+    token_index = 0
+    needs_distinct = False
+
+    @classmethod
+    def get_verbalizer(cls, tokenizer: Any) -> list[int]:
+        """Return the first token id of each label's answer word.
+
+        Raises:
+            DataError: two words begin with the same token, and `needs_distinct` is set.
+        """
+        words = PROMPTS[cls.task].words
+        firsts = [tokenizer.encode(cls.space + word)[cls.token_index] for word in words]
+        if cls.needs_distinct and len(set(firsts)) < len(firsts):
+            raise DataError(
+                f"{cls.task}: the words {words} begin with the tokens {firsts}, so the first token "
+                "does not distinguish the labels. Use another tokenizer, or your own words."
+            )
+        return firsts
+
+    def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
+        """Convert examples with choices; see `unroll`."""
+        return unroll(self.task, examples, self.split == "train")
+
+    def prompt_ids(self, example: TaskExample, ending: str = "") -> list[int]:
+        """Return the token ids of the prompt and of a text after it."""
+        text = PROMPTS[self.task].text.format_map(example.fields)
+        return list(self.tokenizer.encode(text + ending))
+
+    def check_length(self, ids: list[int], example: TaskExample) -> list[int]:
+        """Return the token ids; raise a DataError if there are too many."""
+        name = self.length_names[0]
+        if len(ids) > self.lengths[name]:
+            raise DataError(
+                f"example {example.idx} has {len(ids)} tokens, more than "
+                f"{name}={self.lengths[name]}. Use a larger value."
+            )
+        return ids
+
+
 def _read_labelled(task: str, path: str, split: str) -> list[TaskExample]:
     """Read a split; of a test split, only the labeled samples, of which there may be none."""
     if split != "test":
@@ -114,6 +167,10 @@ PROMPTS: Mapping[str, Prompt] = {
 }
 
 
+# Tasks of the datasets for CPM-1 and CPM-2.
+CHINESE_TASKS = ["LCQMC", "eprstmt", "ocnli", "cmnli", "afqmc", "bustm", "cluewsc2020", "cluewsc"]
+
+
 def unroll(task: str, examples: list[TaskExample], is_training: bool) -> list[TaskExample]:
     """Convert examples with choices (COPA, ReCoRD) to examples without.
 
@@ -142,6 +199,11 @@ def unroll(task: str, examples: list[TaskExample], is_training: bool) -> list[Ta
         else:
             out.append(example)
     return out
+
+
+def one_hot(position: int, width: int) -> Tensor:
+    """Return a vector of zeros with a 1 at `position`."""
+    return F.one_hot(torch.tensor(position), width)
 
 
 def pad_ids(ids: list[int], width: int, filling: int = 0) -> Tensor:

@@ -11,10 +11,10 @@ from torch.utils.data import Dataset
 
 from bmforge.compat.model_center.dataset.rows import (
     PROMPTS,
-    TaskRows,
+    PromptRows,
     make_datasets,
+    one_hot,
     pad_ids,
-    unroll,
 )
 from bmforge.data.tasks import TaskExample, read_task
 
@@ -23,7 +23,7 @@ __all__ = ["DATASET", "SQuAD_Dataset", "T5Rows"]
 _BLANK = "<extra_id_0>"
 
 
-class T5Rows(TaskRows):
+class T5Rows(PromptRows):
     """One split of a task, encoded for T5.
 
     A sample has `enc_input` with `enc_length`, `dec_input` (start and sentinel tokens) with
@@ -33,14 +33,10 @@ class T5Rows(TaskRows):
 
     length_names = ("max_encoder_length", "max_decoder_length")
 
-    @classmethod
-    def get_verbalizer(cls, tokenizer: Any) -> list[int]:
-        """Return the first token id of each label's answer word."""
-        return [tokenizer.encode(word)[0] for word in PROMPTS[cls.task].words]
-
-    def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
-        """Convert examples with choices; see `unroll`."""
-        return unroll(self.task, examples, self.split == "train")
+    def tokens(self, example: TaskExample) -> tuple[list[int], list[int]]:
+        """Return the token ids of the encoder, and the decoder's first tokens."""
+        ids = self.prompt_ids(example, f" {_BLANK}.")[-self.lengths["max_encoder_length"] :]
+        return ids, [self.tokenizer.pad_token_id, self.tokenizer.convert_tokens_to_ids(_BLANK)]
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
         """Encode an example as tensors.
@@ -50,18 +46,14 @@ class T5Rows(TaskRows):
             dec_length, targets: scalars
         """
         longest, width = (self.lengths[name] for name in self.length_names)
-        text = f"{PROMPTS[self.task].text.format_map(example.fields)} {_BLANK}."
-        ids = list(self.tokenizer.encode(text))[-longest:]
-        start = [self.tokenizer.pad_token_id, self.tokenizer.convert_tokens_to_ids(_BLANK)]
-        index = torch.zeros(width, dtype=torch.long)
-        index[len(start) - 1] = 1
+        ids, start = self.tokens(example)
         return {
             "enc_input": pad_ids(ids, longest),
             "enc_length": torch.tensor(len(ids)),
             "dec_input": pad_ids(start, width),
             "dec_length": torch.tensor(len(start)),
             "targets": torch.tensor(int(example.label or 0)),
-            "index": index,
+            "index": one_hot(len(start) - 1, width),
         }
 
 

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from bmforge.compat.model_center.generation.search import BeamSearch, RandomSampling
+from bmforge.compat.model_center.generation.search import BeamSearch as LlamaBeamSearch
+from bmforge.compat.model_center.generation.search import RandomSampling as LlamaRandomSampling
 
 __all__ = ["LlamaBeamSearch", "LlamaRandomSampling"]
-
-
-class LlamaBeamSearch(BeamSearch):
-    """Beam search with Llama; see `BeamSearch`."""
-
-
-class LlamaRandomSampling(RandomSampling):
-    """Sampling with Llama; see `RandomSampling`."""

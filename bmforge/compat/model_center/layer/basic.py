@@ -17,10 +17,12 @@ from bmforge.compat.bmtrain.module import DistributedModule
 from bmforge.compat.bmtrain.parameter import DistributedParameter, ParameterInitializer
 from bmforge.errors import ConfigError
 
-__all__ = ["Conv2d", "Embedding", "LayerNorm", "Linear", "PatchEmbedding"]
+__all__ = ["Conv2d", "Embedding", "LayerNorm", "Linear", "PatchEmbedding", "normal_parameter"]
 
 
-def _normal(shape: tuple[int, ...], dtype: torch.dtype | None, mean: float, std: float) -> Any:
+def normal_parameter(
+    shape: tuple[int, ...], dtype: torch.dtype | None, mean: float, std: float
+) -> Any:
     """Create a parameter with normal initialization."""
     method = ParameterInitializer(torch.nn.init.normal_, mean=mean, std=std)
     return DistributedParameter(torch.empty(shape, dtype=dtype), init_method=method)
@@ -70,7 +72,7 @@ class Linear(DistributedModule):
         _refuse_int8(int8)
         self.dim_in, self.dim_out = dim_in, dim_out
         self.length_scale, self.length_scale_before = length_scale, length_scale_before
-        self.weight = _normal((dim_out, dim_in), dtype, init_mean, init_std)
+        self.weight = normal_parameter((dim_out, dim_in), dtype, init_mean, init_std)
         self.bias = _constant(dim_out, dtype, 0.0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -248,8 +250,8 @@ class PatchEmbedding(DistributedModule):
             raise ConfigError("flatten=False is not supported. Use Conv2d for images.")
         count = (img_size // patch_size) ** 2
         self.proj = Conv2d(in_chans, embed_dim, patch_size, patch_size, dtype=dtype)
-        self.cls_token = _normal((1, 1, embed_dim), dtype, 0.0, 0.02)
-        self.pos_embed = _normal((1, count + 1, embed_dim), dtype, 0.0, 0.02)
+        self.cls_token = normal_parameter((1, 1, embed_dim), dtype, 0.0, 0.02)
+        self.pos_embed = normal_parameter((1, count + 1, embed_dim), dtype, 0.0, 0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed the patches of images."""

@@ -76,9 +76,10 @@ class BlockOptions:
     sparse_attention: bool = False
     attention_window: int = 512
 
-    def window(self) -> dict[str, int]:
-        """Keyword arguments for sliding-window attention."""
-        return {"attention_window": self.attention_window}
+    def of(self, prefix: str, *shared: str) -> dict[str, Any]:
+        """Return the options with a prefix, without the prefix, and the shared ones."""
+        own = {n.removeprefix(prefix): v for n, v in vars(self).items() if n.startswith(prefix)}
+        return own | {n: getattr(self, n) for n in ("dtype", "int8", "length_scale", *shared)}
 
     def norm(self, width: int) -> LayerNorm:
         """Build a norm layer."""
@@ -113,22 +114,13 @@ class SelfAttentionBlock(_Part):
         super().__init__()
         self.options = o = BlockOptions(**options)
         self.layernorm_before_attention = o.norm(dim_model)
-        kind, more = (Attention, {}) if not self.is_sparse else (SparseSelfAttention, o.window())
+        kind = SparseSelfAttention if self.is_sparse else Attention
+        more: dict[str, Any] = {"attention_window": o.attention_window} if self.is_sparse else {}
         self.self_attention = kind(
             dim_in=dim_model,
             dim_head=dim_head,
             num_heads=num_heads,
-            dtype=o.dtype,
-            int8=o.int8,
-            init_mean=o.att_init_mean,
-            init_std=o.att_init_std,
-            bias=o.att_bias,
-            mask_value=o.att_mask_value,
-            pos_bias_type=o.pos_bias_type,
-            length_scale=o.length_scale,
-            attn_scale=o.attn_scale,
-            dropout_p=o.dropout_p,
-            num_heads_kv=o.num_heads_kv,
+            **o.of("att_", "pos_bias_type", "attn_scale", "dropout_p", "num_heads_kv"),
             **more,
         )
 
@@ -193,17 +185,7 @@ class FFNBlock(_Part):
         super().__init__()
         self.options = o = BlockOptions(**options)
         self.layernorm_before_ffn = o.norm(dim_model)
-        self.ffn = FeedForward(
-            dim_model,
-            dim_ff,
-            dtype=o.dtype,
-            int8=o.int8,
-            init_mean=o.ffn_init_mean,
-            init_std=o.ffn_init_std,
-            bias=o.ffn_bias,
-            activate_fn=o.ffn_activate_fn,
-            length_scale=o.length_scale,
-        )
+        self.ffn = FeedForward(dim_model, dim_ff, **o.of("ffn_"))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Apply norm, MLP and residual connection."""

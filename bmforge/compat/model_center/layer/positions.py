@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.compat.bmtrain.module import DistributedModule
-from bmforge.compat.bmtrain.parameter import DistributedParameter, ParameterInitializer
+from bmforge.compat.model_center.layer.basic import normal_parameter
 from bmforge.errors import ShapeError
 from bmforge.nn.position import RopeSpec, apply_rope, rope_table
 from bmforge.nn.relative import find_buckets
@@ -48,10 +46,8 @@ class RelativePositionEmbedding(DistributedModule):
         super().__init__()
         self.num_heads, self.num_buckets = num_heads, num_buckets
         self.max_distance, self.bidirectional = max_distance, bidirectional
-        self.relative_attention_bias: Any = DistributedParameter(
-            torch.empty(num_buckets, num_heads, dtype=dtype),
-            init_method=ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std),
-        )
+        shape = (num_buckets, num_heads)
+        self.relative_attention_bias = normal_parameter(shape, dtype, init_mean, init_std)
 
     def forward(self, query: int | Tensor, key: int | Tensor) -> Tensor:
         """Return the position bias of attention scores.
@@ -101,10 +97,8 @@ class SegmentPositionEmbedding(DistributedModule):
         self.num_segments, self.num_buckets = num_segments, num_buckets
         self.max_distance, self.bidirectional = max_distance, bidirectional
         self.absolute_inner_segment = absolute_inner_segment
-        self.relative_attention_bias: Any = DistributedParameter(
-            torch.empty(num_segments**2 + num_buckets, num_heads, dtype=dtype),
-            init_method=ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std),
-        )
+        shape = (num_segments**2 + num_buckets, num_heads)
+        self.relative_attention_bias = normal_parameter(shape, dtype, init_mean, init_std)
 
     def forward(
         self,

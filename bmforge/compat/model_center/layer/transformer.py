@@ -112,13 +112,8 @@ class Encoder(_Stack):
         Shape:
             hidden_states: (B, T, D) -> same; attention_mask: (B, T, past + T)
         """
-        return super().forward(
-            hidden_states,
-            attention_mask,
-            position_bias,
-            use_cache=use_cache,
-            past_key_values=past_key_values,
-        )
+        options = {"use_cache": use_cache, "past_key_values": past_key_values}
+        return super().forward(hidden_states, attention_mask, position_bias, **options)
 
 
 class Decoder(_Stack):

@@ -1,4 +1,4 @@
-"""ModelCenter's decoders (GPT2, GPTj, OPT, Llama), and newer families."""
+"""ModelCenter's decoders: GPT2, GPTj, OPT and Llama."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from bmforge.compat.model_center.model.config.families import (
     GPT2Config,
     GPTjConfig,
     LlamaConfig,
-    MiniCPMConfig,
-    MixtralConfig,
     OPTConfig,
-    QwenConfig,
 )
 from bmforge.infer.cache import KVCache
 
@@ -29,9 +26,6 @@ __all__ = [
     "OPT",
     "GPTj",
     "Llama",
-    "MiniCPM",
-    "Mixtral",
-    "Qwen",
 ]
 
 
@@ -117,21 +111,3 @@ class Llama(DecoderModel):
     """Llama model."""
 
     _CONFIG_TYPE = LlamaConfig
-
-
-class Qwen(DecoderModel):
-    """Qwen model, which ModelCenter does not have."""
-
-    _CONFIG_TYPE = QwenConfig
-
-
-class MiniCPM(DecoderModel):
-    """MiniCPM model, which ModelCenter does not have."""
-
-    _CONFIG_TYPE = MiniCPMConfig
-
-
-class Mixtral(DecoderModel):
-    """Mixtral model, which ModelCenter does not have."""
-
-    _CONFIG_TYPE = MixtralConfig

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from bmforge.compat.model_center.model.base import BaseModel, lengths_to_mask, one_of, refuse_unused
-from bmforge.compat.model_center.model.config.base import Config
-from bmforge.compat.model_center.model.config.families import CPM2Config, EVAConfig, T5Config
+from bmforge.compat.model_center.model.config.families import CPM2Config, T5Config
 from bmforge.compat.model_center.model.outputs import Seq2SeqModelOutput
 from bmforge.infer.cache import KVCache
 from bmforge.models import ModelOutput
 
-__all__ = ["CPM2", "EVA", "T5"]
+__all__ = ["CPM2", "T5"]
 
 
 class Seq2SeqModel(BaseModel):
@@ -114,7 +113,7 @@ class T5(Seq2SeqModel):
 class CPM2(Seq2SeqModel):
     """CPM-2 model."""
 
-    _CONFIG_TYPE: ClassVar[type[Config]] = CPM2Config
+    _CONFIG_TYPE = CPM2Config
 
     def forward(  # type: ignore[override]
         self,
@@ -145,9 +144,3 @@ class CPM2(Seq2SeqModel):
             options["input_ids"] = enc_input
         old = {"length": enc_length, "decoder_input_ids": dec_input, "decoder_length": dec_length}
         return super().forward(**{n: v for n, v in old.items() if v is not None}, **options)
-
-
-class EVA(CPM2):
-    """EVA model, which ModelCenter does not have; called like CPM2."""
-
-    _CONFIG_TYPE = EVAConfig

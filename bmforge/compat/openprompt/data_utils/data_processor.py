@@ -149,11 +149,6 @@ def define_processor(
     splits: Mapping[str, str] | None = None,
 ) -> type[DataProcessor]:
     """Create a subclass of `FileProcessor` with the given class attributes."""
-    attributes = {
-        "LABELS": labels,
-        "FILE": file,
-        "READ": staticmethod(read),
-        "SPLITS": splits or {},
-    }
+    attributes: dict[str, Any] = {"LABELS": labels, "FILE": file, "READ": staticmethod(read)}
     attributes |= {"SPLITS": splits or {}, "__doc__": f"Reads {file}."}
     return type(name, (FileProcessor,), attributes)

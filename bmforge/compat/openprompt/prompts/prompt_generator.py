@@ -162,6 +162,8 @@ class VerbalizerGenerator:
         vocabulary = as_ours(self.tokenizer).get_vocab()
         logits = torch.cat(self._logits).float()
         allowed = [id for token, id in vocabulary.items() if self.is_label_word(token)]
+        # A token such as a single space has no text that could be a label word.
+        allowed = [id for id in allowed if self._words([id])[0]]
         masked = torch.full_like(logits, -torch.inf)
         masked[:, allowed] = logits[:, allowed]
         count = min(self.label_word_num_per_class, len(allowed))

@@ -16,16 +16,12 @@ __all__ = [
     "CPM1Config",
     "CPM2Config",
     "CPM3Config",
-    "EVAConfig",
     "GLMConfig",
     "GPT2Config",
     "GPTjConfig",
     "LlamaConfig",
     "LongformerConfig",
-    "MiniCPMConfig",
-    "MixtralConfig",
     "OPTConfig",
-    "QwenConfig",
     "RobertaConfig",
     "T5Config",
     "ViTConfig",
@@ -49,13 +45,9 @@ GPT2Config = _define("GPT2", "GPT2")
 GPTjConfig = _define("GPTj", "GPTJ")
 OPTConfig = _define("OPT", "OPT")
 LlamaConfig = _define("Llama", "Llama")
-QwenConfig = _define("Qwen", "Qwen")
-MiniCPMConfig = _define("MiniCPM", "MiniCPM")
-MixtralConfig = _define("Mixtral", "Mixtral")
 GLMConfig = _define("GLM", "GLM")
 T5Config = _define("T5", "T5")
 CPM2Config = _define("CPM2", "CPM2")
-EVAConfig = _define("EVA", "EVA")
 
 
 class CPM1Config(Config):
@@ -66,16 +58,6 @@ class CPM1Config(Config):
     """
 
     family = "CPM1"
-    _RELATIVE: ClassVar[Mapping[str, Any]] = {
-        **dict.fromkeys(("norm_bias", "att_bias", "ffn_bias", "attn_scale"), False),
-        **{"length_scale": False, "int8": False, "post_layer_norm": False},
-        "ffn_activate_fn": "gated_gelu",
-    }
-    _PUBLISHED: ClassVar[Mapping[str, Any]] = {
-        **dict.fromkeys(("norm_bias", "att_bias", "ffn_bias", "attn_scale"), True),
-        **{"length_scale": False, "int8": False, "post_layer_norm": False},
-        "ffn_activate_fn": "gelu_new",
-    }
 
     def __init__(self, **fields: Any) -> None:
         kind = {n: fields.pop(n) for n in ("pos_bias_type",) if n in fields}
@@ -92,8 +74,13 @@ class CPM1Config(Config):
 
     def needed(self) -> Mapping[str, Any]:
         """Return a dict from field to value, for fields that support only one value."""
-        fixed = self._RELATIVE if self.is_relative else self._PUBLISHED
-        return {"pos_bias_type": "relative" if self.is_relative else "none", **fixed}
+        biases = ("norm_bias", "att_bias", "ffn_bias", "attn_scale")
+        return {
+            "pos_bias_type": "relative" if self.is_relative else "none",
+            "ffn_activate_fn": "gated_gelu" if self.is_relative else "gelu_new",
+            **dict.fromkeys(biases, not self.is_relative),
+            **dict.fromkeys(("length_scale", "int8", "post_layer_norm"), False),
+        }
 
     def _check(self, name: str, value: Any) -> None:
         if name != "pos_bias_type":
