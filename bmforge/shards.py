@@ -29,6 +29,7 @@ __all__ = [
     "is_distributed",
     "is_first_replica",
     "is_streamed",
+    "is_torchao",
     "laid_out_like",
     "local_box",
     "local_tensor",
@@ -294,3 +295,8 @@ def sample_values(name: str, tensor: Tensor) -> dict[int, bytes]:
     picked = picked.to(torch.bfloat16) if picked.is_floating_point() else picked
     rows = picked.cpu().contiguous().view(torch.uint8).reshape(len(indices), -1)
     return {flat: bytes(row.tolist()) for flat, row in zip(indices, rows, strict=True)}
+
+
+def is_torchao(weight: Tensor) -> bool:
+    """Return True if a tensor is an instance of one of torchao's tensor subclasses."""
+    return type(weight).__module__.partition(".")[0] == "torchao"

@@ -8,14 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bmforge.shards import local_tensor, whole_tensor
+from bmforge.shards import is_torchao, local_tensor, whole_tensor
 
-__all__ = ["has_weight", "is_torchao", "local_weight", "whole_weight"]
-
-
-def is_torchao(weight: Tensor) -> bool:
-    """Return True if a tensor is an instance of one of torchao's tensor subclasses."""
-    return type(weight).__module__.partition(".")[0] == "torchao"
+__all__ = ["has_weight", "local_weight", "whole_weight"]
 
 
 def has_weight(module: Any) -> bool:

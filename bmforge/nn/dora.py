@@ -14,10 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.nn.dense_weight import local_weight, whole_weight
+from bmforge.nn.dense_weight import has_weight, local_weight, whole_weight
 from bmforge.shards import local_box, local_tensor, whole_tensor
 
-__all__ = ["join_with_magnitude", "settle_magnitude_"]
+__all__ = ["check_layer", "join_with_magnitude", "settle_magnitude_"]
+
+
+def check_layer(module: nn.Module) -> None:
+    """Raise `ConfigError` for a layer without a weight, which DoRA cannot adapt."""
+    if not has_weight(module):
+        raise ConfigError(
+            f"DoRA (use_dora) needs a weight, but a {type(module).__name__} has none. Leave "
+            "use_dora out, or choose other targets."
+        )
 
 
 def join_with_magnitude(

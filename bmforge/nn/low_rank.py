@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn.adapter_selection import weight_of
-from bmforge.nn.dense_weight import has_weight
-from bmforge.nn.dora import join_with_magnitude
 from bmforge.nn.grouped import grouped_linear
 from bmforge.nn.low_rank_sum import AddLowRank, takes_low_rank_sum
 from bmforge.nn.part import BesidePart, TensorNote, find_like
@@ -31,6 +29,7 @@ __all__ = [
     "LowRankOptions",
     "build_low_rank",
     "linear_sizes",
+    "settle_low_rank_",
 ]
 
 
@@ -181,11 +180,10 @@ class LowRank(BesidePart):
                 "a low-rank adapter needs a linear layer, but the target is a "
                 f"{type(module).__name__}. Choose other targets."
             )
-        if options.magnitude and not has_weight(module):
-            raise ConfigError(
-                f"DoRA (use_dora) needs a weight, but a {type(module).__name__} has none. Leave "
-                "use_dora out, or choose other targets."
-            )
+        if options.magnitude:
+            from bmforge.nn.dora import check_layer  # few models use DoRA
+
+            check_layer(module)
         if options.magnitude and options.bias:
             raise ConfigError("magnitude and bias cannot be used together. Leave one of them out.")
         if (options.magnitude or options.bias) and getattr(module, "asks_parts", False):
@@ -247,6 +245,8 @@ class LowRank(BesidePart):
         self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor, weight: float
     ) -> Tensor:
         if self.magnitude is not None:
+            from bmforge.nn.dora import join_with_magnitude
+
             return join_with_magnitude(self, module, inputs[0], out, weight)
         if weight != 1:
             return out + weight * self(inputs[0]).to(out.dtype)
@@ -343,3 +343,11 @@ class ExpertsLowRank(BesidePart):
             x = F.dropout(x, self.dropout)
         low = grouped_linear(x, getattr(self, f"{key}_down"), ends) * (self.scale * weight_of(self))
         return grouped_linear(low, getattr(self, f"{key}_up"), ends).to(dtype)
+
+
+def settle_low_rank_(module: nn.Module, part: nn.Module) -> None:
+    """Set the magnitudes of a DoRA module to the norms of the layer's rows; see `nn.dora`."""
+    if isinstance(part, LowRank) and part.magnitude is not None:
+        from bmforge.nn.dora import settle_magnitude_
+
+        settle_magnitude_(module, part)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.dora import settle_magnitude_
+from bmforge.nn.low_rank import settle_low_rank_
 from bmforge.nn.part import BesidePart, attach_part_, detach_part_, tensor_notes
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.nn.random_init import draw_tensor_
@@ -239,7 +239,7 @@ class AttachedDelta:
                 tensor = getattr(part, key)
                 if not tensor.is_meta:
                     draw_tensor_(tensor, f"{owner}.{slot}.{key}", note, 0.0, seed)
-            settle_magnitude_(self.model.get_submodule(owner), part)
+            settle_low_rank_(self.model.get_submodule(owner), part)
             settle_rows_(self.model.get_submodule(owner), part)
         return self
 

@@ -7,8 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from bmforge.nn.dense_weight import is_torchao
-from bmforge.shards import digest_samples, is_streamed, sample_places, whole_tensor
+from bmforge.shards import digest_samples, is_streamed, is_torchao, sample_places, whole_tensor
 
 __all__ = ["fingerprint_of", "library_of"]
 

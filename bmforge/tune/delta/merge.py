@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.nn.bottleneck import Bottleneck
 from bmforge.nn.channel import Gain, Shift
-from bmforge.nn.dense_weight import is_torchao
 from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank
 from bmforge.nn.part import beside_parts, detach_part_
 from bmforge.nn.token_rows import TokenRows
 from bmforge.provenance import Provenance, ProvenanceSource, warn_of_licenses
-from bmforge.shards import is_streamed, whole_tensor
+from bmforge.shards import is_streamed, is_torchao, whole_tensor
 from bmforge.surgery import shared_tensors
 from bmforge.tune.delta.attached import (
     Held,

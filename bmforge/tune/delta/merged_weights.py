@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.nn.dense_weight import is_torchao
-from bmforge.shards import local_box, local_tensor, whole_tensor
+from bmforge.shards import is_torchao, local_box, local_tensor, whole_tensor
 
 __all__ = [
     "dequantized_weight",
