@@ -31,7 +31,7 @@ _BLANKS = ("[MASK]", "[sMASK]", "[gMASK]")
 
 
 class GLMTokenizer(Tokenizer):
-    """Tokenizer of GLM-10B for texts with blanks, which also builds the model's inputs.
+    """Tokenizer of GLM-10B for texts with blanks, which also builds the inputs of the model.
 
     Args:
         text_part: tokenizer for the text between special tokens.

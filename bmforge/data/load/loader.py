@@ -215,7 +215,7 @@ class _StepMaker:
 
 
 def _mask_rows(lengths: NDArray[np.int64], seq_len: int) -> Any:
-    """Return the attention mask of rows with the given lengths.
+    """Return the attention mask, (B, T), of sequences with the given lengths.
 
     Padding rows are masked, so that the load-balancing loss of MoE layers ignores them.
     """
@@ -280,7 +280,7 @@ def _held_out_batches(
 
 
 def _batch(rows: NDArray[np.int64], lengths: NDArray[np.int64], eos_id: int | None) -> Batch:
-    """Convert rows to a batch of tensors; with an `eos_id`, add position and document ids."""
+    """Convert token rows to a batch of tensors; with `eos_id`, add position and document ids."""
     import torch  # imported here because preparing a corpus needs no tensors
 
     labels = rows.copy()

@@ -344,7 +344,10 @@ def _share_of_common(text: str) -> float:
 
 
 def _is_japanese_euc(sample: bytes) -> bool:
-    """Detect EUC-JP by its kana; decoded as GB 2312, it would also have frequent characters."""
+    """Return True if the bytes are EUC-JP text with at least a tenth of kana.
+
+    Kana are required, because EUC-JP decoded as GB 2312 also gives many frequent characters.
+    """
     text = _decode_beginning(sample, "euc_jp") or ""
     wide = sum(c > "\x7f" for c in text)
     return (
@@ -353,7 +356,10 @@ def _is_japanese_euc(sample: bytes) -> bool:
 
 
 def _is_korean(sample: bytes) -> bool:
-    """Detect Korean by its Hangul; decoded as GB 2312, it would also have frequent characters."""
+    """Return True if nearly all characters of the bytes, decoded as EUC-KR, are Hangul.
+
+    Hangul is required, because EUC-KR decoded as GB 2312 also gives many frequent characters.
+    """
     # Not cp949: its further syllables are rare in Korean, and Shift-JIS bytes decode to them.
     text = _decode_beginning(sample, "euc_kr")
     wide = [c for c in text or "" if c > "\x7f"]

@@ -324,7 +324,7 @@ def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
                 )
         if not all(isinstance(entry.get(key), str) for key in ("path", "task_name")):
             raise ConfigError(
-                f"source {i} in {str(file)!r} needs the texts 'path' and 'task_name'."
+                f"source {i} in {str(file)!r} needs the string fields 'path' and 'task_name'."
             )
         sources.append(
             TaskSource(
