@@ -1,8 +1,8 @@
 """Block list that is split into pipeline stages, and called like an ordinary block list.
 
 The schedule (GPipe) and the messages are those of the engine. One autograd function wraps forward
-and backward: it gathers the rows of the pipeline's processes, sends micro-batches through the
-stages, and returns to every process the outputs for its own rows.
+and backward: it gathers the batches of the pipeline's processes, sends micro-batches through the
+stages, and returns to every process the outputs for its own batch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
         return_hidden_states: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run the blocks on this process's rows; see `TransformerBlockList.forward`.
+        """Run the blocks on this process's batch; see `TransformerBlockList.forward`.
 
         Args:
             args: `num_hidden` hidden states, then further arguments of the blocks.
@@ -104,7 +104,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
     def _cut(
         self, hidden: tuple[Any, ...], others: tuple[Any, ...], related: Sequence[bool]
     ) -> list[list[Any]]:
-        """Gather the rows of all processes of the pipeline; return them as micro-batches."""
+        """Gather the batches of all processes of the pipeline; return a list of micro-batches."""
         micros, group = config["micros"], config["pipe_comm"]
         rows = hidden[0].shape[0]
         if rows * self.stages % micros or micros % self.stages:
@@ -177,7 +177,7 @@ class _Call:
     seen: list[list[tuple[Tensor, ...]]] = field(default_factory=list)
 
     def run(self, trains: bool) -> list[Tensor]:
-        """Run forward; return the outputs for all rows, followed by the inputs of each block."""
+        """Run forward; return the outputs for the gathered batch, then the inputs of each block."""
         owner, stage = self.owner, self.owner.stage_id
         schedule, last = owner._schedule, owner.stages - 1
         if not trains:

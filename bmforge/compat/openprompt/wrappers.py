@@ -23,7 +23,7 @@ class TokenizerWrapper:
     Args:
         max_seq_length: maximum prompt length in tokens.
         tokenizer: tokenizer of the model.
-        truncate_method: "tail", "head" (cuts the beginning) or "balanced".
+        truncate_method: "tail" (removes the end), "head" (the beginning) or "balanced".
         options: further arguments of OpenPrompt's class; accepted and ignored.
 
     Attributes:

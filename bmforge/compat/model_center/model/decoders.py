@@ -60,8 +60,8 @@ class DecoderModel(BaseModel):
         Args:
             input_ids: token ids.
             length: number of tokens per sequence, before padding.
-            attention_mask: 1 for tokens, 0 for padding, instead of `length`; both include cached
-                tokens. Or a pairwise mask, which replaces the causal mask.
+            attention_mask: mask that replaces `length` (1 for tokens, 0 for padding), or pairwise
+                mask that replaces the causal mask; cached tokens are included.
             token_type_ids: accepted and ignored.
             position_ids: positions (default: counted).
             use_cache: return a KV cache.

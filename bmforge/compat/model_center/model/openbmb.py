@@ -59,7 +59,7 @@ class GLM(DecoderModel):
             block_position_ids: positions within blanks.
             sep: length of each sequence's prefix (part A), to which all tokens attend.
             length: number of tokens per sequence, before padding.
-            attention_mask: 1 for tokens, 0 for padding; or a length like `sep`.
+            attention_mask: 1 for tokens, 0 for padding; a 1-D tensor is used as `sep`.
             options: options of `DecoderModel`; if one of them selects outputs, a named output is
                 returned instead of the logits.
 
@@ -276,9 +276,9 @@ class CPM3(_OldCall):
         Args:
             input: token ids, the prompt first, for the form before version 1.0.
             length: number of tokens per sequence, before padding.
-            context: True for tokens that all tokens attend to; attention of the others is causal.
-            position: accepted and ignored; also as `position_ids`.
-            segment: segment type per token; also as `token_type_ids`.
+            context: True for tokens that all tokens attend to; other attention is causal.
+            position: accepted and ignored, as is `position_ids`.
+            segment: segment type per token; may also be passed as `token_type_ids`.
             span: span id per token; attention stays within a span (default: one span).
             input_ids: token ids for the form since version 1.0.
             attention_mask: 1 for tokens, 0 for padding.

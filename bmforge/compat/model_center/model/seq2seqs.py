@@ -126,9 +126,9 @@ class CPM2(Seq2SeqModel):
     ) -> Any:
         """Run the model on source and target.
 
-        Before version 1.0, and in ModelCenter's examples, forward returned the logits; so does a
-        call with positional arguments or with the names below. A call with `input_ids` returns an
-        output.
+        A call with `input_ids` returns an output. A call with positional arguments, or with the
+        argument names below, returns the logits, as before version 1.0 and in ModelCenter's
+        examples.
 
         Args:
             enc_input: token ids of the source.
