@@ -54,7 +54,7 @@ def _score_whole(model: Any, batch: Batch, temperature: float) -> Tensor:
 
 
 def _score_exactly(score_rows: RowScorer, micro_batches: Sequence[Batch]) -> list[Tensor]:
-    """Return the labels' log-probabilities from `score_rows`, (B, T) per micro-batch, in fp64."""
+    """Return the labels' log-probabilities by `score_rows`: fp64, (B, T) for each micro-batch."""
     rows = [
         ids[: int(length)].tolist()
         for batch in micro_batches

@@ -65,7 +65,7 @@ class PromptModel(nn.Module):
 
 
 class _Prompted(nn.Module):
-    """Base class of the modules below, with the attributes of their `PromptModel`."""
+    """Base class of `PromptForClassification` and `PromptForGeneration`, with shared attributes."""
 
     def __init__(self, plm: Any, template: Any, freeze_plm: bool, plm_eval_mode: bool) -> None:
         super().__init__()

@@ -169,7 +169,7 @@ class TaskMixture:
         tokenizer: CPM-Bee's tokenizer.
         max_length: window in tokens; longer documents are skipped.
         seed: random seed for the order of samples and answers, transforms and examples.
-        skip_bad: True to skip and record documents that cannot be encoded, instead of raising.
+        skip_bad: True to skip and record documents that cannot be encoded; False to raise an error.
 
     Attributes:
         samples_per_epoch: number of samples per epoch.

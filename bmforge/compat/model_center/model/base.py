@@ -195,7 +195,7 @@ class BaseModel(nn.Module):
         return_logits: bool,
         return_dict: bool,
     ) -> Any:
-        """Build the result of a forward call: an output, its values as a tuple, or only the logits.
+        """Build the result of a forward call: a `ModelOutput`, a tuple of values, or the logits.
 
         Args:
             hidden: last hidden states.

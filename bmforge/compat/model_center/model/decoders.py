@@ -68,7 +68,7 @@ class DecoderModel(BaseModel):
             past_key_values: KV cache of an earlier call; it is extended in place.
             output_logits: compute logits now (True), never (False) or when they are read (None).
             output_hidden_states: return the hidden states of all layers.
-            return_dict: return an output with names instead of a tuple.
+            return_dict: return a `ModelOutput` instead of a tuple.
             return_logits: return only the logits, as early versions did.
             inputs_embeds: embeddings instead of `input_ids`.
             others: arguments that ModelCenter accepted without using them.

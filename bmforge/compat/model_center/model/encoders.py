@@ -110,7 +110,7 @@ class EncoderModel(BaseModel):
             output_logits: compute logits now (True), never (False) or when they are read (None).
             output_pooler_output: compute the pooler's output.
             output_hidden_states: return the hidden states of all layers.
-            return_dict: return an output with names instead of a tuple.
+            return_dict: return a `ModelOutput` instead of a tuple.
             return_logits: return only the logits, as early versions did.
             inputs_embeds: embeddings instead of `input_ids`.
             use_cache: return a KV cache.

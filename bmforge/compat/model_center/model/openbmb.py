@@ -60,8 +60,8 @@ class GLM(DecoderModel):
             sep: length of each sequence's prefix (part A), to which all tokens attend.
             length: number of tokens per sequence, before padding.
             attention_mask: 1 for tokens, 0 for padding; a 1-D tensor is used as `sep`.
-            options: options of `DecoderModel`; if one of them selects outputs, a named output is
-                returned instead of the logits.
+            options: options of `DecoderModel`; if one of them selects outputs, a `ModelOutput`
+                is returned instead of the logits.
 
         Shape:
             input_ids, position_ids, block_position_ids: (B, T); sep, length: (B,)
@@ -179,7 +179,7 @@ class CPM1(_OldCall):
         return_dict: bool = True,
         **others: Any,
     ) -> Any:
-        """Run the model; with `input` return the logits, with `input_ids` an output with names.
+        """Run the model; with `input` return the logits, with `input_ids` a `ModelOutput`.
 
         Args:
             input: token ids for the form before version 1.0; also the first positional argument.
@@ -271,7 +271,7 @@ class CPM3(_OldCall):
         return_dict: bool = True,
         **others: Any,
     ) -> Any:
-        """Run the model; with `input` return logits and hidden states, with `input_ids` an output.
+        """Run the model; with `input` return logits and hidden states, else a `ModelOutput`.
 
         Args:
             input: token ids, the prompt first, for the form before version 1.0.
