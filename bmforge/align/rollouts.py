@@ -286,7 +286,7 @@ class RolloutLoader:
             answer.is_masked = answer.reward is None or is_left_out
 
     def _score_policies(self) -> dict[str, dict[int, list[float]]]:
-        """Set the log-probabilities and values of answers; return those that advantages need.
+        """Set the log-probabilities and values of answers; return the numbers that advantages need.
 
         The forward passes use the micro-batches of the update, so that the ratio of the first
         update is exactly 1: other shapes could lead to slightly different results.
