@@ -30,7 +30,7 @@ _FILE = "reference_logprobs.safetensors"
 
 
 class _Source(Protocol):
-    """Interface of example sources with two rows per example, which accept log-probabilities."""
+    """Interface of example sources with two answers per example, which store log-probabilities."""
 
     fingerprint: str
     reference: Tensor | None
@@ -48,7 +48,7 @@ def keep_reference_(
     """Compute the reference log-probabilities of every source, and store them in the sources.
 
     The reference is the model with its new adapters disabled. The values are read from the run
-    directory if the same rows were scored before, so a resumed run uses the same values as before.
+    directory if the same examples were scored before, so a resumed run uses the same values.
 
     Args:
         sources: examples of the run.
@@ -86,7 +86,7 @@ def _read(path: Path, names: Sequence[str]) -> list[Tensor] | None:
 
 
 def _score(source: _Source, batch_size: int, model: nn.Module) -> Tensor:
-    """Return the summed log-probability of each example's two rows, (N, 2) in fp64 on the CPU."""
+    """Return the summed log-probability of each example's answers, (N, 2) in fp64 on the CPU."""
     mesh, total = mesh_of(model), len(source)
     rank, size = data_parallel_rank(mesh), data_parallel_size(mesh)
     device = next(model.parameters()).device

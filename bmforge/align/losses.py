@@ -93,7 +93,7 @@ class LossMethod:
 
     Args:
         loss: loss of every pair, without the negative log-likelihood; None for unpaired answers.
-        about: name and source.
+        about: name of the method, and publication that defines it.
         beta: default of `beta`.
         needs_reference: True if the loss compares with a reference model.
         options: further fields of `MethodOptions` that have an effect.

@@ -36,39 +36,38 @@ CorrectionName = Literal["none", "truncate", "mask"]
 
 @dataclass(kw_only=True)
 class PolicyConfig:
-    """Options of a policy loss; if None, the method's default is used (`METHODS`).
+    """Options of a policy loss. Fields that are None take the default of the method (`METHODS`).
 
     Args:
-        advantage: advantage of an answer, see `ADVANTAGES`; gae is generalized advantage estimation
-            for each token, with a value model (options: ``value``).
-        ratio: probability ratio pi/old: token is the ratio of each token; sequence is computed from
-            the mean of the answer's log-ratios (GSPO); sequence_token has the same value, with
-            per-token gradients (GSPO-token); sequence_sum is computed from the sum of the answer's
-            log-ratios.
-        clip: ppo is the clipped surrogate of PPO; cispo clips the weight of a plain policy
-            gradient; none is the plain policy gradient.
-        clip_low: the lower bound of the ratio is 1 - clip_low; no effect with cispo.
-        clip_high: the upper bound of the ratio is 1 + clip_high; with cispo, clip_high.
+        advantage: method that computes advantages, see `ADVANTAGES`; "gae": generalized advantage
+            estimation for each token, with a value model (options: ``value``).
+        ratio: probability ratio pi/old. "token": ratio of each token; "sequence": exp of the mean
+            log-ratio of the answer (GSPO); "sequence_token": the same value, with per-token
+            gradients (GSPO-token); "sequence_sum": exp of the summed log-ratios of the answer.
+        clip: "ppo": clipped surrogate of PPO; "cispo": policy gradient with a clipped weight;
+            "none": plain policy gradient.
+        clip_low: the lower bound of the ratio is 1 - clip_low; no effect if clip is "cispo".
+        clip_high: the upper bound of the ratio is 1 + clip_high, or clip_high if clip is "cispo".
         clip_dual: upper bound of the ratio for negative advantages (dual-clip PPO, arXiv
             1912.09729).
-        normalize: denominator of the loss: sequence is the mean over answers of each answer's token
-            mean; token the mean over all tokens of the step; fixed the sum over tokens divided by
-            answers x max_new_tokens; sum the mean over answers of each answer's token sum.
+        normalize: denominator of the loss. "sequence": mean over answers of each answer's token
+            mean; "token": mean over all tokens of the step; "fixed": sum over tokens divided by
+            answers x max_new_tokens; "sum": mean over answers of each answer's token sum.
         beta: coefficient of the KL divergence to the reference; 0 uses no reference model.
-        kl: estimator of the KL divergence: k1 = log pi - log ref; k2 = k1^2 / 2; k3 = ref/pi - 1 +
-            k1.
-        kl_in: where the KL is applied: subtracted from the reward (reward) or added to the loss
-            (loss).
+        kl: estimator of the KL divergence: "k1" = log pi - log ref; "k2" = k1^2 / 2; "k3" = ref/pi
+            - 1 + k1.
+        kl_in: "reward": subtract the KL from the reward; "loss": add the KL to the loss.
         kl_importance: weigh the KL in the loss by pi/old, so that its gradient is that of the
             reverse KL (TRL's use_bias_correction_kl; if None, on).
-        correction: importance correction for answers sampled by a policy other than the trained
-            one, with the weight old/sampler of each token: none, truncate (at most correction_cap)
-            or mask (tokens with a weight above correction_cap or below its inverse are left out).
+        correction: importance correction of answers that another policy sampled, by the weight
+            old/sampler of each token. "none": no correction; "truncate": weight of at most
+            correction_cap; "mask": leave out tokens with a weight above correction_cap or below
+            1 / correction_cap.
         correction_cap: maximum weight of the correction (if None: 2).
         entropy_bonus: coefficient of the entropy that is added to the objective (if None: 0).
-        gamma: discount factor of later rewards in gae (if None: 1).
-        lam: lambda of generalized advantage estimation: 0 means one-step estimates, 1 full returns
-            (if None: 0.95).
+        gamma: discount factor of later rewards if advantage is "gae" (if None: 1).
+        lam: lambda of generalized advantage estimation, from 0 (one-step estimates) to 1 (full
+            returns; if None: 0.95).
     """
 
     advantage: AdvantageName | None = None

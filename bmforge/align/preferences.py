@@ -181,7 +181,7 @@ class UnpairedObjective:
         return int(pairs_of(batch).sum())
 
     def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Add the reference model's log-probabilities, and z, to the micro-batches.
+        """Add the reference model's log-probabilities, and the KL estimate z, to the micro-batches.
 
         Comm: an all-reduce of two numbers.
         """

@@ -35,7 +35,7 @@ _PROMPT, _CHOSEN, _REJECTED = 1, 2, 3  # 0 is padding
 
 
 class SharedRow(NamedTuple):
-    """Tokens of a pair in one row.
+    """One token sequence with both answers of a pair.
 
     Args:
         ids: token ids.

@@ -1,6 +1,6 @@
 """Reference models of preference optimization.
 
-A reference is a function (model, batch) -> summed log-probabilities of the rows. It is called
+A reference is a function (model, batch) -> summed log-probability of each sequence. It is called
 before the forward and backward pass of a step, so it works on every layout, including pipelines.
 """
 
@@ -37,7 +37,7 @@ Reference = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
 @torch.no_grad()
 def score_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the summed log-probability of every row's labels, without gradient or dropout.
+    """Return the summed log-probability of each sequence's labels, without gradient or dropout.
 
     Args:
         model: model on any layout; all ranks call this together, outside of a training step.
@@ -53,7 +53,7 @@ def score_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def adapter_off(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Score rows with the policy's base model, which has the trained adapters disabled.
+    """Score a batch with the policy's base model, which has the trained adapters disabled.
 
     Raises:
         ConfigError: see `base_adapters`.
@@ -63,7 +63,7 @@ def adapter_off(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def score_start(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Score rows with a policy before its first step; adapters to be trained are disabled."""
+    """Score a batch with a policy before its first step; adapters to be trained are disabled."""
     with choosing_deltas(model, _frozen_adapters(model)):
         return score_rows(model, batch)
 
@@ -106,7 +106,7 @@ def _frozen_adapters(model: nn.Module) -> tuple[str, ...]:
 
 
 def frozen_copy(reference: Any, is_offloaded: bool = False) -> Reference:
-    """Freeze a second model; return a reference function that scores rows with it.
+    """Freeze a second model; return a reference function that scores batches with it.
 
     Args:
         reference: model with the initial weights, on the layout of the policy.

@@ -54,7 +54,7 @@ def _score_whole(model: Any, batch: Batch, temperature: float) -> Tensor:
 
 
 def _score_exactly(score_rows: RowScorer, micro_batches: Sequence[Batch]) -> list[Tensor]:
-    """Return the labels' log-probabilities from `score_rows`, (B, T) per micro-batch, in fp64."""
+    """Return the labels' log-probabilities by `score_rows`: fp64, (B, T) for each micro-batch."""
     rows = [
         ids[: int(length)].tolist()
         for batch in micro_batches
@@ -115,7 +115,10 @@ class PolicyObjective:
         return count_items(mask_answers(batch["labels"]), self._policy)
 
     def prepare(self, model: Any, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Train the value model, and add the log-probabilities of the sampling kernels."""
+        """Train the value model; return the micro-batches with exact log-probabilities, if used.
+
+        They are computed with the kernels that sampled the answers (see `score_rows`).
+        """
         if self.companion is not None:
             self.companion.train_step(micro_batches)
         if self._score_rows is None:
@@ -171,7 +174,7 @@ _EXTREMES: Mapping[str, MetricKind] = {
 
 @torch.no_grad()
 def _compare_sampler(inputs: PolicyInputs) -> dict[str, MetricValue]:
-    """Return metrics of the difference between sampler's and policy's log-probabilities."""
+    """Return metrics that compare the log-probabilities of the sampler and of the policy."""
     mask = inputs.mask.bool()
     if inputs.sampler is None or not bool(mask.any()):
         return {}
@@ -213,7 +216,7 @@ class PolicyScores:
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Return a dict with ``old``, ``reference`` and ``values``, (B, T), as far as required."""
+        """Return those of ``old``, ``reference`` and ``values``, (B, T), that the loss requires."""
         device = next(self._model.parameters()).device
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         scores: dict[str, Tensor] = {}

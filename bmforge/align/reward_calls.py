@@ -1,6 +1,6 @@
 """Calls reward functions with the arguments that TRL passes to them.
 
-In addition to prompts, completions and columns, a function may accept ``trainer_state``
+In addition to prompts, completions and dataset columns, a function may accept ``trainer_state``
 (``global_step`` and ``max_steps``), ``log_extra(column, values)``, which adds a column to
 ``completions.jsonl``, and ``log_metric(name, value)``, which adds a metric to the run.
 """
@@ -39,12 +39,12 @@ def call_reward(function: Callable[..., Any], batch: Mapping[str, Any]) -> Rewar
 
     Args:
         function: reward function with TRL's signature.
-        batch: ``prompts``, ``completions``, ``completion_ids``, columns, and the state of the run
-            under `STATE_ARGUMENT`.
+        batch: ``prompts``, ``completions``, ``completion_ids``, the other columns of the dataset,
+            and the state of the run under `STATE_ARGUMENT`.
 
     Raises:
         ValueError: the function logs a column with a wrong number of values.
-        Exception: the function raised this error.
+        Exception: any exception of the function is passed on.
     """
     columns: dict[str, list[Any]] = {}
     values: dict[str, list[float]] = {}

@@ -175,7 +175,7 @@ class ToolProcess(RewardProcess):
     _mode = ("tool",)
 
     def call(self, arguments: Mapping[str, Any], timeout_s: float) -> str:
-        """Return the result as text.
+        """Call the function; return its result as text.
 
         Raises:
             TimeoutError: the function has not returned in time; its process is killed.

@@ -75,7 +75,7 @@ def _mean_logged(answers: Sequence[RolloutAnswer]) -> dict[str, float]:
 
 
 def metric_names(names: Sequence[str]) -> list[str]:
-    """Return the names of all metrics that a rollout has.
+    """Return the names of the metrics that every rollout has.
 
     Args:
         names: names of the reward functions.

@@ -50,7 +50,7 @@ class Scores(Protocol):
     """Interface that computes log-probabilities and values of answers."""
 
     def score(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return ``old``, ``reference`` and ``values`` as far as required, (B, T) each."""
+        """Return those of ``old``, ``reference`` and ``values``, (B, T), that the loss requires."""
 
 
 class RolloutLoader:
@@ -132,7 +132,7 @@ class RolloutLoader:
         watch: Callable[[int, Sequence[RolloutAnswer], Mapping[str, Any]], None] | None = None,
         max_steps: int = 0,
     ) -> None:
-        """Set the generator of answers and the scores, which are created after the model.
+        """Set the answer generator and the scorer, which are created after the model.
 
         Args:
             writer: generator of answers.
@@ -155,7 +155,7 @@ class RolloutLoader:
         return [collate_answers(rows, self.names) for rows in self._divide(step)]
 
     def _divide(self, step: int) -> Iterator[list[RolloutAnswer | None]]:
-        """Yield the rows of this rank's micro-batches, ordered by micro-batch, then rank."""
+        """Yield the answers of each micro-batch of this rank; None is a padding sequence."""
         size, total = self._sizes.micro_batch_size, self._sizes.global_batch_size
         answers = self._answers[step * total : (step + 1) * total]
         for start in range(0, total, size * self._world):
@@ -286,7 +286,7 @@ class RolloutLoader:
             answer.is_masked = answer.reward is None or is_left_out
 
     def _score_policies(self) -> dict[str, dict[int, list[float]]]:
-        """Set the log-probabilities and values of answers; return those that advantages need.
+        """Set the log-probabilities and values of answers; return the numbers that advantages need.
 
         The forward passes use the micro-batches of the update, so that the ratio of the first
         update is exactly 1: other shapes could lead to slightly different results.

@@ -24,7 +24,7 @@ def set_token_advantages(
     scores: Mapping[str, TokenTable],
     policy: Policy,
 ) -> None:
-    """Set the advantages of all tokens and, with a value model, the targets of its values.
+    """Set the advantages of all tokens and, with a value model, its training targets.
 
     Args:
         answers: all answers of the rollout.

@@ -34,7 +34,7 @@ class ToolFunction(Protocol):
     """A function that can be stopped after a time limit."""
 
     def call(self, arguments: Mapping[str, Any], timeout_s: float) -> str:
-        """Return the result as text; if this raises, the call has failed."""
+        """Return the function's result as text; an exception means that the call failed."""
 
     def close(self) -> None:
         """End the process of the function."""

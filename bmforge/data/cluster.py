@@ -188,7 +188,7 @@ class _Job:
                 return
 
     def join(self) -> None:
-        """Add the tasks' results to the journal, and run the stages up to the next parallel one."""
+        """Add the tasks' results to the journal; run the stages before the next parallel stage."""
         plan, steps, tokenizer = self._open()
         config = self.config.prepare
         keys = make_keys(plan, config, steps, tokenizer)

@@ -91,7 +91,7 @@ class Tokenizer(ABC):
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         """Return the id of one token, or of each token in a sequence, as transformers does.
 
-        For tokens outside the vocabulary, this is the unknown token's id, or None if there is none.
+        A token outside the vocabulary gets the unknown token's id, or None without such a token.
         """
         if isinstance(tokens, str):
             id = self.token_to_id(tokens)
@@ -231,7 +231,7 @@ def open_directory(directory: str | os.PathLike[str]) -> Path:
     """Return `directory` as a `Path`, after checking that it is a directory.
 
     Raises:
-        DataError: it is not a directory.
+        DataError: `directory` is not a directory.
     """
     path = Path(directory)
     if not path.is_dir():

@@ -48,7 +48,7 @@ def normalize_message(values: Mapping[str, Any], location: str = "the conversati
         calls = [*calls, {"type": "function", "function": values["function_call"]}]
     if "content" not in message and not (calls or _has_thought(message)):
         raise DataError(
-            f"{location} has a message without 'content' (needed: a text). Add 'content' to each "
+            f"{location} has a message without 'content' (needed: a string). Add 'content' to each "
             "entry of 'messages'."
         )
     message["content"] = _join_parts(message.get("content", ""), location)

@@ -131,10 +131,10 @@ class ChatTemplate:
         return text, self._tokenizer.encode_chat(text)
 
     def save(self, directory: Path) -> None:
-        """Write the template as the default one of a directory.
+        """Write the template as the default chat template of a directory.
 
-        A `tool_use` template of the tokenizer that is not a part of this one is removed, because it
-        would replace this one in conversations with tools.
+        A `tool_use` template that is not contained in this template is removed, because
+        transformers would use it instead of this template in conversations with tools.
         """
         replace_file(directory / TEMPLATE_FILE, self.source)
         other = directory / _TOOL_FILE
@@ -142,7 +142,7 @@ class ChatTemplate:
             other.unlink()
 
     def end_mark(self) -> str:
-        """Return the text that the template writes after an assistant message at the end."""
+        """Return the text that the template writes after a final assistant message."""
         example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "answer"}]
         return self.render(example).rpartition("answer")[2]
 
@@ -180,9 +180,9 @@ def find_template(folder: Path) -> str | None:
     """Return the chat template of a model directory or GGUF file; None if it has none.
 
     The template is read from ``chat_template.jinja`` or, without this file, from
-    tokenizer_config.json. If there are several templates, also in ``additional_chat_templates``,
-    ``default`` is used, and ``tool_use`` for conversations with tools, as in transformers; both are
-    joined into one source.
+    tokenizer_config.json. Of several templates (also those in ``additional_chat_templates``),
+    ``default`` is used, and ``tool_use`` for conversations with tools, as in transformers. These
+    two templates are joined into one source.
 
     Args:
         folder: model directory, or a GGUF file.

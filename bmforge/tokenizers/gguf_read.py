@@ -137,7 +137,7 @@ class _Vocabulary(NamedTuple):
     scores: list[float]
 
     def of(self, *types: int) -> dict[str, int]:
-        """Return a dict from token to id, for all tokens with these types."""
+        """Return a dict from token to id, for all tokens of the given GGUF token types."""
         return {t: i for i, t in enumerate(self.tokens) if self.types[i] in types}
 
     def damaged(self, reason: str) -> DataError:

@@ -64,6 +64,7 @@ def describe_tokenizer(
 
 
 def _unsaid(what: str) -> ConfigError:
+    """Return the error for a property of the tokenizer that GGUF cannot represent."""
     return ConfigError(
         f"GGUF does not support {what} (supported: byte-level BPE of GPT-2, Llama 3 and Qwen2, BPE "
         "and unigram models of sentencepiece, WordPiece of BERT). To export the model without a "

@@ -1,7 +1,7 @@
-"""GLM-10B's tokenizers: GPT-2's BPE (English) or sentencepiece (Chinese), and GLM's blanks.
+"""GLM-10B's tokenizers: GPT-2's BPE (English) or sentencepiece (Chinese), with GLM's blanks.
 
 A text has blanks ``[MASK]``, ``[sMASK]`` or ``[gMASK]``; `build_inputs_for_generation` builds the
-model inputs for filling the first one.
+model inputs for filling the first blank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BLANKS = ("[MASK]", "[sMASK]", "[gMASK]")
 
 
 class GLMTokenizer(Tokenizer):
-    """Tokenizer of GLM-10B for texts with blanks, which also builds the model's inputs.
+    """Tokenizer of GLM-10B for texts with blanks, which also builds the inputs of the model.
 
     Args:
         text_part: tokenizer for the text between special tokens.

@@ -182,8 +182,8 @@ def test_steps_are_the_texts_between_separators() -> None:
     ("record", "what"),
     [
         ({"prompt": "a", "completions": ["b"]}, "no steps with labels"),
-        ({"prompt": "a", "completions": [], "labels": []}, "list of non-empty texts"),
-        ({"prompt": "a", "completions": ["b", " "], "labels": [1, 0]}, "list of non-empty texts"),
+        ({"prompt": "a", "completions": [], "labels": []}, "list of non-empty strings"),
+        ({"prompt": "a", "completions": ["b", " "], "labels": [1, 0]}, "list of non-empty strings"),
         ({"prompt": "a", "completions": ["b"], "labels": [1, 0]}, "2 entries for 1 steps"),
         ({"prompt": "a", "completions": ["b"], "labels": [-1]}, "labels contains -1"),
         ({"prompt": "a", "completions": ["b"], "labels": [0.5]}, "labels contains 0.5"),

@@ -220,7 +220,7 @@ def test_mixture_files(tmp_path):
         ({"wieght": 1}, "Did you mean 'weight'"),
         ({"weight": 0}, "weight=0"),
         ({"incontext_weight": [0]}, "one of them must be above 0"),
-        ({"path": 3}, "needs the texts 'path' and 'task_name'"),
+        ({"path": 3}, "needs the string fields 'path' and 'task_name'"),
     ],
 )
 def test_bad_mixture_files(tmp_path, change, message):

@@ -8,7 +8,7 @@ __all__ = ["parse_args"]
 
 
 def parse_args() -> argparse.Namespace:
-    """Parse the arguments of the program."""
+    """Parse the program's command line; return the arguments as a namespace."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="name or directory of the model")
     parser.add_argument("--save-dir", required=True, help="directory for the results")

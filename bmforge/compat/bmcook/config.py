@@ -86,7 +86,7 @@ def check_cook_config(raw: Any) -> dict[str, Any]:
         ConfigError: the config has unknown or contradicting keys.
     """
     if not isinstance(raw, dict):
-        raise ConfigError(f"a config of BMCook must be a table of sections, not {raw!r}.")
+        raise ConfigError(f"a BMCook config must be a JSON object with sections, not {raw!r}.")
     sections = [*_DEFAULTS, _OWN]
     checked: dict[str, Any] = {_OWN: raw.get(_OWN, {})} if _OWN in raw else {}
     for section, section_values in raw.items():

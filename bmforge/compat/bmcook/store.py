@@ -109,10 +109,10 @@ def save_masks(file_name: str, model: nn.Module | None = None) -> None:
 
 @torch.no_grad()
 def load_masks(file_name: str, model: nn.Module | None = None) -> None:
-    """Zero the weights that the masks in a file of `save_masks` exclude.
+    """Zero the weights that saved masks exclude.
 
     Args:
-        file_name: file of `save_masks`.
+        file_name: file that `save_masks` wrote.
         model: model that `CookTrainer.set_compression` has pruned.
 
     Raises:

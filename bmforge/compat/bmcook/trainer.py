@@ -108,7 +108,7 @@ class CookTrainer:
 
 
 def _train_projections(forward: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Add the hidden-state projections to the optimizer; BMCook itself leaves them untrained."""
+    """Add the hidden-state projections to the optimizer; BMCook itself does not train them."""
     teaching = getattr(getattr(forward, "func", None), "__self__", None)
     if not isinstance(teaching, Teaching) or not len(teaching.projections):
         return

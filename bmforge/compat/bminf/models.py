@@ -50,7 +50,7 @@ def open_engine(
         version: directory or hub id, with or without ``file://``.
         memory_limit: limit on the weights in bytes (default: free memory).
         dynamic_memory: limit on all other memory in bytes.
-        device_idx: index of the accelerator (only the first one).
+        device_idx: index of the accelerator; only the first accelerator is supported.
 
     Raises:
         ConfigError: the model does not exist or is of another family, or a limit is too small.
@@ -80,7 +80,7 @@ class _Model:
     """Base class of `CPM1`, `CPM2` and `EVA`.
 
     Args:
-        device_idx: index of the accelerator (only the first one).
+        device_idx: index of the accelerator; only the first accelerator is supported.
         dynamic_memory: limit on all memory except the weights in bytes; only used with
             `memory_limit`.
         memory_limit: limit on the weights in bytes (default: free memory). The sum of the two

@@ -18,7 +18,7 @@ class _Differentiable(nn.Module):
 
     Args:
         memory_limit: limit on all device memory in bytes (default: free memory).
-        version: name of a version, see `bminf.models`.
+        version: directory or hub id of the model (default: as in `bminf.models`).
 
     Raises:
         ConfigError: as in `bminf.models`.

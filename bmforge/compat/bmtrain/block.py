@@ -160,7 +160,7 @@ def _run_gathered(module: nn.Module, forward: Callable[..., Any], *args: Any, **
 
 
 def _run(module: nn.Module | None, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's forward so that no output is a view; then ``x += y`` on an output is safe.
+    """Run a module's forward; no output is a view, so ``x += y`` on an output is safe.
 
     Args:
         module: module to recompute in backward; if None, activations are saved instead.

@@ -48,7 +48,7 @@ def all_gather(x: Tensor, comm: Any = None) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = None) -> Tensor:
-    """Reduce a tensor over the processes; return this process's part of the result's rows.
+    """Reduce a tensor over the processes; return this process's shard of the result (dim 0).
 
     Shape:
         x: (R, ...) -> (R / world, ...)

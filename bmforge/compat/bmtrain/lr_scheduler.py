@@ -78,7 +78,7 @@ class WarmupLRScheduler:
         return {key: value for key, value in vars(self).items() if key != "optimizer"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the fields from a state, and set the learning rate."""
+        """Restore the fields that `state_dict` returned, and set the learning rate."""
         vars(self).update(state_dict)
         self.step(self.num_iter)
 

@@ -116,7 +116,7 @@ def allGather(src: Any, dst: Any, comm: dist.ProcessGroup) -> None:  # noqa: N80
 
 @torch.no_grad()
 def reduceScatter(src: Any, dst: Any, op: str, comm: dist.ProcessGroup) -> None:  # noqa: N802
-    """Reduce `src` over the processes; `dst` gets this rank's part."""
+    """Reduce `src` over the processes; `dst` receives this rank's shard."""
     source, destination = _pair(src, dst, src_parts=comm.size())
     if op in ("sum", "avg"):
         total = scatter_sums(source, comm, 0)

@@ -147,7 +147,8 @@ def _save_to_infer_model(model: nn.Module, infer_model: Any) -> None:
     Args:
         model: model, the same on every process; all processes call this.
         infer_model: object on the first process of each machine; its `load_layer_state_dict` is
-            called with each part, on the host, under the full model's names.
+            called with the weights of each block, and then of the other modules, on the host;
+            the names are those of the full model.
 
     Memory: one block.
     """
@@ -177,7 +178,7 @@ def _own_state(module: nn.Module, prefix: str) -> State:
 
 
 def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
-    """Load a checkpoint of `save`, or of torch on one process; only rank 0 reads the file.
+    """Load a file that `save` or, on one process, `torch.save` wrote; only rank 0 reads the file.
 
     Args:
         model: model, the same on every process; all processes call this.

@@ -23,7 +23,7 @@ def sum_loss(loss: Tensor, comm: Any = None) -> Tensor:
 
 
 def gather_result(result: Tensor) -> Tensor:
-    """Gather the rows of all processes, in rank order, on the same device.
+    """Gather the results of all processes along dim 0, in rank order, on the same device.
 
     Processes may have different numbers of rows, as in the last batch of an evaluation.
 

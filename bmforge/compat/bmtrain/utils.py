@@ -30,7 +30,7 @@ _GIB = 1 << 30
 
 
 def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """Print on one rank (default: 0)."""
+    """Call `print` on one rank only (default: 0)."""
     if config["rank"] == rank:
         print(*args, **kwargs)
 

@@ -139,7 +139,7 @@ def _place_ds_config(out: Migrated, file: str) -> None:
 
 
 def _place_folder(out: Migrated, program: str, folder: Path) -> None:
-    """List the data folder as not converted, with the files to use instead."""
+    """Record that the data folder is not converted, and which files to use instead."""
     sources = {
         "finetune_lm.py": "the tab-separated posts and answers",
         "finetune_chid.py": "the original ChID files, from which preprocess_chid_finetune.py reads",

@@ -205,7 +205,7 @@ def keep_trained(
 
 
 def drop_hooks_(module: nn.Module) -> None:
-    """Restore the complete `state_dict` of a module by removing the hook."""
+    """Restore the complete `state_dict` of a module by removing the hook `keep_trained`."""
     hooks = module._state_dict_hooks
     for key in [key for key, hook in hooks.items() if hook is keep_trained]:
         del hooks[key]

@@ -176,7 +176,7 @@ class DeltaBase(nn.Module):
         Args:
             finetuned_delta_path: directory written by OpenDelta, PEFT or bmforge.
             backbone_model: any model; it is modified in place.
-            delta_config: accepted and ignored; the directory has it.
+            delta_config: accepted and ignored; the config is read from the directory.
             cache_dir: parent of the directory.
             check_hash: raise an error if the backbone is not the one that the delta was trained
                 with (not recorded in OpenDelta's files).

@@ -29,13 +29,13 @@ class PromptDataLoader:
         tokenizer_wrapper: wrapper for the kind of model.
         tokenizer: tokenizer of the model, with `tokenizer_wrapper_class` instead of a wrapper.
         tokenizer_wrapper_class: class of the wrapper.
-        verbalizer: verbalizer; one that scores whole words adds inputs to each example.
+        verbalizer: verbalizer; if it scores whole words, it adds inputs to each example.
         max_seq_length: maximum prompt length in tokens.
         batch_size, shuffle, drop_last: as in torch's DataLoader.
         teacher_forcing: include the target texts.
         decoder_max_length: maximum target length in tokens; -1 for no limit.
         predict_eos_token: append the end token to targets.
-        truncate_method: "tail", "head" (cuts the beginning) or "balanced".
+        truncate_method: "tail" (removes the end), "head" (the beginning) or "balanced".
         options: further arguments of OpenPrompt's loader; accepted and ignored.
     """
 

@@ -65,7 +65,7 @@ class PromptModel(nn.Module):
 
 
 class _Prompted(nn.Module):
-    """Base class of the modules below, with the attributes of their `PromptModel`."""
+    """Base class of `PromptForClassification` and `PromptForGeneration`, with shared attributes."""
 
     def __init__(self, plm: Any, template: Any, freeze_plm: bool, plm_eval_mode: bool) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class PromptForGeneration(_Prompted):
     Args:
         plm, template, freeze_plm, plm_eval_mode: as in `PromptModel`.
         gen_config: mapping of defaults of `generate`.
-        tokenizer: accepted and ignored; the template has it.
+        tokenizer: accepted and ignored; the template's tokenizer is used.
     """
 
     def __init__(

@@ -112,14 +112,14 @@ class ManualTemplate(nn.Module):
         """Build the equivalent bmforge template.
 
         Args:
-            asking: prompting mode; if "", that of the model.
+            asking: prompting mode; if "", the mode of the model.
             model: model that reads the prompts; only needed for soft tokens or without `asking`.
         """
         if self._bound and (not asking or self._model is not None):
             core = next(iter(self._bound.values()))
             if core.rows and token_table(self._model).prompt is not core._prompt:
                 raise ConfigError(
-                    "a later template of the same model replaced the soft tokens of this one. "
+                    "a later template of the same model replaced the soft tokens of this template. "
                     "Build this template again to use it."
                 )
             return core

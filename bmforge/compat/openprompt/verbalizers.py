@@ -38,7 +38,7 @@ class ManualVerbalizer(nn.Module):
         label_words: words of each class, as a list or as a dict from class name to words; None if
             `from_file` reads them.
         prefix: text before a word: " " or "".
-        multi_token_handler: first, max, mean, or joint (not in OpenPrompt).
+        multi_token_handler: "first", "max", "mean", or "joint" (not in OpenPrompt).
         post_log_softmax: True to return log-probabilities.
         options: options of subclasses.
 

@@ -15,7 +15,7 @@ __all__ = [
 
 
 def expand_ranges(ranges: str) -> str:
-    """Return the characters of hexadecimal ranges such as ``"21-2f 3a"``."""
+    """Return the characters in ranges of hexadecimal code points, such as ``"21-2f 3a"``."""
     characters = []
     for part in ranges.split():
         first, _, last = part.partition("-")

@@ -82,7 +82,7 @@ def _read(document: Document, text: str) -> TextStatistics:
 def explain(document: Document, rules: str = "mixed") -> list[Explained]:
     """Return the measured value and limits of every rule, not only of the violated one.
 
-    If a rule set removes lines, the next set is evaluated on the remaining ones.
+    If a rule set removes lines, the next rule set is evaluated on the remaining lines.
     """
     judge = JudgeByRules(rules)
     figures, explained = _read(document, document.text), []

@@ -15,7 +15,7 @@ Measure = Callable[[TextStatistics], float]
 
 @dataclass(frozen=True)
 class Bounds:
-    """Allowed range of a value, `low` to `high` inclusive; None for no limit."""
+    """Allowed range of a value, from `low` to `high` inclusive; a None means no limit."""
 
     low: float | None = None
     high: float | None = None

@@ -70,7 +70,7 @@ class TextStatistics:
 
     @cached_property
     def words(self) -> list[str]:
-        """Words and punctuation marks."""
+        """Words and punctuation marks of the text."""
         return self.split(self.text)
 
     @cached_property
@@ -80,7 +80,7 @@ class TextStatistics:
 
     @cached_property
     def _joined(self) -> str:
-        """All words without spaces."""
+        """All words of the text, joined without spaces."""
         return "".join(self.words)
 
     @cached_property
@@ -103,12 +103,12 @@ class TextStatistics:
 
     @cached_property
     def lines(self) -> list[str]:
-        """Lines, divided at any Unicode line end."""
+        """Lines of the text, split at any Unicode line end."""
         return self.text.splitlines()
 
     @cached_property
     def filled_lines(self) -> list[str]:
-        """Nonblank lines, divided at newlines only."""
+        """Nonblank lines of the text, split at newlines only."""
         return [line for line in self.text.split("\n") if line.strip()]
 
     @cached_property

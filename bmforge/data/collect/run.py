@@ -85,7 +85,7 @@ def collect(
         urls: URLs of pages, sitemaps and feeds; their hosts, and those of `config`, are allowed.
         out_dir: output directory.
         config: settings (default: `CollectConfig()`).
-        clock, wait: replacements of the time functions, for tests.
+        clock, wait: functions used instead of `time.monotonic` and `time.sleep` in tests.
 
     Raises:
         ConfigError: a URL is invalid, or a setting is out of range.

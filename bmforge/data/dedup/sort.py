@@ -59,7 +59,7 @@ class SortedRows:
             self._spill()
 
     def __iter__(self) -> Iterator[NDArray[np.void]]:
-        """Yield all rows, sorted, in chunks; may be repeated."""
+        """Yield arrays of rows in sorted order; may be called more than once."""
         if not self._is_spilled:
             self._held = [_sort(np.concatenate(self._held))] if self._held else []
             yield from self._held

@@ -1,9 +1,9 @@
-"""Loads micro-batches of token rows in an order given by (seed, epoch, sample index).
+"""Loads micro-batches of token sequences in an order given by (seed, epoch, sample index).
 
 Optimizer step s trains on the global sample indices s G to s G + G - 1, where G is the global batch
-size. They are assigned to slots [micro-batch][rank][row]; slots beyond G hold padding rows whose
-labels are all -100. So all ranks have batches of the same shape, and the rows of a step do not
-depend on the number of ranks.
+size. They are assigned to slots [micro-batch][rank][sequence]; slots beyond G contain padding
+sequences whose labels are all -100. So all ranks have batches of the same shape, and the sequences
+of a step do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class DataLoader:
     An item is a list of ceil(G / (micro_batch_size * world)) batches, each a dict of int64 tensors
     of shape (B, T). ``labels`` equal ``input_ids`` (the model shifts them), except for -100 in
     padding. With `reset_at_documents`, a batch also has ``position_ids``, which restart after each
-    eos, and ``document_ids``, 0, 1, ... within the row; the label of the first token of a document
-    is then -100, so that nothing is predicted across a boundary. If G is not a multiple of
+    eos, and ``document_ids``, 0, 1, ... within the sequence; the label of the first token of a
+    document is then -100, so that nothing is predicted across a boundary. If G is not a multiple of
     micro_batch_size * world, a batch also has an ``attention_mask``, which is 0 in the padding
-    rows.
+    sequences.
 
     Args:
         dataset: a `PackedDataset` or a `Mixture`.
-        global_batch_size: rows per optimizer step over all ranks, G.
-        micro_batch_size: rows per forward pass on one rank.
+        global_batch_size: sequences per optimizer step over all ranks, G.
+        micro_batch_size: sequences per forward pass on one rank.
         rank: data-parallel rank of this process.
         world: number of data-parallel ranks.
         seed: random seed of the sample order.
@@ -62,7 +62,7 @@ class DataLoader:
 
     Raises:
         ConfigError: a number is out of range, or the dataset lacks an eos_id that is needed.
-        DataError: the corpus is shorter than one row.
+        DataError: the corpus is shorter than one sequence.
     """
 
     is_endless = True
@@ -215,9 +215,9 @@ class _StepMaker:
 
 
 def _mask_rows(lengths: NDArray[np.int64], seq_len: int) -> Any:
-    """Return the attention mask of rows with the given lengths.
+    """Return the attention mask, (B, T), of sequences with the given lengths.
 
-    Padding rows are masked, so that the load-balancing loss of MoE layers ignores them.
+    Padding sequences are masked, so that the load-balancing loss of MoE layers ignores them.
     """
     import torch
 
@@ -240,11 +240,11 @@ def iter_once(
 
     Args:
         dataset: a `PackedDataset` or a `Mixture`.
-        batch_size: rows per batch on one rank.
+        batch_size: sequences per batch on one rank.
         rank: data-parallel rank of this process.
         world: number of data-parallel ranks.
-        max_batches: largest number of batches over all ranks, so that the rows do not depend on the
-            world size (default: the whole corpus).
+        max_batches: largest number of batches over all ranks, so that the sequences do not depend
+            on the world size (default: the whole corpus).
         reset_at_documents: True to add position and document ids per document; the dataset needs
             its eos_id.
 
@@ -280,7 +280,7 @@ def _held_out_batches(
 
 
 def _batch(rows: NDArray[np.int64], lengths: NDArray[np.int64], eos_id: int | None) -> Batch:
-    """Convert rows to a batch of tensors; with an `eos_id`, add position and document ids."""
+    """Convert sequences to a batch of tensors; with `eos_id`, add position and document ids."""
     import torch  # imported here because preparing a corpus needs no tensors
 
     labels = rows.copy()

@@ -69,12 +69,12 @@ class Mixture:
         return sources, periods * self._counts[sources] + self._ranks[at]
 
     def check_trainable(self) -> None:
-        """Raise DataError if one of the corpora is shorter than one row."""
+        """Raise DataError if one of the corpora is shorter than one sequence."""
         for dataset in self._datasets:
             dataset.check_trainable()
 
     def training_rows(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the token rows of the samples with global indices `numbers`.
+        """Return the token sequences of the samples with global indices `numbers`.
 
         Shape: numbers (B,), result (B, T)
         """
@@ -86,13 +86,13 @@ class Mixture:
         return rows
 
     def num_held_out_rows(self) -> int:
-        """Return the number of rows in one epoch of every corpus; weights do not matter."""
+        """Return the number of sequences in one epoch of every corpus; weights do not matter."""
         return sum(dataset.num_held_out_rows() for dataset in self._datasets)
 
     def held_out_rows(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return validation rows and their lengths; the corpora follow one another, by name.
+        """Return validation sequences and their lengths; the corpora follow one another, by name.
 
         Shape: numbers (B,), rows (B, T), lengths (B,)
         """

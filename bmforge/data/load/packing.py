@@ -1,7 +1,7 @@
-"""Packs a token store into rows of `seq_len` tokens, and finds document boundaries in rows.
+"""Packs a token store into sequences of `seq_len` tokens, and finds their document boundaries.
 
-All documents are concatenated in the store; a row is a window on that stream and may span
-documents. Adjacent windows share one token, so every token is predicted: a row of T tokens has
+All documents are concatenated in the store; a sequence is a window on that stream and may span
+documents. Adjacent windows share one token, so every token is predicted: a sequence of T tokens has
 T - 1 predictions, as the model shifts the labels itself (Hugging Face's convention).
 """
 
@@ -21,24 +21,24 @@ __all__ = ["Dataset", "PackedDataset", "document_starts", "reset_positions"]
 
 
 class Dataset(Protocol):
-    """Interface that `DataLoader` needs from a corpus: shuffled training and validation rows."""
+    """Interface of a corpus for `DataLoader`: shuffled training and validation sequences."""
 
     seq_len: int
     eos_id: int | None
 
     def check_trainable(self) -> None:
-        """Raise DataError if the corpus is shorter than one row."""
+        """Raise DataError if the corpus is shorter than one sequence."""
 
     def training_rows(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the rows of the samples with global indices `numbers`: (B, seq_len)."""
+        """Return the sequences of the samples with global indices `numbers`: (B, seq_len)."""
 
     def num_held_out_rows(self) -> int:
-        """Return the number of validation rows in one epoch; the last row may be shorter."""
+        """Return the number of validation sequences in one epoch; the last may be shorter."""
 
     def held_out_rows(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return validation rows, in stream order, and the number of real tokens in each."""
+        """Return validation sequences, in stream order, and the number of real tokens in each."""
 
     def fingerprint(self) -> int:
         """Return a 63-bit hash that changes whenever the order of samples would change."""
@@ -48,7 +48,7 @@ class Dataset(Protocol):
 
 
 class PackedDataset:
-    """Fixed-length token rows of one token store.
+    """Fixed-length token sequences of one token store.
 
     Training reads the stream as a ring that is cut at a new offset in every epoch. Epoch e starts
     at a random offset o(seed, e); its windows begin at (o + i (T - 1)) mod num_tokens for i in [0,
@@ -57,7 +57,7 @@ class PackedDataset:
 
     Args:
         store: token store whose documents end with the end-of-document token.
-        seq_len: tokens per row, at least 2.
+        seq_len: tokens per sequence, at least 2.
         eos_id: end-of-document token id, needed only to separate documents.
         name: corpus name; part of the random key, so that the corpora of a mixture have independent
             orders.
@@ -82,12 +82,12 @@ class PackedDataset:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Number of training rows in one epoch; 0 if the corpus is shorter than one row."""
+        """Number of training sequences in one epoch; 0 if the corpus is shorter than `seq_len`."""
         tokens = self.store.num_tokens
         return tokens // (self.seq_len - 1) if tokens >= self.seq_len else 0
 
     def check_trainable(self) -> None:
-        """Raise DataError if the corpus is shorter than one row."""
+        """Raise DataError if the corpus is shorter than one sequence."""
         if self.samples_per_epoch == 0:
             tokens = self.store.num_tokens
             raise DataError(
@@ -97,7 +97,7 @@ class PackedDataset:
             )
 
     def training_rows(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the token rows of the samples with global indices `numbers`.
+        """Return the token sequences of the samples with global indices `numbers`.
 
         Shape: numbers (B,), result (B, T) int64.
         """
@@ -128,15 +128,15 @@ class PackedDataset:
         row[len(head) :] = self._tokens[: len(row) - len(head)]
 
     def num_held_out_rows(self) -> int:
-        """Return the number of validation rows in one epoch; the last row may be shorter."""
+        """Return the number of validation sequences in one epoch; the last may be shorter."""
         return -(-max(self.store.num_tokens - 1, 0) // (self.seq_len - 1))
 
     def held_out_rows(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return validation rows in stream order, and the number of real tokens in each.
+        """Return validation sequences in stream order, and the number of real tokens in each.
 
-        The last row is padded with zeros.
+        The last sequence is padded with zeros.
 
         Shape: numbers (B,), rows (B, T), lengths (B,)
         """
@@ -178,7 +178,7 @@ def document_starts(
 def reset_positions(
     starts: NDArray[np.bool_],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return position ids, which restart at each document, and document ids, 0, 1, ... per row.
+    """Return position ids, which restart at each document, and document ids within a sequence.
 
     Shape: starts (B, T), both results (B, T) int64.
     """

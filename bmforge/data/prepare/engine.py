@@ -1,4 +1,4 @@
-"""Runs the parts of a stage in this process, or in workers that a bad document may crash.
+"""Runs a stage of `prepare` in this process, or in worker processes, which may crash.
 
 A stage consists of parts, usually one per shard. Only the parent process writes the journal; a
 worker only writes files. Each worker writes the index of its current entry to shared memory. The
@@ -278,7 +278,7 @@ def _resident_bytes(pid: int | None) -> int:
 
 
 def _serve(pipe: Any, work: Work, at: Any, name: Any, number_of_workers: int) -> None:
-    """Main loop of a worker process: run parts until the parent exits."""
+    """Main loop of a worker process: process parts of the stage until the parent process exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     if number_of_workers > 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"

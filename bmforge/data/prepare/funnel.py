@@ -24,7 +24,7 @@ class Amount:
     text_bytes: int = 0
 
     def add(self, documents: int, text_bytes: int) -> None:
-        """Add documents and bytes."""
+        """Add numbers of documents and bytes to the counts."""
         self.documents += documents
         self.text_bytes += text_bytes
 
@@ -56,7 +56,7 @@ class Funnel:
         entry[1] += characters
 
     def merge(self, other: Funnel) -> None:
-        """Add the counts of another part of the corpus."""
+        """Add the counts in `other`, the funnel of another part of the corpus."""
         for own, added in ((self.read, other.read), (self.kept, other.kept)):
             own.add(added.documents, added.text_bytes)
         for rule, amount in other.dropped.items():

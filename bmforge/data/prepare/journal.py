@@ -80,7 +80,7 @@ def write_hashed(path: Path, files: dict[str, str]) -> Iterator[HashedFile]:
 
 
 class Journal:
-    """Journal of the work in a directory, locked while open; use as a context manager.
+    """Journal of a work directory, which is locked while the journal is open; a context manager.
 
     Args:
         work: work directory.
@@ -128,7 +128,7 @@ class Journal:
             ) from error
 
     def find(self, stage: str, part: int, key: str) -> Any | None:
-        """Return the recorded result of a part; None if it is unfinished or has changed files."""
+        """Return the recorded result of a part of a stage; None if unfinished or files changed."""
         record = self._found.get((stage, part))
         if record is None or record["key"] != key:
             return None
@@ -147,7 +147,7 @@ class Journal:
         return True
 
     def add(self, stage: str, part: int, key: str, files: Mapping[str, str], result: Any) -> None:
-        """Record a finished part with the hashes of its files and its result."""
+        """Record a finished part of a stage, with the hashes of its files and its result."""
         assert self._file is not None
         record = {"stage": stage, "part": part, "key": key, "files": dict(files), "result": result}
         self._file.write(json.dumps(record).encode() + b"\n")

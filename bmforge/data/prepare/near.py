@@ -216,7 +216,7 @@ def choose_survivors(
 def _locate(
     near: NearPlaces, compared: NDArray[np.bool_], counts: Sequence[int]
 ) -> NDArray[np.void]:
-    """Return rows of corpus position and similarity of the dropped documents, by position.
+    """Return the corpus position and similarity of each dropped document, sorted by position.
 
     Args:
         near: dropped documents; their positions count only the compared documents.

@@ -1,4 +1,4 @@
-"""Digests of a prepared corpus's files; a token file has one per shard, to locate damage."""
+"""Digests of a prepared corpus's files. A token file has one digest per shard, to locate damage."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class PrepareReport:
 
 
 def write_record(path: Path, report: PrepareReport, inputs: Sequence[InputFile]) -> None:
-    """Write a report and the list of inputs as TOML."""
+    """Write a report and the list of input files as TOML."""
     counts = {f.name: getattr(report, f.name) for f in fields(report)}
     for name in (*_OF_THE_WORK, *_TABLES):
         del counts[name]

@@ -1,4 +1,4 @@
-"""Divides inputs into shards by bytes; the same files always give the same shards."""
+"""Divides the input files into shards by size; the same files always give the same shards."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Summary:
         _add(self.lengths, str(tokens.bit_length()), counts)
 
     def merge(self, other: Summary) -> None:
-        """Add the counts of another part of the corpus."""
+        """Add the counts in `other`, the summary of another part of the corpus."""
         for name in _NESTED:
             own_counts: dict[str, Counts] = getattr(self, name)
             for group, outcomes in getattr(other, name).items():

@@ -14,7 +14,7 @@ _BAR_ROOM = _WIDTH - _BAR_LEFT - _BAR_WIDEST
 
 
 def draw_funnel(stages: Sequence[tuple[str, int, int]]) -> str:
-    """Draw the filter funnel: the documents that remain after each stage, relative to the first.
+    """Return an SVG chart of the filter funnel: the fraction of documents left after each stage.
 
     Args:
         stages: name, remaining documents and dropped documents of each stage.
@@ -45,7 +45,7 @@ def draw_funnel(stages: Sequence[tuple[str, int, int]]) -> str:
 
 
 def draw_bars(rows: Sequence[tuple[str, float, str]]) -> str:
-    """Draw a horizontal bar chart.
+    """Return an SVG horizontal bar chart.
 
     Args:
         rows: name, value, and label of each bar.

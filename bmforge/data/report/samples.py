@@ -60,7 +60,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         if not all(
             {"rule", "value", "bound", "excerpt", "source", "place"} <= {*e} for e in entries
         ):
-            raise ValueError("an entry lacks a field")
+            raise ValueError("an entry lacks rule, value, bound, excerpt, source or place")
         return entries
     except (ValueError, TypeError) as error:
         raise DataError(f"{str(path)!r} is damaged ({error}). Prepare the corpus again.") from error

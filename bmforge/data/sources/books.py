@@ -70,7 +70,7 @@ def _find_package(parts: ZipParts) -> str:
 
 
 def _read_package(raw: bytes) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Parse the package file: a dict from item id to (path, type), and the spine's item ids."""
+    """Parse the package file; return a dict from item id to (path, type), and the spine's ids."""
     items: dict[str, tuple[str, str]] = {}
     order: list[str] = []
 

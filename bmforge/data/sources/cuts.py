@@ -44,7 +44,7 @@ class Parts(NamedTuple):
 
 
 def how_to_cut(path: Path) -> str:
-    """Return at which positions a file can be split, judged by its format.
+    """Return the kind of positions at which a file can be split, judged by its format.
 
     The result is ``"lines"``, ``"packed"`` (line ends of a compressed file), ``"rows"`` or
     ``"members"``; "" if the file cannot be split.

@@ -1,4 +1,4 @@
-"""Divides archives between members (.zip, .tar), or between records (web archives)."""
+"""Splits archives at the boundaries of members (.zip, .tar) or of records (web archives)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bmforge.data.sources.warc import list_records
 
 __all__ = ["MEMBERS", "find_members", "read_members"]
 
-MEMBERS = ("zip", "tar", "warc")  # kinds that are split between members or records
+MEMBERS = ("zip", "tar", "warc")  # kinds that are split at the boundaries of members or records
 Cuts = tuple[tuple[int, int], ...]
 
 
@@ -44,8 +44,8 @@ def _choose(places: Iterable[tuple[int, int]], every_bytes: int) -> Cuts:
     """Choose where to split an archive; return (position, member number from 1) of each split.
 
     Args:
-        places: position of each member (-1 if it cannot be cut there) and its size.
-        every_bytes: approximate bytes between cuts.
+        places: position of each member (-1 if no split is possible there) and its size.
+        every_bytes: approximate number of bytes between two splits.
     """
     cuts, member_bytes = [], 0
     for number, (position, size) in enumerate(places, 1):

@@ -106,7 +106,7 @@ def _read_pair(values: Mapping[str, Any], location: str, shared: Any) -> Prefere
     )
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(
-            f"{location}: 'chosen' and 'rejected' must both be texts, or both lists of messages."
+            f"{location}: 'chosen' and 'rejected' must both be strings, or both lists of messages."
         )
     if isinstance(chosen, str) or isinstance(rejected, str):
         if isinstance(prompt, list):  # the answers of a conversation may be texts
@@ -129,12 +129,12 @@ def _answer(text: Any) -> Message:
 
 
 def _read_content(value: Any, location: str, name: str) -> Content:
-    """Parse a field that contains a text, one message, or a list of messages."""
+    """Parse a field that contains a string, one message, or a list of messages."""
     if isinstance(value, str):
         return value
     turns = [value] if isinstance(value, dict) else value
     if not isinstance(turns, list) or not turns:
-        raise DataError(f"{location}: {name!r} must be a text or a list of messages.")
+        raise DataError(f"{location}: {name!r} must be a string or a list of messages.")
     return read_turns(turns, location)
 
 

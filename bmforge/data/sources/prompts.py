@@ -1,6 +1,6 @@
 """Reads prompts for reinforcement learning and distillation from JSON and Parquet files.
 
-A record has a ``prompt`` (a text or a list of messages), and columns that reward functions receive.
+A record has a ``prompt`` (a string or a list of messages), and columns for reward functions.
 verl's format is supported as well: its ``reward_model.ground_truth`` becomes the column
 ``ground_truth``.
 """
@@ -70,7 +70,7 @@ def _read_prompt(record: Any, source: str) -> PromptRecord:
             )
     elif not isinstance(content, str) or not content:
         raise DataError(
-            f"{source} needs 'prompt', a text or a list of messages with 'role' and 'content'."
+            f"{source} needs 'prompt', a string or a list of messages with 'role' and 'content'."
         )
     names = ("prompt", "tools", "chat_template_kwargs")
     columns = {name: value for name, value in record.items() if name not in names}

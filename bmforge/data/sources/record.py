@@ -86,7 +86,7 @@ def show_name(name: str) -> str:
 
 
 def fail(position: str, size_bytes: int, error: DataError) -> Record:
-    """Return a record for damaged input; parsing it raises `error`."""
+    """Return a record for damaged input; parsing the record raises `error`."""
 
     def parse() -> Document:
         raise error

@@ -69,7 +69,7 @@ def _read_record(location: str, record: Any) -> StepExample:
             "of the steps, and 'labels' with true or false for each)."
         )
     if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
-        raise DataError(f"{location}: 'completions' must be a list of non-empty texts.")
+        raise DataError(f"{location}: 'completions' must be a list of non-empty strings.")
     if len(steps) != len(labels):
         raise DataError(
             f"{location}: 'labels' has {len(labels)} entries for {len(steps)} steps. Write one "
@@ -94,5 +94,5 @@ def _read_prompt(values: Mapping[str, Any], location: str) -> str | list[Message
     if isinstance(prompt, list) and prompt:
         return with_system(values, read_turns(prompt, location))
     if not isinstance(prompt, str) or not prompt:
-        raise DataError(f"{location}: 'prompt' must be a text or a list of messages.")
+        raise DataError(f"{location}: 'prompt' must be a string or a list of messages.")
     return prompt

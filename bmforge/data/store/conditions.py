@@ -127,7 +127,7 @@ def select_documents(columns: Columns, conditions: Sequence[Condition]) -> NDArr
 
 
 def select_store(store: TokenStore, conditions: Sequence[Condition]) -> TokenStore:
-    """Return a view of the documents that match all conditions; without conditions, the store.
+    """Return a view of the documents that match all conditions; without conditions, `store`.
 
     Raises:
         DataError: the store has no metadata, or no document matches.

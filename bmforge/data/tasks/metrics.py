@@ -1,6 +1,6 @@
 """Task metrics (accuracy, F1, exact match, BLEU) as the benchmarks define them.
 
-All are fractions from 0 to 1. F1 of classes uses scikit-learn (extra ``tasks``).
+All are fractions from 0 to 1. The F1 of classification uses scikit-learn (extra ``tasks``).
 Source: the evaluation scripts of SQuAD 1.1, ReCoRD and TACRED; SuperGLUE's table of metrics;
 Papineni et al., "BLEU" (2002); for loose F1 Ling and Weld, "Fine-grained entity
 recognition" (2012).
@@ -75,7 +75,8 @@ def multirc_scores(
         questions: question id of each answer.
 
     Returns:
-        `f1a`, F1 over all answers; `em`, the fraction of questions with every answer judged right.
+        `f1a`, F1 over all answers; `em`, the fraction of questions whose answers are all judged
+        correctly.
     """
     _check_pairs(predicted, labels)
     _check_pairs(questions, labels)

@@ -69,7 +69,7 @@ def _read_c3(path: Path) -> Iterator[TaskExample]:
         location = f"{str(path)!r}, entry {number}"
         if not isinstance(entry, list) or len(entry) != 3:
             raise DataError(
-                f"{location} must contain a list of texts, a list of questions and a name."
+                f"{location} must contain a list of strings, a list of questions and a name."
             )
         named = TaskRecord(location, {"context": entry[0], "questions": entry[1], "name": entry[2]})
         context = "\n".join(named.texts("context"))

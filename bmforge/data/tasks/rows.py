@@ -1,4 +1,4 @@
-"""Converts task examples to token rows, for classification or for answer generation."""
+"""Converts task examples to token ids, for classification or for answer generation."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def right_options(example: TaskExample, options: Sequence[str]) -> list[int]:
 
 
 class ClassRows:
-    """Token rows with a class label, for `ExampleLoader`; an `ExampleSource`.
+    """Encoded texts with a class label; an `ExampleSource` for `ExampleLoader`.
 
     Args:
-        rows: the texts of each row, and its class index (-100 for an unlabelled row).
+        rows: texts and class index of each example (-100 for an unlabeled example).
         tokenizer: tokenizer of a BERT-like model.
         config: recipe config, which determines the sequence length and padding.
         marks_between: number of [SEP] tokens between two texts; see `encode_segments`.
@@ -122,7 +122,7 @@ def continue_prompt(
 
 
 class AnswerRows:
-    """Prompts with answers to train on, as token rows; an `ExampleSource`.
+    """Encoded prompts with answers to train on; an `ExampleSource`.
 
     Args:
         pairs: prompts and answers.

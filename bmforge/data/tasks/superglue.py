@@ -46,7 +46,7 @@ def _copa(row: TaskRecord) -> list[TaskExample]:
 
 
 def read_wsc(row: TaskRecord) -> list[TaskExample]:
-    """Return a WSC example: a text with two spans, labelled 1 if the second refers to the first."""
+    """Return a WSC example: a text with two spans, labeled 1 if the second refers to the first."""
     target = row.part("target")
     spans = {name: target.text(name) for name in ("span1_text", "span2_text")}
     places = {name: str(target.number(name)) for name in ("span1_index", "span2_index")}
@@ -55,7 +55,7 @@ def read_wsc(row: TaskRecord) -> list[TaskExample]:
 
 
 def _multirc(row: TaskRecord) -> list[TaskExample]:
-    """Return one example per MultiRC answer, labelled 1 if the answer is correct."""
+    """Return one example per MultiRC answer, labeled 1 if the answer is correct."""
     passage, out = row.part("passage"), []
     text = passage.text("text")
     for question in passage.parts("questions"):

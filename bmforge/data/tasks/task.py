@@ -95,7 +95,7 @@ class TaskRecord:
         self.values: dict[str, Any] = values
 
     def text(self, name: str) -> str:
-        """Return the text in a field."""
+        """Return the string in a field."""
         return str(self._get(name, str))
 
     def number(self, name: str) -> int:
@@ -113,10 +113,10 @@ class TaskRecord:
         return TaskRecord(f"{self.place}, {name}", self._get(name, dict))
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return the list of texts in a field."""
+        """Return the list of strings in a field."""
         values = self._get(name, list)
         if not all(isinstance(value, str) for value in values):
-            raise DataError(f"{self.place}: {name!r} is not a list of texts.")
+            raise DataError(f"{self.place}: {name!r} is not a list of strings.")
         return tuple(values)
 
     def label(self, names: Mapping[str, int], name: str = "label") -> int | None:

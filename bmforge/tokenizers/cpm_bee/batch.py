@@ -80,8 +80,8 @@ def join_examples(encoded: Sequence[EncodedDocument], task: str = "") -> Instanc
     """Join an encoded document and its encoded in-context examples to an instance.
 
     Args:
-        encoded: the document, then its examples, each encoded with the extension table of the one
-            before.
+        encoded: the document, then its examples, each encoded with the extension table of the
+            previous document.
         task: name of the task.
     """
     lengths = [len(document.ids) for document in encoded]

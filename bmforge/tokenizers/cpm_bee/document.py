@@ -126,7 +126,7 @@ def encode_document(
     """Encode a nested dict of texts with ``<ans>`` for CPM-Bee.
 
     Args:
-        document: dict of texts in the tokenizer's syntax: ``<<`` is ``<``, ``<mask_0>`` a blank.
+        document: dict of texts in the tokenizer's syntax: ``<<`` means ``<``, ``<mask_0>`` a blank.
         tokenizer: CPM-Bee's tokenizer.
         max_length: window in tokens; None for no limit.
         extension: extension table of earlier documents in the same sample; a copy is extended.

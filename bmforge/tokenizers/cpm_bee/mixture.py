@@ -169,7 +169,7 @@ class TaskMixture:
         tokenizer: CPM-Bee's tokenizer.
         max_length: window in tokens; longer documents are skipped.
         seed: random seed for the order of samples and answers, transforms and examples.
-        skip_bad: True to skip and record documents that cannot be encoded, instead of raising.
+        skip_bad: True to skip and record documents that cannot be encoded; False to raise an error.
 
     Attributes:
         samples_per_epoch: number of samples per epoch.
@@ -324,7 +324,7 @@ def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
                 )
         if not all(isinstance(entry.get(key), str) for key in ("path", "task_name")):
             raise ConfigError(
-                f"source {i} in {str(file)!r} needs the texts 'path' and 'task_name'."
+                f"source {i} in {str(file)!r} needs the string fields 'path' and 'task_name'."
             )
         sources.append(
             TaskSource(

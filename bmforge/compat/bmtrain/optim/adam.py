@@ -150,7 +150,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         return {**pack_state(self, gather), "scale": self._scale}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the optimizer from a state.
+        """Restore the optimizer from a state that `state_dict` returned.
 
         Raises:
             CheckpointError: the parameters differ, or a sharded state was saved with another number

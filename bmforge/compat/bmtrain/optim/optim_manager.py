@@ -158,7 +158,7 @@ class OptimManager:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the optimizers and schedules from a state.
+        """Restore the optimizers and schedules from a state that `state_dict` returned.
 
         Raises:
             CheckpointError: the optimizers or parameters differ.

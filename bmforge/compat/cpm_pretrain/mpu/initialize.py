@@ -49,7 +49,7 @@ class Groups:
         topology: topology that was passed.
         io: group of the processes with tensor-parallel rank 0 in the first and last stage; None on
             other processes.
-        rank, size: values that a program set instead of the group's; None for the group's own.
+        rank, size: rank and size that a program set; None to use those of the group.
     """
 
     def __init__(self) -> None:
@@ -183,12 +183,12 @@ def get_io_parallel_group() -> dist.ProcessGroup:
 
 
 def set_model_parallel_world_size(world_size: int | None) -> None:
-    """Override the tensor-parallel size; None to restore the group's own."""
+    """Override the tensor-parallel size; None to restore the size of the group."""
     groups.size = world_size
 
 
 def set_model_parallel_rank(rank: int | None) -> None:
-    """Override the tensor-parallel rank; None to restore the group's own."""
+    """Override the tensor-parallel rank; None to restore the rank in the group."""
     groups.rank = rank
 
 

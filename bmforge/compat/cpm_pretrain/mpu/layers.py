@@ -39,7 +39,7 @@ Init = Callable[[Tensor], Any]
 
 
 class PartParameter(nn.Parameter):
-    """Parameter that is this process's part of a full one, with Megatron's attributes.
+    """Parameter that is this process's shard of a full parameter, with Megatron's attributes.
 
     Args:
         data: this process's part.
@@ -119,7 +119,7 @@ class ColumnParallelLinear(_PartLinear):
     Args:
         input_size, output_size: sizes of the full layer.
         bias: True to add a bias, which begins at 0.
-        gather_output: True to return all outputs instead of this process's.
+        gather_output: True to return all outputs instead of this process's outputs.
         init_method: function that initializes the full weight in place.
         stride: number of matrices stacked in the weight (3 for queries, keys and values).
         keep_master_weight_for_test: True to keep the full weight as `master_weight`.

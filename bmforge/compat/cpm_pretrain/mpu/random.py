@@ -95,7 +95,7 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the generator shared by the tensor-parallel group, and add a separate one per rank."""
+    """Seed the generator shared by the tensor-parallel group, and add one generator per rank."""
     _tracker.reset()
     torch.manual_seed(seed)
     _tracker.add(_OWN, seed + _APART + get_model_parallel_rank())

@@ -39,7 +39,7 @@ class TaskRows(Dataset[dict[str, Tensor]]):
 
     Attributes:
         task: name of the task.
-        examples: the samples that were read.
+        examples: examples of the split.
         qids: question id per sample, for tasks that are scored per question.
     """
 
@@ -134,7 +134,7 @@ class PromptRows(TaskRows):
 
 
 def _read_labelled(task: str, path: str, split: str) -> list[TaskExample]:
-    """Read a split; of a test split, only the labeled samples, of which there may be none."""
+    """Return the examples of a split; a test split has only its labeled examples, if any."""
     if split != "test":
         return read_task(task, path, split)
     if "test" not in TASKS[task].files:

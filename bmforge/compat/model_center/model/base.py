@@ -140,11 +140,12 @@ class BaseModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, config: Config | None = None, **fields: Any) -> Self:
-        """Load a checkpoint in Hugging Face's or ModelCenter's format, or a file of `bmt.save`.
+        """Load a checkpoint in Hugging Face's or ModelCenter's format, or written by `bmt.save`.
 
         Args:
             name: directory, or id in the Hugging Face cache or on the hub.
-            config: config with `dtype`, `cls_head` and dropouts; sizes are the checkpoint's.
+            config: config from which `dtype`, `cls_head` and dropout probabilities are read; the
+                dimensions of the model come from the checkpoint.
             fields: config fields to replace.
 
         Raises:
@@ -194,7 +195,7 @@ class BaseModel(nn.Module):
         return_logits: bool,
         return_dict: bool,
     ) -> Any:
-        """Build the result of a forward call: an output, its values as a tuple, or only the logits.
+        """Build the result of a forward call: a `ModelOutput`, a tuple of values, or the logits.
 
         Args:
             hidden: last hidden states.

@@ -54,15 +54,15 @@ class DecoderModel(BaseModel):
         Args:
             input_ids: token ids.
             length: number of tokens per sequence, before padding.
-            attention_mask: 1 for tokens, 0 for padding, instead of `length`; both include cached
-                tokens. Or a pairwise mask, which replaces the causal mask.
+            attention_mask: mask that replaces `length` (1 for tokens, 0 for padding), or pairwise
+                mask that replaces the causal mask; cached tokens are included.
             token_type_ids: accepted and ignored.
             position_ids: positions (default: counted).
             use_cache: return a KV cache.
             past_key_values: KV cache of an earlier call; it is extended in place.
             output_logits: compute logits now (True), never (False) or when they are read (None).
             output_hidden_states: return the hidden states of all layers.
-            return_dict: return an output with names instead of a tuple.
+            return_dict: return a `ModelOutput` instead of a tuple.
             return_logits: return only the logits, as early versions did.
             inputs_embeds: embeddings instead of `input_ids`.
             others: arguments that ModelCenter accepted without using them.

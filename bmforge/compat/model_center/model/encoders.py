@@ -103,14 +103,14 @@ class EncoderModel(BaseModel):
         Args:
             input_ids: token ids.
             length: number of tokens per sequence, before padding.
-            attention_mask: 1 for tokens, 0 for padding, instead of `length`, cached tokens
-                included; or a pairwise mask.
+            attention_mask: mask that replaces `length` (1 for tokens, 0 for padding), or pairwise
+                mask; cached tokens are included.
             token_type_ids: segment ids (default: 0).
             position_ids: positions (default: counted).
             output_logits: compute logits now (True), never (False) or when they are read (None).
             output_pooler_output: compute the pooler's output.
             output_hidden_states: return the hidden states of all layers.
-            return_dict: return an output with names instead of a tuple.
+            return_dict: return a `ModelOutput` instead of a tuple.
             return_logits: return only the logits, as early versions did.
             inputs_embeds: embeddings instead of `input_ids`.
             use_cache: return a KV cache.

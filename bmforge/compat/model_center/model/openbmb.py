@@ -59,9 +59,9 @@ class GLM(DecoderModel):
             block_position_ids: positions within blanks.
             sep: length of each sequence's prefix (part A), to which all tokens attend.
             length: number of tokens per sequence, before padding.
-            attention_mask: 1 for tokens, 0 for padding; or a length like `sep`.
-            options: options of `DecoderModel`; if one of them selects outputs, a named output is
-                returned instead of the logits.
+            attention_mask: 1 for tokens, 0 for padding; a 1-D tensor is used as `sep`.
+            options: options of `DecoderModel`; if one of them selects outputs, a `ModelOutput`
+                is returned instead of the logits.
 
         Shape:
             input_ids, position_ids, block_position_ids: (B, T); sep, length: (B,)
@@ -179,7 +179,7 @@ class CPM1(_OldCall):
         return_dict: bool = True,
         **others: Any,
     ) -> Any:
-        """Run the model; with `input` return the logits, with `input_ids` an output with names.
+        """Run the model; with `input` return the logits, with `input_ids` a `ModelOutput`.
 
         Args:
             input: token ids for the form before version 1.0; also the first positional argument.
@@ -271,14 +271,14 @@ class CPM3(_OldCall):
         return_dict: bool = True,
         **others: Any,
     ) -> Any:
-        """Run the model; with `input` return logits and hidden states, with `input_ids` an output.
+        """Run the model; with `input` return logits and hidden states, else a `ModelOutput`.
 
         Args:
             input: token ids, the prompt first, for the form before version 1.0.
             length: number of tokens per sequence, before padding.
-            context: True for tokens that all tokens attend to; attention of the others is causal.
-            position: accepted and ignored; also as `position_ids`.
-            segment: segment type per token; also as `token_type_ids`.
+            context: True for tokens that all tokens attend to; other attention is causal.
+            position: accepted and ignored, as is `position_ids`.
+            segment: segment type per token; may also be passed as `token_type_ids`.
             span: span id per token; attention stays within a span (default: one span).
             input_ids: token ids for the form since version 1.0.
             attention_mask: 1 for tokens, 0 for padding.

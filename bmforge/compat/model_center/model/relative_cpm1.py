@@ -1,6 +1,6 @@
 """ModelCenter's variant of CPM-1, with T5's relative positions and gated MLPs.
 
-All tokens attend to context tokens; attention of the others is causal.
+All tokens attend to context tokens; attention to other tokens is causal.
 
 Source: ModelCenter's `model/cpm1.py` and `model/config/cpm1_config.py`.
 """

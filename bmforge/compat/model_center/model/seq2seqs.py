@@ -52,7 +52,7 @@ class Seq2SeqModel(BaseModel):
             past_key_values: KV cache of an earlier call; it is extended in place.
             output_logits: compute logits now (True), never (False) or when they are read (None).
             output_hidden_states: return the hidden states of all layers.
-            return_dict: return an output with names instead of a tuple.
+            return_dict: return a `ModelOutput` instead of a tuple.
             return_logits: return only the logits, as early versions did.
             inputs_embeds: embeddings instead of `input_ids`.
             decoder_inputs_embeds: embeddings instead of `decoder_input_ids`.
@@ -125,9 +125,9 @@ class CPM2(Seq2SeqModel):
     ) -> Any:
         """Run the model on source and target.
 
-        Before version 1.0, and in ModelCenter's examples, forward returned the logits; so does a
-        call with positional arguments or with the names below. A call with `input_ids` returns an
-        output.
+        A call with `input_ids` returns a `ModelOutput`. A call with positional arguments, or with
+        the argument names below, returns the logits, as before version 1.0 and in ModelCenter's
+        examples.
 
         Args:
             enc_input: token ids of the source.

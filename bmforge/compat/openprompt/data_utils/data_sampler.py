@@ -63,7 +63,7 @@ class FewShotSampler:
         Args:
             train_dataset: examples to select from.
             valid_dataset: examples to select validation examples from (default: the remaining
-                ones).
+                examples).
             seed: random seed (default: 0).
         """
         options: Any = {"per_label": self.per_label, "total": self.total, "seed": seed or 0}

@@ -137,7 +137,7 @@ def _read_copa(path: Path, split: str) -> Iterator[Values]:
 
 
 def _read_wsc(path: Path, split: str) -> Iterator[Values]:
-    """Yield WSC's examples with corrected word positions; for training, only the true ones."""
+    """Yield WSC's examples with corrected word positions; for training, only true examples."""
     for number, row in enumerate(read_records(path)):
         if split == "train" and row.values.get("label") is not True:
             continue
@@ -154,8 +154,8 @@ def _read_wsc(path: Path, split: str) -> Iterator[Values]:
 def _find_span(words: list[str], text: str, index: int) -> int:
     """Return the index in `words` at which `text` begins: `index`, or the one before or after.
 
-    If the word at `index` only begins with `text`, it is split in `words`. A text that does not
-    occur there keeps its index, with a warning, as in the original.
+    If the word at `index` only begins with `text`, it is split in `words`. A text that is not
+    found keeps its index, with a warning, as in the original.
     """
     span_words = text.lower().split()
     for shift in (0, -1, 1):

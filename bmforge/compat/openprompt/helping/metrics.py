@@ -1,7 +1,7 @@
-"""OpenPrompt's metrics for classes and generated sentences, and CrossFit's for answers.
+"""OpenPrompt's metrics for classification and generation, and CrossFit's metrics for answers.
 
-CrossFit's `evaluate` (Ye et al. 2021) scores the text that a model generated for any task. ROUGE-L
-is the only one of its metrics that is missing.
+CrossFit's `evaluate` (Ye et al. 2021) scores the text that a model generated for any task. Of
+CrossFit's metrics, only ROUGE-L is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def classification_metrics(
     id2label: Mapping[int, str] | None = None,
     label_path_sep: str = "-",
 ) -> float:
-    """Return one metric of predicted classes, from 0 to 1.
+    """Return one classification metric, from 0 to 1.
 
     Args:
         preds: predicted class of each example.

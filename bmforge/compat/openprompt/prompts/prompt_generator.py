@@ -108,7 +108,7 @@ class TemplateGenerator:
         return [(part[0].strip(), part[-1].strip()) for part in parts]
 
     def convert_template(self, generated: tuple[str, str], original: str) -> str:
-        """Return a template with texts in place of the masks and a mask for the label word."""
+        """Return a template with the generated texts, and a mask instead of the label word."""
         texts = iter(generated)
         filled = _MASK.sub(lambda _: next(texts), original, count=2)
         return _LABEL_WORD.sub('{"mask"}', filled)

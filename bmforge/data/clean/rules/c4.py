@@ -45,11 +45,11 @@ class KeptLines:
 def select_lines(text: TextStatistics, any_end: bool = False) -> KeptLines:
     """Select the lines of a page that look like sentences, by C4's rules.
 
-    A line needs an end mark and three words, and must not mention policies or JavaScript.
+    A line must have a sentence-ending mark and three words, and not mention policies or JavaScript.
 
     Args:
         text: statistics of the text.
-        any_end: True to also keep lines without an end mark, as FineWeb does.
+        any_end: True to also keep lines without a sentence-ending mark, as FineWeb does.
     """
     lines: list[str] = []
     has_phrase = text.once(_has_phrase)
@@ -77,7 +77,7 @@ def _has_phrase(text: TextStatistics) -> bool:
 
 
 def _long_lines(text: TextStatistics) -> list[tuple[str, bool]]:
-    """Return the lines of at least three words, and for each whether it has an end mark.
+    """Return the lines of at least three words, each with True if it has a sentence-ending mark.
 
     Citations are removed after words are counted. Lines with an overlong word are omitted.
     """

@@ -111,8 +111,8 @@ def quality_rules(
         letters: smallest fraction of words with a letter.
         stop_words: stop words, two of which must occur.
         words: smallest and largest number of words.
-        source: publication from which these bounds are taken; those on symbols and bullets are
-            always the paper's.
+        source: publication from which these bounds are taken; the bounds on symbols and bullets
+            are always those of the Gopher paper.
     """
     few, many = words
     short, long = word_length

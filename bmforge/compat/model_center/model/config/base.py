@@ -81,7 +81,7 @@ class Config:
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **fields: Any) -> Self:
-        """Read the config of a directory, a cached model, or one on the hub.
+        """Read the config of a directory, a cached model, or a model on the hub.
 
         Args:
             name: directory or id, whose config.json has Hugging Face's or ModelCenter's format.
