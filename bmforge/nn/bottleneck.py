@@ -42,7 +42,7 @@ class BottleneckOptions:
             rank).
         division: number n of summed Kronecker products, whose left factors are (n, n).
         shared_rule: use the same left factors in both matrices.
-        activation: activation function: relu, gelu, gelu_tanh, silu, tanh, or another name that
+        activation: "relu", "gelu", "gelu_tanh", "silu", "tanh", or another name that
             transformers uses.
         reads: input of the adapter: "out", the module's output, or "in", the module's input.
         scale: factor on the added term.

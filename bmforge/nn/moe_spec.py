@@ -20,7 +20,7 @@ class MoESpec:
         num_experts: number E of experts.
         experts_per_token: number k of experts per token.
         intermediate_size: hidden width F of one expert.
-        activation: activation function: relu, gelu, gelu_tanh, silu or tanh.
+        activation: activation function: "relu", "gelu", "gelu_tanh", "silu" or "tanh".
         gated: experts have a `gate_proj`.
         normalize_weights: normalize the k weights of a token to sum to 1; otherwise use the
             softmax over all experts unchanged.

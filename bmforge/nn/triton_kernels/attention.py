@@ -1,7 +1,7 @@
 """Triton kernels for decode attention over the pages of a KV cache.
 
 The tokens of a sequence are divided over several programs (Dao et al., "Flash-Decoding", 2023):
-`attend_pages` computes a partial softmax of some pages, `join_parts` combines the parts.
+`attend_pages` computes a partial softmax of some pages, `join_parts` combines the results.
 """
 
 from bmforge.nn.triton_kernels.language import jit, tl
