@@ -89,7 +89,7 @@ def find_heads(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def width_into(model: nn.Module, name: str) -> int:
-    """Return the input width of the output projection of attention or MLP with this weight."""
+    """Return the input width of the output projection (of attention or MLP) with this weight."""
     spec = find_block(model, name).spec
     if "o_proj" not in name:
         assert spec.mlp is not None
