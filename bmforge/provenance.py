@@ -94,7 +94,7 @@ class Provenance:
     def as_parts(self, kind: str, name: str) -> tuple[ProvenanceSource, ...]:
         """Return the parts of a model that is derived from this one.
 
-        They are this model itself, recorded as `kind` and `name`, and its own parts.
+        The parts are this model itself, recorded as `kind` and `name`, and its own parts.
         """
         return (ProvenanceSource(kind, name, self.license or UNKNOWN), *self.parts)
 
