@@ -232,7 +232,7 @@ class BottleneckInput(BesidePart):
         return {}
 
     def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
-        """Keep the module's input for the adapter, unless the adapter is disabled in this call."""
+        """Store the module's input for the adapter, unless the adapter is disabled in this call."""
         self.held[:] = [inputs[0]] if weight_of(self) else []
         return out
 
