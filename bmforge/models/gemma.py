@@ -203,7 +203,7 @@ def _block(block: BlockSpec, config: Any) -> BlockSpec:
 
 
 def _scaled(spec: DecoderSpec, config: Any) -> DecoderSpec:
-    """Return the hyperparameters with Gemma's factor on the embedding."""
+    """Return a copy of the `DecoderSpec` with Gemma's factor on the embedding."""
     return replace(spec, embed_scale=math.sqrt(config.hidden_size), rounds_embed_scale=True)
 
 
