@@ -124,7 +124,7 @@ def _find_device(name: int | str | torch.device) -> torch.device:
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the collective backends for `device`; CPU tensors always use gloo."""
+    """Return the name of the collective backend for `device`; CPU tensors always use gloo."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{_BACKENDS.get(device.type, 'gloo')}"

@@ -313,7 +313,7 @@ def _compare(first: License, second: License) -> Conflict | None:
 
 
 def _joinable(first: License, second: License) -> bool:
-    """Return True if a license exists under which a work made from both may be distributed."""
+    """Return True if a work with parts under both licenses may be distributed under one license."""
     ways = [{this.id, *this.compatible} for this in (first, second) if "share-alike" in this.terms]
     if len(ways) == 2:
         return bool(ways[0] & ways[1])
@@ -329,7 +329,7 @@ def _added(other_terms: Mapping[str, str], own_terms: Mapping[str, str]) -> Sequ
 
 
 def _cover(part: License, target: License) -> Conflict | None:
-    """Return the conflict if the target license lacks a restriction of the part's license.
+    """Return the conflict if the target license lacks a restriction of a part's license.
 
     Returns None if the target license has all restrictions.
     """

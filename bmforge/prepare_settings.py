@@ -100,8 +100,8 @@ class FilterConfig:
             lines are dropped.
         bad_hosts: file with one host per line; documents from these hosts and their subdomains
             are dropped.
-        scores: files written by `bmforge data quality`: quality.npz records the score,
-            quality.npz>=0.5 drops documents with a lower score, and perplexity.npz=head,middle
+        scores: files written by `bmforge data quality`: "quality.npz" records the score,
+            "quality.npz>=0.5" drops documents with a lower score, and "perplexity.npz=head,middle"
             drops the third of the documents with the highest perplexity.
         license: license of texts whose source does not state a license: an SPDX id for all texts,
             or PATH=ID for the texts of a file or directory.

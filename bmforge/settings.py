@@ -161,7 +161,9 @@ class QuickstartConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TalkConfig:
-    """Options of a chat; if None, the model's default is used (for EVA, the original project's).
+    """Options of a chat; options that are None use the model's defaults.
+
+    EVA's defaults are those of its original project.
 
     Args:
         system: system message.
