@@ -116,7 +116,7 @@ class RowStore:
         self.scale = _frozen(scale)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the tensors' initialization and sharding, which are those of the plain weight."""
+        """Return the tensors' initialization and sharding, as of the plain weight."""
         shape = tuple(self.weight.shape)
         return {
             "weight": _note_rows("weight", shape, _BY_ROWS | {"row": 1}),

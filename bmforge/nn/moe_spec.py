@@ -38,7 +38,7 @@ class MoESpec:
         weighs: weight the selected experts' outputs; otherwise sum them unweighted, and the
             router gets no gradient.
         bias: biases on each expert's gate and up projections, and on its down projection or,
-            without `weighs`, one on the summed output.
+            without `weighs`, a single bias on the summed output.
         swiglu_limit: bound of the clamped SwiGLU of gpt-oss (`mlp.clamp_swiglu`), which replaces
             the gated activation; None means no limit.
         router: "linear", "two_layer", or "wide", which is linear in fp32 (see `router.py`).

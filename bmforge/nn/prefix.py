@@ -197,7 +197,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _times(x: Tensor, shared: Tensor) -> Tensor:
-    """Multiply (B, K, G, i) by a matrix (K, i, o) shared by all rows; returns (B, K, G, o)."""
+    """Multiply (B, K, G, i) by a matrix (K, i, o) shared by all sequences; returns (B, K, G, o)."""
     rows, heads, queries, width = x.shape
     folded = x.transpose(0, 1).reshape(heads, rows * queries, width)
     return torch.bmm(folded, shared).view(heads, rows, queries, -1).transpose(0, 1)

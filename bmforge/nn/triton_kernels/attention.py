@@ -25,8 +25,8 @@ def attend_pages(
         query: (rows, K * GROUP, H).
         keys: (pages, K, 16, H); `values` has the same shape.
         key_scales: (pages, K, 16) if IS_INT8, else not read; `value_scales` has the same shape.
-        tables: page indices of each row, (rows, width) int32.
-        ends: number of tokens that each row attends to, (rows,) int32.
+        tables: page indices of each sequence, (rows, width) int32.
+        ends: number of tokens that each query attends to, (rows,) int32.
         part: unnormalized result, (rows, K, parts, BR, H) fp32.
         stats: maximum and sum of the weights, (rows, K, parts, BR, 2) fp32.
     """
