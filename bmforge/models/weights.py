@@ -256,7 +256,7 @@ def _expand_family(
 def _fit_parts_(
     rules: list[WeightRule], indices: list[int], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Set the row ranges of a fused tensor's parts from the shapes of the parameters.
+    """Set the row ranges of the parameters in a fused tensor from the shapes of the parameters.
 
     If the rows of a resized layer cannot be divided into the groups, its parts are concatenated.
     """
