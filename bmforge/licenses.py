@@ -267,7 +267,7 @@ def obeys(name: str, policy: str) -> bool:
 
 
 def merge_licenses(licenses: Iterable[str], handed_on: str = "") -> list[Conflict]:
-    """Return the conflicts between the licenses of a work's parts.
+    """Return the conflicts between the licenses of the parts of a work.
 
     A share-alike license conflicts with a license that has additional restrictions, and with a
     different share-alike license. Unknown licenses are ignored.
