@@ -30,7 +30,7 @@ def balance_whole_step(
     """Context manager that computes the load-balancing loss over all micro-batches and ranks.
 
     It does nothing for models without a load-balancing loss. A single micro-batch needs no
-    additional forward pass, because its own one sums the statistics over the processes.
+    additional forward pass, because its own forward pass sums the statistics over the processes.
 
     Args:
         model: model; its load is balanced if its attribute `balances` is True.

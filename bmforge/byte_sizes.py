@@ -27,6 +27,7 @@ def parse_size(text: str, name: str = "size") -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(
-            f"invalid size: {name}={text!r} (a number and a unit, such as 2GiB, 1.5GB or 800MiB)."
+            f"invalid size: {name}={text!r} (expected: a number and a unit, such as 2GiB or "
+            "800MiB)."
         )
     return int(float(match[1]) * _UNITS[match[2].lower()])

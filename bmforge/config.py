@@ -165,7 +165,7 @@ def config_from_dict(cls: type[C], values: dict[str, Any], path: str = "") -> C:
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
-    """Check `value` against a type hint; convert it if TOML stores it as another type."""
+    """Check `value` against a type hint; convert values that TOML stores as another type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value, path)

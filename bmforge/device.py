@@ -124,7 +124,7 @@ def _find_device(name: int | str | torch.device) -> torch.device:
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the collective backends for `device`; CPU tensors always use gloo."""
+    """Return the name of the collective backend for `device`; CPU tensors always use gloo."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{_BACKENDS.get(device.type, 'gloo')}"
@@ -170,8 +170,8 @@ def has_fast_half(device: torch.device, dtype: torch.dtype) -> bool:
 def triton_features(device: torch.device) -> tuple[bool, bool] | None:
     """Return the flags (has_dp4a, has_tensor_cores) of Triton on `device`; None without Triton.
 
-    Triton has no tensor cores on Turing (sm_75), which has NVIDIA's dot product of bytes. AMD's and
-    Intel's GPUs have matrix cores and no such instruction in Triton.
+    On Turing (sm_75), Triton supports NVIDIA's dot product of bytes (dp4a), but no tensor cores. On
+    AMD's and Intel's GPUs, Triton uses the matrix cores, but has no dp4a.
     """
     if device.type not in ("cuda", "xpu"):
         return None
@@ -187,11 +187,12 @@ def has_graphs(device: torch.device) -> bool:
 
 
 class DeviceGraph:
-    """Kernels that a function launched, launched again in one call on the same memory.
+    """Records the kernels that a function launches, to replay them in one call.
 
-    The host needs some 10 us to launch a kernel from Python, and a graph a fraction of that. The
-    function must not read values of the device, and must have run once before with the same
-    shapes, because kernels cannot be compiled while a graph is recorded.
+    Launching a kernel from Python takes about 10 us on the host; in a graph it takes a fraction of
+    that. Every replay uses the same memory. The function must not read values of the device, and
+    must have run once before with the same shapes, because kernels cannot be compiled while a graph
+    is recorded.
 
     Args:
         run: function whose kernels are recorded, but not run.

@@ -33,8 +33,8 @@ def check_place(path: str | Path, name: str, *, is_file: bool = False) -> None:
         is_file: whether a file will be written, instead of a directory.
 
     Raises:
-        ConfigError: `path` exists and is of the other kind, a parent is a file, or the directory is
-            not writable.
+        ConfigError: `path` exists but is a file instead of a directory (or the reverse), a parent
+            is a file, or the directory is not writable.
     """
     path = Path(path)
     if path.exists() and path.is_dir() == is_file:

@@ -78,7 +78,7 @@ def host_memory_bytes() -> int:
     """Return the memory of the machine, or of the container around this process.
 
     Raises:
-        ConfigError: the system does not report it.
+        ConfigError: the system does not report its memory size.
     """
     windows = _ask_windows()
     if windows is not None:

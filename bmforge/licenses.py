@@ -286,7 +286,7 @@ def obeys(name: str, policy: str) -> bool:
 
 
 def merge_licenses(licenses: Iterable[str], handed_on: str = "") -> list[Conflict]:
-    """Return the conflicts between the licenses of a work's parts.
+    """Return the conflicts between the licenses of the parts of a work.
 
     A share-alike license conflicts with a license that has additional restrictions, and with a
     different share-alike license. Unknown licenses are ignored.
@@ -332,7 +332,7 @@ def _compare(first: License, second: License) -> Conflict | None:
 
 
 def _joinable(first: License, second: License) -> bool:
-    """Return True if a license exists under which a work made from both may be distributed."""
+    """Return True if a work with parts under both licenses may be distributed under one license."""
     ways = [{this.id, *this.compatible} for this in (first, second) if "share-alike" in this.terms]
     if len(ways) == 2:
         return bool(ways[0] & ways[1])
@@ -348,7 +348,7 @@ def _added(other_terms: Mapping[str, str], own_terms: Mapping[str, str]) -> Sequ
 
 
 def _cover(part: License, target: License) -> Conflict | None:
-    """Return the conflict if the target license lacks a restriction of the part's license.
+    """Return the conflict if the target license lacks a restriction of a part's license.
 
     Returns None if the target license has all restrictions.
     """

@@ -24,9 +24,9 @@ class BpeConfig:
     """Options of a BPE tokenizer that is trained while a corpus is prepared.
 
     Args:
-        digits: how numbers are split before merges are learned: joined does not split them, single
-            splits off each digit, triples splits them into groups of up to three digits.
-        han: single keeps each Chinese character separate, so that it is never merged with others.
+        digits: how numbers are split before merges are learned: "joined" does not split them,
+            "single" splits off each digit, "triples" splits them into groups of up to three digits.
+        han: "single" keeps each Chinese character separate, so that no merge contains it.
         special_tokens: additional special tokens, such as <|im_start|>; their ids start at 1.
         min_frequency: minimum number of occurrences of a pair of tokens that is merged.
         max_token_length: maximum length of a token in bytes, at least 2 (if None: no limit).
@@ -44,8 +44,8 @@ class ReadConfig:
     """Options for reading input files.
 
     Args:
-        errors: handling of bytes that cannot be decoded: replace inserts U+FFFD and counts
-            the errors; strict rejects the file or entry.
+        errors: handling of bytes that cannot be decoded: "replace" inserts U+FFFD and counts
+            the errors; "strict" rejects the file or entry.
         encoding: encoding of text that is not UTF-8, such as cp1252 or gb18030 (if empty: the
             declared encoding, or else the detected one).
         skip_bad: skip and count invalid lines and files instead of stopping.
@@ -69,10 +69,10 @@ class CleanConfig:
     """Options for changing the text of documents.
 
     Args:
-        tidy: text repairs to apply: repair (text decoded with the wrong encoding), invisible
-            (zero-width characters), width (half-width letters and digits), simplified or
-            traditional (Chinese), boilerplate (lines of menus and notices), wrapped (lines broken
-            at a fixed width).
+        tidy: text repairs to apply: "repair" (text decoded with the wrong encoding), "invisible"
+            (zero-width characters), "width" (half-width letters and digits), "simplified" or
+            "traditional" (Chinese), "boilerplate" (lines of menus and notices), "wrapped" (lines
+            broken at a fixed width).
         mask_private: replace private data with <EMAIL>, <PHONE> and so on.
         phone_regions: countries, such as US and DE, whose national phone numbers are treated as
             private data, in addition to Chinese and international numbers.
@@ -93,23 +93,23 @@ class FilterConfig:
     """Options for selecting documents by language, quality, source and license.
 
     Args:
-        languages: keep only documents in these languages, given as codes such as en and zh; any
-            keeps all documents and records their language (if empty: no language detection).
+        languages: keep only documents in these languages, given as codes such as "en" and "zh";
+            "any" keeps all documents and records their language (if empty: no language detection).
         by_paragraph: also remove paragraphs in other languages from the documents that are
             kept; needs languages.
-        rules: published filter rules to apply: those for English, for Chinese, or (mixed) those
-            for the language of each document.
+        rules: published filter rules to apply: "english", "chinese", or "mixed" (the rules for the
+            language of each document).
         bad_words: file with one word per line; documents with more than one such word per two
             lines are dropped.
         bad_hosts: file with one host per line; documents from these hosts and their subdomains
             are dropped.
-        scores: files written by `bmforge data quality`: quality.npz records the score,
-            quality.npz>=0.5 drops documents with a lower score, and perplexity.npz=head,middle
+        scores: files written by `bmforge data quality`: "quality.npz" records the score,
+            "quality.npz>=0.5" drops documents with a lower score, and "perplexity.npz=head,middle"
             drops the third of the documents with the highest perplexity.
         license: license of texts whose source does not state a license: an SPDX id for all texts,
             or PATH=ID for the texts of a file or directory.
-        license_policy: allowed licenses of documents: any, known (recognized licenses),
-            commercial (commercial use is allowed) or permissive (only attribution and notices
+        license_policy: allowed licenses of documents: "any", "known" (recognized licenses),
+            "commercial" (commercial use is allowed) or "permissive" (only attribution and notices
             are required).
     """
 

@@ -1,8 +1,8 @@
 """Provenance of a model: the models and data it was made from, and their licenses.
 
 The record is stored as ``LICENSE.json`` next to a model card. A model that is made from another
-model or from texts inherits their records. Nothing is guessed: a part without a stated license is
-unknown. `licenses` has the terms of each license.
+model or from texts inherits their records. Nothing is guessed: the license of a model or data set
+that states none is unknown. `licenses` has the terms of each license.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class Provenance:
     parts: tuple[ProvenanceSource, ...] = ()
 
     def __bool__(self) -> bool:
-        """Return True if a license or a part is recorded."""
+        """Return True if a license, a model or a data set is recorded."""
         return bool(self.license or self.parts)
 
     def as_parts(self, kind: str, name: str) -> tuple[ProvenanceSource, ...]:
-        """Return the parts of a model that is derived from this one.
+        """Return the `parts` of a model that is derived from this one.
 
-        They are this model itself, recorded as `kind` and `name`, and its own parts.
+        The parts are this model itself, recorded as `kind` and `name`, and its own parts.
         """
         return (ProvenanceSource(kind, name, self.license or UNKNOWN), *self.parts)
 
@@ -103,12 +103,12 @@ class Provenance:
         return replace(self, parts=tuple(dict.fromkeys((*self.parts, *parts))))
 
     def conflicts(self) -> list[Conflict]:
-        """Return the conflicts among the licenses of the parts and of the model."""
+        """Return the conflicts among the licenses of the model and of its `parts`."""
         named = [part.license for part in self.parts if part.kind != "terms"]
         return merge_licenses(named, self.license)
 
     def licenses(self) -> list[License]:
-        """Return the recognized licenses of the model and its parts, sorted by id."""
+        """Return the recognized licenses of the model and of its `parts`, sorted by id."""
         names = [self.license, *(part.license for part in self.parts if part.kind != "terms")]
         by_id = {license.id: license for license in map(find_license, names) if license is not None}
         return [by_id[id] for id in sorted(by_id)]
@@ -228,13 +228,13 @@ def write_provenance(directory: str | Path, provenance: Provenance, name: str = 
 
 
 def warn_of_licenses(where: object, provenance: Provenance, *sources: Provenance) -> None:
-    """Log a warning about conflicting clauses and about parts with unknown licenses.
+    """Log a warning about conflicting clauses and unknown licenses of models or data.
 
     Args:
         where: model or run that the provenance belongs to.
         provenance: the provenance.
-        sources: records of the models that it was made from. Their own conflicts and unknown parts
-            were logged when these records were written, and `bmforge info` shows them.
+        sources: records of the models that it was made from. Their own conflicts and unknown
+            licenses were logged when these records were written, and `bmforge info` shows them.
     """
     old = [conflict for source in sources for conflict in source.conflicts()]
     for conflict in provenance.conflicts():

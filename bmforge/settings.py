@@ -35,13 +35,13 @@ class MemoryOptions:
             2GiB; weights that do not fit are read from disk when needed (if None: no limit).
         max_model_len: maximum sequence length, including new tokens, for which device_budget
             reserves memory (if None: 1024, or the model's maximum).
-        quantize: quantize weights while loading: int8, int8-dynamic, int4 or int4-128; keep
-            loads the integers of a GGUF, GPTQ or AWQ file, and none dequantizes them (if None:
-            keep for such a file of a native family, else none).
+        quantize: quantize weights while loading: "int8", "int8-dynamic", "int4" or "int4-128";
+            "keep" loads the integers of a GGUF, GPTQ or AWQ file, and "none" dequantizes them (if
+            None: "keep" for such a file of a native family, else "none").
         devices: accelerators among which the model's blocks are divided, by index or name, such as
             0,1; device_budget applies to each of them (if None: one).
-        backend: implementation of the architecture: native (bmforge's), transformers, or auto
-            (native if bmforge supports the architecture, else transformers).
+        backend: implementation of the architecture: "native" (bmforge's), "transformers", or "auto"
+            ("native" if bmforge supports the architecture, else "transformers").
     """
 
     device_budget: str | None = None
@@ -161,7 +161,9 @@ class QuickstartConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TalkConfig:
-    """Options of a chat; if None, the model's default is used (for EVA, the original project's).
+    """Options of a chat; options that are None use the model's defaults.
+
+    EVA's defaults are those of its original project.
 
     Args:
         system: system message.

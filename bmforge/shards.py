@@ -135,7 +135,7 @@ def is_first_replica(tensor: Tensor, leads: bool) -> bool:
 
     Args:
         tensor: a DTensor, or a plain tensor that is replicated over several ranks.
-        leads: whether this rank is the first of the ranks that have a plain tensor.
+        leads: whether this rank is the first of the ranks that hold the replicated plain tensor.
     """
     if not is_distributed(tensor):
         return leads

@@ -197,8 +197,8 @@ def wait_before_use(
 ) -> list[RemovableHandle]:
     """Register hooks that call `wait` with the parameters that a module is about to use.
 
-    An FSDP unit, whose parameters are all-gathered, waits for them and for those of the units that
-    it prefetches. The root module waits for the parameters outside of units.
+    An FSDP unit all-gathers its parameters, so its hook waits for these parameters and for those of
+    the units that it prefetches. The root module waits for the parameters outside of units.
 
     Returns:
         handles that remove the hooks.

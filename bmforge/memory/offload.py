@@ -32,7 +32,7 @@ class OffloadConfig:
         fraction: minimum fraction of the parameters whose optimizer state is offloaded, together
             with the fp32 master weights of a bf16 model; the last layers come first. "auto"
             offloads just enough to fit on the device, measured in the first step.
-        target: storage of the states: host memory, or a file on disk.
+        target: storage of the states: "host" (host memory) or "disk" (a file).
         states: storage format of Adam's moments; updates are computed in fp32.
         directory: directory of the file with the states (if None: the system's temporary
             directory).
@@ -61,7 +61,8 @@ class OffloadConfig:
         if self.directory is not None and self.target != "disk":
             raise ConfigError(
                 f"offload.directory={str(self.directory)!r} has no effect with offload.target="
-                f"{self.target!r}. Set offload.target=disk or leave it out."
+                f"{self.target!r}. Set offload.target=disk, or leave out "
+                "offload.directory."
             )
         if self.weights and self.fraction != 1.0:
             raise ConfigError(
@@ -87,9 +88,10 @@ class OffloadConfig:
 
 
 def choose_parameters(parameters: Sequence[nn.Parameter], fraction: float) -> set[int]:
-    """Return the `id`s of the last parameters that have at least `fraction` of all elements.
+    """Return the `id`s of the last parameters, which have at least `fraction` of all elements.
 
-    Sizes are those of whole tensors, not of shards, so that all processes choose the same.
+    Sizes are those of whole tensors, not of shards, so that all processes choose the same
+    parameters.
     """
     needed = fraction * sum(parameter.numel() for parameter in parameters)
     chosen: set[int] = set()

@@ -73,7 +73,7 @@ def choose_resident(stacks: Sequence[Sequence[int]], room_bytes: int) -> list[li
 
 
 def _fill(stack: Sequence[int], largest: int, room_bytes: int) -> list[int]:
-    """Return the indices of resident blocks: all above `largest`, and as many others as fit."""
+    """Return the indices of resident blocks: all larger than `largest`, and as many more as fit."""
     movable = [i for i, size in enumerate(stack) if size <= largest]
     for count in range(len(movable), -1, -1):
         chosen = [movable[index] for index in spread_resident(len(movable), count)]

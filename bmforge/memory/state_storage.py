@@ -18,13 +18,13 @@ from bmforge.memory.spill import Bytes, HostBytes, SpillFile
 __all__ = ["BLOCK_ELEMENTS", "Home", "StateDtype", "home_bytes"]
 
 StateDtype = Literal["fp32", "bf16", "8bit"]
-# Parts begin at multiples of this number of elements: it is the block size of 8-bit scales, and
-# vectorized kernels then divide parts into the same vectors as the whole tensor.
+# Ranges begin at multiples of this number of elements: it is the block size of 8-bit scales, and
+# vectorized kernels then divide ranges into the same vectors as the whole tensor.
 BLOCK_ELEMENTS = 256
 
 
 def home_bytes(numel: int, kind: StateDtype, dtype: torch.dtype = torch.float32) -> int:
-    """Return the bytes needed to store `numel` elements."""
+    """Return the number of bytes that `numel` elements need in the storage format `kind`."""
     if kind == "8bit":
         return (BLOCK_ELEMENTS + 4) * -(-numel // BLOCK_ELEMENTS)
     return numel * (2 if kind == "bf16" else dtype.itemsize)
@@ -35,8 +35,9 @@ class Home:
 
     Args:
         numel: number of elements.
-        kind: storage format.
-        dtype: dtype of returned values; also the storage dtype of "fp32".
+        kind: storage format: "fp32" (values in `dtype`, not quantized), "bf16", or "8bit" (codes
+            of 8 bits, with one scale per block).
+        dtype: dtype of the values that are stored or returned.
         disk: file in which the tensor is stored; None means host memory.
         signed: whether 8-bit values may be negative.
         new_host: function that allocates host memory, possibly page-locked.

@@ -72,8 +72,8 @@ class ExpertStreamer:
 
     Args:
         layers: name and module of every MoE layer. Each parameter is stacked by expert. The
-            module's arguments are the rows sorted by expert and the end index of each expert's
-            rows; it returns one output row per input row.
+            module's arguments are the tokens' hidden states, sorted by expert, and the end index
+            of each expert's tokens; it returns one output per token.
         read: reader of the weights.
         device: compute device.
         budget_bytes: total size of the slots.
@@ -131,7 +131,7 @@ class ExpertStreamer:
         self.engine.close()
 
     def _run(self, layer: int, inner: Any, /, x: Tensor, ends: Tensor) -> Tensor:
-        """Apply each expert to its rows, beginning with the cached experts."""
+        """Apply each expert to its tokens, beginning with the cached experts."""
         if torch.is_grad_enabled() and x.requires_grad:
             raise ConfigError(
                 "streamed experts do not support the backward pass. Stream whole blocks "
@@ -149,7 +149,7 @@ class ExpertStreamer:
         return torch.cat([parts[expert] for expert in used]) if used else x[:0]
 
     def _work(self, key: _Key, x: Tensor) -> Tensor:
-        """Apply one requested expert to its rows, after waiting for its weights if necessary."""
+        """Apply one requested expert to its tokens, after waiting for its weights if necessary."""
         slot = self._here[key]
         self._here.move_to_end(key)
         if slot.ticket is not None:
@@ -212,7 +212,7 @@ def _count(experts: nn.Module) -> int:
 
 
 def _rows_of(ends: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the row range (start, stop) of each expert."""
+    """Yield the range (start, stop) of each expert's tokens."""
     start = 0
     for stop in ends.tolist():
         yield start, stop

@@ -333,7 +333,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         The family later adds positions and segments, and applies factors.
 
         Args:
-            input_ids: token ids; ids from the vocabulary size on select rows of a soft prompt.
+            input_ids: token ids; ids of at least the vocabulary size select rows of a soft prompt.
             inputs_embeds: embeddings in place of `input_ids`.
             name: name of the embeddings' argument for error messages.
 

@@ -171,7 +171,7 @@ class CausalLM(Model):
             attention_mask: 1 for tokens, 0 for padding, including cached tokens; or a 4-D mask
                 over pairs of tokens, which replaces causal attention.
             position_ids: positions; by default counted from the cache's length.
-            document_ids: index of each token's document in packed rows; tokens attend within it.
+            document_ids: index of each token's document in packed sequences; see `build_mask`.
             labels: for a language model, target ids (shifted by the model; -100 is ignored);
                 returns the loss instead of logits. For a classifier, see `classification_loss`.
             num_items_in_batch: divisor of the summed loss; if None, the loss is the mean.
@@ -253,7 +253,7 @@ class CausalLM(Model):
         }
 
     def _pick_tokens(self, inputs: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return (B,): for each sequence, the index of the token whose logits classify it."""
+        """Return the index of the token whose logits classify each sequence, (B,)."""
         padding = getattr(self.config, "pad_token_id", self.config.raw.get("pad_token_id"))
         return find_last_token(inputs, attention_mask, padding)
 
@@ -282,7 +282,7 @@ class CausalLM(Model):
         """Add router logits and, if configured, the experts' load-balancing loss to the output.
 
         The loss covers all tokens over which `sum_statistics` sums. Each micro-batch and rank adds
-        its share, computed from its own tokens' probabilities and scaled like its share of the main
+        a part, computed from its own tokens' probabilities and scaled like its part of the main
         loss. If `num_items` is a `Measure`, there is no balancing loss.
         """
         if not routed:
@@ -308,8 +308,8 @@ class CausalLM(Model):
         """Compute the load-balancing loss: the mean over layers, grouped by their expert counts.
 
         Returns:
-            this rank's share of the loss, the total loss, the number of labels, and the number of
-            shares
+            this rank's part of the loss, the total loss, the number of labels, and the number of
+            parts
         """
         spec = self.spec
         specs = (spec.blocks.get(i, spec.block).mlp for i in range(span_of(self.layers).total))

@@ -88,7 +88,7 @@ class Cohere(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: CohereConfig) -> DecoderSpec:
-        """Return the hyperparameters of the model."""
+        """Return the `DecoderSpec` of the model."""
         return replace(
             super().make_spec(config),
             rope=config.rope_spec(interleaved=True),

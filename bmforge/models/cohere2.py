@@ -90,7 +90,7 @@ class Cohere2(LayerTypes):
 
     @classmethod
     def make_spec(cls, config: Cohere2Config) -> DecoderSpec:
-        """Return the hyperparameters of the model."""
+        """Return the `DecoderSpec` of the model."""
         return replace(
             super().make_spec(config),
             rope=config.rope_spec(interleaved=True),

@@ -49,7 +49,7 @@ class CPMAnt(CPMLive):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **options: Any) -> Self:
-        """Load like `Model.from_pretrained`; a head tied by transformers becomes a copy."""
+        """Load a checkpoint; a head that transformers ties to the embedding becomes a copy."""
         model = super().from_pretrained(name, **options)
         if model.config.folded and model.config.tie_word_embeddings:
             if model.config.head == "language_model":

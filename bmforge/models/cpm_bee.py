@@ -153,9 +153,9 @@ class CPMBee(CPMLive):
             attention_mask: 1 for tokens, 0 for padding; plain text only.
             position_ids: ignored; distances are computed from `position`.
             document_ids: document of each token in packed sequences; plain text only.
-            labels: target ids (not shifted by the model; -100 is ignored); ids from the
-                vocabulary size on select rows of `ext_table_ids`. Returns the loss instead of
-                logits.
+            labels: target ids (not shifted by the model; -100 is ignored); ids of at
+                least the vocabulary size select rows of `ext_table_ids`. Returns the loss instead
+                of logits.
             num_items_in_batch: divisor of the summed loss; if None, the loss is the mean.
             cache: KV cache of earlier tokens.
             output_hidden_states: return the outputs of the embedding and of every layer.

@@ -232,7 +232,7 @@ class CPMLive(CausalLM):
         return span.last == span.total
 
     def width_into(self, name: str) -> int:
-        """Return the width whose square root divides a parameter's input; 1 without scaling."""
+        """Return w if the input of the parameter's layer is divided by sqrt(w); 1 if it is not."""
         if name.endswith("norm.weight") or name.startswith("rel_bias"):
             return 1
         if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):

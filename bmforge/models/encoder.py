@@ -188,7 +188,7 @@ class EncoderModel(Model):
             token_type_ids: segment type of every token (default: 0).
             position_ids: row indices of the position table, or positions for RoPE (default:
                 counted).
-            document_ids: index of each token's document in packed rows; tokens attend within
+            document_ids: index of each token's document in packed sequences; tokens attend within
                 their document.
             labels: for the masked-LM head, ids of the masked tokens (-100 is ignored); returns
                 the loss instead of logits. For a classifier, see `classification_loss`.

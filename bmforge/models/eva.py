@@ -137,7 +137,7 @@ class EVA(Seq2Seq):
         return config.replace(activation="gelu_new")
 
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
-        """Map parameter names to Megatron's or to the published class's, whichever fits `names`."""
+        """Map parameter names to the format of `names`: Megatron's or the published code's."""
         if _MEGATRON not in names:
             return super().rules_for(names)
         return self.expand(self.megatron_rules())
@@ -149,7 +149,7 @@ class EVA(Seq2Seq):
         return [*megatron_rules(self.config), roles, head]
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to those of the published class, which number the sublayers."""
+        """Map parameter names to those of EVA's published code, in which sublayers are numbered."""
         rules = [
             WeightRule("embed.weight", "shared.weight"),
             WeightRule("embed_segments.weight", "role_embeds.weight"),

@@ -176,7 +176,7 @@ class Falcon(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: FalconConfig) -> DecoderSpec:
-        """Return the hyperparameters of the model."""
+        """Return the `DecoderSpec` of the model."""
         return replace(super().make_spec(config), padding_id=None)
 
     def weight_rules(self) -> list[WeightRule]:

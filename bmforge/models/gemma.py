@@ -203,7 +203,7 @@ def _block(block: BlockSpec, config: Any) -> BlockSpec:
 
 
 def _scaled(spec: DecoderSpec, config: Any) -> DecoderSpec:
-    """Return the hyperparameters with Gemma's factor on the embedding."""
+    """Return a copy of the `DecoderSpec` with Gemma's factor on the embedding."""
     return replace(spec, embed_scale=math.sqrt(config.hidden_size), rounds_embed_scale=True)
 
 
@@ -219,7 +219,7 @@ class Gemma(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: GemmaConfig) -> DecoderSpec:
-        """Return the hyperparameters of the model."""
+        """Return the `DecoderSpec` of the model."""
         return _scaled(super().make_spec(config), config)
 
 
@@ -238,7 +238,7 @@ class Gemma2(LayerTypes):
 
     @classmethod
     def make_spec(cls, config: Gemma2Config) -> DecoderSpec:
-        """Return the hyperparameters of the model."""
+        """Return the `DecoderSpec` of the model."""
         spec = _scaled(super().make_spec(config), config)
         return replace(spec, head_softcap=config.logit_softcap)
 
@@ -270,7 +270,7 @@ class Gemma3(LayerTypes):
 
     @classmethod
     def make_spec(cls, config: Gemma3Config) -> DecoderSpec:
-        """Return the hyperparameters of the model."""
+        """Return the `DecoderSpec` of the model."""
         return _scaled(super().make_spec(config), config)
 
     def weight_rules(self) -> list[WeightRule]:

@@ -1,7 +1,7 @@
-"""GLM, which fills blanks: a bidirectional text (part A), and its blanks' contents (part B).
+"""GLM: a bidirectional text with masked spans (part A), and the spans' contents (part B).
 
-Each token of part B has the position of the blank that it fills, and a second position within the
-blank. The original caches hidden states (`mems`); this implementation uses a KV cache with the
+Each token of part B has the position of the mask token of its span, and a second position within
+the span. The original caches hidden states (`mems`); this implementation uses a KV cache with the
 same results.
 
 Source: Du et al., "GLM: General language model pretraining with autoregressive blank infilling"
@@ -65,9 +65,9 @@ class GLMConfig(ModelConfig):
         dropout: dropout probability of each sublayer's output.
         attn_dropout: dropout probability of attention weights.
         embed_dropout: dropout probability after the embedding.
-        sop_token_id: token that begins a blank's contents; if set, positions and the length of the
+        sop_token_id: token that begins a span of part B; if set, positions and the length of the
             bidirectional text (part A) are derived from the ids.
-        mask_token_id: token that marks a blank.
+        mask_token_id: mask token, which replaces a span in part A.
     """
 
     family: ClassVar[str] = "glm"
@@ -177,7 +177,7 @@ class GLM(CausalLM):
             (B, 1, T, past + T): mask over pairs of tokens; or (B, past + T): 1 for tokens, 0 for
             padding. Without lengths, part A is derived from the ids if the config has
             `sop_token_id`; otherwise it is empty.
-        position_ids: (B or 1, 2, T): positions, and positions within blanks; or (B or 1, T):
+        position_ids: (B or 1, 2, T): positions, and positions within spans; or (B or 1, T):
             positions only. By default they are derived from the ids like part A, or counted.
     """
 
@@ -197,7 +197,7 @@ class GLM(CausalLM):
             self.classifier = DeepClassifier(width, config.num_labels, config.dropout)
 
     def init_std(self, name: str) -> float:
-        """Return the std, which is scaled by 1/sqrt(2 L) for residual projections."""
+        """Return a parameter's initial std, scaled by 1/sqrt(2 L) for residual projections."""
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 

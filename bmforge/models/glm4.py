@@ -117,7 +117,7 @@ class GLM4(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: GLM4Config) -> DecoderSpec:
-        """Return the hyperparameters of the model."""
+        """Return the `DecoderSpec` of the model."""
         return replace(super().make_spec(config), rope=config.rope_spec(interleaved=True))
 
     def weight_rules(self) -> list[WeightRule]:

@@ -153,7 +153,7 @@ class GPT2(CausalLM):
         super().__init__(config, DecoderSpec(block, embed_dropout=embed))
 
     def init_std(self, name: str) -> float:
-        """Return the std, which is scaled by 1/sqrt(2 L) for residual projections."""
+        """Return a parameter's initial std, scaled by 1/sqrt(2 L) for residual projections."""
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 

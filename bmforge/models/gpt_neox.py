@@ -128,7 +128,7 @@ class GPTNeoX(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: GPTNeoXConfig) -> DecoderSpec:
-        """Return the hyperparameters of the model."""
+        """Return the `DecoderSpec` of the model."""
         return replace(super().make_spec(config), embed_dropout=config.dropout, padding_id=None)
 
     def weight_rules(self) -> list[WeightRule]:

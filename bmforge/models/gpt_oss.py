@@ -127,7 +127,10 @@ class GptOss(Mixtral):
     config_class = GptOssConfig
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to transformers' names; rows of gate and up alternate there."""
+        """Map parameter names to transformers' names.
+
+        transformers stores the gate and up projections as alternating rows of one tensor.
+        """
         own, published = "layers.{i}.", "model.layers.{i}."
         size, experts = self.config.intermediate_size, f"{published}mlp.experts."
         rules = [

@@ -145,7 +145,7 @@ class GPTJ(CausalLM):
         )
 
     def init_std(self, name: str) -> float:
-        """Return the std, which is scaled by 1/sqrt(2 L) for residual projections (GPT-2)."""
+        """Return a parameter's initial std, scaled by 1/sqrt(2 L) for residual projections."""
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 

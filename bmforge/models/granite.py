@@ -105,7 +105,7 @@ class Granite(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: GraniteConfig) -> DecoderSpec:
-        """Return the hyperparameters of the model."""
+        """Return the `DecoderSpec` of the model."""
         return replace(
             super().make_spec(config),
             embed_scale=config.embed_scale,

@@ -38,7 +38,7 @@ class ModelHooks:
 
     @classmethod
     def separates_documents(cls, config: Any) -> bool:
-        """Return True if texts packed into one row do not influence each other."""
+        """Return True if texts packed into one sequence do not influence each other."""
         return True
 
     def is_computed(self, name: str) -> bool:

@@ -38,7 +38,7 @@ def keep_(plain: Any, read: WeightReader) -> Any:
         read: reader of the checkpoint.
 
     Raises:
-        ConfigError: the checkpoint has no such integers.
+        ConfigError: the checkpoint has no stored integers that can be loaded unchanged.
     """
     layers = layers_with_integers(plain, read)
     if not layers:

@@ -124,7 +124,7 @@ class LayerTypes(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: Any) -> DecoderSpec:
-        """Return the hyperparameters of the model, including the windows of its layers."""
+        """Return the `DecoderSpec` of the model, including the windows of its layers."""
         spec, local = super().make_spec(config), None
         attn = spec.block.attn
         assert attn is not None

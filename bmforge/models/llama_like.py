@@ -271,7 +271,7 @@ class LlamaLike(CausalLM):
 
     @classmethod
     def make_spec(cls, config: Any) -> DecoderSpec:
-        """Return the hyperparameters of the model."""
+        """Return the `DecoderSpec` of the model."""
         return DecoderSpec(
             cls.make_block(config), rope=config.rope_spec(), padding_id=config.pad_token_id
         )

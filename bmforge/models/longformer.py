@@ -152,7 +152,7 @@ class Longformer(EncoderModel):
         Args:
             inputs: token ids or embeddings.
             attention_mask: 1 for tokens, 0 for padding.
-            document_ids: index of each token's document in packed rows; tokens attend within
+            document_ids: index of each token's document in packed sequences; tokens attend within
                 their document.
             global_attention_mask: 1 for tokens with global attention. By default, these are the
                 first token for sequence classification, the question (tokens before the first of

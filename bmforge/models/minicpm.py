@@ -192,7 +192,7 @@ class MiniCPM(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: MiniCPMConfig) -> DecoderSpec:
-        """Return the hyperparameters of the model, with the factors on embeddings and logits."""
+        """Return the `DecoderSpec` of the model, with the factors on embeddings and logits."""
         return replace(
             super().make_spec(config),
             embed_scale=config.embed_scale,

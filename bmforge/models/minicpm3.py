@@ -116,7 +116,7 @@ class MiniCPM3(Latent):
 
     @classmethod
     def make_spec(cls, config: MiniCPM3Config) -> DecoderSpec:
-        """Return the hyperparameters of the model."""
+        """Return the `DecoderSpec` of the model."""
         return replace(
             super().make_spec(config),
             embed_scale=config.embed_scale,

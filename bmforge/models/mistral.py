@@ -144,7 +144,7 @@ class Mistral(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: MistralConfig) -> DecoderSpec:
-        """Return the hyperparameters of the model, including the layers' windows."""
+        """Return the `DecoderSpec` of the model, including the layers' windows."""
         spec = super().make_spec(config)
         block = spec.block
         assert block.attn is not None

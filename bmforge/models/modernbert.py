@@ -141,7 +141,7 @@ class ModernBertConfig(EncoderConfig):
 
     @property
     def kinds(self) -> list[str]:
-        """Kind of every layer; see `layer_types`."""
+        """Type of every layer: `layer_types`, or its default if the field is empty."""
         return self.layer_types or _usual_kinds(self.num_layers, 3)
 
     def check(self) -> None:
@@ -240,7 +240,7 @@ class ModernBert(EncoderModel):
         super().__init__(config, spec)
 
     def init_std(self, name: str) -> float:
-        """Return the std, which is smaller for residual projections and heads."""
+        """Return a parameter's initial std, which is smaller for residual projections and heads."""
         if name.startswith("classifier.out"):
             return float(self.config.hidden_size**-0.5)
         scaled = (

@@ -68,7 +68,8 @@ def find_targets(model: Any) -> list[str]:
     """Return name globs of the modules that are quantized by default.
 
     Raises:
-        ConfigError: there are no such modules, or all are already quantized.
+        ConfigError: the model has no modules that are quantized by default, or all of them are
+            already quantized.
     """
     modules = dict(model.named_modules())
     if hasattr(model, "layout_rules"):

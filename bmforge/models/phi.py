@@ -93,7 +93,7 @@ class Phi(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: PhiConfig) -> DecoderSpec:
-        """Return the hyperparameters of the model."""
+        """Return the `DecoderSpec` of the model."""
         return replace(
             super().make_spec(config), embed_dropout=config.embed_dropout, head_bias=True
         )

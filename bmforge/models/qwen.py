@@ -184,7 +184,7 @@ class Qwen(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: QwenConfig) -> DecoderSpec:
-        """Return the hyperparameters of the model, including the windows of its layers."""
+        """Return the `DecoderSpec` of the model, including the windows of its layers."""
         spec = super().make_spec(config)
         assert spec.block.attn is not None
         slides = replace(spec.block, attn=replace(spec.block.attn, window=config.window))

@@ -117,7 +117,7 @@ def default_cuts(
     """Return the tensor-parallel plan for a model with canonical module names.
 
     A position bias that layers with different numbers of heads share is replicated, because a rank
-    needs other columns of it in each layer.
+    needs different columns of the bias in each layer.
 
     Args:
         names: names of all modules.

@@ -96,7 +96,7 @@ class Seq2SeqStack(nn.Module):
         memory_mask: Tensor | None = None,
         keep_states: bool = False,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Return the last hidden states and, if requested, those of all layers.
+        """Return the last hidden states and, if requested, the hidden states of all layers.
 
         Args:
             x: token embeddings.

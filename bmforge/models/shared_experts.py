@@ -135,7 +135,7 @@ class SharedExperts(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: Any) -> DecoderSpec:
-        """Return the hyperparameters of the model, including the experts of its layers."""
+        """Return the `DecoderSpec` of the model, including the experts of its layers."""
         spec = super().make_spec(config)
         blocks = [replace(spec.block, mlp=mlp) for mlp in config.layer_mlps()]
         others = {layer: block for layer, block in enumerate(blocks) if block != blocks[-1]}

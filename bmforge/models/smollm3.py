@@ -99,7 +99,7 @@ class SmolLM3(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: SmolLM3Config) -> DecoderSpec:
-        """Return the hyperparameters of the model, with layers without RoPE."""
+        """Return the `DecoderSpec` of the model, with layers without RoPE."""
         spec = super().make_spec(config)
         assert spec.block.attn is not None
         plain = replace(spec.block, attn=replace(spec.block.attn, rotary="none"))

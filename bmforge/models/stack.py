@@ -89,7 +89,7 @@ def find_heads(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def width_into(model: nn.Module, name: str) -> int:
-    """Return the input width of the output projection of attention or MLP with this weight."""
+    """Return the input width of the output projection (of attention or MLP) with this weight."""
     spec = find_block(model, name).spec
     if "o_proj" not in name:
         assert spec.mlp is not None
@@ -127,13 +127,13 @@ def run_layers(
     routed: list[Tensor] | None = None,
     **inputs: Any,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run the blocks; return the last output, and a list of all states (else only the last).
+    """Run the blocks; return the last output, and a list of all outputs (or of the last one).
 
     Args:
         layers: stack of blocks.
         x: input of the first block, (B, T, D).
         masks: mapping from window size to attention mask.
-        keep_states: return the inputs and outputs of all blocks.
+        keep_states: list the input and the outputs of all blocks, not only the last output.
         routed: list to which the router logits of each layer with experts are appended.
         inputs: further arguments of `Block.forward`.
 

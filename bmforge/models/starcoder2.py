@@ -113,7 +113,7 @@ class Starcoder2(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: Starcoder2Config) -> DecoderSpec:
-        """Return the hyperparameters of the model."""
+        """Return the `DecoderSpec` of the model."""
         return replace(super().make_spec(config), embed_dropout=config.embed_dropout)
 
     def weight_rules(self) -> list[WeightRule]:

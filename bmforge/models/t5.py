@@ -343,7 +343,7 @@ class T5(Seq2Seq):
         }
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to transformers' names, which number the sublayers."""
+        """Map parameter names to transformers' names, in which sublayers are numbered."""
         rules = [WeightRule("embed.weight", "shared.weight")]
         for stack, parts in (
             ("encoder", ("attn", "mlp")),

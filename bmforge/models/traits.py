@@ -28,7 +28,7 @@ class Traits:
 
     Args:
         reads: attention pattern for plain text. "left": causal; "both": bidirectional; "apart":
-            encoder-decoder; "blanks": bidirectional text whose blanks are filled causally.
+            encoder-decoder; "blanks": blank infilling (GLM), a bidirectional text and causal spans.
             (CPM-Bee's documents define another pattern.)
         objective: pretraining objective.
         positions: "learned": a table of max_seq_len positions; "rotary" and "alibi" (bias by
@@ -66,7 +66,7 @@ class Traits:
         return "" if self.objective == "dialogues" else self.sentinel
 
     def of(self, config: Any) -> Traits:
-        """Return the traits for a config, with `writes` and `position_limit` set."""
+        """Return the traits of a config's model, including `writes` and `position_limit`."""
         limit = config.max_seq_len if self.positions == "learned" else None
         return replace(self, writes=config.head in _WRITING_HEADS, position_limit=limit)
 

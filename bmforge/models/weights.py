@@ -49,7 +49,7 @@ class WeightRule:
         part_dim: dim that `part` slices, in bmforge's orientation: 0 for rows, 1 for columns (of a
             stack: 1 for rows).
         step: number of parts whose rows alternate in the fused tensor; `part` then contains the
-            index of the first row and the number of rows of all parts.
+            index of the first row and the total number of rows of all parts.
         groups: number of groups of rows in the fused tensor, each with rows of all parts, such as
             q, k and v of one head; all groups have the same number of rows of a part.
         rows: (first row, number of rows) of `ours` that the rule maps; None for all. Set by
@@ -180,7 +180,7 @@ def expand_rules(
     own: Collection[str] = (),
     expanded: Sequence[WeightRule] = (),
 ) -> list[WeightRule]:
-    """Return one `WeightRule` or more for each tensor in `shapes`, in the same order.
+    """Return one or more `WeightRule`s for each tensor in `shapes`, in the same order.
 
     Args:
         rules: `WeightRule`s of a family; rules without a matching tensor are skipped.
@@ -256,7 +256,7 @@ def _expand_family(
 def _fit_parts_(
     rules: list[WeightRule], indices: list[int], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Set the row ranges of a fused tensor's parts from the shapes of the parameters.
+    """Set the row ranges of the parameters in a fused tensor from the shapes of the parameters.
 
     If the rows of a resized layer cannot be divided into the groups, its parts are concatenated.
     """

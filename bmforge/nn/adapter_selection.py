@@ -46,7 +46,8 @@ class Selection:
     """Active adapters of one call.
 
     Args:
-        choices: mapping from adapter module to its choice; other adapters keep their own weight.
+        choices: mapping from adapter module to its `AdapterChoice`; adapters that are not listed
+            are applied with their own `adapter_weight`.
         batch_size: number of samples in the batch; None if all samples use the same adapters.
     """
 

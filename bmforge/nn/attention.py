@@ -43,7 +43,7 @@ Mix = Callable[..., Tensor]
 
 
 class RunBlocks(Protocol):
-    """Function that runs all blocks of a stack in one call; replaces `models.stack.run_layers`."""
+    """Function that runs a stack of blocks in one call, instead of `models.stack.run_layers`."""
 
     def __call__(
         self,

@@ -25,9 +25,9 @@ _FIRST_STEP, _LAST_STEP, _SHRINK = 0.25, 1e-4, 5.0
 def assign_balanced(affinity: Tensor) -> Tensor:
     """Assign every token to an expert so that loads are even and total affinity is maximal.
 
-    If M is not divisible by E, the most preferred experts get one more token. The total affinity is
-    below the maximum by at most 1e-4 of the affinities' range per token (measured: 2e-9). Values
-    that are not finite count as the smallest finite value.
+    If M is not divisible by E, the most preferred experts get one token more than the others. The
+    total affinity is below the maximum by at most 1e-4 of the affinities' range per token
+    (measured: 2e-9). Values that are not finite count as the smallest finite value.
 
     Args:
         affinity: affinity of every token for every expert, such as router logits.

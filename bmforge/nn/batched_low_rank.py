@@ -19,7 +19,7 @@ class BatchedLowRank:
     """Low-rank factors of every sample of a batch; used in calls without gradients.
 
     Args:
-        parts: low-rank modules attached to one layer.
+        parts: LoRA modules attached to one layer.
         samples: per module, indices of the samples to which it is applied.
         weights: per module, factor on its output.
         batch_size: number of samples.
@@ -63,10 +63,10 @@ class _InBatch:
 def batch_choices(
     choices: dict[BesidePart, AdapterChoice], samples: dict[BesidePart, list[int]], batch_size: int
 ) -> dict[BesidePart, AdapterChoice]:
-    """Return the adapter choices of one layer, batched if there are several, all plain LoRAs.
+    """Return the `AdapterChoice`s of a layer; two or more, all of plain LoRAs, are batched.
 
     Args:
-        choices: choice of every active module, in the order of application.
+        choices: `AdapterChoice` of every active module, in the order of application.
         samples: indices of the samples to which each module is applied.
         batch_size: number of samples.
     """

@@ -251,7 +251,7 @@ class Block(nn.Module):
     def _run_parallel(
         self, x: Tensor, attend: Callable[[Tensor], Tensor], feed: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Add the outputs of attention and MLP, which read the same norm of `x`."""
+        """Add the outputs of attention and MLP to `x`; both read the same norm of `x`."""
 
         def both(value: Tensor) -> Tensor:
             added = []
@@ -270,7 +270,7 @@ class Block(nn.Module):
     def _run_parallel_norms(
         self, x: Tensor, attend: Callable[[Tensor], Tensor], feed: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Add the outputs of attention and MLP, each of which reads its own norm of `x`."""
+        """Add the outputs of attention and MLP to `x`; each reads its own norm of `x`."""
         added = x
         if self.attn is not None:
             added = added + self.attn_residual(x, attend, self.attn_norm)

@@ -42,7 +42,7 @@ class BottleneckOptions:
             rank).
         division: number n of summed Kronecker products, whose left factors are (n, n).
         shared_rule: use the same left factors in both matrices.
-        activation: activation function: relu, gelu, gelu_tanh, silu, tanh, or another name that
+        activation: "relu", "gelu", "gelu_tanh", "silu", "tanh", or another name that
             transformers uses.
         reads: input of the adapter: "out", the module's output, or "in", the module's input.
         scale: factor on the added term.
@@ -232,7 +232,7 @@ class BottleneckInput(BesidePart):
         return {}
 
     def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
-        """Keep the module's input for the adapter, unless the adapter is disabled in this call."""
+        """Store the module's input for the adapter, unless the adapter is disabled in this call."""
         self.held[:] = [inputs[0]] if weight_of(self) else []
         return out
 

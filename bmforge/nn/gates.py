@@ -33,7 +33,7 @@ def log_alpha_of(sparsity: float) -> float:
 
 
 class HardConcrete(nn.Module):
-    """Hard concrete gates, one per unit: sampled in training, deterministic otherwise.
+    """Hard concrete gates, one per pruned unit (such as a head): sampled only in training.
 
     A gate's sample depends only on the seed, the step and the gate's name, so it is the same on
     every layout, in every micro-batch and in recomputation.

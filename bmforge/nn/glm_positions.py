@@ -17,15 +17,15 @@ def blank_positions(
 ) -> tuple[Tensor, Tensor]:
     """Return the two-dimensional positions of all tokens and the length of part A.
 
-    Part A, the text with the blanks, ends at the first start token or at the end of the sequence.
-    Part B consists of spans. The first position of a token in the n-th span is the position of the
-    n-th mask token (for surplus spans, of the last one); the second position counts from 1 within
-    the span.
+    Part A, the text with the mask tokens, ends at the first start token or at the end of the
+    sequence. Part B consists of spans. The first position of a token in the n-th span is the
+    position of the n-th mask token (for surplus spans, of the last mask token); the second position
+    counts from 1 within the span.
 
     Args:
         input_ids: token ids.
         start_id: token that begins a span of part B.
-        mask_id: token that marks a blank in part A.
+        mask_id: mask token, which replaces a span in part A.
         attention_mask: 1 for tokens, 0 for padding, which gets no position.
 
     Shape:

@@ -130,6 +130,6 @@ def take_rows(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
     several times faster than the scatter-add of plain indexing.
 
     Shape:
-        x: (M, D); index, places: (M * k,), the copies of row m at ``places[m * k : m * k + k]``
+        x: (M, D); index, places: (M * k,), the copies of x[m] at ``places[m * k : m * k + k]``
     """
     return _TakeRows.apply(x, index, places)

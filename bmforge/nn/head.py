@@ -57,7 +57,7 @@ class LMHead(nn.Linear):
         return self.weight
 
     def sliced(self, dtype: torch.dtype) -> HeadRows:
-        """Return the weight in a form from which the loss can take some rows at a time."""
+        """Return the weight as `HeadRows`, of which the loss reads some rows at a time."""
         return self.matrix(dtype)
 
     def score(self, x: Tensor) -> Tensor:

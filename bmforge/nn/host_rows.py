@@ -2,7 +2,7 @@
 
 Torch's tanh GELU takes four times as long as a pass over its data, and its RMSNorm is several
 operations with a memory pass each. For a gated activation, autograd saves the activation's output,
-a fifth of a Llama block's activations; here backward recomputes it in its one pass. Under
+a fifth of a Llama block's activations; here backward recomputes this output in the same pass. Under
 `torch.compile`, or without a C++ compiler, torch's operations are used; see
 `kernels/host_rows.cpp`.
 """

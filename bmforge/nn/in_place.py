@@ -23,9 +23,9 @@ def multiply_temporary(temporary: Tensor, other: Tensor, made_of: Tensor | None 
 
     Args:
         temporary: tensor to which only the caller has a reference and which is not used again.
-        other: tensor that broadcasts to it.
+        other: tensor that broadcasts to the shape of `temporary`.
         made_of: input of the function that returned `temporary`; if both are the same tensor,
-            it is not overwritten.
+            `temporary` is not overwritten.
     """
     if not _may_overwrite(temporary, other):
         return temporary * other

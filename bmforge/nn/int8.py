@@ -121,7 +121,7 @@ class RowStore:
         return _dequantize(local_tensor(self.weight), local_tensor(self.scale), dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the tensors' initialization and sharding, which are those of the plain weight."""
+        """Return the tensors' initialization and sharding, as of the plain weight."""
         shape = tuple(self.weight.shape)
         return {
             "weight": _note_rows("weight", shape, _BY_ROWS | {"row": 1}),

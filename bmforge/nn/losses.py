@@ -91,8 +91,8 @@ def split_chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
 class TiledLoss(torch.autograd.Function):
     """Base class of losses whose gradients are computed in forward, tile by tile.
 
-    The inputs are hidden states, weight, bias, three arguments without gradient, and then pairs of
-    low-rank hidden states and rows that are added to the logits.
+    The inputs are hidden states, weight, bias, three arguments without gradient, and then pairs
+    (a, b) of low-rank factors, whose products ``a @ b.T`` are added to the logits.
     """
 
     @staticmethod
@@ -156,8 +156,8 @@ class TiledHead:
         hidden: hidden states, (M, D).
         weight: weight, (V, D).
         bias: bias, (V,), or None.
-        added: pairs of low-rank hidden states (M, R) and rows (V, R), whose products are added
-            to the logits.
+        added: pairs (a, b) of low-rank factors, (M, R) and (V, R), whose products ``a @ b.T``
+            are added to the logits.
         needs: True for each input of `TiledLoss` that needs a gradient, in the order of the inputs.
         wide: dtype in which gradients are accumulated.
     """
@@ -350,7 +350,7 @@ def linear_cross_entropy(
             the loss scale if it trains in fp16, so that the gradient is scaled here.
         vocab: sharding of `weight` over the vocabulary. All its ranks pass the same hidden
             states and labels; the gradient of `hidden` is partial and must be summed over them.
-        added: pairs of low-rank hidden states and rows, whose products are added to the logits.
+        added: pairs (a, b) of low-rank factors; ``a @ b.T`` is added to the logits.
         softcap: cap of the logits; see `TiledLogits`.
 
     Shape:

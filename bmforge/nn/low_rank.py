@@ -205,10 +205,10 @@ class LowRank(BesidePart):
         return notes
 
     def forward(self, x: Tensor, want: str = "added", out: Tensor | None = None) -> Any:
-        """Return the update of the layer's output, its factors (`want`), or `out` plus the update.
+        """Return the low-rank update of the layer's output, or `out` plus the update.
 
-        The factors must be read by this method and not from the attributes, because parallel
-        layouts replace parameters by their local shards only during a module call.
+        `want` selects the factors of the update instead. They must not be read as attributes,
+        because layouts replace parameters with local shards only during a module call.
 
         Args:
             x: input of the layer.
@@ -282,7 +282,7 @@ class EmbeddingLowRank(LowRank):
         return {"down": TensorNote("zeros"), "up": TensorNote(1.0)}
 
     def forward(self, x: Tensor, want: str = "added", out: Tensor | None = None) -> Any:
-        """Return the update of the embeddings of ids `x`; if `out` is given, `out` plus update."""
+        """Return the update of the embeddings of ids `x` or, with `out`, `out` plus the update."""
         update = F.linear(F.embedding(x, self.down.t()) * self.scale, self.up)
         return update if out is None else out + update.to(out.dtype)
 

@@ -20,7 +20,7 @@ class MoESpec:
         num_experts: number E of experts.
         experts_per_token: number k of experts per token.
         intermediate_size: hidden width F of one expert.
-        activation: activation function: relu, gelu, gelu_tanh, silu or tanh.
+        activation: activation function: "relu", "gelu", "gelu_tanh", "silu" or "tanh".
         gated: experts have a `gate_proj`.
         normalize_weights: normalize the k weights of a token to sum to 1; otherwise use the
             softmax over all experts unchanged.
@@ -38,7 +38,7 @@ class MoESpec:
         weighs: weight the selected experts' outputs; otherwise sum them unweighted, and the
             router gets no gradient.
         bias: biases on each expert's gate and up projections, and on its down projection or,
-            without `weighs`, one on the summed output.
+            without `weighs`, a single bias on the summed output.
         swiglu_limit: bound of the clamped SwiGLU of gpt-oss (`mlp.clamp_swiglu`), which replaces
             the gated activation; None means no limit.
         router: "linear", "two_layer", or "wide", which is linear in fp32 (see `router.py`).

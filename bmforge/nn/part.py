@@ -1,10 +1,10 @@
-"""Base class of adapters ("attached parts"), the hooks that run them, and tensor notes.
+"""Base class of adapters, the hooks that run them, and notes on their tensors.
 
-A part *attached to* a module (such as a LoRA) is a child module that a forward hook runs: the base
-module keeps its name, class and weights. A *replacement* of a module (such as a linear layer with
-int8 weights) has the same name and interface. Parts and replacements return a `TensorNote` for each
-of their tensors, with its initialization and sharding, so that initialization and layouts need no
-special cases.
+An adapter that is *attached to* a module (such as a LoRA) is a child module that a forward hook
+runs: the base module keeps its name, class and weights. A *replacement* of a module (such as a
+linear layer with int8 weights) has the same name and interface. Adapters and replacements return a
+`TensorNote` for each of their tensors, with its initialization and sharding, so that initialization
+and layouts need no special cases.
 """
 
 from __future__ import annotations

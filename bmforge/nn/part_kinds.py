@@ -174,7 +174,7 @@ def add_low_ranks_(
 def add_bottlenecks_(
     model: nn.Module, names: Sequence[str], options: BottleneckOptions, name: str
 ) -> None:
-    """Attach bottlenecks, and a `BottleneckInput` to each module whose input one of them reads."""
+    """Attach bottlenecks, and a `BottleneckInput` to each module whose input a bottleneck reads."""
     name = name or "bottleneck"
     far = {n: at for n, at in options.reads_at.items() if n != at}
     if unknown := sorted(set(far) - set(names)):

@@ -44,16 +44,16 @@ class RopeSpec:
         factor: ratio of the extended to the original context length.
         max_seq_len: maximum sequence length of the model as configured.
         original_seq_len: maximum sequence length before scaling (yarn, llama3, longrope).
-        low_freq_factor: parameter of llama3.
-        high_freq_factor: parameter of llama3.
-        beta_fast: parameter of yarn.
-        beta_slow: parameter of yarn.
-        truncate: yarn: round the correction range to whole dims.
+        low_freq_factor: parameter of the "llama3" scaling.
+        high_freq_factor: parameter of the "llama3" scaling.
+        beta_fast: parameter of the "yarn" scaling.
+        beta_slow: parameter of the "yarn" scaling.
+        truncate: round the correction range of "yarn" to whole dims.
         attention_factor: factor on cos and sin; None means the scaling method's own rule.
-        mscale: parameter of yarn.
-        mscale_all_dim: parameter of yarn.
-        short_factor: longrope: one divisor per frequency, up to the original length.
-        long_factor: longrope: one divisor per frequency, beyond the original length.
+        mscale: parameter of the "yarn" scaling.
+        mscale_all_dim: parameter of the "yarn" scaling.
+        short_factor: divisors of the frequencies up to the original length ("longrope").
+        long_factor: divisors of the frequencies beyond the original length ("longrope").
         interleaved: pair adjacent dims (GPT-J) instead of the two halves (Llama).
     """
 

@@ -1,6 +1,6 @@
 """Prefix tuning: trained keys and values prepended to those of a layer.
 
-The prefix is the same for all rows, every query attends to it, and it has no positions: rotary
+The prefix is the same for all sequences, every query attends to it, and it has no positions: rotary
 embeddings and relative position biases apply to the tokens only. The KV cache does not contain the
 prefix.
 
@@ -31,7 +31,7 @@ class KeyValuePrefix(nn.Module):
         length: number P of virtual tokens.
         head_dim: width H of a head.
         std: standard deviation of the initialization.
-        inner: width M of P trained rows from which an MLP with tanh computes keys and values,
+        inner: width M of P trained vectors from which an MLP with tanh computes keys and values,
             which trains more stably; 0 trains keys and values directly.
         shift_positions: start the text's positions at P, as in PEFT, instead of 0.
 
@@ -115,7 +115,7 @@ def put_before(
     """Prepend a prefix to keys, values, mask and bias; return these four tensors.
 
     Args:
-        prefix: keys and values for all rows.
+        prefix: keys and values for all sequences.
         query: queries of the tokens.
         key: keys of the tokens.
         value: values of the tokens.
@@ -141,7 +141,7 @@ def put_before(
 
 
 def takes_one(query: Tensor, dropout: float) -> bool:
-    """Return True if `mix_behind` supports the call: one query token per row, no gradients."""
+    """Return True if `mix_behind` supports the call: one query token per sequence, no gradients."""
     plain = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     return plain and query.shape[2] == 1 and not dropout
 
@@ -155,13 +155,13 @@ def mix_behind(
     scale: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention over a shared prefix and each row's own keys, without concatenation.
+    """Compute attention over a shared prefix and each sequence's own keys, without concatenation.
 
     Args:
-        prefix: keys and values for all rows; None if there is no prefix.
-        query: query of one token per row.
-        key: keys of the tokens of each row.
-        value: values of the tokens of each row.
+        prefix: keys and values for all sequences; None if there is no prefix.
+        query: query of one token per sequence.
+        key: keys of the tokens of each sequence.
+        value: values of the tokens of each sequence.
         mask: True where a query may attend; None for no mask.
         scale: factor on the scores; None means 1/sqrt(H).
         sinks: logit of each query head in the denominator of the softmax; see `nn.sinks`.
@@ -197,7 +197,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _times(x: Tensor, shared: Tensor) -> Tensor:
-    """Multiply (B, K, G, i) by a matrix (K, i, o) shared by all rows; returns (B, K, G, o)."""
+    """Multiply (B, K, G, i) by a matrix (K, i, o) shared by all sequences; returns (B, K, G, o)."""
     rows, heads, queries, width = x.shape
     folded = x.transpose(0, 1).reshape(heads, rows * queries, width)
     return torch.bmm(folded, shared).view(heads, rows, queries, -1).transpose(0, 1)

@@ -51,7 +51,7 @@ def _unpack(saved: Any) -> Tensor:
 
 
 def hold_weights(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a function that calls a module with its present weights, even if they change.
+    """Return a function that calls a module with its current weights, even if the weights change.
 
     `torch.func.functional_call` and averaged weights replace a model's parameters for one call
     only. When backward recomputes the module's output, the original parameters are already back.

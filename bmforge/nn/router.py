@@ -118,9 +118,9 @@ def pick_experts(
         logits: router logits, fp32 or fp64.
         count: number k of experts per token.
         scoring: function from logits to scores.
-        groups: number G of groups of experts with consecutive indices, and the number of groups
-            that may be chosen from. A group's score is the score of its best expert or, with
-            "sigmoid", the sum of the scores of its two best experts.
+        groups: pair of the number G of groups of experts with consecutive indices, and the number
+            of groups from which experts may be chosen. A group's score is the score of its best
+            expert or, with "sigmoid", the sum of the scores of its two best experts.
         choice_bias: bias that is added to the scores for the choice, but not to the weights.
 
     Shape:

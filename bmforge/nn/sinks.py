@@ -2,7 +2,7 @@
 
 With a sink, a head can attend to nothing. Kernels for plain attention need no change: the sink is
 the score of one more key, which all queries see and whose value is zero. Queries get additional
-dims that contain the sink; there, all keys are 0, except for the additional key, which has a 1.
+dims that contain the sink; in these dims, all keys are 0, but the additional key is 1.
 
 Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv 2508.10925), section 2.
 """

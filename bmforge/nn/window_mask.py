@@ -101,7 +101,7 @@ def build_window_mask(
 
 
 class _MaskInputs(NamedTuple):
-    """Inputs from which the mask `allowed` is built."""
+    """Inputs of the functions that build `WindowMask.allowed`; see `WindowMask` for the fields."""
 
     reach: int
     block: int
@@ -155,7 +155,10 @@ def _allow_whole(p: _MaskInputs) -> Tensor:
 
 
 def _allow_in_blocks(p: _MaskInputs) -> Tensor:
-    """Build the mask in blocks: (B * blocks, 1, block, G + block + 2 * reach)."""
+    """Build the mask for each block of queries: (B * blocks, 1, block, G + block + 2 * reach).
+
+    G is the number of global tokens, and `reach` the number of visible tokens on each side.
+    """
     length = p.near.shape[1]
     padding = -length % p.block
     span = p.block + 2 * p.reach

@@ -100,7 +100,7 @@ class ChangedSuite:
 
     @capability("resize")
     def test_resized_is_the_model_with_zeros(self, tiny: Model) -> None:
-        """A narrower model has the loss of the full model with the removed units set to zero."""
+        """A narrower model has the loss of the full model with zeros in the removed weights."""
         model, batch = self._doubled(tiny)
         full_model = copy.deepcopy(model)
         for change in resized(tiny):

@@ -26,7 +26,7 @@ class DecoderOwnSuite:
         check_cached_decode(tiny)
 
     def test_packed_documents(self, tiny: Model) -> None:
-        """Documents packed into one row give the same logits as each document alone."""
+        """Documents packed into one sequence give the same logits as each document alone."""
         check_packed_documents(tiny)
 
     @pytest.mark.long
@@ -81,7 +81,7 @@ class DecoderSuite(DecoderOwnSuite, ModelSuite):
         assert_close(twin.ours(ids, labels=ids, num_items_in_batch=7).loss, expected)
 
     def test_padded_gradients_are_finite(self, twin: Twin) -> None:
-        """Rows that start with padding have finite gradients."""
+        """Sequences that start with padding have finite gradients."""
         ids = make_batch(twin.ours)
         mask = torch.ones_like(ids)
         mask[0, :-1] = 0
@@ -132,7 +132,7 @@ def check_cached_decode(model: Model) -> None:
 
 
 def check_packed_documents(model: Model) -> None:
-    """Compare documents packed into one row with each document alone."""
+    """Compare documents packed into one sequence with each document alone."""
     ids = make_batch(model, batch=1)
     lengths = (3, 5, 4)
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]

@@ -169,7 +169,7 @@ class DeltaSuite:
     @pytest.mark.long
     @capability("delta rows")
     def test_delta_rows(self, tiny: Model) -> None:
-        """Each row of a batch uses the adapter that is selected for it."""
+        """Each sample of a batch uses the adapter that is selected for this sample."""
         model: Any = copy.deepcopy(tiny).double()
         inputs = widen(self.make_inputs(model))
         for seed, name in enumerate("ab"):

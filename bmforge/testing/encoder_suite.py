@@ -24,7 +24,7 @@ class EncoderSuite(ModelSuite):
     }
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return token ids; the first row is padded on the right."""
+        """Return token ids; the first sequence is padded on the right."""
         ids = make_batch(model, batch, seed=seed)
         mask = torch.ones_like(ids)
         mask[0, -3:] = 0
@@ -41,7 +41,7 @@ class EncoderSuite(ModelSuite):
         assert_close(padded[:1, :7], alone)
 
     def test_packed_documents(self, twin: Twin) -> None:
-        """Documents packed into one row have the same outputs as each document alone."""
+        """Documents packed into one sequence have the same outputs as each document alone."""
         ids = make_batch(twin.ours, batch=1)
         lengths = (3, 5, 4)
         documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]

@@ -33,7 +33,7 @@ __all__ = ["compare_layout", "compare_stages", "random_rows", "save_small_model"
 
 
 def random_rows() -> dict[str, Tensor]:
-    """Return four rows of token ids and labels, with different numbers of labels."""
+    """Return four sequences of token ids and labels, with different numbers of labels."""
     ids = torch.randint(5, 150, (4, 12), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     labels[0, :7] = -100

@@ -47,7 +47,7 @@ class Golden:
         (directory / "config.json").write_text(json.dumps({**self.config, **fields}))
 
     def check(self, name: str, actual: Tensor, rows: Any = ...) -> None:
-        """Compare a tensor with the reference output `name`, or with some rows of the output."""
+        """Compare a tensor with the reference output `name`; `rows` selects a part of both."""
         want = self.outputs[name]
         assert_close({name: actual[rows]}, {name: want[rows]}, rtol=0.0, atol=self.atol)
 

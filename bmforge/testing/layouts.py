@@ -215,7 +215,7 @@ def _train_on_one(*arguments: Any) -> dict[str, Tensor]:
 
 
 def _cut(batch: Batch, micro_batches: int, mesh: Any) -> Any:
-    """Yield this process's micro-batches; rows are ordered by micro-batch, then process."""
+    """Yield this process's micro-batches; sequences are ordered by micro-batch, then process."""
     size, rank = data_parallel_size(mesh), data_parallel_rank(mesh)
     rows = next(iter(batch.values())).shape[0] // (micro_batches * size)
     for number in range(micro_batches):

@@ -28,7 +28,7 @@ class NativeSuite:
     @pytest.mark.parametrize("scheme", ["", "int8", "int4"])
     @torch.no_grad()
     def test_native_step(self, wide: Model, scheme: str) -> None:
-        """Logits of padded rows equal those of torch, for one or several tokens per step.
+        """Logits of padded sequences equal those of torch, for one or several tokens per step.
 
         With float activations the logits are equal up to rounding. With 8-bit activations a
         difference in the last bit can change a rounded value, so the tolerance is larger.

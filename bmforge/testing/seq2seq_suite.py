@@ -22,7 +22,7 @@ class Seq2SeqSuite(ModelSuite):
     """Comparison of an encoder-decoder with transformers, for every case."""
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return source ids, padded on the right in the first row, and decoder inputs."""
+        """Return decoder inputs and source ids; the first source is padded on the right."""
         ids = make_batch(model, batch, seed=seed)
         mask = torch.ones_like(ids)
         mask[0, -3:] = 0

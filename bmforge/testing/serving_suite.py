@@ -62,7 +62,7 @@ class ServingSuite:
                 assert_equal_trees(got, want)
 
     def answer_with(self, engine: Engine, choices: Sequence[Any]) -> list[Any]:
-        """Return the answers to the prompts for each choice of adapters, all submitted at once."""
+        """Return the answers to the prompts for each selection of adapters, all running at once."""
         prompts = self.serving_prompts(engine.model)[1:4]
         config = GenerationConfig(max_new_tokens=_NEW, eos_token_id=())
         handles = [
@@ -75,7 +75,7 @@ class ServingSuite:
         ]
 
     def embed_with(self, engine: Engine, choices: Sequence[Any]) -> list[Any]:
-        """Return the embeddings for each choice of adapters."""
+        """Return the embeddings of the prompts for each selection of adapters."""
         row = next(iter(self.make_inputs(engine.model).values()))
         return [{"embedding": engine.embed(row, delta=names)} for names in choices]
 

@@ -1,4 +1,4 @@
-"""Tests for verbalizer classes: independent rows, gradients, calibration, saved state.
+"""Tests for verbalizer classes: independent examples, gradients, calibration, saved state.
 
 To test a verbalizer class, inherit `VerbalizerSuite` and define how a verbalizer is created; see
 docs/guides/prompts.md.
@@ -34,7 +34,7 @@ class VerbalizerSuite:
     """Tests of a verbalizer; a subclass defines `make`.
 
     Attributes:
-        kind: kind of the tiny model: masked, causal or spans.
+        kind: kind of the tiny model: "masked", "causal" or "spans".
         examples: four valid examples.
         template: template text with the number of masks that the verbalizer needs.
     """

@@ -140,7 +140,7 @@ def _factors(header: GgufHeader, name: str, head_dim: int) -> list[float] | None
 def _from_frequencies(
     factors: list[float], theta: float, header: GgufHeader, kind: str
 ) -> dict[str, Any]:
-    """Return the `rope_scaling` with these frequency factors: Llama 3's if equal, or longrope."""
+    """Return the `rope_scaling` for frequency factors: Llama 3's if they match, else longrope."""
     llama3 = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
     expected = llama3_factors(2 * len(factors), theta, llama3)
     if torch.allclose(torch.tensor(factors), expected, rtol=_CLOSE, atol=0.0):

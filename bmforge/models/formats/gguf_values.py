@@ -23,7 +23,7 @@ _BLOCK = 32  # number of values in a Q8_0 block, which share an fp16 scale
 
 
 def find_values(model: Model, kind: str) -> Callable[[str], Tensor]:
-    """Return a function (name in the unquantized model) that returns a tensor, dequantized.
+    """Return a function from tensor name in the unquantized model to dequantized tensor.
 
     Raises:
         ConfigError: packed weights would be quantized to 4 bits a second time.
@@ -47,7 +47,7 @@ def find_values(model: Model, kind: str) -> Callable[[str], Tensor]:
 
 
 def find_scales(model: Model, kind: str) -> Callable[[str], Tensor | None]:
-    """Return a function (name in the unquantized model) that returns the scales of a tensor.
+    """Return a function from tensor name in the unquantized model to the tensor's scales.
 
     The function returns None for float tensors, and for integers with minima or outliers. With
     type "q8_0", a warning reports how many packed layers are quantized again.
@@ -76,7 +76,7 @@ def find_scales(model: Model, kind: str) -> Callable[[str], Tensor | None]:
 
 
 def _are_blocks(store: PackedStore) -> bool:
-    """Return True if every 32 adjacent values share one scale, without minima or outliers."""
+    """Return True if each group of 32 adjacent values has one scale, and no minima or outliers."""
     spec = store.spec
     return spec.symmetric and not spec.outlier_ratio and spec.group_size % _BLOCK == 0
 

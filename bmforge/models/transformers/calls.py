@@ -32,7 +32,7 @@ def cache_argument(module: nn.Module) -> str:
 
 
 def call_arguments(module: nn.Module, arguments: dict[str, Any], *, cached: bool) -> dict[str, Any]:
-    """Return the arguments that are not None, completed with `use_cache` if it is supported.
+    """Return the arguments that are not None, and `use_cache` if the module supports it.
 
     Args:
         module: transformers model or its base model (body).
@@ -65,7 +65,7 @@ def hidden_of(out: Any) -> Tensor:
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an additive causal mask for packed rows: tokens attend within their document.
+    """Return an additive causal mask for packed sequences: tokens attend within documents.
 
     Shape:
         document_ids: (B, T) -> (B, 1, T, T)
@@ -111,7 +111,7 @@ class ForeignCache:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace the batch rows with copies of the old rows at the indices `rows`."""
+        """Replace the cached sequences with copies of those at the batch indices `rows`."""
         self.past.reorder_cache(rows)
 
 

@@ -52,10 +52,10 @@ _RECURRENT = ("mamba", "linear_attention", "conv", "recurrent", "ssm", "moe", "m
 
 @dataclass(frozen=True)
 class TransformersTraits(Traits):
-    """Properties of a transformers model, which depend on its head."""
+    """`Traits` of a transformers model, which depend on its head."""
 
     def of(self, config: Any) -> Traits:
-        """Return the properties for a config."""
+        """Return the `Traits` of the model that `config` describes."""
         apart = config.head in _HEADS_THAT_READ_APART
         left = config.head in ("language_model", "image_text_to_text")
         reads: Any = "apart" if apart else "left" if left else "both"

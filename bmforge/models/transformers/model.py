@@ -87,7 +87,7 @@ class TransformersModel(Model):
 
     @classmethod
     def separates_documents(cls, config: Any) -> bool:
-        """Return True if texts packed into one row do not influence each other."""
+        """Return True if texts packed into one sequence do not influence each other."""
         return bool(probe_architecture(config.build_config(), config.head).packing)
 
     @classmethod
@@ -262,7 +262,7 @@ class TransformersModel(Model):
 
         Args:
             input_ids, attention_mask, position_ids, inputs_embeds: as in transformers.
-            document_ids: index of each token's document in packed rows.
+            document_ids: index of each token's document in packed sequences.
             labels: for a language model, target ids, which the model shifts; otherwise as in
                 transformers.
             num_items_in_batch: divisor of the summed loss; if None, the loss is the mean.
@@ -272,7 +272,7 @@ class TransformersModel(Model):
             inputs: further arguments of the transformers model, such as `pixel_values`.
 
         Raises:
-            ConfigError: the rows are packed, but the architecture cannot separate documents.
+            ConfigError: the sequences are packed, but the architecture cannot separate documents.
         """
         self._check_ids(input_ids)
         position_ids, attention_mask = self._separate(document_ids, position_ids, attention_mask)
@@ -332,7 +332,7 @@ class TransformersModel(Model):
     def _separate(
         self, documents: Tensor | None, positions: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the positions and the mask that separate the documents of packed rows."""
+        """Return the positions and the mask that separate the documents of packed sequences."""
         if documents is None or bool((documents == documents[:, :1]).all()):
             return positions, mask
         kind = self.behavior.packing

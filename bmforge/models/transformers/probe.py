@@ -46,7 +46,7 @@ class Behavior:
             computes logits separately for each position of the base model's output; otherwise
             "whole".
         factor: factor on the output layer's result.
-        packing: how the documents of a packed row can be separated: "positions" (by positions that
+        packing: how packed documents can be separated: "positions" (by positions that
             restart), "mask" (by a 4-D mask), or "" (not at all).
         caches: True if decoding with the KV cache is exact; if False, every step recomputes the
             whole sequence.
@@ -218,7 +218,7 @@ def _find_head(twin: Any, structure: Structure, ids: Tensor, logits: Tensor) -> 
 
 
 def _find_packing(twin: Any, ids: Tensor) -> str:
-    """Return the method that separates documents in a packed row; see `Behavior.packing`."""
+    """Return the method that separates packed documents; see `Behavior.packing`."""
     first = 7
     documents = (torch.arange(_TOKENS) >= first).long()[None]
     positions = torch.cat((torch.arange(first), torch.arange(_TOKENS - first)))[None]

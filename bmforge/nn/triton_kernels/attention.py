@@ -1,7 +1,7 @@
 """Triton kernels for decode attention over the pages of a KV cache.
 
 The tokens of a sequence are divided over several programs (Dao et al., "Flash-Decoding", 2023):
-`attend_pages` computes a partial softmax of some pages, `join_parts` combines the parts.
+`attend_pages` computes a partial softmax of some pages, `join_parts` combines the results.
 """
 
 from bmforge.nn.triton_kernels.language import jit, tl
@@ -25,8 +25,8 @@ def attend_pages(
         query: (rows, K * GROUP, H).
         keys: (pages, K, 16, H); `values` has the same shape.
         key_scales: (pages, K, 16) if IS_INT8, else not read; `value_scales` has the same shape.
-        tables: page indices of each row, (rows, width) int32.
-        ends: number of tokens that each row attends to, (rows,) int32.
+        tables: page indices of each sequence, (rows, width) int32.
+        ends: number of tokens that each query attends to, (rows,) int32.
         part: unnormalized result, (rows, K, parts, BR, H) fp32.
         stats: maximum and sum of the weights, (rows, K, parts, BR, 2) fp32.
     """

@@ -22,7 +22,7 @@ def _import_language() -> tuple[Any, Any]:
 
 
 def _leave_undecorated(function: Any = None, **options: Any) -> Any:
-    """Replace `triton.jit`, with or without options."""
+    """Stand-in for the decorator `triton.jit`: return the function unchanged."""
     return _leave_undecorated if function is None else function
 
 

@@ -249,11 +249,11 @@ class TritonKernels:
         """Compute attention of one token per sequence over the sequence's cached pages.
 
         Args:
-            query: queries, one token per row; N is a multiple of K.
+            query: queries, one row per sequence (one token each); N is a multiple of K.
             pages: keys and values of all pages.
             scales: scales of the keys and values if these are int8.
-            tables: page indices of each row.
-            ends: number of tokens that each row attends to, including its own token.
+            tables: page indices of each sequence.
+            ends: number of tokens that each query attends to, including the query's own token.
             scale: factor on the scores.
             window: sliding window in tokens; None means no limit.
 
