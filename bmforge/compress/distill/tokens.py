@@ -20,8 +20,8 @@ def spread_items(
     """Return a weight per token; the weights sum to the number of items.
 
     In decoders, a token that predicts a label has weight 1. In encoders and classifiers, the number
-    of a row's labels is distributed evenly over its tokens, so that unmasked tokens are trained as
-    well.
+    of a sequence's labels is distributed evenly over its tokens, so that unmasked tokens are
+    trained as well.
 
     Args:
         recorder: recorder of the student's call.

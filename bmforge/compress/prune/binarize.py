@@ -30,10 +30,11 @@ Chosen = dict[tuple[str, str], tuple[int, ...]]
 
 
 def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], float]:
-    """Return the fraction of gates that each layer keeps open, if exact sizes are configured.
+    """Return the fraction of gates to keep open, by (block, kind); {} without exact sizes.
 
     Raises:
-        ConfigError: a size is set for a dimension without gates, or is not a whole number of units.
+        ConfigError: a size is set for a dimension without gates, or is not a multiple of the size
+            of a unit.
     """
     if config.target != "sizes":
         return {}
@@ -141,7 +142,10 @@ def _likely_open(value: Tensor, step: int) -> int:
 
 
 def _groups(model: Any, key: tuple[str, str]) -> int:
-    """Return the number of groups with equally many kept units: KV heads for head dims, else 1."""
+    """Return the number of groups in which the same number of units must be kept.
+
+    For the dims of heads, it is the number of key-value heads; for other units, it is 1.
+    """
     if key[1] != "dims":
         return 1
     return int(blocks_of(model)[key[0]].spec.attn.num_kv_heads)  # type: ignore[union-attr]
@@ -197,7 +201,7 @@ def _close_(
     config: StructureConfig,
     costs: Costs,
 ) -> None:
-    """Close units, unless the last units of a required attention or MLP would be removed."""
+    """Prune units, unless an attention or MLP that must remain would lose its last units."""
     kind = key[1]
     if kind == "dims":
         if len(left[key]) <= len(numbers):

@@ -101,7 +101,10 @@ def _build(spec: BlockSpec, like: Tensor) -> Block:
 
 @torch.no_grad()
 def time_each(blocks: Sequence[Block], x: Tensor) -> list[float]:
-    """Return each block's time in milliseconds: the median over rounds of all blocks."""
+    """Return the time of each block in milliseconds: the median over several rounds.
+
+    Each round runs every block once.
+    """
     times: list[list[float]] = [[] for _ in blocks]
     for number in range(_ROUNDS + 1):
         for block, taken in zip(blocks, times, strict=True):
