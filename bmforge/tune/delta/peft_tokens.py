@@ -76,7 +76,7 @@ def token_indices_of(
     if biased := _biased_heads(names.model, own_indices):
         raise ConfigError(
             f"trainable_token_indices={indices!r} changes {biased[0]}, which has a bias that PEFT "
-            "would ignore. Train these tokens with bmforge."
+            "would ignore. Train the tokens again with bmforge's Lora(trainable_token_indices=...)."
         )
     return own_indices
 
