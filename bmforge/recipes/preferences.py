@@ -56,7 +56,7 @@ ReferenceKind = Literal["adapter", "copy", "precomputed"]
 
 @dataclass(kw_only=True)
 class PairData(ExampleConfig):
-    """Preference data options of a run; other fields are `ExampleConfig`'s.
+    """Preference data options of a run; the other fields are those of `ExampleConfig`.
 
     Args:
         global_batch_size, micro_batch_size: pairs (two rows each) instead of rows.
@@ -75,7 +75,7 @@ class PairData(ExampleConfig):
 
 @dataclass(kw_only=True)
 class PreferencesConfig(RunConfig):
-    """Config of preference optimization; other fields are `RunConfig`'s.
+    """Config of preference optimization; the other fields are those of `RunConfig`.
 
     Args:
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with `prompt`,

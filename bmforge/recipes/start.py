@@ -108,7 +108,7 @@ def traits_of(config: ModelConfig) -> Traits:
 
 
 def check_length(config: Any) -> None:
-    """Raise `ConfigError` if rows are longer than the model's maximum length."""
+    """Raise `ConfigError` if data.seq_len is more than the model's maximum length."""
     limit = traits_of(config.model).row_limit(config.model)
     if limit is not None and config.data.seq_len > limit:
         raise ConfigError(

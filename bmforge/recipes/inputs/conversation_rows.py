@@ -42,7 +42,7 @@ _STEPS_PER_EPOCH = 10
 
 
 class EncodedRow(NamedTuple):
-    """Token ids of a training row, and its labels, which are -100 for tokens without a loss."""
+    """Token ids and labels of a training row; tokens that add no loss have the label -100."""
 
     ids: list[int]
     labels: list[int]
@@ -91,7 +91,7 @@ def render_conversation(
 
 
 def encode_turns(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> list[EncodedRow]:
-    """Encode rendered answers; consecutive answers that extend the same text share a row.
+    """Encode rendered answers as rows; answers that extend the same text share one row.
 
     The ids of a row are those that ``apply_chat_template`` returns for the whole text. If the
     tokenizer merges tokens across the boundary between prompt and answer, the prompt has the same
@@ -182,7 +182,8 @@ def pack_rows(lengths: Sequence[int], width: int, seed: int) -> list[list[int]]:
 class PackedConversations:
     """`ExampleSource` of conversations packed into rows of equal length, for decoders.
 
-    Positions restart at each conversation of a row, and attention does not cross conversations.
+    Positions restart at each conversation of a row, and tokens attend only to tokens of the same
+    conversation.
 
     Args:
         rows: encoded conversations; those longer than `width` are truncated at the end.

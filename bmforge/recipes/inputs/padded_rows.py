@@ -39,7 +39,7 @@ class PaddedRows:
         self.width = min(seq_len, -(-longest // _WIDTH_UNIT) * _WIDTH_UNIT)
 
     def stack(self, rows: Sequence[EncodedRow], is_real: Sequence[bool]) -> dict[str, Tensor]:
-        """Stack rows into tensors, padded at the end; padding examples have no labels."""
+        """Stack rows into tensors, padded at the end; rows of padding examples have no labels."""
         ids = torch.zeros(len(rows), self.width, dtype=torch.int64)
         labels = torch.full_like(ids, IGNORE_INDEX)
         mask = torch.zeros_like(ids)

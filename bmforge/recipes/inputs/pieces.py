@@ -34,7 +34,7 @@ __all__ = ["Pieces", "find_tokenizer", "open_pieces", "open_tokenizer"]
 
 
 class Pieces(Sequence[NDArray[np.int64]]):
-    """Documents of token stores as a sequence; long documents are cut, short ones are skipped.
+    """Documents of token stores as a sequence; long documents are split, short ones skipped.
 
     Args:
         stores: opened stores, or their paths without ``.bin`` or ``.idx``.

@@ -43,7 +43,7 @@ __all__ = [
 
 
 class EncodedPair(NamedTuple):
-    """Chosen and rejected answer to a prompt as token rows; KTO data has only one of the two."""
+    """Chosen and rejected answer to a prompt, each as a token row; for KTO only one of the two."""
 
     chosen: EncodedRow | None
     rejected: EncodedRow | None
@@ -128,10 +128,10 @@ def _join(location: str, turns: Sequence[AnswerText], tokenizer: Tokenizer) -> E
     )
     raise DataError(
         f"{location}: the chat template changes message {changed.number + 1} when later messages "
-        f"follow it (many omit the thoughts or the end token of earlier answers), so the "
-        f"{len(turns)} assistant messages of an answer cannot be rendered as one text. Give "
-        "answers with one assistant message and move the earlier messages into 'prompt', or give a "
-        "template that does not change earlier messages with --template."
+        "follow it (many templates omit the reasoning or the end token of earlier answers). The "
+        f"{len(turns)} assistant messages of an answer therefore cannot be rendered as one text. "
+        "Use answers of one assistant message and move earlier messages into 'prompt', or use "
+        "--template to pass a chat template that leaves earlier messages unchanged."
     )
 
 
@@ -338,7 +338,7 @@ def _next_prompt(prompts: Sequence[tuple[int, ...]], number: int) -> int:
 
 
 def _mix(row: EncodedRow, other: EncodedRow) -> EncodedRow:
-    """Combine the prompt of one row with the answer of another."""
+    """Return a row with the prompt of one row and the answer of another row."""
     before, start = _prompt_length(row), _prompt_length(other)
     labels = [IGNORE_INDEX] * before + other.labels[start:]
     return EncodedRow(row.ids[:before] + other.ids[start:], labels)
