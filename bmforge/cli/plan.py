@@ -241,7 +241,7 @@ def _cells(row: PlanRow, request: PlanRequest) -> list[str]:
 
 
 def least_line(row: PlanRow) -> str:
-    """Return a line with the options of the layout that needs the least memory."""
+    """Return a text line with the options of the layout that needs the least memory."""
     layout = str(row.choice.layout).removeprefix("Layout(").removesuffix(")")
     return (
         f"least memory: {row.memory.total / _GIB:.1f} GiB ({layout}, --data.micro-batch-size 1 "

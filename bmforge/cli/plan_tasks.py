@@ -46,7 +46,7 @@ class TaskStep:
     """Micro-batch format and loss of a task, which the planner traces to estimate memory.
 
     Args:
-        run: function that returns the loss, given the model and a micro-batch.
+        run: function that returns the loss, for the model and a micro-batch.
         sequences: number of sequences of one row; 2 for a pair of answers.
         has_mask: whether the model receives an attention mask.
     """
