@@ -52,7 +52,7 @@ def spread_items(
 
 
 def _labels_of(recorder: Recorder, rows: int) -> Tensor:
-    """Return the labels of the call; without labels (question answering), one zero per row."""
+    """Return the labels of the call; without labels (question answering), one zero per sequence."""
     labels = recorder.inputs.get("labels")
     return torch.zeros(rows, dtype=torch.long) if labels is None else labels
 

@@ -64,8 +64,9 @@ class Shrunk:
 def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrunk:
     """Apply a pruning plan in place; the model may be on the meta device.
 
-    The result computes the same as the full model in which every removed unit contributes zero.
-    (Removed hidden features are zero, and norms divide by the number of kept features.)
+    The result computes the same as the full model in which all removed heads, features and blocks
+    contribute zero. (Removed hidden features are zero, and norms divide by the number of kept
+    features.)
 
     Args:
         model: bmforge model of any family, not parallelized yet.

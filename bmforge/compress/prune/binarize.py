@@ -1,4 +1,4 @@
-"""Selects the units to keep from the gates' open probabilities."""
+"""Selects heads, features and blocks to keep from the open probabilities of their gates."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
 def _steps(
     model: Any, likely: Mapping[tuple[str, str], Tensor], config: StructureConfig
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
-    """Return (mean open probability, key, unit indices) of each set of units to remove together."""
+    """Return (mean open probability, key, indices) of each set of units that is pruned at once."""
     steps = []
     for (name, kind), value in likely.items():
         if kind == "dims":
@@ -184,7 +184,7 @@ def _steps(
 def _dim_steps(
     key: tuple[str, str], value: Tensor, groups: int
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
-    """Return the steps for head dims, each of which removes one unit of every head."""
+    """Return the entries of `_steps` for head dims; each one prunes one unit of every KV head."""
     ordered, index = value.double().view(groups, -1).sort(dim=-1, stable=True)
     size = ordered.shape[1]
     starts = torch.arange(groups)[:, None] * size
@@ -217,7 +217,7 @@ def _close_(
 def _fewest(kind: str, config: StructureConfig) -> int:
     """Return the number of units of a kind that are pruned at a time.
 
-    At least as many are kept.
+    At least this number of units is kept.
     """
     steps = {"heads": config.tensor_parallel}
     return steps.get(kind, config.multiple_of if kind in ("features", "hidden") else 1)
@@ -239,7 +239,7 @@ def _attentions_left(
 
 
 def _cost(costs: Costs, name: str, left: Mapping[tuple[str, str], set[int]]) -> float:
-    """Return the cost of a block with its remaining units."""
+    """Return the cost of a block that has only the units in `left`."""
     kinds: dict[str, float] = {
         kind: len(left[name, kind]) for kind in GATE_KINDS if (name, kind) in left
     }

@@ -79,7 +79,7 @@ def _sizes(units: int) -> list[int]:
 
 
 def _as_half(specs: dict[int, BlockSpec], units: int, block: Block, seq_len: int) -> Half:
-    """Return the cost of a sublayer, measured at several sizes."""
+    """Return the cost of a sublayer in milliseconds, measured at several sizes."""
     like = next(block.parameters())
     x = torch.zeros(1, seq_len, block.spec.hidden_size, dtype=like.dtype, device=like.device)
     times = time_each([_build(spec, like) for spec in specs.values()], x)
