@@ -53,7 +53,7 @@ def token_indices_of(
         fits: function (published name, patterns) that returns True if PEFT targets the layer.
 
     Raises:
-        CheckpointError: rows belong to layers that the model does not have.
+        CheckpointError: trained rows belong to layers that the model does not have.
     """
     kind = type(names.model).__name__
     if unknown := [name for name in owners if name not in names.ours]:
