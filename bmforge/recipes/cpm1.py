@@ -118,7 +118,7 @@ class _Texts:
 
     Args:
         texts: (token ids, length of the prompt) of each text.
-        config: run config with the row lengths and the padding token.
+        config: run config with `data.seq_len`, the length to which texts are padded.
     """
 
     def __init__(self, texts: Iterator[tuple[list[int], int]], config: Any) -> None:

@@ -59,12 +59,13 @@ class PairData(ExampleConfig):
     """Preference data options of a run; the other fields are those of `ExampleConfig`.
 
     Args:
-        global_batch_size, micro_batch_size: pairs (two rows each) instead of rows.
+        global_batch_size, micro_batch_size: number of pairs (two sequences each) instead of
+            sequences.
         ignore: fields of the records to ignore; any other field that the chat template does not
             read is an error.
-        prefix_sharing: put both answers of a pair into one row after a single copy of their prompt,
-            which is then computed once; loss and gradients are the same. For `train preferences`
-            with pairs.
+        prefix_sharing: put both answers of a pair into one sequence after a single copy of their
+            prompt, which is then computed once; loss and gradients are the same. For `train
+            preferences` with pairs.
     """
 
     seq_len: int = 1024

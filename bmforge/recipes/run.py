@@ -170,7 +170,7 @@ class TrainingData:
 
     Args:
         loader: iterator over the micro-batches of every step.
-        row_tokens: length of a training row in tokens, to compute the FLOPs of attention.
+        row_tokens: length of a training sequence in tokens, to compute the FLOPs of attention.
         held_out: dict from name of a held-out data set to a function that returns this process's
             batches of one epoch; every process gets equally many batches.
         objective: loss function.
@@ -181,7 +181,7 @@ class TrainingData:
             function.
         close, begin: functions to call at the end of the run (close) and before training (begin);
             `begin` receives the parallelized model.
-        epoch_rows: number of training rows per epoch; None if the data has no epochs.
+        epoch_rows: number of training sequences per epoch; None if the data has no epochs.
     """
 
     loader: Loader

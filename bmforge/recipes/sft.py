@@ -1,8 +1,8 @@
 """Supervised fine-tuning on conversations (`bmforge train conversations`).
 
 The loss is computed on the answers. Conversations are rendered with the model's chat template. For
-a decoder, several conversations are packed into one row; for an encoder-decoder, every answer is a
-separate training row.
+a decoder, several conversations are packed into one sequence; for an encoder-decoder, every answer
+is a separate example.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _hold_out(
 def _open_answers(
     config: Any, tokenizer: Any, template: ChatTemplate, conversations: Sequence[ChatExample]
 ) -> ExampleSource:
-    """Encode conversations for an encoder-decoder, one row per answer."""
+    """Encode conversations for an encoder-decoder, one example per answer."""
     render = _renderer(config.data, template)
     traits = traits_of(config.model)
     return open_answers(conversations, render, template.end_mark(), tokenizer, traits, config)
@@ -252,7 +252,7 @@ def _encode(
     template: ChatTemplate,
     conversations: Sequence[ChatExample],
 ) -> list[EncodedRow]:
-    """Encode conversations for a decoder, before they are packed into rows."""
+    """Encode conversations for a decoder, before several are packed into one sequence."""
     render = _renderer(data, template)
     return [row for c in conversations for row in encode_turns(render(c), tokenizer)]
 

@@ -31,7 +31,7 @@ class AskedTask(Protocol):
     """Interface of a task's examples in a model's input format, with the metrics to measure.
 
     Attributes:
-        source: `ExampleSource` of training rows with the correct answers.
+        source: `ExampleSource` of the encoded examples with the correct answers.
     """
 
     source: ExampleSource

@@ -1,6 +1,6 @@
-"""Converts conversations to token rows with labels on the answers; packs rows for decoders.
+"""Converts conversations to token sequences with labels on the answers, and packs them.
 
-`encode_turns` returns the rows of a conversation; `pack_rows` packs several into one row;
+`encode_turns` encodes a conversation; `pack_rows` packs several sequences into one row;
 `PackedConversations` and `open_answers` are the data of the `conversations` task.
 """
 
@@ -42,7 +42,7 @@ _STEPS_PER_EPOCH = 10
 
 
 class EncodedRow(NamedTuple):
-    """Token ids and labels of a training row; tokens that add no loss have the label -100."""
+    """Token ids and labels of a training sequence; tokens without a loss have the label -100."""
 
     ids: list[int]
     labels: list[int]
@@ -91,9 +91,9 @@ def render_conversation(
 
 
 def encode_turns(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> list[EncodedRow]:
-    """Encode rendered answers as rows; answers that extend the same text share one row.
+    """Encode rendered answers as sequences; answers that extend the same text share one.
 
-    The ids of a row are those that ``apply_chat_template`` returns for the whole text. If the
+    The ids of a sequence are those that ``apply_chat_template`` returns for the whole text. If the
     tokenizer merges tokens across the boundary between prompt and answer, the prompt has the same
     ids as in generation, and the answer is encoded separately.
 
@@ -267,7 +267,7 @@ def open_answers(
     traits: Traits,
     config: Any,
 ) -> AnswerRows:
-    """Convert conversations to rows for an encoder-decoder, one row per answer.
+    """Convert conversations to examples for an encoder-decoder, one example per answer.
 
     Args:
         conversations: data of the run.

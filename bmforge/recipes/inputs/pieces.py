@@ -1,6 +1,6 @@
 """Segments of prepared documents, for recipes in which every example is one text.
 
-A piece is a document, or a segment of a document that is longer than a row.
+A piece is a document, or a segment of a document that is longer than `seq_len` allows.
 """
 
 from __future__ import annotations

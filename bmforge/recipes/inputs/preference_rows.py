@@ -1,4 +1,4 @@
-"""Converts preference data to token rows: pairs of answers, and rated answers for KTO.
+"""Converts preference data to token sequences: pairs of answers, and rated answers for KTO.
 
 Answers are rendered and tokenized as in `conversation_rows.py`. Plain texts are not rendered: the
 tokenizer's BOS token is added before the prompt, and its EOS token after the answer.
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class EncodedPair(NamedTuple):
-    """Chosen and rejected answer to a prompt, each as a token row; for KTO only one of the two."""
+    """Chosen and rejected answer to a prompt, as token sequences; for KTO only one of the two."""
 
     chosen: EncodedRow | None
     rejected: EncodedRow | None
@@ -56,7 +56,7 @@ def encode_preference(
     tokenizer: Tokenizer,
     ignore: Sequence[str] = (),
 ) -> EncodedPair:
-    """Encode both answers of an example; their rows begin with the same prompt tokens.
+    """Encode both answers of an example; both sequences begin with the same prompt tokens.
 
     Args:
         example: prompt and answers.
@@ -101,7 +101,7 @@ def _render(
 def _share_prompt(turns: Sequence[list[AnswerText] | None]) -> list[list[AnswerText] | None]:
     """Move the end of the longer prompt into its answer, so that both prompts are equal.
 
-    The prompts differ if a generation prompt opens a thought that only one of the answers has.
+    The prompts differ if a generation prompt starts reasoning that only one of the answers has.
     """
     pairs = [each for each in turns if each]
     if len(pairs) < 2 or pairs[0][0].prompt == pairs[1][0].prompt:
@@ -118,7 +118,7 @@ def _share_prompt(turns: Sequence[list[AnswerText] | None]) -> list[list[AnswerT
 
 
 def _join(location: str, turns: Sequence[AnswerText], tokenizer: Tokenizer) -> EncodedRow:
-    """Encode a multi-turn answer as one row; the template must not rewrite earlier messages."""
+    """Encode a multi-turn answer as one sequence; the template must not change earlier messages."""
     rows = encode_turns(turns, tokenizer)
     if len(rows) == 1:
         return rows[0]
@@ -152,7 +152,7 @@ def _finish(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def _label(ids: list[int], prompt: int) -> EncodedRow:
-    """Return a row with labels on the tokens after the prompt; the first token has no label."""
+    """Return a sequence with labels on the tokens after the prompt, except on the first token."""
     prompt = max(prompt, 1)
     return EncodedRow(ids, [IGNORE_INDEX] * min(prompt, len(ids)) + ids[prompt:])
 
@@ -175,7 +175,7 @@ def _encode_whole(texts: Sequence[Any], tokenizer: Tokenizer) -> Iterable[Encode
 
 
 class PreferencePairs(PaddedRows):
-    """Preference pairs as an `ExampleSource`: two rows per pair, the chosen answer first.
+    """Preference pairs as an `ExampleSource`: two sequences per pair, the chosen answer first.
 
     A pair with a completely truncated answer, or with equal answers after truncation, is skipped;
     `dropped` counts these pairs.
@@ -184,7 +184,7 @@ class PreferencePairs(PaddedRows):
         pairs: encoded pairs.
         seq_len: maximum length of a prompt with its answer in tokens; longer ones are truncated at
             the end.
-        shares_prefix: True to encode a pair as one row that contains the prompt once; see
+        shares_prefix: True to encode a pair as one sequence that contains the prompt once; see
             `prefix_sharing`.
     """
 
@@ -259,12 +259,12 @@ class PreferencePairs(PaddedRows):
 class MarkedAnswers(PaddedRows):
     """Answers rated good or bad as an `ExampleSource`, each with a mismatched answer.
 
-    The mismatched row has the same prompt, with the answer of the next example in the file that has
-    another prompt; it does not depend on the batch.
+    The sequence with the mismatched answer has the same prompt, with the answer of the next example
+    in the file that has another prompt; it does not depend on the batch.
 
     Args:
         pairs: encoded examples; a pair counts as a good and a bad answer.
-        seq_len: maximum length of a row in tokens; longer rows are truncated at the end.
+        seq_len: maximum length of a sequence in tokens; longer ones are truncated at the end.
     """
 
     def __init__(self, pairs: Sequence[EncodedPair], seq_len: int) -> None:
@@ -321,7 +321,7 @@ def _with_reference(
 
 
 def _prompt_length(row: EncodedRow) -> int:
-    """Return the number of tokens before the answer."""
+    """Return the number of tokens before the answer of a sequence."""
     return next(n for n, label in enumerate(row.labels) if label != IGNORE_INDEX)
 
 
@@ -338,7 +338,7 @@ def _next_prompt(prompts: Sequence[tuple[int, ...]], number: int) -> int:
 
 
 def _mix(row: EncodedRow, other: EncodedRow) -> EncodedRow:
-    """Return a row with the prompt of one row and the answer of another row."""
+    """Return a sequence with the prompt of `row` and the answer of `other`."""
     before, start = _prompt_length(row), _prompt_length(other)
     labels = [IGNORE_INDEX] * before + other.labels[start:]
     return EncodedRow(row.ids[:before] + other.ids[start:], labels)
