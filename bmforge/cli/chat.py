@@ -125,7 +125,7 @@ class _Session:
 
     Args:
         chat: conversation with the model.
-        shows_thoughts: whether to print thoughts as well.
+        shows_thoughts: whether to print the text between ``<think>`` and ``</think>``.
     """
 
     def __init__(self, chat: Talk, shows_thoughts: bool) -> None:

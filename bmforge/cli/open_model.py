@@ -258,7 +258,7 @@ def opened_model(
     Args:
         directory: model directory.
         memory: memory limits of the model.
-        max_rows: number of rows that the budget is planned for.
+        max_rows: number of concurrent sequences that the memory budget must suffice for.
         deltas: adapter directories to attach; DIR=0.5 scales the adapter's output by 0.5.
         allow_other_base: accept adapters that were trained on a base model with other weights.
 

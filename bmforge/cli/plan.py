@@ -274,7 +274,7 @@ def launch_line(
 
     Args:
         request: the planner request.
-        row: row of the plan with the layout.
+        row: entry of the plan with the layout.
         model: command line options for the planned model.
         task: planned task; for an adapter, pretrain is replaced by conversations.
     """
