@@ -129,9 +129,9 @@ def binarise(
     reached = sum(cost.values())
     if reached > limit:
         raise ConfigError(
-            f"keep_ratio={config.keep_ratio} cannot be reached with gates={config.gates} (at least "
-            f"{reached / costs.total:.3f} of the {config.target} of the blocks). Increase "
-            "keep_ratio, or use more gates."
+            f"keep_ratio={config.keep_ratio} cannot be reached with gates={config.gates} "
+            f"(allowed: at least {reached / costs.total:.3f} of the {config.target} of the "
+            "blocks). Increase keep_ratio, or use more gates."
         )
     return {key: tuple(sorted(numbers)) for key, numbers in left.items()}
 
