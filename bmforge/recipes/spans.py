@@ -207,7 +207,7 @@ def _open_corpus(config: Any, tokenizer: Tokenizer, rows: World) -> TrainingData
     if changed:
         raise ConfigError(
             f"{', '.join(changed)} have no effect, because the spans in {list(data.paths)} are "
-            "already chosen. Leave these options out."
+            "already cut out. Leave these options out."
         )
     check_split(data.split, data.validation, data.paths)
     name = traits_of(config.model).sentinel

@@ -89,8 +89,8 @@ def find_start(name: str) -> Start:
         near = get_close_matches(name, dict.fromkeys(names), n=3)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise ConfigError(
-            f"unknown model: model={name!r} (a preset, a family, a directory, or a model of the "
-            f"hub with its owner, such as openai-community/gpt2).{hint} "
+            f"unknown model: model={name!r} (expected: a preset, a family, a directory, or "
+            f"the id of a hub model with its owner, such as openai-community/gpt2).{hint} "
             "docs/reference/presets.md lists all presets and families."
         )
     return _start_from(name)

@@ -40,7 +40,7 @@ class StorePart(TokenStore):
         if first == last:
             raise DataError(
                 f"token store {str(prefix)!r} has {len(spans)} documents, too few for "
-                f"data.split={tuple(split)}: entry {index} selects none. Raise that entry."
+                f"data.split={tuple(split)}: entry {index} selects none. Raise this entry."
             )
         self._spans = spans[first:last].copy()
         self._begin, self._end = int(spans[first, 0]), int(spans[last - 1, 1])
