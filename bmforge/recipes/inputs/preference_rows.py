@@ -260,7 +260,7 @@ class MarkedAnswers(PaddedRows):
     """Answers rated good or bad as an `ExampleSource`, each with a mismatched answer.
 
     The sequence with the mismatched answer has the same prompt, with the answer of the next example
-    in the file that has another prompt; it does not depend on the batch.
+    in the file that has another prompt. The choice does not depend on the batch.
 
     Args:
         pairs: encoded examples; a pair counts as a good and a bad answer.
